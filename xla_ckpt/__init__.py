@@ -14,6 +14,8 @@
   deletes.
 - `SaveOptions`, `LoadOptions`, `ConvertOptions`: how such a call goes about its work; `default_options` says it for a
   block. `LlamaJob`: a Llama-like model, and how a job has it.
+- `LatestN`, `BestN`, `EveryNSteps`, `EveryNSeconds`, `LatestDuration`, `AnyOf`: which tags a save keeps.
+- `Product`: what is made of a tag after its commit, such as a directory of Hugging Face's.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
 - `register_layout`, `Layout`: a layout of one's own (docs/adding-a-layout.md).
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
     from xla_ckpt.layouts.registry import register_layout as register_layout
     from xla_ckpt.options import ConvertOptions as ConvertOptions
     from xla_ckpt.options import LoadOptions as LoadOptions
+    from xla_ckpt.options import Product as Product
     from xla_ckpt.options import SaveOptions as SaveOptions
     from xla_ckpt.options import default_options as default_options
     from xla_ckpt.plan.explain import Explanation as Explanation
@@ -98,6 +101,13 @@ if TYPE_CHECKING:
     from xla_ckpt.state.per_rank import PerRank as PerRank
     from xla_ckpt.state.registered import register_optimizer as register_optimizer
     from xla_ckpt.state.rng import RNGState as RNGState
+    from xla_ckpt.tags.retention import AnyOf as AnyOf
+    from xla_ckpt.tags.retention import BestN as BestN
+    from xla_ckpt.tags.retention import EveryNSeconds as EveryNSeconds
+    from xla_ckpt.tags.retention import EveryNSteps as EveryNSteps
+    from xla_ckpt.tags.retention import LatestDuration as LatestDuration
+    from xla_ckpt.tags.retention import LatestN as LatestN
+    from xla_ckpt.tags.retention import Retention as Retention
     from xla_ckpt.tree.optimizer_schema import OptimizerSchema as OptimizerSchema
 
 __version__ = "0.1.0"
@@ -154,8 +164,9 @@ _HOMES = {
     "layouts.base": ("Layout",),
     "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
-    "options": ("ConvertOptions", "LoadOptions", "SaveOptions", "default_options"),
+    "options": ("ConvertOptions", "LoadOptions", "Product", "SaveOptions", "default_options"),
     "plan.explain": ("Explanation",),
+    "tags.retention": ("AnyOf", "BestN", "EveryNSeconds", "EveryNSteps", "LatestDuration", "LatestN", "Retention"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -21,6 +21,7 @@ from xla_ckpt.snapshot.take import Mode
 from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tags.retention import Retention, check_policy
 
 MAX_MEMORY = 1 << 30
 """Bytes of array data in memory at a time while tags are converted or compared, by default."""
@@ -33,6 +34,53 @@ Stale = Literal["warn", "raise", "ignore"]
 
 ReplicaRead = Literal["each", "share"]
 """Whether each rank reads all that it needs, or ranks that need the same bytes read a part each."""
+
+
+PLACE = "{tag}"
+"""Stands for the name of the tag in the place of a product."""
+
+
+@known_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
+
+    Raises (on construction):
+        UsageError: A field makes no sense.
+
+    Example:
+        ``SaveOptions(products=(Product(to="hf/{tag}", every=1000, dtype="bfloat16"),))``
+    """
+
+    to: PathLike
+    """Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old one;
+    for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``."""
+
+    layout: str = "safetensors"
+    """What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it."""
+
+    every: int = 1
+    """Of which tags: those whose step is a multiple of this. The step is the number at the end of the tag's name, or
+    the number of its commit."""
+
+    dtype: str | None = None
+    """For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`."""
+
+    mesh: str | None = None
+    """For other layouts: the topology that the files are for, as in `convert`."""
+
+    llama: Any = None
+    """A `LlamaJob`, as in `convert` and `export_hf`."""
+
+    keep: Retention | None = None
+    """Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json`` then, by
+    which it is known; others are not touched."""
+
+    def __post_init__(self) -> None:
+        _check_number("every", self.every, "steps")
+        full_path(self.to)
+        if self.keep is not None:
+            check_policy("keep", self.keep)
 
 
 @known_fields
@@ -96,11 +144,22 @@ class SaveOptions:
     timeout: float = TIMEOUT
     """Seconds that a rank which is done waits for the others before all that are left give up."""
 
+    retention: Retention | None = None
+    """Which tags are kept after the commit, in place of ``num_kept_ckpts`` (docs/retention.md): ``LatestN(3)``,
+    ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``, ``LatestDuration(timedelta(days=7))``, or
+    what one of several keeps: ``LatestN(3) | BestN("loss")``. None keeps all. The newest tag and pinned ones are
+    kept in any case."""
+
+    products: tuple[Product, ...] = ()
+    """What is made of the tag after its commit, in the background on rank 0, for other readers: a directory of Hugging
+    Face's, another layout (docs/products.md). An error is logged, does not fail the save, and is raised by
+    `finalize_checkpoint`, which waits for products."""
+
     local: PathLike | None = None
     """Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, which all
     hosts of the job see. The save commits there, and rank 0 uploads the tag in the background, after those before it.
     An upload that fails is logged, does not fail the save, and is repeated with the next one, in this process or a
-    later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. ``num_kept_ckpts``
+    later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. Retention
     counts in both places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md)."""
 
     def __post_init__(self) -> None:
@@ -112,6 +171,12 @@ class SaveOptions:
         check_choice("snapshot", self.snapshot, get_args(Mode))
         if not callable(self.on_error):
             check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
+        if self.retention is not None:
+            check_policy("retention", self.retention)
+        if not isinstance(self.products, tuple) or not all(isinstance(one, Product) for one in self.products):
+            raise UsageError(
+                "products are none", expected="a tuple of xla_ckpt.Product(...)", found=repr(self.products)[:80]
+            )
         _check_number("snapshot_budget", self.snapshot_budget, "bytes")
         _check_timeout(self.timeout)
 
@@ -123,6 +188,8 @@ class SaveOptions:
             "parity": self.parity,
             "stale": self.stale,
             "on_error": "a function" if callable(self.on_error) else self.on_error,
+            "retention": self.retention,
+            "products": self.products,
             "local": None if self.local is None else full_path(self.local),
         }
 

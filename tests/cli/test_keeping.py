@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -164,3 +165,77 @@ def test_these_commands_import_no_torch(root: Path) -> None:
     code += "assert main(sys.argv[1:]) == 0\nassert not {'torch', 'jax', 'orbax'} & set(sys.modules)"
     for words in (["pin", root, "a"], ["unpin", root, "a"], ["rm", root, "a", "--yes"], ["clean", root]):
         subprocess.run([sys.executable, "-c", code, *map(str, words)], env=environment(), check=True)
+
+
+def runs_with_losses(root: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.2)):
+        content = {"loss": loss, "eval": {"accuracy": 1 - loss}}
+        xla_ckpt.save_checkpoint(
+            root, f"step_{step}", {"w": torch.full((2,), step)}, user_content=content, pinned=step == 3
+        )
+
+
+def test_retain_says_first_what_would_go_and_why_the_others_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs_with_losses(tmp_path)
+    words = ["retain", tmp_path, "--newest", "1", "--best", "eval.accuracy:1:max"]
+    told = {
+        "step_1": "would be deleted",
+        "step_2": "stays (of the 1 with the largest eval.accuracy)",
+        "step_3": "stays (pinned)",
+        "step_4": "stays (the newest; of the newest 1)",
+    }
+    assert call(capsys, *words, "--dry-run")[:2] == (0, "".join(f"{tag}: {done}\n" for tag, done in told.items()))
+    assert xla_ckpt.list_tags(tmp_path) == [*told]
+    code, out, _ = call(capsys, *words, "--yes", "--json")
+    assert (code, {its["tag"]: its["done"] for its in json.loads(out)["tags"]}) == (0, told | {"step_1": "deleted"})
+    assert xla_ckpt.list_tags(tmp_path) == ["step_2", "step_3", "step_4"]
+
+
+def test_retain_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs_with_losses(tmp_path)
+    words = ["retain", tmp_path, "--newest", "1", "--per-day", "--every", "3"]
+    terminal = Terminal(*words)
+    terminal.until("[y/N]")
+    os.write(terminal.fd, b"n\n")
+    assert terminal.ends() == 1
+    assert f"Delete step_2 in {tmp_path}?" in terminal.shown
+    code, _, err = call(capsys, *words)
+    assert (code, "a terminal, or --yes" in err) == (1, True)
+    assert len(xla_ckpt.list_tags(tmp_path)) == 4
+    assert call(capsys, *words[:2], "--last", "4w")[0] == 0  # nothing is to be deleted: nobody has to be asked
+
+
+def test_retain_leaves_a_tag_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs_with_losses(tmp_path)
+    with contextlib.closing(LocalStore(str(tmp_path)).open("step_1")):
+        code, out, _ = call(capsys, "retain", tmp_path, "--newest", "1", "--yes")
+    assert (code, out.splitlines()[:2]) == (
+        0,
+        ["step_1: stays (somebody reads this tag, or may do so)", "step_2: deleted"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "nothing says which tags are kept"),
+        (["--newest", "0"], "LatestN: n makes no sense"),
+        (["--best", "loss:x"], "--best makes no sense"),
+        (["--best", "loss:2:most"], "--best makes no sense"),
+        (["--last", "7y"], "--last is no time"),
+        (["--every", "-1"], "EveryNSteps: interval_steps makes no sense"),
+    ],
+)
+def test_retain_refuses_what_makes_no_sense(
+    root: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, "retain", root, *words, "--yes")
+    assert (code, says in err) == (1, True), err
+    assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
+
+
+def test_retain_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "retain", tmp_path / "none", "--newest", "1")
+    assert (code, "there is no checkpoint" in err) == (1, True)

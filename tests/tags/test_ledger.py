@@ -36,6 +36,7 @@ from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
+from xla_ckpt.tags.retention import LatestN, policy_of
 from xla_ckpt.tags.root import Kind, Transaction
 
 
@@ -69,7 +70,7 @@ def fill(transaction: Transaction, tag: str, text: str, *, pinned: bool) -> None
 def put(root: LedgerRoot, tag: str, text: str = "", *, num_kept: int | None = None, pinned: bool = False) -> None:
     transaction = begin(root, tag, text, pinned=pinned)
     try:
-        transaction.commit(num_kept=num_kept)
+        transaction.commit(retention=policy_of(num_kept, None))
     finally:
         transaction.abandon()
 
@@ -266,7 +267,7 @@ def test_a_pin_comes_between(store: MemoryStore) -> None:
         put(root, tag)
     transaction = begin(root, "c")
     assert [root.pin("a", True), root.pin("a", True)] == [True, False]
-    transaction.commit(num_kept=1)
+    transaction.commit(retention=LatestN(1))
     assert tags(root) == ["a", "c"]
     with pytest.raises(NoCheckpointError):
         root.pin("b", True)

@@ -13,6 +13,7 @@ from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedVersionErro
 from xla_ckpt.manifest.digest import sealed
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, LedgerTag, attempt_name, ledger_json, parse_ledger
+from xla_ckpt.tags.retention import TagFact, policy_of, superfluous
 
 TAGS = ["a", "b", "c"]
 EVENTS = st.lists(
@@ -27,6 +28,12 @@ EVENTS = st.lists(
 
 def tag_of(attempt: str) -> str:
     return attempt.partition("/")[0]
+
+
+def retained(ledger: Ledger, number: int | None) -> Ledger:
+    """What retention makes of a ledger after a commit."""
+    facts = [TagFact(tag, its.sequence, its.pinned) for tag, its in ledger.tags.items()]
+    return rules.retired(ledger, superfluous(facts, policy_of(number, None)))
 
 
 @settings(deadline=None)
@@ -47,7 +54,7 @@ def test_files_go_when_nobody_can_need_them_any_more(events: list[tuple[str, str
             ledger, stored[attempt] = rules.begun(ledger, attempt, "one" if number else "other"), -1
         elif event == "commit" and writing:
             sequence, is_pinned = ledger.sequence + 1, tag == "c"
-            ledger = rules.committed(ledger, tag, LedgerTag(writing[0], sequence, is_pinned, ""), number)
+            ledger = retained(rules.committed(ledger, tag, LedgerTag(writing[0], sequence, is_pinned, "")), number)
             assert ledger.tags[tag].attempt == writing[0]
             kept = [its for its in ledger.tags.values() if not its.pinned]
             assert number is None or len(kept) <= max(number, 1) + (tag == "c")
@@ -101,7 +108,7 @@ def test_a_commit_that_was_given_up_and_was_not_answered_has_the_fate_that_is_to
     if takes_over:
         ledger = rules.taken(ledger, "somebody")
     if is_applied and ledger.open["mine/.a"].epoch == ledger.epoch:
-        ledger = rules.committed(ledger, "mine", LedgerTag("mine/.a", ledger.sequence + 1, False, ""), None)
+        ledger = rules.committed(ledger, "mine", LedgerTag("mine/.a", ledger.sequence + 1, False, ""))
         expected = {"committed", "unknown"}
     else:
         expected = {"given up", "unknown"}
@@ -119,7 +126,8 @@ def played(ledger: Ledger, events: list[tuple[str, str, int | None]]) -> Ledger:
         if event == "begin":
             ledger = rules.begun(ledger, attempt_name(tag, f"{at:x}"), "other")
         elif event == "commit" and writing:
-            ledger = rules.committed(ledger, tag, LedgerTag(writing[0], ledger.sequence + 1, False, ""), number)
+            its = LedgerTag(writing[0], ledger.sequence + 1, False, "")
+            ledger = retained(rules.committed(ledger, tag, its), number)
         elif event == "retire" and "mine" in ledger.tags:
             ledger = rules.retired(ledger, ["mine"])
         elif event == "take":

@@ -19,7 +19,7 @@ from tests.runs import names_in
 from xla_ckpt.engine.verify import OF_COMMITS
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.names import is_tag_name
-from xla_ckpt.tags.retention import TagFact, superfluous
+from xla_ckpt.tags.retention import TagFact, policy_of, superfluous
 from xla_ckpt.tags.roots import root_of
 
 
@@ -136,7 +136,7 @@ facts = st.lists(
 
 @given(facts, st.one_of(st.none(), st.integers(1, 5)))
 def test_retention_laws(some: list[TagFact], kept: int | None) -> None:
-    gone = superfluous(some, kept)
+    gone = superfluous(some, policy_of(kept, None))
     by_name = {f.tag: f for f in some}
     assert not any(by_name[t].pinned for t in gone)
     newest = max(some, key=lambda f: f.sequence, default=None)

@@ -79,6 +79,7 @@ def calls_differ(rank: int, root: Path) -> dict[str, str]:
         ("parity", {}, {"options": saving(parity="block")}),
         ("stale", {}, {"options": saving(stale="ignore")}),
         ("on_error", {}, {"options": saving(on_error="warn")}),
+        ("retention", {}, {"options": saving(retention=xla_ckpt.LatestN(3))}),
         ("optimizer", {}, {"optimizer": None}),
         ("scheduler", {}, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}),
         ("extras", {"extras": rng}, {}),

@@ -19,6 +19,8 @@ from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags import deleting
+from xla_ckpt.tags.facts import facts_of
+from xla_ckpt.tags.retention import Retention, check_policy, why_kept
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
@@ -190,6 +192,23 @@ class Checkpoints:
             CheckpointError: As `pin`.
         """
         return self._root_with_own(tag).pin(tag, False)
+
+    def why_kept(self, retention: Retention) -> dict[str, tuple[str, ...]]:
+        """Say why a policy keeps each tag. A save with this policy deletes those for which there is no reason.
+
+        Args:
+            retention: Which tags are kept, such as ``LatestN(3) | BestN("loss")``.
+
+        Returns:
+            Each tag of this library, oldest first, and the reasons.
+
+        Raises:
+            UsageError: It is no policy.
+            StorageError: The directory cannot be read.
+        """
+        check_policy("retention", retention)
+        root = root_of(store_at(self.path).look())
+        return why_kept(facts_of(root.store, root.entries()), retention)
 
     @taking_values(options=ConvertOptions)
     def diff(

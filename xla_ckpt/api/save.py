@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from xla_ckpt.api.freezing import freeze
+from xla_ckpt.api.products import check_products, follower
 from xla_ckpt.api.tags import near_and_far
 from xla_ckpt.api.wish import Wish, chosen_layouts
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.ending import MISTAKES, end
+from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.order import Order, Timing
@@ -37,7 +39,7 @@ from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import check_is_text, check_tag
-from xla_ckpt.tags.retention import check_keep
+from xla_ckpt.tags.retention import policy_of
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
@@ -83,7 +85,7 @@ def save_checkpoint(
         num_workers: Threads that write, at most.
         use_xser: Write neuronx-distributed's xser layout, with a manifest beside it: short for ``layout="xser"``.
         num_kept_ckpts: Keep this many of the newest tags that are not pinned, and delete older ones after the commit;
-            None keeps all.
+            None keeps all. `SaveOptions.retention` has other policies.
         async_save: Return as soon as the state is frozen, and write in the background.
         zero1_optimizer: Accepted for compatibility with neuronx-distributed; a ZeRO-1 optimizer is recognised.
         extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts. One
@@ -211,6 +213,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
                 options=options,
                 pinned=wish.pinned,
                 num_kept=wish.num_kept,
+                committed=follower(root, tag, options.products),
                 workers=max(1, wish.workers),
                 shown=wish.shown(job),
             )
@@ -296,7 +299,8 @@ def _prepare(store: Store) -> None:
 def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What this rank saves. Mistakes of the program are found before the root directory is made."""
     check_tag(order.tag, order.root.path)
-    check_keep(order.num_kept)
+    policy_of(order.num_kept, order.options.retention)
+    check_products(order.options.products, order.root.path)
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0:
@@ -308,15 +312,17 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
 def finalize_checkpoint() -> None:
     """Wait for all saves in flight, those of `xla_ckpt.dcp` too, and free the memory that was kept for snapshots.
 
-    On rank 0 it waits for uploads, too (`SaveOptions.local`), and repeats those that failed.
+    On rank 0 it waits for uploads, too (`SaveOptions.local`), and repeats those that failed; and for products
+    (`SaveOptions.products`).
 
     Raises:
-        CheckpointError: A save failed, and nobody has been told yet; or a tag was not uploaded. (Futures tell of the
-            saves of `xla_ckpt.dcp`.)
+        CheckpointError: A save failed, and nobody has been told yet; or a tag was not uploaded, or a product
+            not made. (Futures tell of the saves of `xla_ckpt.dcp`.)
     """
     try:
         SAVES.wait()
         UPLOADS.wait()
+        ERRANDS.wait()
     finally:
         POOL.free()
         GUARD.close()

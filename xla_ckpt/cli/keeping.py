@@ -1,9 +1,10 @@
-"""Commands that change which tags are kept, and where: ``rm``, ``pin``, ``unpin``, ``clean``, ``adopt``, ``upload``."""
+"""Commands that change which tags are kept, or where: ``rm``, ``retain``, ``pin``, ``clean``, ``adopt``, ``upload``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -13,7 +14,10 @@ from xla_ckpt.cli.output import print_answer
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 
 if TYPE_CHECKING:
+    from xla_ckpt.tags.retention import Retention
     from xla_ckpt.tags.root import Root
+
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def add_tags(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +55,109 @@ def rm(args: argparse.Namespace) -> int:
         return "deleted"
 
     return _each(args, tags, delete)
+
+
+def add_retain(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``retain``."""
+    from xla_ckpt.tags.retention import PERIODS
+
+    parser.add_argument("path", metavar="ROOT", help="root directory of tags")
+    parser.add_argument("--newest", type=int, metavar="N", help="keep the N newest tags")
+    parser.add_argument(
+        "--best",
+        action="append",
+        default=[],
+        metavar="NAME[:N[:max]]",
+        help="keep the tags with the N smallest numbers of this name in user_content, or with the largest: "
+        "loss, loss:2, eval.accuracy:3:max",
+    )
+    parser.add_argument("--every", type=int, metavar="N", help="keep each tag whose step is a multiple of N")
+    for seconds, name in PERIODS.items():
+        parser.add_argument(
+            f"--per-{name}",
+            dest="per",
+            action="append_const",
+            const=seconds,
+            default=[],
+            help=f"keep the first of each {name} (UTC)",
+        )
+    parser.add_argument(
+        "--last", metavar="TIME", help="keep tags that are at most so much older than the newest: 30m, 12h, 7d, 4w"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="delete nothing: say which would go, and why others stay"
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
+    options.add_json(parser)
+
+
+def retain(args: argparse.Namespace) -> int:
+    """The command ``retain``; returns its exit code."""
+    from xla_ckpt.api.checkpoints import Checkpoints
+    from xla_ckpt.storage.door import store_at
+    from xla_ckpt.tags.missing import no_such_tag
+    from xla_ckpt.tags.roots import root_of
+
+    root = Checkpoints(args.path)
+    reasons = root.why_kept(_policy(args))
+    if not reasons:
+        raise no_such_tag(root_of(store_at(root.path)), None)
+    doomed = [tag for tag, why in reasons.items() if not why]
+    asks = doomed and not args.dry_run and not args.yes
+    if asks and not _confirmed(f"Delete {', '.join(doomed)} in {args.path}? [y/N] "):
+        print("xla-ckpt: nothing was deleted", file=sys.stderr)
+        return 1
+
+    def act(tag: str) -> str:
+        if reasons[tag]:
+            return f"stays ({'; '.join(reasons[tag])})"
+        if args.dry_run:
+            return "would be deleted"
+        try:
+            root.delete(tag)
+        except UsageError as refused:
+            return f"stays ({refused.problem})"  # another one may go all the same
+        return "deleted"
+
+    return _each(args, [*reasons], act)
+
+
+def _policy(args: argparse.Namespace) -> Retention:
+    """What the arguments of ``retain`` say."""
+    from xla_ckpt.tags.retention import AnyOf, EveryNSeconds, EveryNSteps, LatestN
+
+    policies: list[Retention] = [] if args.newest is None else [LatestN(args.newest)]
+    policies += [_best(text) for text in args.best]
+    policies += [] if args.every is None else [EveryNSteps(args.every)]
+    policies += [EveryNSeconds(seconds) for seconds in args.per]
+    policies += [] if args.last is None else [_last(args.last)]
+    if not policies:
+        raise UsageError(
+            "nothing says which tags are kept", expected="--newest, --best, --every, --per-hour, --per-day or --last"
+        )
+    return AnyOf(tuple(policies))
+
+
+def _best(text: str) -> Retention:
+    from xla_ckpt.tags.retention import BestN
+
+    match text.split(":"):
+        case [name]:
+            return BestN(name)
+        case [name, count] if count.isdecimal():
+            return BestN(name, int(count))
+        case [name, count, ("min" | "max") as mode] if count.isdecimal():
+            return BestN(name, int(count), mode)
+    raise UsageError("--best makes no sense", expected="NAME, NAME:N or NAME:N:max, such as loss:2", found=text)
+
+
+def _last(text: str) -> Retention:
+    from xla_ckpt.tags.retention import LatestDuration
+
+    count, unit = text[:-1], UNITS.get(text[-1:])
+    if unit is None or not count.isdecimal():
+        raise UsageError("--last is no time", expected="a number and a unit: 30m, 12h, 7d, 4w", found=text)
+    return LatestDuration(datetime.timedelta(**{unit: int(count)}))
 
 
 def pin(args: argparse.Namespace) -> int:

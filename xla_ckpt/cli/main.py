@@ -112,6 +112,15 @@ _COMMANDS: dict[str, _Command] = {
   xla-ckpt rm runs/lm step_10 step_20      asks first
   xla-ckpt rm runs/lm best --yes --force   does not ask, and takes a pinned tag, too""",
     ),
+    "retain": _Command(
+        help="Delete the tags that a policy does not keep, as the retention of a save would.",
+        action=keeping.retain,
+        add_arguments=keeping.add_retain,
+        examples="""\
+  xla-ckpt retain runs/lm --newest 3 --best loss:2 --dry-run   which would go, and why each other one stays
+  xla-ckpt retain runs/lm --newest 3 --every 1000 --yes        what one of several keeps, stays
+  xla-ckpt retain s3://bucket/lm --per-day --last 7d           asks first""",
+    ),
     "pin": _Command(
         help="Exempt tags from the retention of saves.",
         action=keeping.pin,

@@ -12,6 +12,7 @@ from typing import NoReturn, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.ending import tell_error
+from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, UsageError, from_json
@@ -338,5 +339,6 @@ def install_exit_hook() -> None:
 
     _register(leave)
     _register(LEASES.give_back)
+    _register(ERRANDS.at_exit)
     _register(UPLOADS.at_exit)
     _register(SAVES.at_exit)

@@ -1,7 +1,8 @@
-"""What a program asks of a save, and what is measured of it."""
+"""What a program wants of a save, and what is measured of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.phases import Phases
@@ -9,6 +10,7 @@ from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.write import WRITERS
 from xla_ckpt.job.call import Call
 from xla_ckpt.options import SaveOptions
+from xla_ckpt.tags.retention import Retention, policy_of
 from xla_ckpt.tags.root import Root
 
 
@@ -24,9 +26,23 @@ class Order:
     options: SaveOptions = field(default_factory=SaveOptions)
     pinned: bool | None = None
     num_kept: int | None = None
+    """How many of the newest tags are kept, if `options` do not say it."""
+
+    committed: Callable[[int], object] = lambda number: None
+    """Is called on rank 0 after the commit, with its number. Never raises."""
+
     workers: int = WRITERS
     shown: bool | None = None
     """Whether this rank shows a progress bar; None decides by itself."""
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which tags are kept after the commit; None keeps all.
+
+        Raises:
+            UsageError: `num_kept` makes no sense, or `options` say it, too.
+        """
+        return policy_of(self.num_kept, self.options.retention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

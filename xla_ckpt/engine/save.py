@@ -225,11 +225,12 @@ class Save:
             raise given_up  # another rank, which has told its caller so
         began = time.perf_counter()
         report = kept([part.measured for part in parts])
-        retained = transaction.commit(num_kept=self.order.num_kept, report=report, within=within)
+        retained = transaction.commit(retention=self.order.retention, report=report, within=within)
         ended = time.perf_counter()
         self.phases.add("commit", ended - began - retained, ended=ended - retained)
         self.phases.add("retain", retained, ended=ended)
         remember(self.order.root, manifest)
+        self.order.committed(transaction.sequence)
 
     def _follow(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
         """The part of any other rank: write, report, hear the verdict."""

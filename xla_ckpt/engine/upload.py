@@ -32,6 +32,7 @@ from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.ledger_rules import attempt_name
 from xla_ckpt.tags.local_first import LocalFirst, write_journal
+from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import WITHIN, Kind
 from xla_ckpt.tags.upload_rules import Journal, step_of
 
@@ -50,7 +51,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._again = False
-        self._num_kept: int | None = None
+        self._retention: Retention | None = None
         self._reached = 0
         """Number of the newest tag that was dealt with; all older ones were, too."""
         self._dropped: dict[int, CheckpointError] = {}
@@ -58,13 +59,14 @@ class Uploader:
         """Why the last try ended early; None if it did not."""
         self._ends = threading.Event()
 
-    def wake(self, num_kept: int | None) -> None:
-        """Have tags go up that are not in the object store, in the background; `num_kept` of them stay there and here.
+    def wake(self, retention: Retention | None) -> None:
+        """Have tags go up that are not in the object store, in the background.
 
-        Never fails: what cannot be done now is done after the next save.
+        `retention` says which tags stay, there and here. Never fails: what cannot be done now is done after the next
+        save.
         """
         with undisturbed(), self._changed:
-            self._num_kept, self._again = num_kept, True
+            self._retention, self._again = retention, True
             if self._thread is None:
                 self._start()
 
@@ -97,7 +99,7 @@ class Uploader:
         """
         self._wait(lambda: False, None)
         if self._error is not None:
-            self.wake(self._num_kept)
+            self.wake(self._retention)
             self._wait(lambda: False, None)
         if self._error is not None:
             raise _again(self._error)
@@ -168,7 +170,7 @@ class Uploader:
                 self._fill(reader, directory, entry)
             journal = self.root.journal(entry)
             write_journal(directory, replace(journal, is_remote=True))
-        self.root.retire_sent(entry.tag, self._num_kept)
+        self.root.retire_sent(entry.tag, self._retention)
 
     def _fill(self, reader: TagReader, directory: LocalFiles, entry: TagEntry) -> None:
         """Send what is not there yet, the manifest last, and commit."""
@@ -196,7 +198,7 @@ class Uploader:
             raise
         # If it fails, the attempt stays: the next try goes on with it.
         report = None if REPORT in sent else self.root.report_of(entry.tag)
-        draft.commit(num_kept=self._num_kept, report=report, within=WITHIN)
+        draft.commit(retention=self._retention, report=report, within=WITHIN)
 
     def _sent(self, attempt: Attempt, sizes: Mapping[str, int]) -> dict[str, int]:
         """The files that an earlier try has sent, with their sizes. They are whole: else they would not be there."""

@@ -206,6 +206,20 @@ def parse(data: bytes) -> Manifest:
     )
 
 
+def skeleton_of(data: bytes) -> Any:
+    """The skeleton in the bytes of a manifest. Its arrays, of which there may be thousands, are not looked at.
+
+    Raises:
+        CorruptCheckpointError: A digest does not match, or there is no skeleton.
+        UnsupportedVersionError: Written by a newer version.
+    """
+    parse_head(data[:HEAD_BYTES])
+    for line in unsealed(data, "the manifest").split(b",\n"):
+        if line.startswith(b'"skeleton":'):
+            return json_object(b"{" + line + b"}", "the manifest")["skeleton"]
+    raise FormatError("the manifest has no skeleton")
+
+
 def parse_file(entry: Any) -> FileRecord:
     """The file record that `file_json` wrote.
 

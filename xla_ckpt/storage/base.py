@@ -310,6 +310,11 @@ class ObjectStore(Store, Protocol):
         """
 
 
+def directory_in(store: Store, name: str) -> Directory:
+    """A directory of a store, which is not marked as being read. An object store is not asked whether it is there."""
+    return store.open(name, lock=False) if store.object_store is None else store.object_store.fill(name)
+
+
 def read_whole(directory: ReadDirectory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
     """All bytes of a small file.
 

@@ -13,11 +13,13 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Directory, write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
+from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.placing import overtaken
+from xla_ckpt.tags.retention import Retention, superfluous
 from xla_ckpt.tags.root import Kind, Root
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class Attempt:
     newest: TagEntry | None
     is_open: bool = True
 
-    def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
+    def commit(self, *, retention: Retention | None, report: Any, within: float) -> float:
         if self.kind is Kind.REPAIR:
             self._check_owner(self.record.read())
             self._carry_over()
@@ -70,7 +72,11 @@ class Attempt:
                     raise no_such_tag(self.root, self.tag)
                 pinned, sequence = its.pinned, its.sequence
             entry = LedgerTag(self.directory.name, sequence, pinned, head.created)
-            return rules.committed(ledger, self.tag, entry, num_kept)
+            after = rules.committed(ledger, self.tag, entry)
+            if retention is None:
+                return after
+            facts = facts_of(self.record.store, rules.entries_in(after))
+            return rules.retired(after, superfluous(facts, retention))
 
         try:
             ledger = self.record.edit(change)

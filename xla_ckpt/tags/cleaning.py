@@ -12,8 +12,9 @@ from xla_ckpt.errors import CheckpointError
 from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
-from xla_ckpt.tags.retention import TagFact, superfluous
+from xla_ckpt.tags.retention import Retention, superfluous
 
 logger = logging.getLogger(__name__)
 
@@ -124,19 +125,19 @@ def move_to_trash(store: FileSystem, name: str) -> str:
 
 
 def retire_older(
-    store: FileSystem, tag: str, num_kept: int | None, among: Callable[[TagEntry], bool] = lambda _: True
+    store: FileSystem, tag: str, retention: Retention | None, among: Callable[[TagEntry], bool] = lambda _: True
 ) -> float:
-    """Retire the tags that are too many since this one came, but for those that somebody reads; how long that took (s).
+    """Retire what is not to be kept since this tag came, but for tags that somebody reads; how long that took (s).
 
     Only those are counted, and go, of which `among` says so. That one cannot be deleted is logged, and no error: the
     new tag is there.
     """
-    if num_kept is None:
+    if retention is None:
         return 0.0  # a root of 10,000 tags takes a third of a second to look through
     began = time.perf_counter()
     try:
-        facts = [TagFact(entry.tag, entry.sequence, entry.pinned) for entry in listing.entries(store) if among(entry)]
-        for old in superfluous(facts, num_kept):
+        facts = facts_of(store, filter(among, listing.entries(store)))
+        for old in superfluous(facts, retention):
             if not store.in_use(old):
                 with contextlib.suppress(FileNotFoundError):  # another job has retired it
                     move_to_trash(store, old)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from xla_ckpt.errors import StorageError, UsageError
+import contextlib
+
+from xla_ckpt.errors import StorageError, UsageError, storage_errors
+from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.retention import Retention, superfluous
 from xla_ckpt.tags.root import Root
 
 
@@ -34,6 +38,20 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
         raise no_such_tag(root, tag) from None  # a save's retention came first
     except OSError as error:
         raise StorageError.of(error, "deleting a tag", path=root.path, tag=tag) from error
+
+
+def retire_superfluous(root: Root, retention: Retention) -> None:
+    """Delete the tags that a policy does not keep, but for those that somebody reads.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    with storage_errors("deleting older tags", path=root.path):
+        for tag in superfluous(facts_of(root.store, root.entries()), retention):
+            with contextlib.suppress(FileNotFoundError):  # another job has retired it
+                if not root.is_read(tag):
+                    root.retire(tag)
+        root.clean()
 
 
 def busy(root: Root, tag: str) -> UsageError:

@@ -38,6 +38,7 @@ from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
+from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Cleaned, Kind, Transaction, go_on
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,9 @@ class DirectoryRoot:
         """Above which number the next tag has its own, whatever those in this directory have."""
         return 0
 
-    def retire_older(self, tag: str, num_kept: int | None) -> float:
-        """Retire the tags that are too many since this one was committed; how long that took (s)."""
-        return retire_older(self.store, tag, num_kept)
+    def retire_older(self, tag: str, retention: Retention | None) -> float:
+        """Retire the tags that are not to be kept since this one was committed; how long that took (s)."""
+        return retire_older(self.store, tag, retention)
 
     def join(self, draft: str) -> LocalFiles:
         return self.store.open(draft, lock=False)
@@ -230,7 +231,7 @@ class DirectoryDraft:
 
     sequence: int
     newest: TagEntry | None
-    retire_older: Callable[[str, int | None], float]
+    retire_older: Callable[[str, Retention | None], float]
     """What the root does about older tags when this is one."""
 
     placed: bool = False
@@ -238,7 +239,7 @@ class DirectoryDraft:
 
     is_open: bool = True
 
-    def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
+    def commit(self, *, retention: Retention | None, report: Any, within: float) -> float:
         match self.kind:
             case Kind.TAG:
                 LEASES.check(self.store.path, self.sequence)
@@ -249,7 +250,7 @@ class DirectoryDraft:
                 if old is not None:
                     _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
                 LEASES.note(self.store.path, self.name, self.sequence)
-                return self.retire_older(self.name, num_kept)
+                return self.retire_older(self.name, retention)
             case Kind.CHECKPOINT:
                 self._place()
             case Kind.NEW:

@@ -73,7 +73,7 @@ class LedgerRoot:
         return self._record.read()
 
     def entries(self) -> list[TagEntry]:
-        return _listed(self.read())
+        return rules.entries_in(self.read())
 
     def entry(self, tag: str) -> TagEntry | None:
         check_tag(tag, self.path)
@@ -156,7 +156,7 @@ class LedgerRoot:
             directory=self.store.fill(attempt),
             kind=kind,
             sequence=ledger.sequence + 1,
-            newest=next(reversed(_listed(ledger)), None),
+            newest=next(reversed(rules.entries_in(ledger)), None),
         )
 
     def join(self, draft: str) -> Directory:
@@ -252,7 +252,7 @@ class LedgerRoot:
             return rules.adopted(ledger if job is None else rules.taken(ledger, job), complete)
 
         after = self._record.edit(change, parsed_or_empty)
-        return [entry.tag for entry in _listed(after) if entry.tag not in before]
+        return [entry.tag for entry in rules.entries_in(after) if entry.tag not in before]
 
     def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         job, self._epoch = self._lease(within, check), None
@@ -303,12 +303,3 @@ class LedgerRoot:
 def _ledger_root(store: Store) -> LedgerRoot:
     assert store.object_store is not None, "what is above an object store's root is in it"
     return LedgerRoot(store.object_store)
-
-
-def _listed(ledger: Ledger) -> list[TagEntry]:
-    entries = [
-        TagEntry(tag=tag, sequence=its.sequence, pinned=its.pinned, created=its.created, directory=its.attempt)
-        for tag, its in ledger.tags.items()
-    ]
-    # Uploads keep the number that they have on their machine: two machines may have given the same one.
-    return sorted(entries, key=lambda entry: (entry.sequence, entry.created, entry.tag))

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest.digest import sealed, unsealed
-from xla_ckpt.tags.retention import TagFact, superfluous
+from xla_ckpt.tags.entry import TagEntry
 
 LEDGER_VERSION = 1
 
@@ -131,6 +131,16 @@ def attempt_name(tag: str, token: str) -> str:
     return f"{tag}/.{token}"
 
 
+def entries_in(ledger: Ledger) -> list[TagEntry]:
+    """All tags, oldest first."""
+    listed = [
+        TagEntry(tag=tag, sequence=its.sequence, pinned=its.pinned, created=its.created, directory=its.attempt)
+        for tag, its in ledger.tags.items()
+    ]
+    # Uploads keep the number that they have on their machine: two machines may have given the same one.
+    return sorted(listed, key=lambda entry: (entry.sequence, entry.created, entry.tag))
+
+
 def knows(ledger: Ledger, name: str) -> bool:
     """Whether a tag has this name, or an attempt that is being written, or whose files are still to go."""
     attempts = (*ledger.open, *ledger.doomed)
@@ -148,14 +158,12 @@ def begun(ledger: Ledger, attempt: str, writer: str) -> Ledger:
     return replace(ledger, open={**ledger.open, attempt: OpenAttempt(ledger.epoch, writer)})
 
 
-def committed(ledger: Ledger, tag: str, entry: LedgerTag, num_kept: int | None) -> Ledger:
-    """An attempt is the tag now; what was the tag before goes, and tags that are too many."""
+def committed(ledger: Ledger, tag: str, entry: LedgerTag) -> Ledger:
+    """An attempt is the tag now; what was the tag before goes."""
     after = retired(ledger, [tag] if tag in ledger.tags else [], at=entry.sequence)
     tags = {**after.tags, tag: entry}
-    facts = [TagFact(name, its.sequence, its.pinned) for name, its in tags.items()]
     sequence = max(ledger.sequence, entry.sequence)
-    after = replace(after, sequence=sequence, tags=tags, open=_without(ledger.open, [entry.attempt]))
-    return retired(after, superfluous(facts, num_kept))
+    return replace(after, sequence=sequence, tags=tags, open=_without(ledger.open, [entry.attempt]))
 
 
 def retired(ledger: Ledger, tags: Iterable[str], *, at: int = 0) -> Ledger:

@@ -11,6 +11,7 @@ from xla_ckpt.tags.cleaning import retire_older
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
+from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import go_on
 from xla_ckpt.tags.upload_rules import Journal, address_in, parse_journal
 
@@ -26,10 +27,10 @@ class LocalFirst(DirectoryRoot):
     Args:
         store: The directory.
         remote: Where the tags go.
-        committed: Is called after each commit with the number of tags to keep.
+        committed: Is called after each commit with what it says of the tags to keep.
     """
 
-    def __init__(self, store: FileSystem, remote: LedgerRoot, committed: Callable[[int | None], object]) -> None:
+    def __init__(self, store: FileSystem, remote: LedgerRoot, committed: Callable[[Retention | None], object]) -> None:
         super().__init__(store)
         self.remote = remote
         self._committed = committed
@@ -73,15 +74,15 @@ class LocalFirst(DirectoryRoot):
     def above(self) -> int:
         return self._above or 0
 
-    def retire_older(self, tag: str, num_kept: int | None) -> float:
+    def retire_older(self, tag: str, retention: Retention | None) -> float:
         """Retire nothing: tags go when they are in the object store (see `retire_sent`)."""
-        self._committed(num_kept)
+        self._committed(retention)
         return 0.0
 
-    def retire_sent(self, tag: str, num_kept: int | None) -> None:
-        """Retire tags that are in the object store and too many since this one is there. That it fails is logged."""
+    def retire_sent(self, tag: str, retention: Retention | None) -> None:
+        """Retire what is in the object store, and not to be kept since this tag is there. That it fails is logged."""
         retire_older(
-            self.store, tag, num_kept, lambda old: self.journal(old).is_remote and not self.is_written(old.tag)
+            self.store, tag, retention, lambda old: self.journal(old).is_remote and not self.is_written(old.tag)
         )
         try:
             self.clean()

@@ -11,6 +11,7 @@ from xla_ckpt.storage.base import Changed, Directory, ObjectStore
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import NEW_PREFIX
+from xla_ckpt.tags.retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Placed:
             )
         return cls(store=store, name=name, directory=directory)
 
-    def commit(self, *, num_kept: int | None, report: object, within: float) -> float:
+    def commit(self, *, retention: Retention | None, report: object, within: float) -> float:
         self.is_open = False  # it is complete: nothing that fails from here on may remove it
         self.directory.close()
         record = NEW_PREFIX + self.name

@@ -1,11 +1,22 @@
-"""Which tags to delete. Pure: facts in, decision out."""
+"""Which tags are kept, and why. Pure: policies are values; facts go in, a decision comes out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import datetime
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.keywords import check_choice, known_fields
+
+PERIODS = {3600: "hour", 86400: "day"}
+"""Periods that have a name (s)."""
+
+Extreme = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,35 +28,311 @@ class TagFact:
     """Commit number: the order of tags."""
 
     pinned: bool = False
+    created: str = ""
+    """Time of the commit: UTC, ISO 8601; empty if it is not known."""
+
+    metric: Callable[[str], float | None] = field(default=lambda name: None, repr=False, compare=False)
+    """A number that the program saved with the tag, by its name; None if there is none. It is looked up when a policy
+    asks, and raises a `CheckpointError` if that cannot be done."""
+
+    @property
+    def step(self) -> int:
+        """The number at the end of the name; the commit number where there is none.
+
+        >>> TagFact("step_400", 7).step, TagFact("best", 7).step
+        (400, 7)
+        """
+        number = re.search(r"[0-9]+$", self.tag)
+        return int(number[0]) if number else self.sequence
+
+    @property
+    def time(self) -> datetime.datetime | None:
+        """Time of the commit; None if it is not known."""
+        try:
+            time = datetime.datetime.fromisoformat(self.created)
+        except ValueError:
+            return None
+        return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
 
 
-def check_keep(num_kept: int | None) -> int | None:
-    """`num_kept`, if it makes sense.
+class Retention(ABC):
+    """Which tags are kept: a policy, as a value. ``a | b`` keeps what one of the two keeps.
+
+    The newest tag is kept in any case, and so are pinned tags, which no policy counts.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        """Those tags that are kept, of all that are not pinned, oldest first."""
+
+    @property
+    def parts(self) -> tuple[Retention, ...]:
+        """The policies of which it consists."""
+        return (self,)
+
+    def __or__(self, other: Retention) -> AnyOf:
+        return AnyOf((*self.parts, *other.parts)) if isinstance(other, Retention) else NotImplemented
+
+
+@known_fields
+@dataclass(frozen=True, slots=True)
+class LatestN(Retention):
+    """Keep the `n` newest tags.
+
+    Raises (on construction):
+        UsageError: `n` is no number of tags.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count("LatestN", "n", self.n)
+
+    def __str__(self) -> str:
+        return f"of the newest {self.n}"
+
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        return facts[-self.n :]
+
+
+@known_fields
+@dataclass(frozen=True, slots=True)
+class BestN(Retention):
+    """Keep the `n` tags with the best values of a number that is saved with them in ``user_content``.
+
+    Of equal ones the newer are better, and NaN is the worst. A tag without this number is not among the best; where no
+    tag has it, all are kept, and so is one whose number cannot be read.
+
+    Args:
+        metric: Name of the number; its path, with dots, where containers hold it: ``"loss"``, ``"eval.accuracy"``. In a
+            tree of `save` without ``user_content``, the path begins at the tree.
+        n: How many.
+        mode: Whether the smallest (``"min"``) or the largest (``"max"``) is the best.
+
+    Raises (on construction):
+        UsageError: There is no such choice, or a value makes no sense.
+    """
+
+    metric: str
+    n: int = 1
+    mode: Extreme = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise UsageError(
+                "BestN: metric is no name of a number", expected="a text such as 'loss'", found=repr(self.metric)
+            )
+        _check_count("BestN", "n", self.n)
+        check_choice("mode", self.mode, get_args(Extreme))
+
+    def __str__(self) -> str:
+        return f"of the {self.n} with the {'smallest' if self.mode == 'min' else 'largest'} {self.metric}"
+
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        numbers, unread = list[tuple[float, int]](), list[TagFact]()
+        for i, fact in enumerate(facts):
+            try:
+                number = fact.metric(self.metric)
+            except CheckpointError:
+                unread.append(fact)  # it may be the best: whoever looked it up has told of the error
+                continue
+            if number is not None:
+                signed = number if self.mode == "min" else -number
+                numbers.append((math.inf if signed != signed else signed, -i))
+        if not numbers:
+            return facts
+        return [*unread, *(facts[-i] for _, i in sorted(numbers)[: self.n])]
+
+
+@known_fields
+@dataclass(frozen=True, slots=True)
+class EveryNSteps(Retention):
+    """Keep each tag whose step is a multiple of `interval_steps`.
+
+    The step is the number at the end of the tag's name: 400 for ``step_400``. Where there is none, it is the number of
+    its commit.
+
+    Raises (on construction):
+        UsageError: `interval_steps` is no number of steps.
+    """
+
+    interval_steps: int
+
+    def __post_init__(self) -> None:
+        _check_count("EveryNSteps", "interval_steps", self.interval_steps)
+
+    def __str__(self) -> str:
+        return f"of every {self.interval_steps} steps"
+
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        return [fact for fact in facts if fact.step % self.interval_steps == 0]
+
+
+@known_fields
+@dataclass(frozen=True, slots=True)
+class EveryNSeconds(Retention):
+    """Keep the first tag of each period of `interval_secs` seconds: 3600 is each hour, and 86400 each day, of UTC.
+
+    A tag is kept whose time is not known.
+
+    Raises (on construction):
+        UsageError: `interval_secs` is no number of seconds.
+    """
+
+    interval_secs: int
+
+    def __post_init__(self) -> None:
+        _check_count("EveryNSeconds", "interval_secs", self.interval_secs)
+
+    def __str__(self) -> str:
+        return f"the first of a {PERIODS.get(self.interval_secs, f'period of {self.interval_secs} s')}"
+
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        firsts, undated = dict[int, TagFact](), list[TagFact]()
+        for fact in facts:
+            if fact.time is None:
+                undated.append(fact)
+            else:
+                firsts.setdefault(int(fact.time.timestamp() // self.interval_secs), fact)
+        return [*undated, *firsts.values()]
+
+
+@known_fields
+@dataclass(frozen=True, slots=True)
+class LatestDuration(Retention):
+    """Keep the tags that are at most `duration` older than the newest.
+
+    So a run that rests for a month loses nothing when it goes on. A tag is kept whose time is not known.
+
+    Raises (on construction):
+        UsageError: `duration` is no duration above 0.
+    """
+
+    duration: datetime.timedelta
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.duration, datetime.timedelta) or not self.duration > datetime.timedelta():
+            raise UsageError(
+                "LatestDuration: duration is no duration above 0",
+                expected="a datetime.timedelta such as timedelta(days=7)",
+                found=repr(self.duration),
+            )
+
+    def __str__(self) -> str:
+        return f"of the last {str(self.duration).removesuffix(', 0:00:00')}"
+
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        times = [fact.time for fact in facts]
+        newest = max((time for time in times if time is not None), default=None)
+        return [
+            fact
+            for fact, time in zip(facts, times, strict=True)
+            if time is None or newest is None or newest - time <= self.duration
+        ]
+
+
+@known_fields
+@dataclass(frozen=True, slots=True)
+class AnyOf(Retention):
+    """Keep what one of several policies keeps: ``LatestN(3) | BestN("loss")`` is short for it.
+
+    Raises (on construction):
+        UsageError: Something is no policy, or there is none.
+    """
+
+    policies: tuple[Retention, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policies, tuple) or not self.policies:
+            raise UsageError("AnyOf: policies are none", expected="a tuple of policies", found=repr(self.policies))
+        for policy in self.policies:
+            check_policy("policies", policy)
+
+    def __str__(self) -> str:
+        return ", or ".join(map(str, self.policies))
+
+    @property
+    def parts(self) -> tuple[Retention, ...]:
+        return self.policies
+
+    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        kept = {fact.tag for policy in self.policies for fact in policy.keeps(facts)}
+        return [fact for fact in facts if fact.tag in kept]
+
+
+def check_policy(name: str, policy: Any) -> None:
+    """Refuse what is no policy.
 
     Raises:
-        UsageError: Neither None nor an int of at least 1.
+        UsageError: It is none.
     """
-    if num_kept is not None and type(num_kept) is not int:
+    if not isinstance(policy, Retention):
+        raise UsageError(
+            f"{name} is no policy of retention",
+            expected="a value such as xla_ckpt.LatestN(3) | xla_ckpt.BestN('loss')",
+            found=repr(policy)[:80],
+        )
+
+
+def _check_count(policy: str, name: str, count: Any) -> None:
+    if type(count) is not int or count < 1:
+        raise UsageError(f"{policy}: {name} makes no sense", expected="an int of at least 1", found=repr(count))
+
+
+def policy_of(num_kept: int | None, retention: Retention | None) -> Retention | None:
+    """What a caller says who may say it in one of two ways; None keeps all.
+
+    Raises:
+        UsageError: Both are given, or `num_kept` is neither None nor an int of at least 1.
+    """
+    if num_kept is None:
+        return retention
+    if type(num_kept) is not int:
         raise UsageError(
             "num_kept_ckpts is no number of tags", expected="None (keep all) or an int", found=repr(num_kept)
         )
-    if num_kept is not None and num_kept < 1:
+    if num_kept < 1:
         raise UsageError(
             f"num_kept_ckpts={num_kept!r} would not even keep the tag being saved",
             expected="None (keep all) or at least 1",
             found=num_kept,
         )
-    return num_kept
+    if retention is not None:
+        raise UsageError(
+            "num_kept_ckpts= and retention= both say which tags are kept",
+            expected="one of them",
+            found=f"num_kept_ckpts={num_kept}, retention={retention!r}",
+            hint=f"Say retention=LatestN({num_kept}) | ..., without num_kept_ckpts=.",
+        )
+    return LatestN(num_kept)
 
 
-def superfluous(facts: Sequence[TagFact], num_kept: int | None) -> list[str]:
-    """The tags to delete, oldest first: all but the newest `num_kept` of those that are not pinned.
+def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tuple[str, ...]]:
+    """Each tag, oldest first -> the reasons for which it is kept: none for one that is to be deleted.
 
-    >>> superfluous([TagFact("a", 1), TagFact("best", 2, pinned=True), TagFact("b", 3), TagFact("c", 4)], 2)
+    >>> why_kept([TagFact("a", 1), TagFact("b", 2, pinned=True), TagFact("c", 3), TagFact("d", 4)], LatestN(1))
+    {'a': (), 'b': ('pinned',), 'c': (), 'd': ('the newest', 'of the newest 1')}
+    """
+    ordered = sorted(facts, key=lambda fact: (fact.sequence, fact.created, fact.tag))
+    reasons: dict[str, list[str]] = {fact.tag: ["pinned"] if fact.pinned else [] for fact in ordered}
+    if ordered:
+        reasons[ordered[-1].tag].append("the newest")
+    live = [fact for fact in ordered if not fact.pinned]
+    for part in () if policy is None else policy.parts:
+        for fact in part.keeps(live):
+            reasons[fact.tag].append(str(part))
+    if policy is None:
+        for fact in live:
+            reasons[fact.tag].append("all are kept")
+    return {tag: tuple(whys) for tag, whys in reasons.items()}
+
+
+def superfluous(facts: Sequence[TagFact], policy: Retention | None) -> list[str]:
+    """The tags to delete, oldest first.
+
+    >>> superfluous([TagFact("a", 1), TagFact("best", 2, pinned=True), TagFact("b", 3), TagFact("c", 4)], LatestN(2))
     ['a']
     """
-    if num_kept is None:
-        return []
-    live = sorted((f for f in facts if not f.pinned), key=lambda f: (f.sequence, f.tag))
-    newest = max(facts, key=lambda f: (f.sequence, f.tag), default=None)
-    return [f.tag for f in live[: max(len(live) - num_kept, 0)] if f is not newest]
+    return [tag for tag, reasons in why_kept(facts, policy).items() if not reasons]

@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.retention import Retention
 
 WITHIN = 1800.0
 """Seconds that a commit may take, by default."""
@@ -75,7 +76,7 @@ class Draft(Protocol):
     def newest(self) -> TagEntry | None:
         """The newest tag that can be read, as it was when this was begun; None for what is no tag."""
 
-    def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
+    def commit(self, *, retention: Retention | None, report: Any, within: float) -> float:
         """Have it take its name, in one step, and retire older tags. See `Transaction.commit`."""
 
     def abandon(self) -> None:
@@ -298,14 +299,14 @@ class Transaction:
         if last:
             self.directory.sync()
 
-    def commit(self, *, num_kept: int | None = None, report: Any = None, within: float = WITHIN) -> float:
-        """Have it appear under its name, in one step, and retire tags that are older than the newest `num_kept`.
+    def commit(self, *, retention: Retention | None = None, report: Any = None, within: float = WITHIN) -> float:
+        """Have it appear under its name, in one step, and retire tags that are not to be kept any more.
 
         What had the name stays readable until the new one is in place. That older tags could not be deleted is logged,
         and no error: the new one is there.
 
         Args:
-            num_kept: How many tags that are not pinned stay; None keeps all.
+            retention: Which tags stay; None keeps all.
             report: Plain JSON about the save, which the tag keeps for people.
             within: Seconds to wait at most for a process that commits.
 
@@ -318,7 +319,7 @@ class Transaction:
             NotDurableError: It was committed, and a loss of power may undo that.
         """
         with undisturbed():  # a commit would go on without a caller that has been interrupted
-            return self._begun.commit(num_kept=num_kept, report=report, within=within)
+            return self._begun.commit(retention=retention, report=report, within=within)
 
     def abandon(self) -> None:
         """Let go of it; what was not committed is removed. Does nothing a second time."""

@@ -1,0 +1,129 @@
+"""Products: what is made of committed tags, in the background, for other readers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from xla_ckpt.engine.errands import ERRANDS
+from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
+from xla_ckpt.layouts.registry import layout_named, tag_names
+from xla_ckpt.options import PLACE, ConvertOptions, Product
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.door import above, full_path, store_at
+from xla_ckpt.tags.deleting import retire_superfluous
+from xla_ckpt.tags.facts import facts_of
+from xla_ckpt.tags.marked import mark, retire_marked
+from xla_ckpt.tags.retention import TagFact
+from xla_ckpt.tags.root import Root
+from xla_ckpt.tags.roots import root_of
+
+logger = logging.getLogger(__name__)
+
+SAFETENSORS = "safetensors"
+
+
+def check_products(products: Sequence[Product], path: str) -> None:
+    """Refuse products that could not be made of the tags of a root directory.
+
+    Raises:
+        UsageError: A field makes no sense.
+    """
+    for product in products:
+        layout, to = layout_named(product.layout), full_path(product.to)
+        if layout.tagged and PLACE in to:
+            raise UsageError(
+                f"a product in the layout {layout.name} is a tag: to= is its root directory, without {PLACE}", found=to
+            )
+        if not layout.tagged and PLACE not in to:
+            raise UsageError(
+                f"each product in the layout {layout.name} needs a place of its own",
+                expected=f"to= with {PLACE} in it, such as 'hf/{PLACE}'",
+                found=to,
+            )
+        if layout.one_file and product.keep is not None:
+            raise UsageError(
+                "keep= is for tags and directories: nothing marks a single file as a product", found=repr(product.keep)
+            )
+        if not layout.tagged and product.keep is not None and PLACE in to.rpartition("/")[0]:
+            raise UsageError(
+                f"with keep=, products lie beside each other: {PLACE} is in the last part of to=", found=to
+            )
+        if layout.name != SAFETENSORS and product.dtype is not None:
+            raise UsageError(f"dtype= is for the layout {SAFETENSORS}", found=f"layout={product.layout!r}")
+        if layout.name == SAFETENSORS and product.mesh is not None:
+            raise UsageError(f"mesh= is for other layouts than {SAFETENSORS}", found=repr(product.mesh))
+        if to == path:
+            raise UsageError("a product lies in another root directory than its tag", found=to)
+
+
+def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int], None]:
+    """A function that has the products made of a tag when it is committed, given its number. It never fails: see
+    `Errands`.
+    """
+    # The program may change its working directory before the commit.
+    products = [replace(product, to=full_path(product.to)) for product in products]
+
+    def follow(sequence: int) -> None:
+        step = TagFact(tag, sequence).step
+        for product in products:
+            if step % product.every == 0:
+                directory: Directory | None = None
+                # Whoever makes the product meets the error, and tells it.
+                with contextlib.suppress(CheckpointError, OSError):
+                    # Retention leaves the tag alone as long as it is open; in an object store, for some commits.
+                    directory = root.open(tag)
+                doing = f"making a product of tag {tag} in {product.to}"
+                ERRANDS.add(doing, partial(_make, root, tag, product, directory))
+
+    return follow
+
+
+def _make(root: Root, tag: str, product: Product, directory: Directory | None) -> None:
+    """Make a product, unless it is there, and retire older ones.
+
+    Raises:
+        CheckpointError: It could not be made: nothing of it is there. Or older ones could not be deleted.
+    """
+    layout, pattern = layout_named(product.layout), full_path(product.to)
+    to = pattern.replace(PLACE, tag)
+    try:
+        if _is_there(to, tag, tagged=layout.tagged):
+            logger.info("%s of tag %s is there already", to, tag)
+            return
+        _convert(root.path, tag, product, to)
+        if product.keep is None:
+            return
+        with storage_errors("deleting older products", path=to):
+            if layout.tagged:
+                retire_superfluous(root_of(store_at(to)), product.keep)
+                return
+            store, name = above(to)
+            for fact in facts_of(root.store, filter(None, [root.entry(tag)])):
+                mark(store, name, fact, product.keep)
+            retire_marked(store, partial(above(pattern)[1].replace, PLACE), product.keep)
+    finally:
+        if directory is not None:
+            directory.close()
+
+
+def _convert(path: str, tag: str, product: Product, to: str) -> None:
+    # Only now: who asks for no product waits for none of these modules.
+    from xla_ckpt.api.convert import convert
+    from xla_ckpt.api.export import export_hf
+
+    options = ConvertOptions(progress=False)
+    if layout_named(product.layout).name == SAFETENSORS:
+        export_hf(path, to, tag, dtype=product.dtype, llama=product.llama, options=options)
+    else:
+        convert(path, to, tag, to=product.layout, mesh=product.mesh, llama=product.llama, options=options)
+
+
+def _is_there(to: str, tag: str, *, tagged: bool) -> bool:
+    if tagged:
+        return tag in tag_names(store_at(to))
+    store, name = above(to)
+    return store.has(name) and not (store.is_directory(name) and not store.names(name))

@@ -1,0 +1,65 @@
+"""Directories that were made of tags and are none themselves: each is marked, so that retention takes no other one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+
+from xla_ckpt.storage.base import Store, directory_in, write_small
+from xla_ckpt.tags.cleaning import clean, move_to_trash, remove
+from xla_ckpt.tags.retention import BestN, Retention, TagFact, superfluous
+
+logger = logging.getLogger(__name__)
+
+MARK = "xla_ckpt.json"
+"""The file by which such a directory is known. It says of which tag it was made."""
+
+MAX_MARK = 1 << 16
+"""No more bytes of a mark are read."""
+
+
+def mark(store: Store, name: str, fact: TagFact, retention: Retention) -> None:
+    """Say in a directory of which tag it was made, and what `retention` will have to know of that tag.
+
+    Raises:
+        CheckpointError: A number cannot be read.
+        OSError: The storage refused.
+    """
+    metrics = {part.metric: fact.metric(part.metric) for part in retention.parts if isinstance(part, BestN)}
+    about = {"tag": fact.tag, "sequence": fact.sequence, "created": fact.created, "metrics": metrics}
+    with contextlib.closing(directory_in(store, name)) as directory:
+        write_small(directory, MARK, json.dumps(about).encode())
+        directory.sync()
+
+
+def retire_marked(store: Store, name_of: Callable[[str], str], retention: Retention) -> None:
+    """Delete the marked directories that a policy does not keep. `name_of` says how that of a tag is called.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    facts = [fact for name in store.names() if (fact := _marked(store, name)) is not None and name == name_of(fact.tag)]
+    for tag in superfluous(facts, retention):
+        name = name_of(tag)
+        if store.object_store is not None:
+            store.object_store.remove(name)
+        elif store.file_system is not None:
+            with contextlib.suppress(FileNotFoundError):  # another job has deleted it
+                # By one rename: nobody is to find a half of it under its name.
+                remove(store.file_system, move_to_trash(store.file_system, name))
+            clean(store.file_system, name)
+
+
+def _marked(store: Store, name: str) -> TagFact | None:
+    """What the mark of a directory says; None if there is none."""
+    try:
+        about = json.loads(store.start_of(f"{name}/{MARK}", MAX_MARK, links=False))
+        metrics = {name: value if value is None else float(value) for name, value in about["metrics"].items()}
+        return TagFact(str(about["tag"]), int(about["sequence"]), created=str(about["created"]), metric=metrics.get)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        logger.warning("%s in %s is left alone: its mark is damaged: %s", name, store.path, error)
+        return None
