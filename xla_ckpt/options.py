@@ -20,6 +20,7 @@ from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.take import Mode
 from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tags.retention import Retention, check_policy
 
 MAX_MEMORY = 1 << 30
@@ -112,6 +113,12 @@ class SaveOptions:
     or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a `SaveError`; nothing is
     committed) or ``"ignore"``."""
 
+    share: bool | str = False
+    """Whether a tag shares files with the one before it (docs/sharing.md): a file of that tag of which all bytes are
+    still the same appears in the new one, too, and is not written again. True compares with the newest tag, and a name
+    with that tag of the same root directory. Only the native layout does it. Each tag stays whole by itself: what is
+    shared is there as long as one of the tags is."""
+
     parity: Parity | None = None
     """What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files, or
     ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more for
@@ -158,6 +165,8 @@ class SaveOptions:
     def __post_init__(self) -> None:
         check_choice("replicas", self.replicas, get_args(Replicas))
         check_choice("stale", self.stale, get_args(Stale))
+        if not isinstance(self.share, bool):
+            check_tag(self.share)
         check_choice("parity", self.parity, (None, *get_args(Parity)))
         check_choice("snapshot", self.snapshot, get_args(Mode))
         if not callable(self.on_error):
@@ -175,6 +184,7 @@ class SaveOptions:
         """What all ranks of a job have to say alike, by name."""
         return {
             "replicas": self.replicas,
+            "share": self.share,
             "parity": self.parity,
             "stale": self.stale,
             "on_error": "a function" if callable(self.on_error) else self.on_error,

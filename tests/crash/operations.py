@@ -399,6 +399,11 @@ OPERATIONS: Mapping[str, Operation] = {
         saving("save", {"a": 1}, "b"),
         saving("save, asynchronous", {"a": 1}, "b", async_save=True),
         saving("save, parity", {"a": 1}, "b", options=xla_ckpt.SaveOptions(parity="file")),
+        saving("save, sharing all", {"a": 7}, "b", options=xla_ckpt.SaveOptions(share=True)),
+        saving(
+            "replace, sharing all, retention", {"a": 7, "b": 1}, "b", after={"b": 7}, num_kept_ckpts=1,
+            options=xla_ckpt.SaveOptions(share="a"),
+        ),
         repairing(),
         saving("replace the only tag", {"a": 1}, "a"),
         saving("replace the oldest tag", {"a": 1, "b": 2}, "a"),

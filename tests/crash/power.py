@@ -153,6 +153,8 @@ def replay(start: Path, root: Path, records: Sequence[Record]) -> Replay:
                 moved = node_of(record.path)
                 name(index, place_of(record.path), None)
                 name(index, place_of(record.other), moved)
+            case "link":
+                name(index, place_of(record.other), node_of(record.path))
             case "exchange":
                 one, other = node_of(record.path), node_of(record.other)
                 name(index, place_of(record.path), other)

@@ -66,7 +66,7 @@ class Record:
     error: int
     path: str
     other: str
-    """The new name, of a rename."""
+    """The new name, of a rename or a link."""
 
     data: bytes
     """What was written."""

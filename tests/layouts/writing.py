@@ -17,7 +17,7 @@ from tests.topology.state import GROUPS, Toy, adamw, fill, groups, known, zero1_
 from xla_ckpt import Mesh
 from xla_ckpt.api import save as api_save
 from xla_ckpt.engine.background import Saves
-from xla_ckpt.engine.save import SaveReport
+from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import PLAYED, Job
 from xla_ckpt.job.rounds import Rounds

@@ -121,6 +121,11 @@ class FailingDirectory:
         self.faults.change(f"adopt {path}", needs_space=False)
         self.inner.adopt(other.inner, path)
 
+    def link(self, source: Directory, path: str, name: str) -> None:
+        assert isinstance(source, FailingDirectory)
+        self.faults.change(f"link {name}")
+        self.inner.link(source.inner, path, name)
+
     def replace(self, path: str, data: bytes) -> None:
         self.faults.change(f"replace {path}")
         self.inner.replace(path, data)
@@ -282,6 +287,11 @@ class FailingFiles:
     def open(self, path: str, size: int | None = None) -> Source:
         return self.inner.open(path, size)
 
+    def link(self, source: Directory, path: str, name: str) -> None:
+        assert isinstance(source, FailingFiles)
+        inner = source.inner
+        self.faults.act(f"copy {inner.name}/{path} to {self.name}/{name}", lambda: self.inner.link(inner, path, name))
+
     def files(self) -> list[str]:
         return self.inner.files()
 
@@ -320,9 +330,6 @@ class FailingObjects(Unchanging):
 
     def check_conditions(self) -> None:
         self.inner.check_conditions()
-
-    def copy(self, source: str, target: str) -> None:
-        self.faults.act(f"copy {source} to {target}", lambda: self.inner.copy(source, target))
 
     def remove(self, name: str) -> None:
         self.faults.act(f"remove {name}", lambda: self.inner.remove(name), needs_space=False)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from xla_ckpt.api.wish import Wish
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.writing import Writing
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.take import Freeze, Sampling, Snapshot, lasts, take
 from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
+from xla_ckpt.state.frozen_base import base_of
 from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import State
+from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,14 @@ copying far ahead of the writers, and fresh memory costs more than the copy."""
 
 def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
+    for layout in wish.layouts:
+        if wish.options.share and not layout.shares:
+            raise UsageError(
+                "SaveOptions.share is for the native layout alone",
+                expected='layout="native"',
+                found=layout.name,
+                hint="Save without share, or convert a tag of the native layout when it is needed in another one.",
+            )
     with phases.timed("describe"):
         structure = any(layout.pickles for layout in wish.layouts)
         description = describe(
@@ -51,7 +63,13 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         speaks=description.speaks,
         alone=state.alone,
         parts=description.parts,
+        fixed=_fixed(state.model) if wish.options.share else frozenset(),
     )
+
+
+def _fixed(model: object) -> frozenset[str]:
+    """Leaf paths of what the program says that it does not train."""
+    return frozenset(map(schema.weight, base_of(model))) if isinstance(model, torch.nn.Module) else frozenset()
 
 
 def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:

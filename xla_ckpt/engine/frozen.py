@@ -35,6 +35,9 @@ class Frozen:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Part of the state -> digest of its plain values, which all ranks have in common."""
 
+    fixed: frozenset[str] = frozenset()
+    """Leaf paths of parameters that are not trained; known only where `SaveOptions.share` asks for it."""
+
     def reports(self, path: str) -> bool:
         """Whether this rank reports type and shape of a leaf."""
         return self.speaks or path.startswith(self.alone)

@@ -6,8 +6,14 @@ import datetime
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.order import Order
+from xla_ckpt.engine.parity_round import ParityRound
+from xla_ckpt.engine.seal import Ending, seal
+from xla_ckpt.engine.shared_directory import check_written
 from xla_ckpt.engine.stale import stale_since
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import DivergentReplicasError, SaveError
@@ -15,11 +21,57 @@ from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Replicas, first_stored, merge
 from xla_ckpt.plan.record import Record
+from xla_ckpt.plan.same_arrays import check_same_arrays
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tags.root import Root, Transaction
 
 logger = logging.getLogger(__name__)
+
+
+def sealed_manifest(
+    order: Order,
+    transaction: Transaction,
+    frozen: Frozen,
+    records: Sequence[Record],
+    odd: Sequence[int],
+    mesh: Mesh,
+    parity: ParityRound | None,
+) -> Manifest:
+    """The manifest of what all ranks have written; with it, the tag needs nothing but its name.
+
+    Args:
+        order: The save.
+        transaction: The tag.
+        frozen: What rank 0 saves.
+        records: What each rank has written.
+        odd: The ranks that have other arrays than the first of their pipeline stage.
+        mesh: How the ranks are arranged.
+        parity: What makes the parity, if the tag has any.
+
+    Raises:
+        CheckpointError: The records do not fit together, or the tag repeats the one before it and must not.
+        OSError: The storage refused.
+    """
+    directory = transaction.directory
+    if directory.streaming is None:  # else all hosts have one store
+        for record in records:
+            check_written(directory, record.rank, record.files)
+    check_same_arrays([record.arrays for record in records], odd, mesh)
+    head = new_head(order.root, order.tag, transaction.sequence, pinned=order.pinned)
+    manifest = merged_manifest(head, records, mesh, order.options.replicas, directory, order.root.path)
+    if order.options.stale != "ignore":
+        stale = repeats_the_tag_before(order.root, transaction, manifest)
+        if stale is not None and order.options.stale == "raise":
+            raise stale
+        if stale is not None:
+            logger.warning("tag %s: %s", order.tag, stale)
+    ending = Ending(
+        index=frozen.writing.index,
+        marks=frozen.writing.marks,
+        parity=None if parity is None else partial(parity.lead, directory),
+    )
+    return seal(transaction, order.root.path, manifest, ending)
 
 
 def new_head(root: Root, tag: str, sequence: int, *, pinned: bool | None = None) -> Head:

@@ -12,6 +12,7 @@ SAVE_PHASES = (
     "describe",
     "plan",
     "snapshot",
+    "share",
     "copy",
     "digest",
     "write",

@@ -23,6 +23,9 @@ class SaveReport:
     files: int
     """Payload files that this rank wrote."""
 
+    shared: int = 0
+    """Array bytes that this rank did not write, since an earlier tag has a file of them (`SaveOptions.share`)."""
+
     seconds: float
     """From the start of the background work to the commit."""
 

@@ -18,16 +18,16 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
+from xla_ckpt.engine.merged import sealed_manifest
 from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save_messages import Begun, Committed, Part, hear_verdict
-from xla_ckpt.engine.seal import Ending, seal
-from xla_ckpt.engine.shared_directory import check_written, open_shared
+from xla_ckpt.engine.save_messages import Begun, Committed, EarlierTag, Part, hear_verdict
+from xla_ckpt.engine.shared_directory import open_shared
+from xla_ckpt.engine.sharing import earlier_tag, share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
 from xla_ckpt.engine.write import check_space, write_files, write_objects
@@ -36,8 +36,9 @@ from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, first_of_stage, odd_ones
+from xla_ckpt.plan.same_arrays import fingerprint, first_of_stage, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.plan.sharing import SharedPlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
@@ -97,36 +98,32 @@ class Save:
                     sequence, written = self._lead(odd) if self.exchange.rank == 0 else self._follow(odd)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
-            self._end(began, 0, SavePlan(()), error)
+            self._end(began, 0, SharedPlan(SavePlan(())), error)
             raise
         finally:
             self.release()
         return self._end(began, sequence, written)
 
-    def _end(self, began: float, sequence: int, written: SavePlan, error: Exception | None = None) -> SaveReport:
+    def _end(self, began: float, sequence: int, written: SharedPlan, error: Exception | None = None) -> SaveReport:
         """The report of this save, which is done now; the trace and the program's functions have it, too."""
         ended = time.perf_counter()
-        self.phases.keep(SAVE, began, ended, written.nbytes, about=self.order.tag)
+        self.phases.keep(SAVE, began, ended, written.plan.nbytes, about=self.order.tag)
         report = SaveReport(
             path=self.order.root.path,
             tag=self.order.tag,
             sequence=sequence,
-            nbytes=written.nbytes,
-            files=len(written.files),
+            nbytes=written.plan.nbytes,
+            files=len(written.plan.files),
+            shared=written.nbytes,
             seconds=ended - began,
             stall=self.timing.stall + (self.freezing.stall if self.freezing is not None else 0.0),
             phases=self.phases.report(),
             error=error,
         )
         if error is None:
-            logger.info(
-                "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s",
-                report.tag,
-                report.seconds,
-                rate(report.nbytes, report.seconds),
-                1e3 * report.stall,
-                as_line(dict(report.phases)),
-            )
+            speed, phases = rate(report.nbytes, report.seconds), as_line(dict(report.phases))
+            what = "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s"
+            logger.info(what, report.tag, report.seconds, speed, 1e3 * report.stall, phases)
         end(report, self.phases, self.timing.trace)
         return report
 
@@ -172,7 +169,7 @@ class Save:
             raise self.frozen
         return self.frozen
 
-    def _lead(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
+    def _lead(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
         """Rank 0's part: the transaction, the records of all, the commit."""
         exchange, transaction = self.exchange, Transaction(self.order.root, self.order.tag)
         try:
@@ -181,19 +178,20 @@ class Save:
                 with self.phases.timed("commit"):
                     self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
+                earlier = earlier_tag(self.order, transaction.newest)
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
-                    exchange.say("begin", Begun(transaction.directory.name).to_json())
-                plan = self._plan(frozen)
-                record = self._write(frozen, plan, transaction.directory)
-                parts = self._hear_parts(record, plan)
-                self._commit(
-                    transaction, self._sealed(transaction, frozen, [part.record for part in parts], odd), parts
-                )
+                    exchange.say("begin", Begun(transaction.directory.name, earlier).to_json())
+                sharing = self._share(frozen, earlier, transaction.directory)
+                record = self._write(frozen, sharing, transaction.directory)
+                parts = self._hear_parts(record, sharing.plan)
+                records = [part.record for part in parts]
+                manifest = sealed_manifest(self.order, transaction, frozen, records, odd, self.mesh, self._parity)
+                self._commit(transaction, manifest, parts)
         finally:
             transaction.abandon()
         if exchange.size > 1:
             exchange.say("verdict", Committed(transaction.sequence).to_json())
-        return transaction.sequence, plan
+        return transaction.sequence, sharing
 
     @contextlib.contextmanager
     def _failing_on_all_ranks(self) -> Iterator[None]:
@@ -216,27 +214,6 @@ class Save:
                 raise
             raise problem from error
 
-    def _sealed(
-        self, transaction: Transaction, frozen: Frozen, records: Sequence[Record], odd: Sequence[int]
-    ) -> Manifest:
-        """The manifest of what all ranks have written; with it, the tag needs nothing but its name."""
-        order, directory = self.order, transaction.directory
-        if directory.streaming is None:  # else all hosts have one store
-            for record in records:
-                check_written(directory, record.rank, record.files)
-        check_same_arrays([record.arrays for record in records], odd, self.mesh)
-        head = new_head(order.root, order.tag, transaction.sequence, pinned=order.pinned)
-        manifest = merged_manifest(head, records, self.mesh, order.options.replicas, directory, order.root.path)
-        if order.options.stale != "ignore":
-            stale = repeats_the_tag_before(order.root, transaction, manifest)
-            if stale is not None and order.options.stale == "raise":
-                raise stale
-            if stale is not None:
-                logger.warning("tag %s: %s", order.tag, stale)
-        parity = None if self._parity is None else partial(self._parity.lead, directory)
-        ending = Ending(index=frozen.writing.index, marks=frozen.writing.marks, parity=parity)
-        return seal(transaction, order.root.path, manifest, ending)
-
     def _commit(self, transaction: Transaction, manifest: Manifest, parts: Sequence[Part]) -> None:
         within = self.exchange.timeout * LEAD
         began = time.perf_counter()
@@ -255,22 +232,22 @@ class Save:
         remember(self.order.root, manifest)
         self.order.committed(transaction.sequence)
 
-    def _follow(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
+    def _follow(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
         """The part of any other rank: write, report, hear the verdict."""
-        exchange, root, plan = self.exchange, self.order.root, SavePlan(())
+        exchange, root, sharing = self.exchange, self.order.root, SharedPlan(SavePlan(()))
         draft: str | None = None
         try:
             frozen = self._ready()
-            draft = Begun.from_json(exchange.hear("begin", 0)).draft
-            directory = open_shared(root, draft)
+            begun = Begun.from_json(exchange.hear("begin", 0))
+            directory = open_shared(root, draft := begun.draft)
             try:
-                plan = self._plan(frozen)
-                record = self._write(frozen, plan, directory, tells_all=exchange.rank in odd)
+                sharing = self._share(frozen, begun.earlier, directory)
+                record = self._write(frozen, sharing, directory, tells_all=exchange.rank in odd)
                 directory.sync()
             finally:
                 directory.close()
             self.cancellation.close()  # rank 0 may commit as soon as it has this
-            exchange.say(f"record/{exchange.rank}", Part(record, self._measured(plan)).to_json())
+            exchange.say(f"record/{exchange.rank}", Part(record, self._measured(sharing.plan)).to_json())
         except Exception as error:
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
             problem = as_checkpoint_error(error, "saving", exchange.rank)
@@ -282,7 +259,7 @@ class Save:
         if self._parity is not None and draft is not None:
             self._parity.follow(root, draft)
         with self.phases.timed("meet"):
-            return hear_verdict(exchange).sequence, plan
+            return hear_verdict(exchange).sequence, sharing
 
     @property
     def _parity(self) -> ParityRound | None:
@@ -296,13 +273,19 @@ class Save:
     def _stages(self) -> Stages:
         return Stages(self.exchange, self.mesh)
 
-    def _plan(self, frozen: Frozen) -> SavePlan:
-        plan = self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
-        return plan if self.order.root.store.object_store is None else plan.streamed()
+    def _share(self, frozen: Frozen, earlier: EarlierTag | None, directory: Directory) -> SharedPlan:
+        """Decide what this rank writes, and share what need not be written."""
+        root, plan = self.order.root, self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
+        plan = plan if root.store.object_store is None else plan.streamed()
+        if not self.order.options.share:
+            return SharedPlan(plan)
+        crew = self._crew(lambda _: self.cancellation.check())
+        with self.cancellation.reading(), self.phases.timed("share"):
+            return share_files(plan, frozen, frozen.snapshot.to_write(), earlier, root, directory, crew)
 
-    def _write(self, frozen: Frozen, plan: SavePlan, directory: Directory, *, tells_all: bool = False) -> Record:
+    def _write(self, frozen: Frozen, sharing: SharedPlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""
-        rank, world, snapshot = self.exchange.rank, self.exchange.size, frozen.snapshot
+        rank, world, snapshot, plan = self.exchange.rank, self.exchange.size, frozen.snapshot, sharing.plan
         check_space(directory, plan)
         with self.cancellation.reading(), Progress(f"save {self.order.tag}", plan.nbytes, self.order.shown) as bar:
 
@@ -315,6 +298,7 @@ class Save:
             written = write_files(directory, plan, memory, self._crew(dealt), budget=snapshot.budget)
             samples = snapshot.samples() if world > 1 else {}
         self._tell_torn(snapshot)
+        written = written.and_shared(sharing.shared)
         files = (*written.files, *write_objects(directory, frozen.objects, rank, world))
         return Record.of(
             written.shards,

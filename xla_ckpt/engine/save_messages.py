@@ -12,11 +12,26 @@ from xla_ckpt.plan.record import Record
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierTag(Message):
+    """The tag whose files a save may share."""
+
+    directory: str
+    """Its name in the root directory."""
+
+    tag: str
+    sequence: int
+    """Its commit number."""
+
+
+@dataclass(frozen=True, slots=True)
 class Begun(Message):
     """Rank 0 tells all others that they may write."""
 
     draft: str
     """Name of the directory that is filled."""
+
+    earlier: EarlierTag | None
+    """With what they share; None if they do not."""
 
 
 @dataclass(frozen=True, slots=True)

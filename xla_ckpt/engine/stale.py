@@ -43,6 +43,13 @@ def remember(root: Root, manifest: Manifest) -> None:
             del _last[next(iter(_last))]
 
 
+def remembered(root: Root, tag: str, sequence: int) -> Manifest | None:
+    """The manifest of a tag, if this process has kept it."""
+    known = _last.get(root.path)
+    is_it = known is not None and (known.head.tag, known.head.sequence) == (tag, sequence)  # else another job has saved
+    return known if is_it else None
+
+
 def stale_since(root: Root, newest: TagEntry | None, new: TagReader) -> tuple[str, str] | None:
     """The newest tag that is committed, if `new`, which is about to be, repeats its model, and what shows that training
     went on; else None.
@@ -53,9 +60,7 @@ def stale_since(root: Root, newest: TagEntry | None, new: TagReader) -> tuple[st
     """
     if newest is None:
         return None
-    known = _last.get(root.path)
-    if known is not None and (known.head.tag, known.head.sequence) != (newest.tag, newest.sequence):
-        known = None  # another job has saved since
+    known = remembered(root, newest.tag, newest.sequence)
     try:
         with TagReader(root.open_listed(newest), root.path, newest.tag, known) as old:
             evidence = _evidence(old, new)

@@ -127,6 +127,9 @@ class Layout:
     saves: bool = False
     """Whether a job can save in it."""
 
+    shares: bool = False
+    """Whether a tag of it may share files with an earlier one (`SaveOptions.share`)."""
+
     converts: bool = True
     """Whether conversions make it. If not, it is only read."""
 

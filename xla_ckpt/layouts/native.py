@@ -24,6 +24,7 @@ class Native(Layout):
 
     name = "native"
     saves = True
+    shares = True
     takes_apart = True
 
     def wrote(self, manifest: Manifest) -> bool:

@@ -74,6 +74,15 @@ class Sources(Columns[RegionSource]):
         shard, offset, nbytes = (int(column[number]) for column in (self.shard, self.offset, self.nbytes))
         return RegionSource(leaf=self.leaf[number], shard=shard, offset=offset, nbytes=nbytes)
 
+    def rows(self, which: Ints) -> Sources:
+        """Some of them."""
+        return Sources(
+            leaf=[self.leaf[row] for row in which.tolist()],
+            shard=self.shard[which],
+            offset=self.offset[which],
+            nbytes=self.nbytes[which],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entries(Columns[Entry]):
@@ -90,6 +99,10 @@ class Entries(Columns[Entry]):
     def row(self, number: int) -> Entry:
         """See `Columns`."""
         return Entry(leaf=self.leaf[number], box=self.boxes[self.box[number]], region=number)
+
+    def rows(self, which: Ints) -> Entries:
+        """Some of them, in a file that has their regions alone."""
+        return Entries(leaf=[self.leaf[row] for row in which.tolist()], boxes=self.boxes, box=self.box[which])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,22 +163,26 @@ class FilePlan:
 
         Their regions are left out. In a file that needs all of its regions they stay, and count as copies.
         """
-        dropped = frozenset(i for i, source in enumerate(self.sources) if source.leaf in leaves)
-        if not dropped:
+        kept = np.array([i for i, source in enumerate(self.sources) if source.leaf not in leaves], np.int64)
+        if len(kept) == len(self.sources):
             return self
-        codec = self.codec.without(dropped)
-        if codec is None:
+        rest = self.only(kept)
+        if rest is None:
             return replace(self, entries=tuple(replace(e, copy=e.copy or e.leaf in leaves) for e in self.entries))
-        kept = [i for i in range(len(self.sources)) if i not in dropped]
-        if not kept:
+        return rest if len(kept) else None
+
+    def only(self, kept: Ints) -> FilePlan | None:
+        """The same file with these of its regions alone, which ascend; None if it needs all of them."""
+        codec = self.codec.without(frozenset(range(len(self.sources))).difference(kept.tolist()))
+        if codec is None:
             return None
-        number = {old: new for new, old in enumerate(kept)}
-        return replace(
-            self,
-            codec=codec,
-            sources=tuple(self.sources[i] for i in kept),
-            entries=tuple(replace(e, region=number[e.region]) for e in self.entries if e.region in number),
-        )
+        entries = self.entries
+        if isinstance(entries, Entries):
+            entries = entries.rows(kept)
+        else:
+            number = {old: new for new, old in enumerate(kept.tolist())}
+            entries = tuple(replace(e, region=number[e.region]) for e in entries if e.region in number)
+        return replace(self, codec=codec, sources=Sources.of(self.sources).rows(kept), entries=entries)
 
 
 def shards_of(files: Sequence[FilePlan]) -> LeafShards:

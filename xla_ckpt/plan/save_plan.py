@@ -6,7 +6,7 @@ Computed by every process alone, without asking anybody, from the leaves that it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -254,3 +254,11 @@ class Written:
     def of(cls, plans: Sequence[FilePlan], records: Sequence[FileRecord]) -> Written:
         """What is reported of files that were written as planned."""
         return cls(tuple(records), shards_of(plans))
+
+    def and_shared(self, other: Written) -> Written:
+        """This, and what was there already."""
+        if not other.files:
+            return self
+        moved = replace(other.shards.columns, file=other.shards.columns.file + len(self.files))
+        shards = LeafShards.joined([self.shards, LeafShards(other.shards.leaf, moved)])
+        return Written((*self.files, *other.files), shards)

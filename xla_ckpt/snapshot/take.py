@@ -80,6 +80,7 @@ class Snapshot:
                 for i, shard in enumerate(pieces):
                     self.memory[path, i] = shard.data
                     self.keep.append(shard.keep)
+        self.lasting.clear()
         return self.memory
 
     def samples(self) -> dict[str, tuple[Sample, ...]]:

@@ -108,6 +108,16 @@ class Directory(ReadDirectory, Protocol):
         A store that has no directories of its own, only names of files, has nothing to do.
         """
 
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
+        """Have a finished file of another directory of the store here, too, under a name that no file has yet.
+
+        Its bytes are not sent, and where the storage can they are not copied either. Each of the two stays if the other
+        one is removed. `sync` makes the name durable.
+
+        Raises:
+            OSError: The storage cannot do that, or refused.
+        """
+
     def sync(self) -> None:
         """Make the names of all files and directories that were made through this object durable."""
 
@@ -282,9 +292,6 @@ class ObjectStore(Store, Protocol):
         Raises:
             UsageError: They are not: two jobs would overwrite what the other one has committed.
         """
-
-    def copy(self, source: str, target: str) -> None:
-        """Have a file under a second name, where no file is yet."""
 
     def remove(self, name: str) -> None:
         """Delete the file of this name and all files below it, if there are any."""

@@ -15,7 +15,7 @@ import shutil
 import time
 
 from xla_ckpt.plan.costs import DISK
-from xla_ckpt.storage.base import Directory, Identity
+from xla_ckpt.storage.base import Directory, Identity, ReadDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource, open_regular
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,12 @@ class LocalDirectory:
         parents = self._make(path.split("/")[:-1])
         # By descriptors: another directory may have the name of this one by now, and must not get the file.
         os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self._fd)
+        self._touched.update(parents)
+
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
+        assert isinstance(source, LocalDirectory), "both are directories of one store"
+        parents = self._make(name.split("/")[:-1])
+        os.link(path, name, src_dir_fd=source.fd, dst_dir_fd=self._fd, follow_symlinks=False)
         self._touched.update(parents)
 
     def _make(self, parts: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.addresses import Addresses
-from xla_ckpt.storage.base import Changed
+from xla_ckpt.storage.base import Changed, ReadDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,15 @@ class MemoryDirectory:
         except KeyError:
             raise _error(errno.ENOENT, path) from None
 
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
+        assert isinstance(source, MemoryDirectory), "both are directories of one store"
+        try:
+            self.objects.put(self._full(name), source.objects[source._full(path)], None)
+        except KeyError:
+            raise _error(errno.ENOENT, path) from None
+        except Changed:
+            raise _error(errno.EEXIST, name) from None
+
     def files(self) -> list[str]:
         return [name[len(self.prefix) :] for name in self.objects.below(self._full(""))]
 
@@ -274,14 +283,6 @@ class MemoryStore(Addresses):
 
     def check_conditions(self) -> None:
         """Nothing: they are."""
-
-    def copy(self, source: str, target: str) -> None:
-        try:
-            self._objects.put(self.key(target), self._objects[self.key(source)], None)
-        except KeyError:
-            raise _error(errno.ENOENT, source) from None
-        except Changed:
-            raise _error(errno.EEXIST, target) from None
 
     def remove(self, name: str) -> None:
         for full in (self.key(name), *self._objects.below(self.below(name))):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.addresses import Addresses
+from xla_ckpt.storage.base import ReadDirectory
 from xla_ckpt.storage.remote_client import Client, client_of
 
 if TYPE_CHECKING:
@@ -189,6 +190,10 @@ class RemoteDirectory:
             source.look()
         return source
 
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
+        assert isinstance(source, RemoteDirectory), "both are directories of one store"
+        self._client.copy(source._key(path), self._key(name))
+
     def files(self) -> list[str]:
         return [key[len(self._prefix) :] for key in self._client.below(self._key(""))]
 
@@ -305,9 +310,6 @@ class RemoteStore(Addresses):
 
     def fill(self, name: str) -> RemoteDirectory:
         return RemoteDirectory(self._client, self.below(name), name)
-
-    def copy(self, source: str, target: str) -> None:
-        self._client.copy(self.key(source), self.key(target))
 
     def remove(self, name: str) -> None:
         # A store without a request for many files ends at the first that is not there: only such names are told as are.

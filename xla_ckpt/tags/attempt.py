@@ -115,11 +115,10 @@ class Attempt:
         """Have the files that were not made anew in this directory, too."""
         if self.before is None:
             raise no_such_tag(self.root, self.tag)
-        store = self.record.store
-        source, anew = store.open(self.before.attempt), set(self.directory.files())
+        source, anew = self.record.store.open(self.before.attempt), set(self.directory.files())
         for path in source.files():
             if path not in anew:
-                store.copy(f"{source.name}/{path}", f"{self.directory.name}/{path}")
+                self.directory.link(source, path, path)
 
     def abandon(self) -> None:
         if not self.is_open:

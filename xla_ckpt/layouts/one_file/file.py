@@ -10,10 +10,10 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.errors import naming
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.layouts.torch_save.zip_reader import StorageAt
-from xla_ckpt.storage.base import Directory, Sink, Source
+from xla_ckpt.storage.base import ReadDirectory, Source
 
 
 class SavedFiles:
@@ -24,27 +24,13 @@ class SavedFiles:
         files: Their names in it.
     """
 
-    streaming = None
-
-    def __init__(self, directory: Directory, files: Sequence[str]) -> None:
+    def __init__(self, directory: ReadDirectory, files: Sequence[str]) -> None:
         self._directory = directory
         self.costs = directory.costs
         self._files = sorted(files)
         self.name = self._files[0] if len(self._files) == 1 else directory.name
         self.storages: dict[str, Sequence[StorageAt]] = {}
         """The storages that are compared, in the order of each file."""
-
-    def create(self, path: str, size: int) -> Sink:
-        raise UsageError("a file of torch.save is only read", file=path)
-
-    def adopt(self, other: Directory, path: str) -> None:
-        raise UsageError("a file of torch.save is only read", file=path)
-
-    def make(self, path: str) -> None:
-        raise UsageError("a file of torch.save is only read", file=path)
-
-    def replace(self, path: str, data: bytes) -> None:
-        raise UsageError("a file of torch.save is only read", file=path)
 
     def open(self, path: str, size: int | None = None) -> Source:
         if path not in self._files:
@@ -53,12 +39,6 @@ class SavedFiles:
 
     def files(self) -> list[str]:
         return list(self._files)
-
-    def sync(self) -> None:
-        """Nothing was written."""
-
-    def free(self) -> int | None:
-        return self._directory.free()
 
     def is_at(self, name: str) -> bool:
         return self._directory.is_at(self._directory.name if name == self.name else name)
