@@ -347,3 +347,9 @@ def test_tied_arrays_are_written_twice(tmp_path: Path) -> None:
     state = v0.StandardCheckpointer().restore(tmp_path / "orbax" / "a")
     assert_equal(state, {"model": {"x": tied.numpy(), "y": tied.numpy()}})
     assert xla_ckpt.verify(tmp_path / "orbax").ok
+
+
+def test_arrays_are_those_of_who_saved_them(saved: Path) -> None:
+    of_jax, of_numpy = (xla_ckpt.restore(saved / name).tree["params"]["a.b/c"] for name in ("pytree", "host"))
+    assert isinstance(of_jax, jax.Array)
+    assert isinstance(of_numpy, np.ndarray)

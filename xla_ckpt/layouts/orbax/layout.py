@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xla_ckpt.arrays.pytree import KEY
 from xla_ckpt.engine.tag_reader import TagReader
@@ -69,8 +70,9 @@ class Orbax(Layout):
 
             files = DecodedFiles(directory)
             state = _state_of(directory, files)
-            parts = training_state(state, hints, lambda value: isinstance(value, ArrayRecord))
+            parts = training_state(state, hints, lambda value: _kind(value) is not None)
             flat = flatten(parts, _kind, _CODEC)
+            flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
             records = [
                 FileRecord(path=path, size=array.size, head=0, digest=digest(b""))
                 for path, array in files.arrays.items()
@@ -79,12 +81,19 @@ class Orbax(Layout):
             return TagReader(files, store.path, entry.tag, manifest, ())
 
 
+class _Stored(NamedTuple):
+    """An array in the tree, and whose it was."""
+
+    record: ArrayRecord
+    kind: str
+
+
 def _kind(value: Any) -> str | None:
-    return "jax" if isinstance(value, ArrayRecord) else None
+    return value.kind if isinstance(value, _Stored) else None
 
 
 def _state_of(directory: LocalFiles, files: DecodedFiles) -> dict[str, Any]:
-    """The state of a checkpoint, with an `ArrayRecord` for each array. A single item is the state itself.
+    """The state of a checkpoint, with a `_Stored` for each array. A single item is the state itself.
 
     Raises:
         CheckpointError: It is damaged, or holds what cannot be described.
@@ -134,9 +143,9 @@ def _tree_of(directory: LocalFiles, files: DecodedFiles, item: str, names: Seque
                 continue
             with naming(leaf=leaf.name, file=path):
                 record = array_record(array.dtype, array.shape, array.shards(number[path]))
-            values[leaf] = record
+            values[leaf] = stored_array = _Stored(record, "numpy" if leaf.kind == metadata.NUMPY else "jax")
             if (implementation := said.random_keys.get(leaf.name)) is not None:
-                values[leaf] = Composite(KEY, {"data": record}, {"impl": implementation})
+                values[leaf] = Composite(KEY, {"data": stored_array}, {"impl": implementation})
     return nested((("tree", *leaf.keys), value) for leaf, value in values.items()).get("tree", {})
 
 
