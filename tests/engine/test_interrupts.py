@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,13 +47,19 @@ def raising(kind: type[BaseException]) -> Iterator[None]:
 
 
 def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
-    """Have the process get SIGINT when so many segments are written, from the thread that writes."""
+    """Have the process get SIGINT when so many segments are written, from the thread that writes.
+
+    It writes no more until the save is given up: on a busy machine the main thread would hear of it after the commit.
+    """
     write, counted = engine_save.write_files, iter(range(10_000))
 
     def writing(directory: Any, plan: Any, memory: Any, crew: Crew, **options: Any) -> Any:
         def dealt(nbytes: int) -> None:
             if next(counted) == segment:
                 os.kill(os.getpid(), signal.SIGINT)
+                given_up = time.monotonic() + 60
+                while time.monotonic() < given_up:
+                    crew.progress(0)  # which raises
             crew.progress(nbytes)
 
         return write(directory, plan, memory, replace(crew, progress=dealt), **options)

@@ -94,6 +94,8 @@ def main(folder: Path) -> None:
     pytree("host-files", host, use_ocdbt=False)
     pytree("texts", {"name": "run", "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(4), 2)})
     pytree("clash", {"a": {"b": np.ones(2)}, "a.b": np.zeros(2)})
+    average = {"weight": np.ones((8, 4), np.float32), "bias": np.ones(8, np.float32)}
+    pytree("average", {"ema": average, "step": 1})
     weight = np.arange(12, dtype=np.float32).reshape(3, 4)
     pytree("torch", {"model": {"0.weight": weight, "0.bias": np.ones(3, np.float32)}})
     with v0.StandardCheckpointer() as checkpointer:

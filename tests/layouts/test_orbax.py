@@ -248,7 +248,7 @@ def test_an_older_one_has_no_tree(saved: Path, tmp_path: Path, name: str) -> Non
     if name == "pytree-files":
         assert xla_ckpt.list_tags(tmp_path) == []  # nothing says that orbax wrote it
         return
-    state = xla_ckpt.restore(copy).tree["model"]  # as every dict of arrays with dotted names
+    state = xla_ckpt.restore(copy).tree
     assert_equal(state["params.a.b/c"], orbax_saves.arrays()["whole"])
     assert state["step"].tolist() == 12
 
@@ -353,3 +353,11 @@ def test_arrays_are_those_of_who_saved_them(saved: Path) -> None:
     of_jax, of_numpy = (xla_ckpt.restore(saved / name).tree["params"]["a.b/c"] for name in ("pytree", "host"))
     assert isinstance(of_jax, jax.Array)
     assert isinstance(of_numpy, np.ndarray)
+
+
+def test_a_model_is_not_filled_from_what_has_its_names(saved: Path) -> None:
+    model = torch.nn.Linear(4, 8)
+    before = model.weight.clone()
+    with pytest.raises(xla_ckpt.CheckpointError, match="model: not in the checkpoint, which holds ema, step"):
+        xla_ckpt.load_checkpoint(saved / "average", model=model)
+    assert torch.equal(model.weight, before)

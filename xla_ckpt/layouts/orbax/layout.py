@@ -14,7 +14,6 @@ from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
 from xla_ckpt.layouts.orbax.tags import OCDBT, TREE_METADATA, find_orbax_tag, items_of, json_items_of, orbax_tags
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
-from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord, Manifest
@@ -40,7 +39,6 @@ class Orbax(Layout):
 
     name = "orbax"
     origin = "orbax"
-    asks = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == TREE_METADATA for file in manifest.files)
@@ -56,7 +54,7 @@ class Orbax(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         return find_orbax_tag(store, tag)
 
-    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:  # its files say all
         file_system = store.file_system
         if file_system is None:
             raise UsageError(
@@ -70,8 +68,9 @@ class Orbax(Layout):
 
             files = DecodedFiles(directory)
             state = _state_of(directory, files)
-            parts = training_state(state, hints, lambda value: _kind(value) is not None)
-            flat = flatten(parts, _kind, _CODEC)
+            # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
+            # by its names, as in DCP's directories.
+            flat = flatten(state, _kind, _CODEC)
             flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
             records = [
                 FileRecord(path=path, size=array.size, head=0, digest=digest(b""))
