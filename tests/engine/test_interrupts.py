@@ -47,16 +47,16 @@ def raising(kind: type[BaseException]) -> Iterator[None]:
 
 
 def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
-    """Have the process get SIGINT when so many segments are written, from the thread that writes.
+    """Have the thread that writes get SIGINT when so many segments are written, and write no more until it is given up.
 
-    It writes no more until the save is given up: on a busy machine the main thread would hear of it after the commit.
+    The main thread, which waits for the save, is not woken up by it: the system may hand any signal to any thread.
     """
     write, counted = engine_save.write_files, iter(range(10_000))
 
     def writing(directory: Any, plan: Any, memory: Any, crew: Crew, **options: Any) -> Any:
         def dealt(nbytes: int) -> None:
             if next(counted) == segment:
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
                 given_up = time.monotonic() + 60
                 while time.monotonic() < given_up:
                     crew.progress(0)  # which raises

@@ -19,7 +19,7 @@ from xla_ckpt.errors import CheckpointError, UsageError, from_json
 from xla_ckpt.job.job import leave
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
-from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.undisturbed import undisturbed, waited
 from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class SaveHandle:
 
         The thread of the save, which calls the functions of `on_report`, does not wait: it would do so for itself.
         """
-        return self.done() if threading.current_thread() is self._thread else self._settled.wait(timeout)
+        return self.done() if threading.current_thread() is self._thread else waited(self._settled.wait, timeout)
 
     @property
     def error(self) -> BaseException | None:
@@ -117,7 +117,7 @@ class SaveHandle:
         """
         if threading.current_thread() is self._thread and not self.done():
             raise UsageError("a function that on_report was given waits for the save that calls it", tag=self.tag)
-        if not self._settled.wait(timeout):
+        if not waited(self._settled.wait, timeout):
             raise TimeoutError(f"the save of tag {self.tag} in {self.path} is still in flight after {timeout} s")
         if self._error is not None:
             self._error_heard = True
@@ -167,7 +167,7 @@ class SaveHandle:
                     self._error_heard = True  # the caller has the cause, and nobody else is to be told of it
                     return
                 too_late = True
-                self._settled.wait()
+                waited(self._settled.wait)
             except BaseException:
                 # Somebody presses Ctrl-C once more. As long as its memory is read, the program must not go on.
                 if too_late:
@@ -191,7 +191,7 @@ class SaveHandle:
         """Wait until the thread of the save has ended."""
         assert self._thread is not None
         if self._thread.is_alive():  # not so in a forked child, where nobody sets the event any more
-            self._tidied.wait()
+            waited(self._tidied.wait)
         with undisturbed():  # Python takes a thread for ended when a signal handler interrupts who joins it
             self._thread.join()
 

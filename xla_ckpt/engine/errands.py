@@ -6,11 +6,12 @@ import collections
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from xla_ckpt.errors import CheckpointError, from_json
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.storage.this_process import after_fork
-from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.undisturbed import undisturbed, waited
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Errands:
             CheckpointError: Something failed, and nobody has been told yet. The errors of others are logged.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+            waited(partial(self._changed.wait_for, lambda: self._thread is None))
             errors, self._errors = self._errors, []
         if errors:
             raise from_json(errors[0].to_json()) from errors[0]

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
@@ -26,7 +27,7 @@ from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.digest import BlockDigester, JoinedDigest
 from xla_ckpt.storage.base import Directory, FileSystem, LocalFiles, ObjectStore, Source, size_of
 from xla_ckpt.storage.this_process import after_fork
-from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.undisturbed import undisturbed, waited
 from xla_ckpt.tags.attempt import Attempt
 from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
@@ -110,7 +111,8 @@ class Uploader:
 
     def _wait(self, enough: Callable[[], bool], timeout: float | None) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: enough() or self._thread is None, timeout):
+            done = partial(self._changed.wait_for, lambda: enough() or self._thread is None)
+            if not waited(done, timeout):
                 raise TimeoutError(f"tags of {self.root.path} are still on their way to {self.root.remote.path}")
 
     def _work(self) -> None:

@@ -8,6 +8,7 @@ import time
 from xla_ckpt.errors import ChangedStateError
 from xla_ckpt.snapshot.memory import Bytes
 from xla_ckpt.snapshot.shards import Link, MemoryShard
+from xla_ckpt.storage.undisturbed import waited
 
 
 class Freezing:
@@ -60,7 +61,7 @@ class Freezing:
             if self._frozen.is_set() or timeout == 0:
                 return self._frozen.is_set()
             self._waits.append(began)
-        if self._frozen.wait(timeout):
+        if waited(self._frozen.wait, timeout):
             return True
         with self._lock:
             self._waits.remove(began)

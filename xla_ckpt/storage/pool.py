@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.undisturbed import undisturbed, waited
 
 Task = TypeVar("Task")
 
@@ -73,7 +73,7 @@ def work_off(
                 ended.append(_started(worker, f"{name}-{i}"))  # noqa: PERF401  # also if the next one cannot be started
         worker()
         for end in ended:
-            end.wait()
+            waited(end.wait)
     except BaseException as error:
         errors.append(error)
         with undisturbed():
