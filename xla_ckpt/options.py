@@ -46,7 +46,7 @@ class Product:
     """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
 
     Raises (on construction):
-        UsageError: A field makes no sense.
+        UsageError: `every` or `keep` makes no sense. What does not fit the layout is refused by the save.
 
     Example:
         ``SaveOptions(products=(Product(to="hf/{tag}", every=1000, dtype="bfloat16"),))``
@@ -165,6 +165,8 @@ class SaveOptions:
     def __post_init__(self) -> None:
         check_choice("replicas", self.replicas, get_args(Replicas))
         check_choice("stale", self.stale, get_args(Stale))
+        if not isinstance(self.share, bool | str):
+            raise UsageError("share is no choice", expected="True, False, or the name of a tag", found=repr(self.share))
         if not isinstance(self.share, bool):
             check_tag(self.share)
         check_choice("parity", self.parity, (None, *get_args(Parity)))
@@ -175,7 +177,9 @@ class SaveOptions:
             check_policy("retention", self.retention)
         if not isinstance(self.products, tuple) or not all(isinstance(one, Product) for one in self.products):
             raise UsageError(
-                "products are none", expected="a tuple of xla_ckpt.Product(...)", found=repr(self.products)[:80]
+                "products= is no tuple of products",
+                expected="(xla_ckpt.Product(...), ...)",
+                found=repr(self.products)[:80],
             )
         _check_number("snapshot_budget", self.snapshot_budget, "bytes")
         _check_timeout(self.timeout)

@@ -141,7 +141,10 @@ def test_an_error_fails_no_save_and_is_told_once(tmp_path: Path, caplog: pytest.
         ({"to": "hf/{tag}/bf16", "keep": LatestN(1)}, "in the last part of to="),
         ({"to": "dcp", "layout": "dcp", "dtype": "bfloat16"}, "dtype= is for the layout safetensors"),
         ({"to": "hf/{tag}", "mesh": "tp=2"}, "mesh= is for other layouts"),
-        ({"to": "run", "layout": "dcp"}, "another root directory"),
+        ({"to": "run", "layout": "dcp"}, "outside of the root directory"),
+        ({"to": "run/{tag}/hf"}, "outside of the root directory"),
+        ({"to": "hf/{tag}", "dtype": "bf16"}, "dtype= is no element type"),
+        ({"to": "hf/{tag}", "llama": True}, "llama= is of another class"),
         ({"to": "hf/{tag}", "every": 0}, "every is no number of steps"),
         ({"to": "dcp", "layout": "dcp", "keep": 3}, "keep is no policy"),
     ],
@@ -153,7 +156,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
     with pytest.raises(UsageError, match=says):
         save("run", 1, Product(**wrong))
     assert [*tmp_path.iterdir()] == []
-    with pytest.raises(UsageError, match=r"products are none.*a tuple of xla_ckpt.Product"):
+    with pytest.raises(UsageError, match=r"products= is no tuple of products"):
         SaveOptions(products=Product(to="hf/{tag}"))  # type: ignore[arg-type]
 
 

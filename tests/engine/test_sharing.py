@@ -148,7 +148,7 @@ def test_another_tag_is_the_base_by_its_name(tmp_path: Path, caplog: pytest.LogC
     assert "there is no earlier tag" not in caplog.text
     options = xla_ckpt.SaveOptions(share="none", stale="ignore")
     assert saves(tmp_path, "fourth", {"w": torch.zeros(WIDTH, WIDTH)}, options).shared == 0
-    assert "there is no earlier tag" in caplog.text
+    assert "there is no tag none" in caplog.text
 
 
 def test_a_tag_that_is_replaced_can_be_the_base(tmp_path: Path) -> None:

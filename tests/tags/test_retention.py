@@ -151,3 +151,11 @@ def test_it_is_said_in_one_of_two_ways() -> None:
         policy_of(3, BestN("loss"))
     with pytest.raises(UsageError, match=r"retention is no policy.*xla_ckpt.LatestN\(3\).*found 3"):
         xla_ckpt.SaveOptions(retention=3)  # type: ignore[arg-type]
+
+
+def test_a_number_that_no_tag_has_is_the_reason_why_all_stay() -> None:
+    facts = [TagFact("a", 1), TagFact("b", 2)]
+    assert why_kept(facts, BestN("los")) == {
+        "a": ("no tag has the number los",),
+        "b": ("the newest", "no tag has the number los"),
+    }

@@ -105,7 +105,7 @@ def export_hf(
         NotDurableError: The directory is there, and a loss of power may undo that.
     """
     began, options = time.monotonic(), chosen(ConvertOptions, options)
-    cast = _floating(dtype)
+    cast = floating_type(dtype)
     store, tag = source_of(path, tag)
     known = known_model(llama, own_config(store, tag))
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
@@ -141,14 +141,14 @@ def export_hf(
     )
 
 
-def _floating(name: str | None) -> DType | None:
+def floating_type(name: str | None) -> DType | None:
     """The element type that a caller names.
 
     Raises:
         UsageError: It is none that arrays are rounded to.
     """
     if name is not None and name not in FLOATING:
-        raise UsageError("arrays are not exported in this element type", expected=", ".join(FLOATING), found=name)
+        raise UsageError("dtype= is no element type of exports", expected=", ".join(FLOATING), found=repr(name))
     return None if name is None else dtypes.dtype(name)
 
 

@@ -56,8 +56,19 @@ def check_products(products: Sequence[Product], path: str) -> None:
             raise UsageError(f"dtype= is for the layout {SAFETENSORS}", found=f"layout={product.layout!r}")
         if layout.name == SAFETENSORS and product.mesh is not None:
             raise UsageError(f"mesh= is for other layouts than {SAFETENSORS}", found=repr(product.mesh))
-        if to == path:
-            raise UsageError("a product lies in another root directory than its tag", found=to)
+        if f"{to}/".startswith(f"{path}/"):
+            raise UsageError(
+                "a product lies outside of the root directory of its tag", expected=f"not in {path}", found=to
+            )
+        _check_for_conversion(product)
+
+
+def _check_for_conversion(product: Product) -> None:
+    from xla_ckpt.api.export import floating_type
+    from xla_ckpt.api.llama import job_of
+
+    floating_type(product.dtype)
+    job_of(product.llama)
 
 
 def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int], None]:

@@ -43,7 +43,8 @@ def earlier_tag(order: Order, newest: TagEntry | None) -> EarlierTag | None:
     entry = newest if wanted is True else order.root.entry(wanted)
     if entry is None or entry.damage is not None:
         level = logging.DEBUG if wanted is True else logging.WARNING  # a first save has nothing to share with
-        logger.log(level, "tag %s shares nothing: there is no earlier tag that can be read", order.tag)
+        missing = "there is no earlier tag" if wanted is True else f"there is no tag {wanted}"
+        logger.log(level, "tag %s shares nothing: %s that can be read", order.tag, missing)
         return None
     return EarlierTag(entry.directory, entry.tag, entry.sequence)
 

@@ -99,6 +99,13 @@ def layout_named(name: str, *, among: Sequence[str] | None = None) -> Layout:
     known = converted() if among is None else among
     if name in known:
         return next(layout for layout in _layouts if name in (layout.name, *layout.other_names))
+    if name in converted():
+        raise UsageError(
+            "no save writes this layout",
+            expected=f"one of {', '.join(known)}",
+            found=repr(name),
+            hint=f"Save in one of these, and convert the tag: xla_ckpt.convert(..., to={name!r}).",
+        )
     raise UsageError(
         f"there is no such layout{meant(name, known)}", expected=f"one of {', '.join(known)}", found=repr(name)
     )

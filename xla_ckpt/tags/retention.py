@@ -67,6 +67,10 @@ class Retention(ABC):
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
         """Those tags that are kept, of all that are not pinned, oldest first."""
 
+    def reason(self, facts: Sequence[TagFact]) -> str:  # of derived classes one depends on the tags
+        """Why it keeps those of these tags that it keeps."""
+        return str(self)
+
     @property
     def parts(self) -> tuple[Retention, ...]:
         """The policies of which it consists."""
@@ -130,7 +134,17 @@ class BestN(Retention):
     def __str__(self) -> str:
         return f"of the {self.n} with the {'smallest' if self.mode == 'min' else 'largest'} {self.metric}"
 
+    def reason(self, facts: Sequence[TagFact]) -> str:
+        return str(self) if self._numbers(facts)[0] else f"no tag has the number {self.metric}"
+
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+        numbers, unread = self._numbers(facts)
+        if not numbers:
+            return facts
+        return [*unread, *(facts[-i] for _, i in sorted(numbers)[: self.n])]
+
+    def _numbers(self, facts: Sequence[TagFact]) -> tuple[list[tuple[float, int]], list[TagFact]]:
+        """(number, -row) of each tag that has it, so that the best come first; and the tags that cannot be read."""
         numbers, unread = list[tuple[float, int]](), list[TagFact]()
         for i, fact in enumerate(facts):
             try:
@@ -141,9 +155,7 @@ class BestN(Retention):
             if number is not None:
                 signed = number if self.mode == "min" else -number
                 numbers.append((math.inf if signed != signed else signed, -i))
-        if not numbers:
-            return facts
-        return [*unread, *(facts[-i] for _, i in sorted(numbers)[: self.n])]
+        return numbers, unread
 
 
 @known_fields
@@ -321,8 +333,10 @@ def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tu
         reasons[ordered[-1].tag].append("the newest")
     live = [fact for fact in ordered if not fact.pinned]
     for part in () if policy is None else policy.parts:
-        for fact in part.keeps(live):
-            reasons[fact.tag].append(str(part))
+        kept = part.keeps(live)
+        reason = part.reason(live)
+        for fact in kept:
+            reasons[fact.tag].append(reason)
     if policy is None:
         for fact in live:
             reasons[fact.tag].append("all are kept")
