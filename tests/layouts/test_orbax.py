@@ -361,3 +361,8 @@ def test_a_model_is_not_filled_from_what_has_its_names(saved: Path) -> None:
     with pytest.raises(xla_ckpt.CheckpointError, match="model: not in the checkpoint, which holds ema, step"):
         xla_ckpt.load_checkpoint(saved / "average", model=model)
     assert torch.equal(model.weight, before)
+
+
+def test_a_save_says_that_tags_are_converted_to_it(tmp_path: Path) -> None:
+    with pytest.raises(xla_ckpt.UsageError, match=r"no save writes this layout.*convert the tag"):
+        xla_ckpt.save(tmp_path, "a", {"x": 1}, layout="orbax")

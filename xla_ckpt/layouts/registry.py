@@ -99,7 +99,7 @@ def layout_named(name: str, *, among: Sequence[str] | None = None) -> Layout:
     known = converted() if among is None else among
     if name in known:
         return next(layout for layout in _layouts if name in (layout.name, *layout.other_names))
-    if name in converted():
+    if any(name == layout.name and not layout.saves for layout in _layouts):
         raise UsageError(
             "no save writes this layout",
             expected=f"one of {', '.join(known)}",
