@@ -173,7 +173,7 @@ def test_a_database_that_is_cut_off_is_an_error(saved: Path, tmp_path: Path) -> 
         xla_ckpt.restore(copy)
 
 
-def one_leaf(key: Any, key_type: int, value_type: str) -> str:
+def one_leaf(key: Any, key_type: int, value_type: Any) -> str:
     """The metadata of a tree of one leaf."""
     keys, value = [{"key": key, "key_type": key_type}], {"value_type": value_type}
     return json.dumps({"tree_metadata": {"leaf": {"key_metadata": keys, "value_metadata": value}}})
@@ -184,9 +184,9 @@ def one_leaf(key: Any, key_type: int, value_type: str) -> str:
     [
         "", "[]", "{}", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {}}}', "[" * 100_000, one_leaf(1, 2, "None"),
         one_leaf("9999999999", 1, "None"), one_leaf("x", 2, "os.system"), one_leaf("no such", 2, "jax.Array"),
-        one_leaf("../elsewhere", 2, "jax.Array"), one_leaf("", 2, "scalar"),
+        one_leaf("../elsewhere", 2, "jax.Array"), one_leaf("", 2, "scalar"), one_leaf("x", 2, ["None"]),
     ],
-    ids=range(12),
+    ids=range(13),
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["pytree", "pytree-files"])
 def test_hostile_metadata(saved: Path, tmp_path: Path, name: str, text: str) -> None:

@@ -85,9 +85,8 @@ class NewTag:
         old, marks = stored.manifest, dict(rewriting.marks)
         root = root_of(self.store)
         with Transaction(root, self.tag, Kind.CHECKPOINT if self._in_place else Kind.TAG) as transaction:
-            if (
-                self._in_place
-            ):  # if this process is killed, the layout's own library sees that the tag was never complete
+            if self._in_place:
+                # If this process is killed, the layout's own library sees that the tag was never complete.
                 write_small(transaction.directory, self.first_mark, marks.pop(self.first_mark))
             written = stream_files(stored.reader, transaction.directory, files, crew, max_memory=max_memory)
             records = [*written.files, *write_objects(transaction.directory, objects, 0, self.mesh.size)]

@@ -99,7 +99,7 @@ def _make(root: Root, tag: str, product: Product, directory: Directory | None) -
     Raises:
         CheckpointError: It could not be made: nothing of it is there. Or older ones could not be deleted.
     """
-    layout, pattern = layout_named(product.layout), full_path(product.to)
+    layout, pattern = layout_named(product.layout), str(product.to)
     to = pattern.replace(PLACE, tag)
     try:
         if _is_there(to, tag, tagged=layout.tagged):

@@ -89,10 +89,10 @@ def _leaf(text: str, entry: Any) -> OrbaxLeaf:
         kind = entry["value_metadata"]["value_type"]
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError("a leaf of orbax's metadata is broken", leaf=text[:200], found=repr(error)[:80]) from error
-    if kind not in EMPTY and not is_inside(".".join(map(str, keys))):
-        raise FormatError("an array of orbax's would lie outside of its checkpoint", leaf=text[:200])
     if type(kind) is not str or kind not in (*EMPTY, STRING, SCALAR, ARRAY, NUMPY):
         raise FormatError("a leaf is of a type that is not known", leaf=text[:200], found=str(kind)[:80])
+    if kind not in EMPTY and not is_inside(".".join(map(str, keys))):
+        raise FormatError("an array of orbax's would lie outside of its checkpoint", leaf=text[:200])
     return OrbaxLeaf(keys, kind)
 
 

@@ -1,0 +1,134 @@
+"""Opening a checkpoint of orbax's: scanned into a `Manifest`. Of its arrays no element is read, but numbers are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from xla_ckpt.arrays.pytree import KEY
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import CorruptCheckpointError, naming
+from xla_ckpt.layouts.orbax import metadata
+from xla_ckpt.layouts.orbax.chunks import DecodedFiles, keys_of
+from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
+from xla_ckpt.layouts.orbax.tags import OCDBT, TREE_METADATA, items_of, json_items_of
+from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.digest import digest
+from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.storage.base import FileSystem, LocalFiles, read_whole
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree.codec import Composite, ValueCodec
+from xla_ckpt.tree.flatten import flatten
+from xla_ckpt.tree.json_object import json_object
+from xla_ckpt.tree.nested import nested
+
+_CODEC = ValueCodec(apart=lambda value: value if isinstance(value, Composite) else None)
+
+
+def open_orbax(store: FileSystem, entry: TagEntry) -> TagReader:
+    """A reader of a checkpoint of orbax's, for the restore engine.
+
+    Raises:
+        CorruptCheckpointError: Files are missing, damaged, or do not add up.
+        UnsupportedStateError: An array is of a type that is not known.
+    """
+    with directory_to_scan(store, entry.tag, lambda: store.open(entry.directory, lock=False)) as directory:
+        files = DecodedFiles(directory)
+        state = _state_of(directory, files)
+        # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
+        # by its names, as in DCP's directories.
+        flat = flatten(state, _kind, _CODEC)
+        flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
+        records = [
+            FileRecord(path=path, size=array.size, head=0, digest=digest(b"")) for path, array in files.arrays.items()
+        ]
+        manifest, _ = scanned_manifest(entry.tag, flat, records, created=entry.created)
+        return TagReader(files, store.path, entry.tag, manifest, ())
+
+
+class _Stored(NamedTuple):
+    """An array in the tree, and whose it was."""
+
+    record: ArrayRecord
+    kind: str
+
+
+def _kind(value: Any) -> str | None:
+    return value.kind if isinstance(value, _Stored) else None
+
+
+def _state_of(directory: LocalFiles, files: DecodedFiles) -> dict[str, Any]:
+    """The state of a checkpoint, with a `_Stored` for each array. A single item is the state itself.
+
+    Raises:
+        CheckpointError: It is damaged, or holds what cannot be described.
+    """
+    names = directory.files()
+    for path in names:
+        directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
+    trees = {item: _tree_of(directory, files, item, names) for item in items_of(names)}
+    if not trees:
+        raise CorruptCheckpointError("a file is missing", file=TREE_METADATA)
+    for item in json_items_of(names):
+        path = f"{item}/metadata"
+        with naming(file=path):
+            data = read_whole(directory, path, limit=MAX_JSON, what="an item that is JSON")
+            trees.setdefault(item, json_object(data, "an item that is JSON"))
+    tree = next(iter(trees.values())) if len(trees) == 1 else trees
+    return tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
+
+
+def _tree_of(directory: LocalFiles, files: DecodedFiles, item: str, names: Sequence[str]) -> Any:
+    """The tree of an item."""
+    below = f"{item}/" if item else ""
+    together = below + OCDBT in names
+    with naming(file=below + TREE_METADATA):
+        said = _item_of(directory, below, names)
+        keys = keys_of(directory, item, names)
+        leaves = said.leaves
+        if leaves is None:
+            leaves = [OrbaxLeaf((name,), metadata.ARRAY) for name in metadata.names_of(keys)]
+    stored = [leaf.name for leaf in leaves if leaf.kind in (metadata.ARRAY, metadata.NUMPY, metadata.SCALAR)]
+    arrays = files.add(item, metadata.chunks_of(keys, stored), zarr3=said.zarr3, together=together)
+    number = {path: i for i, path in enumerate(files.arrays)}
+    values: dict[OrbaxLeaf, Any] = {}
+    for leaf in leaves:
+        if leaf.kind in metadata.EMPTY:
+            values[leaf] = metadata.EMPTY[leaf.kind]
+        elif leaf.kind == metadata.STRING:
+            if leaf.name not in said.texts:
+                raise CorruptCheckpointError("a text is missing", leaf=leaf.name, file=below + metadata.TEXTS)
+            values[leaf] = said.texts[leaf.name]
+        else:
+            path, array = arrays[leaf.name]
+            if leaf.kind == metadata.SCALAR:
+                values[leaf] = array.number()
+                continue
+            with naming(leaf=leaf.name, file=path):
+                record = array_record(array.dtype, array.shape, array.shards(number[path]))
+            values[leaf] = stored_array = _Stored(record, "numpy" if leaf.kind == metadata.NUMPY else "jax")
+            if (implementation := said.random_keys.get(leaf.name)) is not None:
+                values[leaf] = Composite(KEY, {"data": stored_array}, {"impl": implementation})
+    return nested((("tree", *leaf.keys), value) for leaf, value in values.items()).get("tree", {})
+
+
+def _item_of(directory: LocalFiles, below: str, names: Sequence[str]) -> OrbaxItem:
+    """What the JSON of an item says; `below` is what its paths begin with."""
+
+    def read(path: str) -> bytes:
+        return read_whole(directory, path, limit=MAX_JSON, what="a file of orbax's metadata")
+
+    if below + TREE_METADATA not in names:
+        return OrbaxItem()
+    leaves, zarr3, together = metadata.leaves_of(read(below + TREE_METADATA))
+    if together and below + OCDBT not in names:
+        hint = "The save has not ended, or the file was removed."
+        raise CorruptCheckpointError(f"a checkpoint of orbax's has no {OCDBT}", hint=hint)
+    texts = metadata.texts_of(read(below + metadata.TEXTS)) if below + metadata.TEXTS in names else {}
+    random_keys: dict[str, str] = {}
+    for path in names:
+        if path.startswith(below + "array_metadatas/"):
+            random_keys |= metadata.random_keys_of(read(path))
+    return OrbaxItem(leaves, zarr3, texts, random_keys)
