@@ -134,7 +134,7 @@ class SaveOptions:
     """Host memory for what is copied in the background (bytes); the state may be larger."""
 
     progress: bool | None = None
-    """Show a progress bar: True, False, or None for only if it takes long, on a terminal."""
+    """Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook."""
 
     trace: PathLike | None = None
     """Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each rank
@@ -221,7 +221,7 @@ class LoadOptions:
     whose bytes cannot be compared (docs/reports.md)."""
 
     progress: bool | None = None
-    """Show a progress bar: True, False, or None for only if it takes long, on a terminal."""
+    """Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook."""
 
     trace: PathLike | None = None
     """Where a trace of the load goes (see `SaveOptions`)."""
@@ -265,7 +265,8 @@ class ConvertOptions:
     """Threads that read, at most."""
 
     progress: bool | None = None
-    """Show a progress bar: True, False, or None for only if it takes long, on a terminal. `diff` never shows one."""
+    """Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
+    `diff` never shows one."""
 
     def __post_init__(self) -> None:
         _check_number("max_memory", self.max_memory, "bytes")

@@ -129,6 +129,7 @@ ROOMS = {
     "plan": "what is written and read",
     "files": "how a file lays out its bytes",
     "manifest": "the index, and the digests",
+    "tables": "facts as text and tables",
     "sharding": "boxes and meshes; containers",
     "dtypes": "element types by name",
     "keywords": "names and choices that do not exist",

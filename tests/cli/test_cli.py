@@ -20,8 +20,10 @@ from rich.console import Console
 
 import xla_ckpt
 from tests.runs import environment
-from xla_ckpt.cli import facts, render
+from xla_ckpt.cli import facts
 from xla_ckpt.cli.main import main
+from xla_ckpt.tables import render
+from xla_ckpt.tables.rows import MAX_LAID_OUT, Rows
 
 
 @pytest.fixture
@@ -80,11 +82,11 @@ def on_terminal(what: Any, width: int) -> str:
 
 def test_show_of_many_arrays(tmp_path: Path) -> None:
     """Tables that are too long for rich have the same columns and cells, in plain lines."""
-    arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(render.MAX_LAID_OUT + 1)}
+    arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(MAX_LAID_OUT + 1)}
     xla_ckpt.save(tmp_path, "a", {"s": arrays})
     lines = on_terminal(render.tag(dataclasses.asdict(xla_ckpt.Checkpoints(tmp_path).show("a"))), 200).splitlines()
-    assert len(lines) == 6 + render.MAX_LAID_OUT
-    assert lines[3] == f"{render.MAX_LAID_OUT + 1} arrays"
+    assert len(lines) == 6 + MAX_LAID_OUT
+    assert lines[3] == f"{MAX_LAID_OUT + 1} arrays"
     assert lines[4].split() == ["leaf", "dtype", "shape", "size", "shards"]
     assert lines[5 + 8].split() == ["s/[b]8", "float32", "1", "4", "B", "1"]
     assert len({line.index("float32") for line in lines[5:]}) == 1
@@ -286,7 +288,7 @@ def test_a_listing_at_two_widths(width: int) -> None:
 
 def test_long_names_are_folded_and_numbers_are_not() -> None:
     leaf = "optimizer/state/layers.0.attention.qkv_proj.weight/exp_avg_sq"
-    rows = render.Rows("", ("leaf", "dtype", ">shape", "?>shards"), [(leaf, "float32", "4096 x 16", "8")])
+    rows = Rows("", ("leaf", "dtype", ">shape", "?>shards"), [(leaf, "float32", "4096 x 16", "8")])
     lines = on_terminal(rows, 60)
     assert max(map(len, lines.splitlines())) <= 60
     assert "4096 x 16" in lines

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.layouts.gold import Gold, Target
-from xla_ckpt.cli import render
 from xla_ckpt.cli.main import main
+from xla_ckpt.tables import texts
 
 CASES = [
     "tp2_dp2_z1m__xser_small",
@@ -39,7 +39,7 @@ def test_without_a_model(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = call(capsys, "show", gold.root)
     assert code == 0
     text = " ".join(out.split())
-    assert f"written by neuronx-distributed, {render.size(nbytes)} in {files} files by 4 ranks" in text
+    assert f"written by neuronx-distributed, {texts.size(nbytes)} in {files} files by 4 ranks" in text
     assert re.search(r"model: \d+ arrays, [\d.]+ kB", text)
     assert (text.count(REASON), text.count("on the command line --like, --config or --sharding")) == (1, 1)
     for name in [*gold.truth["params"], *gold.truth["buffers"]]:

@@ -15,9 +15,9 @@ from rich.console import Console
 import xla_ckpt
 from tests.cli.test_cli import call
 from tests.jobs import run_on_ranks
-from xla_ckpt.cli import bars, facts
 from xla_ckpt.engine.phases import Phase
 from xla_ckpt.engine.rank_timings import MAX_KEPT, Measured, kept
+from xla_ckpt.tables import bars
 
 STAGES = ["describe", "plan", "snapshot", "copy", "digest", "write", "fsync", "meet", "commit"]
 
@@ -63,7 +63,7 @@ def test_each_rank_has_its_stages_and_the_slowest_is_marked(root: Path, capsys: 
 def test_it_fits_into_narrow_terminals_and_plain_ones(root: Path, width: int, encoding: str) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     Console(file=file, width=width, force_terminal=True, no_color=True).print(
-        bars.report(facts.report_facts(str(root), "a"))
+        bars.report(xla_ckpt.Checkpoints(root).timings("a"))
     )
     file.seek(0)
     lines = re.sub(r"\x1b\[[\d;]*m", "", file.read()).splitlines()

@@ -40,8 +40,9 @@ def ready() -> None:
     from tests.nursed import import_all
     from tests.nursery import LIGHT
 
-    import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.cli.render", "rich.console", "tests.fuzz.probes",
-                 "xla_ckpt.cli.facts", "xla_ckpt.api.convert", "xla_ckpt.tags.orbax_process"))  # fmt: skip
+    import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.tables.render", "rich.console",
+                 "tests.fuzz.probes", "xla_ckpt.cli.facts", "xla_ckpt.api.convert",
+                 "xla_ckpt.tags.orbax_process"))  # fmt: skip
     from tests.helper import InFork
     from xla_ckpt.tags import orbax_commit
 

@@ -9,7 +9,8 @@ from xla_ckpt.api.contents import TagContents, contents_of
 from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, source_of
-from xla_ckpt.api.summaries import TagSummary, summaries
+from xla_ckpt.api.summaries import TagSummary, fields_of, summaries
+from xla_ckpt.engine.rank_timings import timings
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import known_options, taking_values
@@ -108,6 +109,30 @@ class Checkpoints:
         store, name = source_of(self.path, tag)
         rules, known = parse_rules(shardings), known_model(llama)
         return contents_of(store, name, Knowledge(rules=rules, model=model, optimizer=optimizer, known=known), leaf)
+
+    def timings(self, tag: str | None = None) -> dict[str, Any]:
+        """Say what the ranks measured of the save of a tag, until its commit; the slowest rank first.
+
+        Args:
+            tag: Which checkpoint; None takes the newest.
+
+        Returns:
+            What ``xla-ckpt show --report --json`` prints (docs/reports.md).
+
+        Raises:
+            NoCheckpointError: There is no such tag.
+            UsageError: The tag keeps no such report.
+            FormatError: What it keeps is damaged.
+        """
+        store, name = source_of(self.path, tag)
+        report = root_of(store).report_of(name) if find_foreign(store, name) is None else None
+        return timings(report, store.path, name)
+
+    def _repr_html_(self) -> str:
+        from xla_ckpt.tables import html, render
+
+        tags = [fields_of(summary) for summary in self.summaries()]
+        return html.fragment(render.tag_table({"path": self.path, "tags": tags, "roots": []}))
 
     @known_options
     def read(

@@ -58,6 +58,26 @@ class Difference:
         """Whether nothing differs."""
         return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values)
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "a": {"path": self.a[0], "tag": self.a[1]},
+            "b": {"path": self.b[0], "tag": self.b[1]},
+            "same": self.same,
+            "equal": self.equal,
+            "parts": [{"part": part, **how.to_json()} for part, how in self.parts.items()],
+            "moved": [{"leaf": leaf, **how.to_json()} for leaf, how in self.moved.items()],
+            "retyped": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in self.retyped.items()],
+            "values": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in self.values.items()],
+            "only_in_a": list(self.only_in_a),
+            "only_in_b": list(self.only_in_b),
+        }
+
+    def _repr_html_(self) -> str:
+        from xla_ckpt.tables import html, moves
+
+        return html.fragment(moves.difference(self.to_json()))
+
 
 @taking_values(options=ConvertOptions, llama=LlamaJob)
 def diff(

@@ -42,6 +42,9 @@ class Loaded:
     report: LoadReport
     """Which tag it was, what was left out, and where the time went."""
 
+    def _repr_html_(self) -> str:
+        return _html("user_content", self.user_content, self.report)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
@@ -52,6 +55,16 @@ class Restored:
 
     report: LoadReport
     """Which tag it was, and where the time went."""
+
+    def _repr_html_(self) -> str:
+        return _html("tree", self.tree, self.report)
+
+
+def _html(name: str, value: Any, report: LoadReport) -> str:
+    """What a notebook shows of a load: the outline of a value that may be large, and the report."""
+    from xla_ckpt.tables import html, render
+
+    return f"{html.fragment(render.outline(name, value))}\n{report._repr_html_()}"
 
 
 @taking_values(options=LoadOptions)

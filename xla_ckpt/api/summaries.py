@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xla_ckpt.api.tags import both_places
 from xla_ckpt.errors import CheckpointError
@@ -60,6 +61,11 @@ class StoredFile:
 
     size: int
     """Bytes."""
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a value that has plain ones only, as plain JSON."""
+    return {name: getattr(value, name) for name in type(value).__slots__}
 
 
 def summaries(store: Store) -> tuple[TagSummary, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from xla_ckpt.cli.render import count, size
+from xla_ckpt.tables.texts import count, size
 
 
 def conversion(facts: dict[str, Any]) -> RenderableType:

@@ -7,22 +7,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xla_ckpt.api.contents import TagContents
-from xla_ckpt.api.summaries import StoredFile, TagSummary, summaries, summaries_of_both, summary_of
+from xla_ckpt.api.summaries import fields_of, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
-from xla_ckpt.engine.rank_timings import measured_of
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from xla_ckpt.layouts.registry import find_foreign, no_tag
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.roots import root_of
-
-if TYPE_CHECKING:
-    # A person who lists tags does not wait for what shows one.
-    from xla_ckpt.api.contents import StoredArray, TagContents
 
 MAX_DEPTH = 3
 """Levels below a directory at which roots are looked for."""
@@ -62,11 +55,11 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     """All tags of a root directory, oldest first; with `local` those of that directory, too, and where each is."""
     if local is not None:
         both = summaries_of_both(*near_and_far(root, local))
-        return {"path": root, "tags": [_fields(summary) for summary in both], "roots": []}
+        return {"path": root, "tags": [fields_of(summary) for summary in both], "roots": []}
     store = store_at(root).look()
     if not root_of(store).is_certain() and not store.is_directory(""):
         raise no_tag(store, None)
-    tags = [_fields(summary) for summary in summaries(store)]
+    tags = [fields_of(summary) for summary in summaries(store)]
     return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
 
 
@@ -98,48 +91,9 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     store = store_at(root).look()
     foreign = find_foreign(store, tag)
     if foreign is not None and not foreign[0].tagged:
-        return {"path": root, "tags": [_fields(summary_of(store, *foreign))], "roots": []}
+        return {"path": root, "tags": [fields_of(summary_of(store, *foreign))], "roots": []}
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
-
-
-def contents_facts(contents: TagContents) -> dict[str, Any]:
-    """What a tag holds. Its arrays, files and plain values stay as they are.
-
-    `asdict` would copy each of them, 8 us for each array and file; and plain values may be nested deeply.
-    """
-    answer = asdict(replace(contents, arrays=(), files=(), values={}))
-    arrays, files = map(_fields, contents.arrays), map(_fields, contents.files)
-    return {**answer, "arrays": list(arrays), "files": list(files), "values": contents.values}
-
-
-def _fields(value: TagSummary | StoredArray | StoredFile) -> dict[str, Any]:
-    """The fields of a value that has plain ones only."""
-    return {name: getattr(value, name) for name in type(value).__slots__}
-
-
-def report_facts(root: str, tag: str) -> dict[str, Any]:
-    """What the ranks measured of the save of a tag, until its commit; the slowest rank first."""
-    store = store_at(root).look()
-    report = root_of(store).report_of(tag) if find_foreign(store, tag) is None else None
-    ranks, measured = measured_of(report, store.path, tag)
-    return {
-        "path": root,
-        "tag": tag,
-        "ranks": ranks,
-        "seconds": max((p.ended for m in measured for p in m.phases.values()), default=0.0),
-        "measured": [
-            {
-                "rank": m.rank,
-                "stall": m.stall,
-                "done": m.done,
-                "nbytes": m.nbytes,
-                "files": m.files,
-                "phases": {name: asdict(phase) for name, phase in m.phases.items()},
-            }
-            for m in measured
-        ],
-    }
 
 
 def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = False) -> dict[str, Any]:
@@ -160,20 +114,8 @@ def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = 
                 raise
             problems.append(error)
     report = verify(root, tag)
-    problems += report.problems
-    return {
-        "path": root,
-        "tag": tag,
-        "ok": report.ok,
-        "arrays": report.arrays,
-        "files": report.files,
-        "nbytes": report.nbytes,
-        "seconds": round(report.seconds, 3),
-        "strangers": report.strangers,
-        "repaired": list(repaired),
-        "digests": report.digests,
-        "problems": [{"message": str(p), **p.to_json()} for p in problems],
-    }
+    report.problems = [*problems, *report.problems]
+    return {**report.to_json(), "repaired": list(repaired)}
 
 
 def spec(text: str) -> tuple[Any, ...]:
@@ -207,28 +149,6 @@ def _split(word: str) -> Any:
     if stride.isdigit():
         return (*axes, int(stride))
     return axes if len(axes) > 1 else word
-
-
-def explain_facts(root: str, tag: str, mesh: str, **about: Any) -> dict[str, Any]:
-    """What a restore over a mesh would do; `about` is what `explain` takes."""
-    from xla_ckpt.api.explain import explain
-
-    explanation = explain(root, tag, mesh=mesh, **about)
-    return {
-        "path": root,
-        "tag": tag,
-        "saved_mesh": explanation.saved_mesh,
-        "saved_ranks": explanation.saved_ranks,
-        "mesh": str(explanation.mesh),
-        "ok": explanation.ok,
-        "problems": list(explanation.problems),
-        "notes": list(explanation.notes),
-        "split": {leaf: list(how) for leaf, how in explanation.split.items()},
-        "ranks": [
-            {"rank": r.rank, "needed_bytes": r.needed_bytes, "read_bytes": r.read_bytes, "files": dict(r.files)}
-            for r in explanation.readings
-        ],
-    }
 
 
 def targets(name: str | None) -> tuple[Any, Any]:

@@ -18,8 +18,9 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """The command ``ls``; returns its exit code."""
-    from xla_ckpt.cli import facts, render
+    from xla_ckpt.cli import facts
     from xla_ckpt.engine.garbage_collection import collector_paused
+    from xla_ckpt.tables import render
 
     root, tag = facts.locate(args.path, None)
     with collector_paused():
@@ -41,16 +42,17 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 def show(args: argparse.Namespace) -> int:
     """The command ``show``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
-    from xla_ckpt.cli import bars, facts, render
+    from xla_ckpt.cli import facts
     from xla_ckpt.engine.garbage_collection import collector_paused
+    from xla_ckpt.tables import bars, render
 
     root, tag = facts.locate(args.path, args.tag)
     if args.report:
-        print_answer(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
+        print_answer(args, Checkpoints(root).timings(tag), bars.report)
         return 0
     with collector_paused():
         contents = Checkpoints(root).show(facts.newest(root, tag), leaf=args.leaf, **options.about(args))
-        print_answer(args, facts.contents_facts(contents), render.tag)
+        print_answer(args, contents.to_json(), render.tag)
     return 0
 
 
@@ -65,7 +67,8 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """The command ``verify``; returns its exit code."""
-    from xla_ckpt.cli import facts, render
+    from xla_ckpt.cli import facts
+    from xla_ckpt.tables import render
 
     root, tag = facts.locate(args.path, args.tag)
     if args.all and tag is None:
@@ -94,12 +97,14 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """The command ``explain``; returns its exit code."""
-    from xla_ckpt.cli import facts, render
+    from xla_ckpt.api.explain import explain
+    from xla_ckpt.cli import facts
+    from xla_ckpt.tables import render
 
     root, tag = facts.locate(args.path, args.tag)
-    answer = facts.explain_facts(root, facts.newest(root, tag), args.mesh, **options.about(args))
-    print_answer(args, answer, render.explanation)
-    return int(not answer["ok"])
+    explanation = explain(root, tag, mesh=args.mesh, **options.about(args))
+    print_answer(args, explanation.to_json(), render.explanation)
+    return int(not explanation.ok)
 
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
@@ -116,10 +121,13 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
 
 def diff(args: argparse.Namespace) -> int:
     """The command ``diff``; returns its exit code."""
-    from xla_ckpt.cli import facts, moves
+    from xla_ckpt.api.diff import diff
+    from xla_ckpt.cli import facts
+    from xla_ckpt.tables import moves
 
     a = facts.locate(args.a, args.tag_a)
     b = facts.locate_beside(a[0], args.b, args.tag_b)
-    answer = moves.diff_facts(a, b, leaf=args.leaf, options=options.of_conversion(args), **options.about(args))
-    print_answer(args, answer, moves.difference)
-    return int(not answer["same"])
+    how = options.of_conversion(args)
+    difference = diff(a[0], b[0], a[1], b[1], leaf=args.leaf, options=how, **options.about(args))
+    print_answer(args, difference.to_json(), moves.difference)
+    return int(not difference.same)

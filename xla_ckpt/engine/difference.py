@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +46,11 @@ class Distance:
             self.squares + other.squares,
             self.base + other.base,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON, which has no infinity: there it is a text."""
+        numbers = {"max_abs": self.max_abs, "relative": self.relative}
+        return {"elements": self.elements, **{k: v if math.isfinite(v) else str(v) for k, v in numbers.items()}}
 
     @property
     def relative(self) -> float:

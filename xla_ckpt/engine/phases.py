@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from xla_ckpt.tables.texts import LEAST_RATED
+
 SAVE_PHASES = (
     "describe",
     "plan",
@@ -162,10 +164,6 @@ class Phases:
         """What was kept so far; None if nothing is kept."""
         with self._lock:
             return None if self._intervals is None else list(self._intervals)
-
-
-LEAST_RATED = 1_000_000
-"""Of fewer bytes no rate is told: their time is that of opening files and starting threads."""
 
 
 def rate(nbytes: int, seconds: float) -> str:

@@ -1,7 +1,8 @@
-"""A progress bar for saves and loads that take long, on a terminal."""
+"""A progress bar for saves and loads that take long, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import time
@@ -11,9 +12,12 @@ from typing import Any
 DELAY = 1.0
 """Seconds before a bar appears."""
 
+_NOTEBOOK = "ipykernel"
+"""The module that is loaded where a notebook runs the program. Its standard error is no terminal, and shows bars."""
+
 
 class Progress:
-    """Counts bytes, and shows a bar when that takes longer than a second on a terminal.
+    """Counts bytes, and shows a bar when that takes longer than a second on a terminal or in a notebook.
 
     Args:
         what: Label of the bar.
@@ -23,7 +27,7 @@ class Progress:
 
     def __init__(self, what: str, total: int, wanted: bool | None) -> None:
         self._what, self._total = what, total
-        self._wanted = sys.stderr.isatty() if wanted is None else wanted
+        self._wanted = sys.stderr.isatty() or _NOTEBOOK in sys.modules if wanted is None else wanted
         self._from = time.monotonic() + (DELAY if wanted is None else 0.0)
         self._lock = threading.Lock()
         self._bar: Any = None
@@ -35,9 +39,9 @@ class Progress:
             if not self._wanted:
                 return
             if self._bar is None and time.monotonic() >= self._from:
-                from tqdm import tqdm
-
-                self._bar = tqdm(
+                # In a notebook it is a bar of ipywidgets, if they are installed.
+                kind = importlib.import_module("tqdm.auto" if _NOTEBOOK in sys.modules else "tqdm").tqdm
+                self._bar = kind(
                     desc=self._what, total=self._total, unit="B", unit_scale=True, initial=self.done - nbytes
                 )
             if self._bar is not None:

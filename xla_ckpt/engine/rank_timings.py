@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from xla_ckpt.engine.phases import Phase
@@ -104,3 +104,29 @@ def measured_of(report: Any, path: str, tag: str) -> tuple[int, list[Measured]]:
         return int(report["ranks"]), measured
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise FormatError("the report of the save is damaged", path=path, tag=tag, found=error) from error
+
+
+def timings(report: Any, path: str, tag: str) -> dict[str, Any]:
+    """The same as plain JSON that says what each number is.
+
+    Raises:
+        CheckpointError: As `measured_of`.
+    """
+    ranks, measured = measured_of(report, path, tag)
+    return {
+        "path": path,
+        "tag": tag,
+        "ranks": ranks,
+        "seconds": max((p.ended for m in measured for p in m.phases.values()), default=0.0),
+        "measured": [
+            {
+                "rank": m.rank,
+                "stall": m.stall,
+                "done": m.done,
+                "nbytes": m.nbytes,
+                "files": m.files,
+                "phases": {name: asdict(phase) for name, phase in m.phases.items()},
+            }
+            for m in measured
+        ],
+    }

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from xla_ckpt.engine.phases import Phase
+
+
+def _html(report: SaveReport | LoadReport) -> str:
+    """What a notebook shows of a report."""
+    from xla_ckpt.tables import bars, html
+
+    facts = {name: getattr(report, name) for name in type(report).__slots__}
+    phases = {name: asdict(phase) for name, phase in report.phases.items()}
+    return html.fragment(bars.of_call({**facts, "phases": phases}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +46,9 @@ class SaveReport:
 
     error: BaseException | None = None
     """Why the save failed, in the report that `on_report` has of it. Then `sequence` is 0."""
+
+    def _repr_html_(self) -> str:
+        return _html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +89,6 @@ class LoadReport:
 
     error: Exception | None = None
     """Why the load failed, in the report that `on_report` has of it."""
+
+    def _repr_html_(self) -> str:
+        return _html(self)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +50,26 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "path": self.path,
+            "tag": self.tag,
+            "ok": self.ok,
+            "arrays": self.arrays,
+            "files": self.files,
+            "nbytes": self.nbytes,
+            "seconds": round(self.seconds, 3),
+            "strangers": self.strangers,
+            "digests": self.digests,
+            "problems": [{"message": str(p), **p.to_json()} for p in self.problems],
+        }
+
+    def _repr_html_(self) -> str:
+        from xla_ckpt.tables import html, render
+
+        return html.fragment(render.verdict({**self.to_json(), "repaired": [], "unverified": 0}))
 
 
 def noted(report: VerifyReport, action: Callable[[], object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.records import Manifest
@@ -55,6 +56,29 @@ class Explanation:
     def ok(self) -> bool:
         """Whether nothing speaks against it."""
         return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "path": self.path,
+            "tag": self.tag,
+            "saved_mesh": self.saved_mesh,
+            "saved_ranks": self.saved_ranks,
+            "mesh": str(self.mesh),
+            "ok": self.ok,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "split": {leaf: list(how) for leaf, how in self.split.items()},
+            "ranks": [
+                {"rank": r.rank, "needed_bytes": r.needed_bytes, "read_bytes": r.read_bytes, "files": dict(r.files)}
+                for r in self.readings
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        from xla_ckpt.tables import html, render
+
+        return html.fragment(render.explanation(self.to_json()))
 
 
 def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules: Parsed = ()) -> Explanation:

@@ -1,139 +1,21 @@
-"""Facts as tables that a person likes to read."""
+"""What tags hold, whether they are sound, and what a restore reads: facts as text and tables."""
 
 from __future__ import annotations
 
-import datetime
-import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
-from xla_ckpt.engine.phases import LEAST_RATED
 from xla_ckpt.sharding.sections import has_sections
+from xla_ckpt.tables.rows import Rows
+from xla_ckpt.tables.texts import MAX_SIBLINGS, collapsed, count, shape, short, size, speed, when
 
 MAX_RANKS = 16
 """Ranks that `explain` lists; the rest is a range."""
-
-MAX_SIBLINGS = 32
-"""Numbers in one container that are shown one by one."""
-
-MAX_LAID_OUT = 500
-"""Rows of a table that rich lays out; longer ones are plain lines."""
-
-MAX_VALUE = 60
-"""Longest plain value that is shown whole."""
-
-FOLDED = 40
-"""Narrowest column of texts for whose sake other columns are left out; a wider one is folded (characters)."""
-
-
-def size(nbytes: int | None) -> str:
-    """Bytes for people.
-
-    >>> size(999), size(123_456_789), size(None)
-    ('999 B', '123.5 MB', '?')
-    """
-    if nbytes is None:
-        return "?"
-    amount = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if amount < 1000 or unit == "TB":
-            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    raise AssertionError("unreachable")
-
-
-def speed(nbytes: int, seconds: float) -> str:
-    """A rate for people; none of too few bytes.
-
-    >>> speed(123_000_000, 0.5), speed(248, 0.002)
-    ('246.0 MB/s', '')
-    """
-    return f"{size(int(nbytes / seconds))}/s" if nbytes >= LEAST_RATED and seconds > 0 else ""
-
-
-def when(created: str) -> str:
-    """A time of the manifest in the local time zone.
-
-    >>> when("")
-    '?'
-    """
-    try:
-        return datetime.datetime.fromisoformat(created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    except ValueError:
-        return "?"
-
-
-class Rows:
-    """A table: as wide as the terminal, or in a pipe one line for each row, with tabs between the cells.
-
-    Args:
-        title: The line above it, on a terminal: a pipe has the names of the columns in its first line.
-        columns: Names of the columns. ``>`` before one moves its cells to the right; ``?`` says that the column is left
-            out, the last such one first, where the terminal is too narrow for all.
-        rows: Plain cells.
-        red: Numbers of rows whose last cell tells a problem.
-    """
-
-    def __init__(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], red: frozenset[int] = frozenset()
-    ) -> None:
-        self.title, self.rows, self.red = title, rows, red
-        self.names = [column.lstrip("?>") for column in columns]
-        self.to_right = [">" in column for column in columns]
-        self.gives_way = [column.startswith("?") for column in columns]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.title and options.is_terminal:
-            yield Text(self.title, style="bold")
-        if not options.is_terminal:
-            lines = "".join("\t".join(row).rstrip("\t") + "\n" for row in (self.names, *self.rows))
-            yield Segment(lines)
-            return
-        table = [self.names, *self.rows]
-        widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
-        chosen = self._chosen(widths, options.max_width)
-        if len(self.rows) > MAX_LAID_OUT:
-            yield from self._plain(table, widths, chosen)
-        else:
-            yield self._laid_out(widths, chosen, options.max_width)
-
-    def _chosen(self, widths: list[int], room: int) -> list[int]:
-        """Numbers of the columns for which there is room, and of those that do not give way."""
-        chosen = list(range(len(widths)))
-        for i in reversed(range(len(widths))):
-            if sum(min(widths[j], FOLDED) + 2 for j in chosen) - 2 > room and self.gives_way[i]:
-                chosen.remove(i)
-        return chosen
-
-    def _plain(self, table: list[Sequence[str]], widths: list[int], chosen: list[int]) -> Iterator[Segment]:
-        """Padded lines: rich takes a third of a millisecond to lay out each row of a table of its own."""
-        for row in table:
-            cells = [row[i].rjust(widths[i]) if self.to_right[i] else row[i].ljust(widths[i]) for i in chosen]
-            yield Segment(" ".join(cells).rstrip() + "\n")
-
-    def _laid_out(self, widths: list[int], chosen: list[int], room: int) -> Table:
-        table = Table(header_style="bold", box=None, pad_edge=False)
-        whole = sum(widths[i] + 2 for i in chosen) - 2 <= room
-        for i in chosen:
-            right = self.to_right[i]
-            # Numbers are never folded: half of one looks like another one.
-            table.add_column(
-                self.names[i], justify="right" if right else "left", no_wrap=whole or right, overflow="fold"
-            )
-        for number, row in enumerate(self.rows):
-            cells = [Text(row[i]) for i in chosen]
-            if number in self.red:
-                cells[-1].stylize("red")
-            table.add_row(*cells)
-        return table
 
 
 def tag_table(facts: dict[str, Any]) -> RenderableType:
@@ -176,7 +58,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         parts.append(Text("; ".join(sums)))
     if facts["arrays"]:
         arrays = [
-            (a["leaf"], a["dtype"], _shape(a["shape"]), size(a["nbytes"]), str(a["shards"])) for a in facts["arrays"]
+            (a["leaf"], a["dtype"], shape(a["shape"]), size(a["nbytes"]), str(a["shards"])) for a in facts["arrays"]
         ]
         parts.append(Rows(f"\n{len(arrays)} arrays", ("leaf", "dtype", ">shape", ">size", "?>shards"), arrays))
     if facts["divergent"]:
@@ -206,20 +88,11 @@ def _unknown(group: dict[str, Any]) -> list[RenderableType]:
     differ = any(a["found"] or a["expected"] for a in group["arrays"])
     rows = []
     for a in group["arrays"]:
-        row = [a["leaf"], a["dtype"] or "-", _shape(a["rank_shape"]), str(a["tensors"]), size(a["nbytes"])]
+        row = [a["leaf"], a["dtype"] or "-", shape(a["rank_shape"]), str(a["tensors"]), size(a["nbytes"])]
         wanted = f"wanted {a['expected']}" if a["expected"] and not a["found"] else a["found"] or ""
         rows.append([*row, *([wanted] if differ else [])])
     columns = ("leaf", "dtype", ">each rank has", "?>tensors", ">stored", *(["found"] if differ else []))
     return [title, Rows("", columns, rows), why]
-
-
-def _shape(shape: list[int] | None) -> str:
-    """A shape for people.
-
-    >>> _shape([2, 3]), _shape([]), _shape(None)
-    ('2 x 3', 'scalar', '-')
-    """
-    return "-" if shape is None else " x ".join(map(str, shape)) or "scalar"
 
 
 def _origin(facts: dict[str, Any]) -> str:
@@ -229,41 +102,13 @@ def _origin(facts: dict[str, Any]) -> str:
     return f"commit {facts['sequence']}, saved {when(facts['created'])}{layout}"
 
 
-def collapsed(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
-    """A row for each leaf, with the text of its plain values; of a long list of numbers (a generator's) one for all.
-
-    >>> collapsed({"a/0": [1], "b": ["x"]})
-    [('a/0', '1'), ('b', '"x"')]
-    """
-    numbers = {leaf: leaf.rpartition("/")[0] for leaf, row in values.items() if all(map(_is_number, row))}
-    siblings = Counter(numbers.values())
-    rows: dict[str, tuple[str, ...]] = {}
-    for leaf, row in values.items():
-        parent = numbers.get(leaf)
-        if parent is not None and siblings[parent] > MAX_SIBLINGS:
-            rows[f"{parent}/..."] = (f"{siblings[parent]} numbers",) * len(row)
-        else:
-            rows[leaf] = tuple(map(short, row))
-    return [(leaf, *texts) for leaf, texts in rows.items()]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def short(value: Any) -> str:
-    """A plain value as JSON, cut off where it is long."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."
-
-
-def count(n: int, word: str) -> str:
-    """A number with its noun.
-
-    >>> count(1, "file"), count(2, "file")
-    ('1 file', '2 files')
-    """
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+def outline(title: str, value: Any) -> RenderableType:
+    """The first level of a program's value: numbers and texts, and the types of what else there is."""
+    items = value.items() if isinstance(value, Mapping) else [("", value)]
+    plain = str | int | float | None
+    rows = [(str(k), short(v) if isinstance(v, plain) else type(v).__name__) for k, v in islice(items, MAX_SIBLINGS)]
+    more = [(f"and {len(value) - MAX_SIBLINGS} more", "")] if len(rows) == MAX_SIBLINGS < len(value) else []
+    return Rows(title, ("name", "value"), [*rows, *more])
 
 
 def verdict(facts: dict[str, Any]) -> RenderableType:

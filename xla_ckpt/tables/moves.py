@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from xla_ckpt.api.diff import diff
-from xla_ckpt.cli.render import Rows, collapsed, count
-from xla_ckpt.engine.difference import Distance
-
-
-def diff_facts(a: tuple[str, str | None], b: tuple[str, str | None], **options: Any) -> dict[str, Any]:
-    """What differs between two tags; `options` are those of `xla_ckpt.diff`."""
-    difference = diff(a[0], b[0], a[1], b[1], **options)
-    return {
-        "a": {"path": difference.a[0], "tag": difference.a[1]},
-        "b": {"path": difference.b[0], "tag": difference.b[1]},
-        "same": difference.same,
-        "equal": difference.equal,
-        "parts": [{"part": part, **_distance(how)} for part, how in difference.parts.items()],
-        "moved": [{"leaf": leaf, **_distance(how)} for leaf, how in difference.moved.items()],
-        "retyped": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in difference.retyped.items()],
-        "values": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in difference.values.items()],
-        "only_in_a": list(difference.only_in_a),
-        "only_in_b": list(difference.only_in_b),
-    }
-
-
-def _distance(how: Distance) -> dict[str, Any]:
-    """A distance as plain JSON, which has no infinity: there it is a text."""
-    numbers = {"max_abs": how.max_abs, "relative": how.relative}
-    return {"elements": how.elements, **{k: v if math.isfinite(v) else str(v) for k, v in numbers.items()}}
+from xla_ckpt.tables.rows import Rows
+from xla_ckpt.tables.texts import collapsed, count
 
 
 def difference(facts: dict[str, Any]) -> RenderableType:

@@ -1,0 +1,120 @@
+"""The same texts and tables as HTML: for pages, and for notebooks, which ask an object for its `_repr_html_`.
+
+Names in a tag may be anything. `escaped` is the one place where a text becomes HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from xla_ckpt.tables.rows import Bar, Cell, Rows
+
+MAX_ROWS = 2000
+"""Rows of a table; of more a browser gets slow, and a notebook large."""
+
+Linker = Callable[[str, Mapping[str, str]], str | None]
+"""From a column and the cells of a row by column: the address that the cell leads to, or None."""
+
+
+def escaped(text: str) -> str:
+    r"""A text as HTML shows it, in an element or between quotes in a tag.
+
+    Characters that show nothing are named by their numbers: some would reverse the order of the text behind them, and
+    a NUL is no HTML.
+
+    >>> escaped("<b a='1'>"), escaped("a\u202eb\x00")
+    ('&lt;b a=&#x27;1&#x27;&gt;', 'a\\u202eb\\u0000')
+    """
+    if not text.isprintable():  # which is rare, and looked for in one call
+        text = "".join(f"\\u{ord(c):04x}" if _shows_nothing(c) else c for c in text)
+    return html.escape(text)
+
+
+def _shows_nothing(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def fragment(shown: RenderableType, link: Linker = lambda column, row: None, level: int = 3) -> str:
+    """What a notebook or a page shows.
+
+    Args:
+        shown: Texts and tables, in groups.
+        link: Where the cells of tables lead.
+        level: Of the headings, which are the lines in bold type.
+    """
+    return "\n".join(_parts(shown, link, level))
+
+
+def _parts(shown: RenderableType, link: Linker, level: int) -> Iterator[str]:
+    if isinstance(shown, Group):
+        for part in shown.renderables:
+            yield from _parts(part, link, level)
+    elif isinstance(shown, Rows):
+        yield _table(shown, link)
+    elif isinstance(shown, Text):
+        for line in shown.split("\n"):
+            if line.plain.strip():
+                element = f"h{level}" if str(line.style) == "bold" else "p"
+                yield f"<{element}>{_styled(line)}</{element}>"
+    else:
+        raise TypeError(f"this is neither text nor table: {type(shown).__name__}")
+
+
+def _styled(line: Text) -> str:
+    """A line with its styles, of which no two overlap."""
+    html_, at = "", 0
+    for span in sorted(line.spans):
+        html_ += escaped(line.plain[at : span.start])
+        html_ += f'<b class="{escaped(str(span.style))}">{escaped(line.plain[span.start : span.end])}</b>'
+        at = span.end
+    return html_ + escaped(line.plain[at:])
+
+
+def _table(rows: Rows, link: Linker) -> str:
+    head = "".join(
+        f'<th scope="col"{_aligned(r)}>{escaped(n)}</th>' for n, r in zip(rows.names, rows.to_right, strict=True)
+    )
+    body = "".join(_row(rows, number, link) for number in range(min(len(rows.rows), MAX_ROWS)))
+    more = len(rows.rows) - MAX_ROWS
+    foot = f"<tfoot><tr><td>and {more} more</td></tr></tfoot>" if more > 0 else ""
+    caption = f"<caption>{escaped(rows.title.strip())}</caption>" if rows.title.strip() else ""
+    # A table that is wider than the page is scrolled, by keys, too.
+    return (
+        f'<div class="scrolled" tabindex="0" role="group" aria-label="{escaped(rows.title.strip() or "table")}">'
+        f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div>"
+    )
+
+
+def _row(rows: Rows, number: int, link: Linker) -> str:
+    cells = rows.rows[number]
+    texts = {name: cell for name, cell in zip(rows.names, cells, strict=True) if isinstance(cell, str)}
+    row = ""
+    for i, (name, cell) in enumerate(zip(rows.names, cells, strict=True)):
+        inner, target = _cell(cell), link(name, texts)
+        if target is not None:
+            inner = f'<a href="{escaped(target)}">{inner}</a>'
+        red = ' class="red"' if number in rows.red and i == len(cells) - 1 else _aligned(rows.to_right[i])
+        row += f'<th scope="row"{red}>{inner}</th>' if i == 0 else f"<td{red}>{inner}</td>"
+    return f"<tr>{row}</tr>"
+
+
+def _aligned(right: bool) -> str:
+    return ' align="right"' if right else ""
+
+
+def _cell(cell: Cell) -> str:
+    return escaped(cell) if isinstance(cell, str) else bar(cell)
+
+
+def bar(cell: Bar) -> str:
+    """A bar between two parts of 1, as a drawing that says in words what it shows."""
+    x, width = 200 * cell.begin, max(200 * (cell.end - cell.begin), 1.5)
+    return (
+        f'<svg class="bar" role="img" aria-label="{escaped(str(cell))}" viewBox="0 0 200 12" width="200" height="12">'
+        f'<rect x="{min(x, 198.5):.1f}" width="{width:.1f}" height="12" fill="#4062bb"/></svg>'
+    )

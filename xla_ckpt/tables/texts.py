@@ -1,0 +1,110 @@
+"""Numbers, times and values as people read them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LEAST_RATED = 1_000_000
+"""Of fewer bytes no rate is told: their time is that of opening files and starting threads."""
+
+MAX_SIBLINGS = 32
+"""Numbers in one container that are shown one by one."""
+
+MAX_VALUE = 60
+"""Longest plain value that is shown whole."""
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes for people.
+
+    >>> size(999), size(123_456_789), size(None)
+    ('999 B', '123.5 MB', '?')
+    """
+    if nbytes is None:
+        return "?"
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    raise AssertionError("unreachable")
+
+
+def speed(nbytes: int, seconds: float) -> str:
+    """A rate for people; none of too few bytes.
+
+    >>> speed(123_000_000, 0.5), speed(248, 0.002)
+    ('246.0 MB/s', '')
+    """
+    return f"{size(int(nbytes / seconds))}/s" if nbytes >= LEAST_RATED and seconds > 0 else ""
+
+
+def when(created: str) -> str:
+    """A time of the manifest in the local time zone.
+
+    >>> when("")
+    '?'
+    """
+    try:
+        return datetime.datetime.fromisoformat(created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return "?"
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(0.00123), duration(12.345)
+    ('1.2 ms', '12.35 s')
+    """
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def shape(dims: Sequence[int] | None) -> str:
+    """A shape for people.
+
+    >>> shape([2, 3]), shape([]), shape(None)
+    ('2 x 3', 'scalar', '-')
+    """
+    return "-" if dims is None else " x ".join(map(str, dims)) or "scalar"
+
+
+def collapsed(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
+    """A row for each leaf, with the text of its plain values; of a long list of numbers (a generator's) one for all.
+
+    >>> collapsed({"a/0": [1], "b": ["x"]})
+    [('a/0', '1'), ('b', '"x"')]
+    """
+    numbers = {leaf: leaf.rpartition("/")[0] for leaf, row in values.items() if all(map(_is_number, row))}
+    siblings = Counter(numbers.values())
+    rows: dict[str, tuple[str, ...]] = {}
+    for leaf, row in values.items():
+        parent = numbers.get(leaf)
+        if parent is not None and siblings[parent] > MAX_SIBLINGS:
+            rows[f"{parent}/..."] = (f"{siblings[parent]} numbers",) * len(row)
+        else:
+            rows[leaf] = tuple(map(short, row))
+    return [(leaf, *texts) for leaf, texts in rows.items()]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def short(value: Any) -> str:
+    """A plain value as JSON, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."
+
+
+def count(n: int, word: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "file"), count(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
