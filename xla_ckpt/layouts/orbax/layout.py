@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError
@@ -13,6 +14,10 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 
+if TYPE_CHECKING:
+    from xla_ckpt.layouts.orbax.writing import OrbaxWriting
+    from xla_ckpt.state.describe import Description
+
 
 class Orbax(Layout):
     """Checkpoints of orbax's, v0 and v1: with OCDBT or a directory for each array, zarr version 2 or 3.
@@ -22,14 +27,20 @@ class Orbax(Layout):
 
     name = "orbax"
     origin = "orbax"
+    saves = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == TREE_METADATA for file in manifest.files)
 
-    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        from xla_ckpt.layouts.orbax.rewriting import item_of
+    def writing(self, description: Description) -> OrbaxWriting:
+        from xla_ckpt.layouts.orbax.writing import OrbaxWriting
 
-        return item_of(stored)
+        return OrbaxWriting(description).checked()
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.orbax.writing import rewriting_of
+
+        return rewriting_of(stored)
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
         return orbax_tags(store, names)
