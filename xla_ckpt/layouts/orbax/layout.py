@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.orbax.tags import TREE_METADATA, find_orbax_tag, orbax_tags
 from xla_ckpt.manifest.records import Manifest
@@ -49,14 +48,6 @@ class Orbax(Layout):
         return find_orbax_tag(store, tag)
 
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
-        file_system = store.file_system
-        if file_system is None:
-            raise UsageError(
-                "orbax's checkpoints are read from file systems only",
-                path=store.path,
-                tag=entry.tag,
-                hint="Copy it to a disk of this machine.",
-            )
         from xla_ckpt.layouts.orbax.scan import open_orbax
 
-        return open_orbax(file_system, entry)
+        return open_orbax(store, entry)
