@@ -65,11 +65,15 @@ def _on_devices(value: Any) -> Any:
     return jax.tree.map(placed, value)
 
 
+def eight_devices() -> dict[str, str]:
+    """The environment of a process in which jax has eight devices."""
+    return {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+
+
 def save_all(folder: Path) -> None:
     """Have a process of its own make all of them: it has eight devices, and this one has none."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.layouts.orbax_saves", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=eight_devices(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -281,9 +281,9 @@ def test_orbax_restores_what_is_converted(tmp_path: Path, monkeypatch: pytest.Mo
     import orbax.checkpoint as v0
     from orbax.checkpoint import v1
 
-    from xla_ckpt.layouts.orbax import rewriting
+    from xla_ckpt.layouts.orbax import grid
 
-    monkeypatch.setattr(rewriting, "CHUNK_BYTES", 40)  # several chunks, the last of which is filled up
+    monkeypatch.setattr(grid, "CHUNK_BYTES", 40)  # several chunks, the last of which is filled up
     model, _, path = written(tmp_path)
     assert len([*(path / "model.0.weight").glob("*.0")]) == 2
     expected = as_numpy(xla_ckpt.restore(tmp_path / "run").tree)
@@ -361,8 +361,3 @@ def test_a_model_is_not_filled_from_what_has_its_names(saved: Path) -> None:
     with pytest.raises(xla_ckpt.CheckpointError, match="model: not in the checkpoint, which holds ema, step"):
         xla_ckpt.load_checkpoint(saved / "average", model=model)
     assert torch.equal(model.weight, before)
-
-
-def test_a_save_says_that_tags_are_converted_to_it(tmp_path: Path) -> None:
-    with pytest.raises(xla_ckpt.UsageError, match=r"no save writes this layout.*convert the tag"):
-        xla_ckpt.save(tmp_path, "a", {"x": 1}, layout="orbax")

@@ -99,7 +99,8 @@ def save_checkpoint(
             anew stays pinned, and a new one is not.
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
-            under torchtitan's keys; or several of them, of which the first that can hold the state is written.
+            under torchtitan's keys; ``"orbax"``, which orbax reads; or several of them, of which the first that can
+            hold the state is written.
         only: ``"adapters"`` leaves out the parameters of the model that have ``requires_grad=False`` and no ``lora_``
             in their names. The tag names them, with digests, and a load is refused if the model has others
             (docs/objects.md). None saves all.

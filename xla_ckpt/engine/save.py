@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.crew import Crew
@@ -47,6 +47,17 @@ from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What all ranks know when a save has begun."""
+
+    odd: Sequence[int]
+    """Those that have other arrays than the first of their pipeline stage."""
+
+    united: Any
+    """What they have made of what each of them told (see `Agreeing`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +104,9 @@ class Save:
             self.exchange.waited = self.phases.waited
         try:
             with self.job.taking_part():
-                odd = self._begin()
+                agreed = self._begin()
                 with naming(path=self.order.root.path, tag=self.order.tag):
-                    sequence, written = self._lead(odd) if self.exchange.rank == 0 else self._follow(odd)
+                    sequence, written = self._lead(agreed) if self.exchange.rank == 0 else self._follow(agreed)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
             self._end(began, 0, SharedPlan(SavePlan(())), error)
@@ -146,35 +157,39 @@ class Save:
                 level = logging.DEBUG if failed else logging.WARNING
                 logger.log(level, "could not clean up in %s after tag %s: %s", root.path, self.order.tag, error)
 
-    def _begin(self) -> Sequence[int]:
-        """Begin together with all ranks; those that have other arrays than the first of their pipeline stage."""
+    def _begin(self) -> _Agreed:
+        """Begin together with all ranks."""
         if self.exchange.rank == 0:
             self.order.root.expect()  # only now: the caller no longer waits
         with self.phases.timed("meet"):
             try:
-                odd: list[int] = self.job.begin(self.order.call, self._fingerprint, partial(odd_ones, mesh=self.mesh))
+                return _Agreed(*self.job.begin(self.order.call, self._word, self._unite))
             except RankFailedError as lost:
                 # Other errors are about calls that differ, perhaps in path and tag: all ranks say the same of them.
                 lost.at(path=self.order.root.path, tag=self.order.tag)
                 raise
-        return odd
 
-    def _fingerprint(self) -> str:
-        """What arrays this rank has, as far as its whole pipeline stage has the same."""
+    def _word(self) -> list[Any]:
+        """What arrays this rank has, as far as its whole pipeline stage has the same; and what its files depend on."""
         frozen = self._ready()
-        return fingerprint(frozen.types(frozen.has_in_common)) if self.exchange.size > 1 else ""
+        return [fingerprint(frozen.types(frozen.has_in_common)) if self.exchange.size > 1 else "", frozen.told]
+
+    def _unite(self, words: Sequence[Any]) -> list[Any]:
+        """Of rank 0: what `_Agreed` has, from the words of all ranks."""
+        odd = odd_ones([arrays for arrays, _ in words], self.mesh)
+        return [odd, self._ready().unite([word for _, word in words])]
 
     def _ready(self) -> Frozen:
         if isinstance(self.frozen, CheckpointError):
             raise self.frozen
         return self.frozen
 
-    def _lead(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
+    def _lead(self, agreed: _Agreed) -> tuple[int, SharedPlan]:
         """Rank 0's part: the transaction, the records of all, the commit."""
         exchange, transaction = self.exchange, Transaction(self.order.root, self.order.tag)
         try:
             with self._failing_on_all_ranks():
-                frozen = self._ready()
+                frozen = self._ready().agreed(agreed.united)
                 with self.phases.timed("commit"):
                     self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
@@ -185,7 +200,9 @@ class Save:
                 record = self._write(frozen, sharing, transaction.directory)
                 parts = self._hear_parts(record, sharing.plan)
                 records = [part.record for part in parts]
-                manifest = sealed_manifest(self.order, transaction, frozen, records, odd, self.mesh, self._parity)
+                manifest = sealed_manifest(
+                    self.order, transaction, frozen, records, agreed.odd, self.mesh, self._parity
+                )
                 self._commit(transaction, manifest, parts)
         finally:
             transaction.abandon()
@@ -232,17 +249,17 @@ class Save:
         remember(self.order.root, manifest)
         self.order.committed(transaction.sequence)
 
-    def _follow(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
+    def _follow(self, agreed: _Agreed) -> tuple[int, SharedPlan]:
         """The part of any other rank: write, report, hear the verdict."""
         exchange, root, sharing = self.exchange, self.order.root, SharedPlan(SavePlan(()))
         draft: str | None = None
         try:
-            frozen = self._ready()
+            frozen = self._ready().agreed(agreed.united)
             begun = Begun.from_json(exchange.hear("begin", 0))
             directory = open_shared(root, draft := begun.draft)
             try:
                 sharing = self._share(frozen, begun.earlier, directory)
-                record = self._write(frozen, sharing, directory, tells_all=exchange.rank in odd)
+                record = self._write(frozen, sharing, directory, tells_all=exchange.rank in agreed.odd)
                 directory.sync()
             finally:
                 directory.close()

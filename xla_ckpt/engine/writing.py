@@ -41,3 +41,20 @@ class Staged(ABC):
     @abstractmethod
     def among(self, stages: Sequence[Any]) -> SavePlan:
         """What this rank writes, once all stages have told, this one included: from the sources that `plan` has."""
+
+
+class Agreeing(ABC):
+    """A `Writing` that depends on what all ranks of the job have: each tells, before any of them writes."""
+
+    @property
+    @abstractmethod
+    def told(self) -> Any:
+        """What the other ranks have to know of this one, as plain JSON."""
+
+    @abstractmethod
+    def unite(self, words: Sequence[Any]) -> Any:
+        """What rank 0 makes of what all ranks have told, as plain JSON: short, since all ranks get it."""
+
+    @abstractmethod
+    def agreed(self, united: Any) -> Writing:
+        """How this rank writes, given that: from the sources that its plan had before."""

@@ -16,31 +16,31 @@ from xla_ckpt.manifest.records import FileRecord
 class ZarrChunk:
     """The codec of such a file (see `xla_ckpt.files.codec.Codec`). All chunks of an array have one size."""
 
-    nbytes: int
-    """Bytes of the elements of the array in it."""
+    places: Sequence[tuple[int, int]]
+    """See `Codec`: the runs of elements of the array in it."""
 
     size: int
-    """Bytes of the file: the last chunk of an array is filled up."""
+    """Bytes of the file: a chunk at an end of the array is filled up."""
 
     wants_digests: bool = False
     wants_crc32: bool = False
-
-    @property
-    def places(self) -> Sequence[tuple[int, int]]:
-        """See `Codec`."""
-        return [(0, self.nbytes)]
 
     def streamed(self) -> ZarrChunk:
         """See `Codec`."""
         return self
 
-    def without(self, regions: frozenset[int]) -> ZarrChunk | None:  # what every codec gets
-        """See `Codec`."""
-        return None
+    def without(self, regions: frozenset[int]) -> ZarrChunk | None:
+        """See `Codec`: without all of them the file is not written at all."""
+        return self if len(regions) == len(self.places) else None
 
-    def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:  # likewise
+    def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:  # what every codec gets
         """See `Codec`."""
-        return [(self.nbytes, bytes(self.size - self.nbytes))] if self.size > self.nbytes else []
+        gaps, at = [], 0
+        for offset, nbytes in (*self.places, (self.size, 0)):
+            if offset > at:
+                gaps.append((at, bytes(offset - at)))
+            at = offset + nbytes
+        return gaps
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         """See `Codec`: a chunk has no place for our digests, so the manifest keeps them."""

@@ -124,8 +124,11 @@ class OwnBoxes(Columns[OwnBox]):
         return OwnBox(leaf=leaf, box=box, source=source, lane=int(self.lane[form]))
 
 
-def own_boxes(leaves: Sequence[Leaf]) -> OwnBoxes:
-    """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest."""
+def own_boxes(leaves: Sequence[Leaf], *, cut: bool = True) -> OwnBoxes:
+    """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest.
+
+    `cut`: whether the replicas of a large shard split it; else each shard is written whole by one of them.
+    """
     leaves = Leaves.of(leaves)
     kinds = [(dtype, shard) for dtype, holding in leaves.forms for shard in holding.shards]
     counts = np.array([len(holding.shards) for _, holding in leaves.forms], np.int64)
@@ -133,7 +136,7 @@ def own_boxes(leaves: Sequence[Leaf]) -> OwnBoxes:
     leaf = np.repeat(np.arange(len(leaves)), of_leaf)
     shard = np.arange(len(leaf)) - (np.cumsum(of_leaf) - of_leaf)[leaf]
     kind = (np.cumsum(counts) - counts)[leaves.form][leaf] + shard
-    parts, rows = owned([_held(shard, dtype.itemsize) for dtype, shard in kinds], kind)
+    parts, rows = owned([_held(shard, dtype.itemsize, cut=cut) for dtype, shard in kinds], kind)
     forms = [(dtype, part or shard.box) for (dtype, shard), part in zip(kinds, parts, strict=True)]
     offsets = [
         0 if box is shard.box else runs(box, shard.box, dtype.itemsize).offset
@@ -226,7 +229,7 @@ def _times_before(values: Ints) -> Ints:
     return times
 
 
-def _held(shard: LocalShard, itemsize: int) -> HeldShard:
+def _held(shard: LocalShard, itemsize: int, *, cut: bool) -> HeldShard:
     return HeldShard(
         box=shard.box,
         itemsize=itemsize,
@@ -234,6 +237,7 @@ def _held(shard: LocalShard, itemsize: int) -> HeldShard:
         replicas=shard.replicas,
         group=shard.group,
         together=shard.together,
+        cut=cut,
     )
 
 

@@ -40,6 +40,9 @@ class HeldShard:
     together: bool = False
     """Whether one holder writes it whole. The copies need not be equal then, and no file may mix them."""
 
+    cut: bool = True
+    """Whether its copies split it, if it is large; else it is dealt out whole, however large it is."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
             raise ValueError(f"replica {self.replica} of {self.replicas}")
@@ -117,5 +120,5 @@ def _holders(shard: HeldShard) -> Hashable:
 
 
 def _is_small(shard: HeldShard) -> bool:
-    """Whether a shard is dealt out whole: too small to split, or of a single row."""
-    return shard.nbytes < SPLIT_BYTES or shard.box.size == 1
+    """Whether a shard is dealt out whole: too small to split, of a single row, or not to be cut."""
+    return not shard.cut or shard.nbytes < SPLIT_BYTES or shard.box.size == 1

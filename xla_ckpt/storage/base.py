@@ -13,6 +13,7 @@ tests and simulations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from xla_ckpt.errors import FormatError, NotDurableError
@@ -273,6 +274,24 @@ class Changed(Exception):  # noqa: N818  # no error: who meets it reads the reco
     """A record is another one than the writer has read."""
 
 
+@dataclass(frozen=True, slots=True)
+class InBucket:
+    """Where a directory lies, for a library that reads buckets itself."""
+
+    scheme: str
+    """``s3``, for instance; ``memory``, which no other library reads."""
+
+    bucket: str
+    prefix: str
+    """How the names of its files begin."""
+
+    endpoint: str | None = None
+    """The address of the server, if the environment says one."""
+
+    region: str | None = None
+    """That of the bucket, if the environment says one."""
+
+
 class ObjectStore(Store, Protocol):
     """A root of objects: a file appears whole when its `Sink` is committed, and stays as it is until it is deleted.
     Nobody else writes one of its name. A directory is the common beginning of names of files. Only records are
@@ -285,6 +304,9 @@ class ObjectStore(Store, Protocol):
         """The directory of this name, without asking whether there is one: its files are about to be written, perhaps
         by several processes, or a record says that they are there.
         """
+
+    def in_bucket(self, name: str) -> InBucket:
+        """Where the directory of this name lies."""
 
     def check_conditions(self) -> None:
         """Find out whether records are replaced only on their condition.

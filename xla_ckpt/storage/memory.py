@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.addresses import Addresses
-from xla_ckpt.storage.base import Changed, ReadDirectory
+from xla_ckpt.storage.base import Changed, InBucket, ReadDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +248,9 @@ class MemoryStore(Addresses):
 
     def prepare(self) -> None:
         """Nothing: it is there when a file is, and can be written."""
+
+    def in_bucket(self, name: str) -> InBucket:
+        return InBucket("memory", "", self.below(name))
 
     def names(self, path: str = "") -> list[str]:
         prefix = self.below(path)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.addresses import Addresses
-from xla_ckpt.storage.base import ReadDirectory
-from xla_ckpt.storage.remote_client import Client, client_of
+from xla_ckpt.storage.base import InBucket, ReadDirectory
+from xla_ckpt.storage.remote_client import Client, client_of, server_of
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -238,6 +238,7 @@ class RemoteStore(Addresses):
         self._seen: dict[str, Any] | None = None
         """What was read of records and of the names in the root, by its name; None where nothing is kept."""
         self._client = client_of(scheme, bucket)
+        self._bucket = scheme, bucket
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.path!r})"
@@ -259,6 +260,9 @@ class RemoteStore(Addresses):
         if name not in self._seen:
             self._seen[name] = read()
         return self._seen[name]
+
+    def in_bucket(self, name: str) -> InBucket:
+        return InBucket(*self._bucket, self.below(name), **server_of(self._bucket[0]))
 
     def prepare(self) -> None:
         """Nothing: the first save finds out, on its own thread, what the store does (see `check_conditions`)."""

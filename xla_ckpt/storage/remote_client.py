@@ -299,9 +299,15 @@ def client_of(scheme: str, bucket: str) -> Client:
         raise UsageError(problem, found=str(error).partition("\n")[0].rstrip("."), hint=hint) from error
 
 
-def _s3_options() -> dict[str, Any]:
-    """Where the servers of ``s3://`` are, and who asks them."""
-    options: dict[str, Any] = {}
+def server_of(scheme: str) -> dict[str, str]:
+    """Where the servers of a scheme are, as far as the environment says it: for a library that asks them itself.
+
+    Raises:
+        UsageError: What it says makes no sense.
+    """
+    options: dict[str, str] = {}
+    if scheme != "s3":
+        return options
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         if not endpoint.startswith(("http://", "https://")):
@@ -312,10 +318,17 @@ def _s3_options() -> dict[str, Any]:
                 found=f"AWS_ENDPOINT_URL={endpoint}",
             )
         options["endpoint"] = endpoint
-    if (provider := _profile()) is not None:
-        options["credential_provider"] = provider
-    elif region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         options["region"] = region
+    return options
+
+
+def _s3_options() -> dict[str, Any]:
+    """Where the servers of ``s3://`` are, and who asks them."""
+    options: dict[str, Any] = {**server_of("s3")}
+    if (provider := _profile()) is not None:
+        options.pop("region", None)  # the profile has one
+        options["credential_provider"] = provider
     return options
 
 

@@ -26,7 +26,7 @@ from xla_ckpt.layouts.orbax.tags import OCDBT
 from xla_ckpt.manifest.shards import ShardColumns
 from xla_ckpt.plan.costs import DISK, Costs
 from xla_ckpt.sharding.corners import Corners
-from xla_ckpt.storage.base import LocalFiles
+from xla_ckpt.storage.base import InBucket, LocalFiles, ReadDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,8 +173,10 @@ class ChunkedArray:
 class DecodedFiles:
     """The arrays of a checkpoint of orbax's, a file for each. A `ReadDirectory`."""
 
-    def __init__(self, directory: LocalFiles) -> None:
-        self._directory = directory
+    def __init__(self, directory: ReadDirectory, place: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self._place = place
+        """The directory as tensorstore's key-value store."""
         self.arrays: dict[str, ChunkedArray] = {}
         """Path of each file -> the array."""
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
@@ -197,13 +199,13 @@ class DecodedFiles:
             CorruptCheckpointError: One is missing or damaged.
             UnsupportedStateError: One is of a type that is not known.
         """
-        base = f"/proc/self/fd/{self._directory.fd}/{item + '/' if item else ''}"  # wherever it is moved meanwhile
+        base = self._at(item)
         opened = []
         for name in chunks:
             if together:
-                place: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": base}, "path": f"{name}/"}
+                place: Any = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             else:
-                place = {"driver": "file", "path": f"{base}{name}/"}
+                place = {**base, "path": f"{base['path']}{name}/"}
             # A chunk that is missing would be read as zeros.
             spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": place, "fill_missing_data_reads": False}
             opened.append((name, tensorstore.open(spec, open=True, read=True, context=self._context)))
@@ -216,9 +218,31 @@ class DecodedFiles:
             arrays[name] = path, self.arrays[path]
         return arrays
 
+    def keys(self, item: str, files: Sequence[str]) -> list[str]:
+        """What an item stores for its arrays, whether in one database (OCDBT) or in a directory for each array.
+
+        Args:
+            item: The item; ``""`` is the checkpoint itself.
+            files: All files in the directory.
+
+        Raises:
+            CorruptCheckpointError: The database is damaged.
+        """
+        below = f"{item}/" if item else ""
+        if below + OCDBT not in files:
+            return [path.removeprefix(below) for path in files if path.startswith(below)]
+        with tensorstore_errors(below + OCDBT):
+            spec = {"driver": "ocdbt", "base": self._at(item)}
+            keys = tensorstore.KvStore.open(spec, context=self._context).result().list().result()
+        return [key.decode(errors="surrogateescape") for key in keys]
+
+    def _at(self, item: str) -> dict[str, Any]:
+        """An item as tensorstore's key-value store."""
+        return {**self._place, "path": f"{self._place['path']}{item}/" if item else self._place["path"]}
+
     @property
     def name(self) -> str:
-        return self._directory.name
+        return self.directory.name
 
     @property
     def costs(self) -> Costs:
@@ -242,27 +266,19 @@ class DecodedFiles:
         return sorted(self.arrays)
 
     def is_at(self, name: str) -> bool:
-        return self._directory.is_at(name)
+        return self.directory.is_at(name)
 
     def close(self) -> None:
-        self._directory.close()
+        self.directory.close()
 
 
-def keys_of(directory: LocalFiles, item: str, files: Sequence[str]) -> list[str]:
-    """What an item stores for its arrays, whether in one database (OCDBT) or in a directory for each array.
+def on_disk(directory: LocalFiles) -> dict[str, Any]:
+    """A directory as tensorstore's key-value store, wherever it is moved meanwhile."""
+    return {"driver": "file", "path": f"/proc/self/fd/{directory.fd}/"}
 
-    Args:
-        directory: That of the checkpoint.
-        item: The item; ``""`` is the checkpoint itself.
-        files: All files in the directory.
 
-    Raises:
-        CorruptCheckpointError: The database is damaged.
-    """
-    below = f"{item}/" if item else ""
-    if below + OCDBT not in files:
-        return [path.removeprefix(below) for path in files if path.startswith(below)]
-    with tensorstore_errors(below + OCDBT):
-        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"/proc/self/fd/{directory.fd}/{below}"}}
-        keys = tensorstore.KvStore.open(spec).result().list().result()
-    return [key.decode(errors="surrogateescape") for key in keys]
+def in_s3(place: InBucket) -> dict[str, Any]:
+    """A directory in a bucket of S3's as tensorstore's key-value store. Credentials are found by the SDK of AWS."""
+    options = {"endpoint": place.endpoint, "aws_region": place.region}
+    known = {name: value for name, value in options.items() if value is not None}
+    return {"driver": "s3", "bucket": place.bucket, "path": place.prefix, **known}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.orbax.tags import TREE_METADATA, find_orbax_tag, orbax_tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
+
+if TYPE_CHECKING:
+    from xla_ckpt.layouts.orbax.writing import OrbaxWriting
+    from xla_ckpt.state.describe import Description
 
 
 class Orbax(Layout):
@@ -22,14 +26,20 @@ class Orbax(Layout):
 
     name = "orbax"
     origin = "orbax"
+    saves = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == TREE_METADATA for file in manifest.files)
 
-    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        from xla_ckpt.layouts.orbax.rewriting import item_of
+    def writing(self, description: Description) -> OrbaxWriting:
+        from xla_ckpt.layouts.orbax.writing import OrbaxWriting
 
-        return item_of(stored)
+        return OrbaxWriting(description).checked()
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.orbax.writing import rewriting_of
+
+        return rewriting_of(stored)
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
         return orbax_tags(store, names)
@@ -38,14 +48,6 @@ class Orbax(Layout):
         return find_orbax_tag(store, tag)
 
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
-        file_system = store.file_system
-        if file_system is None:
-            raise UsageError(
-                "orbax's checkpoints are read from file systems only",
-                path=store.path,
-                tag=entry.tag,
-                hint="Copy it to a disk of this machine.",
-            )
         from xla_ckpt.layouts.orbax.scan import open_orbax
 
-        return open_orbax(file_system, entry)
+        return open_orbax(store, entry)

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 from xla_ckpt.arrays.pytree import KEY
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError, naming
+from xla_ckpt.errors import CorruptCheckpointError, UsageError, naming
 from xla_ckpt.layouts.orbax import metadata
-from xla_ckpt.layouts.orbax.chunks import DecodedFiles, keys_of
+from xla_ckpt.layouts.orbax.chunks import DecodedFiles, in_s3, on_disk
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
 from xla_ckpt.layouts.orbax.tags import OCDBT, TREE_METADATA, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import FileSystem, LocalFiles, read_whole
+from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import flatten
@@ -27,16 +27,18 @@ from xla_ckpt.tree.nested import nested
 _CODEC = ValueCodec(apart=lambda value: value if isinstance(value, Composite) else None)
 
 
-def open_orbax(store: FileSystem, entry: TagEntry) -> TagReader:
+def open_orbax(store: Store, entry: TagEntry) -> TagReader:
     """A reader of a checkpoint of orbax's, for the restore engine.
 
     Raises:
         CorruptCheckpointError: Files are missing, damaged, or do not add up.
         UnsupportedStateError: An array is of a type that is not known.
+        UsageError: It lies where tensorstore does not read it.
     """
-    with directory_to_scan(store, entry.tag, lambda: store.open(entry.directory, lock=False)) as directory:
-        files = DecodedFiles(directory)
-        state = _state_of(directory, files)
+    with directory_to_scan(store, entry.tag, lambda: _decoded(store, entry.directory)) as files:
+        for path in files.directory.files() if store.file_system is not None else ():
+            files.directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
+        state = _state_of(files)
         # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
         # by its names, as in DCP's directories.
         flat = flatten(state, _kind, _CODEC)
@@ -55,20 +57,35 @@ class _Stored(NamedTuple):
     kind: str
 
 
+def _decoded(store: Store, name: str) -> DecodedFiles:
+    """A directory of a store, whose arrays tensorstore reads where they lie."""
+    if (files := store.file_system) is not None:
+        directory = files.open(name, lock=False)
+        return DecodedFiles(directory, on_disk(directory))
+    assert store.object_store is not None, "a store is one or the other"
+    place = store.object_store.in_bucket(name)
+    if place.scheme != "s3":
+        raise UsageError(
+            "orbax's checkpoints are read from file systems and from s3:// only",
+            path=store.path,
+            tag=name,
+            hint="Copy it to a disk of this machine.",
+        )
+    return DecodedFiles(store.open(name, lock=False), in_s3(place))
+
+
 def _kind(value: Any) -> str | None:
     return value.kind if isinstance(value, _Stored) else None
 
 
-def _state_of(directory: LocalFiles, files: DecodedFiles) -> dict[str, Any]:
+def _state_of(files: DecodedFiles) -> dict[str, Any]:
     """The state of a checkpoint, with a `_Stored` for each array. A single item is the state itself.
 
     Raises:
         CheckpointError: It is damaged, or holds what cannot be described.
     """
-    names = directory.files()
-    for path in names:
-        directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
-    trees = {item: _tree_of(directory, files, item, names) for item in items_of(names)}
+    directory, names = files.directory, files.directory.files()
+    trees = {item: _tree_of(files, item, names) for item in items_of(names)}
     if not trees:
         raise CorruptCheckpointError("a file is missing", file=TREE_METADATA)
     for item in json_items_of(names):
@@ -80,13 +97,13 @@ def _state_of(directory: LocalFiles, files: DecodedFiles) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
 
 
-def _tree_of(directory: LocalFiles, files: DecodedFiles, item: str, names: Sequence[str]) -> Any:
+def _tree_of(files: DecodedFiles, item: str, names: Sequence[str]) -> Any:
     """The tree of an item."""
     below = f"{item}/" if item else ""
     together = below + OCDBT in names
     with naming(file=below + TREE_METADATA):
-        said = _item_of(directory, below, names)
-        keys = keys_of(directory, item, names)
+        said = _item_of(files.directory, below, names)
+        keys = files.keys(item, names)
         leaves = said.leaves
         if leaves is None:
             leaves = [OrbaxLeaf((name,), metadata.ARRAY) for name in metadata.names_of(keys)]
@@ -114,7 +131,7 @@ def _tree_of(directory: LocalFiles, files: DecodedFiles, item: str, names: Seque
     return nested((("tree", *leaf.keys), value) for leaf, value in values.items()).get("tree", {})
 
 
-def _item_of(directory: LocalFiles, below: str, names: Sequence[str]) -> OrbaxItem:
+def _item_of(directory: ReadDirectory, below: str, names: Sequence[str]) -> OrbaxItem:
     """What the JSON of an item says; `below` is what its paths begin with."""
 
     def read(path: str) -> bytes:

@@ -32,10 +32,10 @@ def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
     if not _may_be_named(tag):
         return None
     try:
-        names = store.names(tag)
-        inside = [name for name in names if _may_be_named(name) and store.is_directory(f"{tag}/{name}")]
-        if not _is_item(store, tag) and not any(_is_below(store, f"{tag}/{name}") for name in inside):
-            return None
+        if not _is_item(store, tag):  # only then is each name in it asked for: an object store is asked in requests
+            inside = (f"{tag}/{name}" for name in store.names(tag) if _may_be_named(name))
+            if not any(store.is_directory(name) and _is_below(store, name) for name in inside):
+                return None
         time = store.modified(f"{tag}/{CHECKPOINT_METADATA}") or store.modified(tag)
     except OSError:
         return None

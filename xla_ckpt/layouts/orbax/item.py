@@ -1,4 +1,4 @@
-"""A stored state as an item of orbax's: a directory of zarr, version 2, for each array, and the tree in JSON.
+"""A state as an item of orbax's: a directory of zarr, version 2, for each array, and the tree in JSON.
 
 orbax reads arrays that are not compressed and do not lie in one database as it reads its own. So each chunk is a file
 of elements in C order, which the manifest finds, and whose digests it has.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from xla_ckpt.arrays import pytree
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.files.zarr_chunk import ZarrChunk
-from xla_ckpt.layouts.base import Rewriting, StoredState
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.metadata import OrbaxLeaf, is_inside
 from xla_ckpt.layouts.orbax.tags import TREE_METADATA
 from xla_ckpt.manifest.arrays import ArrayRecord
-from xla_ckpt.plan.file_plan import Entry, FilePlan
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.tree.codec import Composite, Json
+from xla_ckpt.tree.flatten import Unflattener
 from xla_ckpt.tree.nested import Keys
-
-CHUNK_BYTES = 1 << 26
-"""Bytes of a chunk, at most, unless a single row of the array has more."""
+from xla_ckpt.tree.skeleton import part_at
 
 _CODES = {
     "bool": "|b1", "uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "int8": "|i1", "int16": "<i2",
@@ -40,47 +41,77 @@ _BY_NAME = frozenset(
 _ELSEWHERE = 'layout="native" has a place for it; or convert a part of the state: part="model".'
 
 
+@dataclass(frozen=True, slots=True)
 class _At:
     """Stands for an array in the tree."""
 
-    def __init__(self, leaf: str) -> None:
-        self.leaf = leaf
+    leaf: str
 
 
-def item_of(stored: StoredState) -> Rewriting:
-    """The files of a stored state, or of the part of it that is wanted.
+@dataclass(frozen=True)
+class OrbaxTree:
+    """What a state, or a part of it, is to orbax: the leaves of its tree, and what each of them holds."""
+
+    values: Mapping[OrbaxLeaf, Any]
+
+    @cached_property
+    def arrays(self) -> dict[str, str]:
+        """What orbax calls each array -> its leaf path."""
+        return {leaf.name: value.leaf for leaf, value in self.values.items() if isinstance(value, _At)}
+
+    def small_files(self, manifest: Manifest) -> dict[str, bytes]:
+        """Name -> bytes of all files but the chunks of arrays, which this manifest finds."""
+        files: dict[str, bytes] = {}
+        texts = {leaf.name: value for leaf, value in self.values.items() if leaf.kind == metadata.STRING}
+        for leaf, value in self.values.items():
+            if leaf.kind == metadata.SCALAR:
+                kind, data = _scalar(value)
+                files |= {f"{leaf.name}/.zarray": _header(kind, (), ()), f"{leaf.name}/0": data}
+        for name, leaf_path in self.arrays.items():
+            record = manifest.array(leaf_path)
+            assert record is not None, leaf_path  # the skeleton names what is stored
+            files[f"{name}/.zarray"] = _header(record.dtype, record.shape, _chunk_shape(record))
+        if texts:
+            files[metadata.TEXTS] = json.dumps(texts).encode()
+        return {**files, TREE_METADATA: _tree([*self.values])}
+
+
+def item_of(skeleton: Json, part: str, *, trust: bool) -> OrbaxTree:
+    """What a part of a state with this skeleton is to orbax.
 
     Raises:
         UnsupportedStateError: orbax has no place for something in it.
+        UntrustedObjectError: It needs a class of a module that is not imported, and `trust` is False.
     """
-    manifest = stored.manifest
-    files: list[FilePlan] = []
-    small: dict[str, bytes] = {}
-    leaves: list[OrbaxLeaf] = []
-    names: dict[str, OrbaxLeaf] = {}
-    texts: dict[str, str] = {}
-    written: set[str] = set()
-    for keys, value in _leaves(stored.tree(stored.part, lambda leaf, _: _At(leaf)), ()):
+    from xla_ckpt.state.values import CODEC, resolver  # torch, which listings do without
+
+    build = Unflattener(
+        array=lambda leaf, _: _At(leaf),
+        codec=CODEC,
+        object=_no_object,
+        resolve=resolver(trust),
+        compose=_parts_of,
+    ).build
+    values: dict[OrbaxLeaf, Any] = {}
+    first: dict[str, OrbaxLeaf] = {}
+    for keys, value in _leaves(build(part_at(skeleton, part), part), ()):
         leaf = OrbaxLeaf(keys, _kind(keys, value))
-        leaves.append(leaf)
         if leaf.kind not in metadata.EMPTY:
-            _check_name(leaf, names.setdefault(leaf.name, leaf))
-        if isinstance(value, _At):
-            record = manifest.array(value.leaf)
-            assert record is not None, value.leaf  # the skeleton names what is stored
-            target = manifest.aliases.get(value.leaf, value.leaf)
-            files += _chunks(leaf.name, target, record, copy=target in written)
-            small[f"{leaf.name}/.zarray"] = _header(value.leaf, record.dtype, record.shape, _chunk_shape(record))
-            written.add(target)
-        elif leaf.kind == metadata.STRING:
-            texts[leaf.name] = value
-        elif leaf.kind == metadata.SCALAR:
-            kind, data = _scalar(value)
-            small |= {f"{leaf.name}/.zarray": _header(leaf.name, kind, (), ()), f"{leaf.name}/0": data}
-    if texts:
-        small[metadata.TEXTS] = json.dumps(texts).encode()
-    small[TREE_METADATA] = _tree(leaves)
-    return Rewriting([tuple(files)], index=lambda _: small)
+            _check_name(leaf, first.setdefault(leaf.name, leaf))
+        values[leaf] = value
+    return OrbaxTree(values)
+
+
+def _no_object(index: int, leaf: str) -> Any:  # noqa: ARG001  # what an `Unflattener` calls
+    raise UnsupportedStateError("orbax has no place for an object of this class", leaf=leaf, hint=_ELSEWHERE)
+
+
+def _parts_of(value: Composite) -> Any:
+    """A value of a class that is registered with jax as the dict of its parts: so orbax has it, too."""
+    if value.name != pytree.KEY and pytree.is_name(value.name):
+        return dict(value.members)
+    hint = "Put jax.random.key_data(key) into the state in its place." if value.name == pytree.KEY else _ELSEWHERE
+    raise UnsupportedStateError(f"orbax's files are not written with a {value.name}", hint=hint)
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -128,37 +159,29 @@ def _check_name(leaf: OrbaxLeaf, first: OrbaxLeaf) -> None:
         raise UnsupportedStateError(f"orbax would have to make a directory {leaf.name!r}", leaf=_path(leaf.keys))
 
 
-def _chunks(name: str, leaf: str, record: ArrayRecord, *, copy: bool) -> Iterator[FilePlan]:
-    """The chunks of an array: rows of it, as many in each. The last one is filled up."""
-    whole, itemsize = Box.whole(record.shape), record.dtype.itemsize
-    chunk = _chunk_shape(record)
-    size = Box.whole(chunk).size * itemsize
-    for number in range(-(-record.shape[0] // chunk[0]) if chunk else 1):
-        box = whole
-        if chunk:
-            low = number * chunk[0]
-            box = Box((low, *whole.start[1:]), (min(low + chunk[0], record.shape[0]), *whole.stop[1:]))
-        yield FilePlan(
-            path=f"{name}/{'.'.join(map(str, (number, *(0 for _ in chunk[1:]))))}",
-            codec=ZarrChunk(box.size * itemsize, size),
-            entries=(Entry(leaf=leaf, box=box, region=0, copy=copy),),
-        )
-
-
 def _chunk_shape(record: ArrayRecord) -> tuple[int, ...]:
-    if not record.shape:
-        return ()
-    rows = record.shape[0]
-    chunks = -(-Box.whole(record.shape).size * record.dtype.itemsize // CHUNK_BYTES) or 1
-    return (max(-(-rows // chunks), 1), *record.shape[1:])
+    """The shape of the chunks of a stored array: that of the first one, which is whole."""
+    shards = list(record)
+    first = min(shards, key=lambda shard: shard.box.start).file
+    return tuple(map(max, zip(*(shard.box.stop for shard in shards if shard.file == first), strict=True)))
 
 
-def _header(leaf: str, dtype: DType, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:
+def check_array(leaf: str, element: DType, shape: tuple[int, ...]) -> None:
+    """Refuse an array that orbax has no place for.
+
+    Raises:
+        UnsupportedStateError: It has none.
+    """
+    known = element.name in _CODES or element.name in _BY_NAME
+    if known and Box.whole(shape).size:
+        return
+    problem = "has no place for an array without elements" if known else f"has no element type {element.name}"
+    raise UnsupportedStateError(f"orbax {problem}", leaf=leaf, hint=_ELSEWHERE)
+
+
+def _header(element: DType, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:
     """``.zarray``."""
-    code = _CODES.get(dtype.name, dtype.name if dtype.name in _BY_NAME else "")
-    if not code or not Box.whole(shape).size:
-        problem = "has no place for an array without elements" if code else f"has no element type {dtype.name}"
-        raise UnsupportedStateError(f"orbax {problem}", leaf=leaf, hint=_ELSEWHERE)
+    code = _CODES.get(element.name, element.name)
     about = {"zarr_format": 2, "shape": shape, "chunks": chunk, "dtype": code, "order": "C", "compressor": None}
     return json.dumps({**about, "filters": None, "fill_value": None, "dimension_separator": "."}).encode()
 

@@ -1,0 +1,63 @@
+"""Stock orbax restores an item onto eight devices of jax: python -m tests.layouts.orbax_restores ITEM RESULT.
+
+Each way to restore is tried: v0 and v1, with a target of sharded arrays and without one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.layouts.orbax_saves import eight_devices
+from tests.runs import ROOT
+
+
+def restored(item: Path, result: Path) -> dict[str, Any]:
+    """Name of each way -> the tree that a process of eight devices has restored, with arrays of numpy's."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.layouts.orbax_restores", str(item), str(result)]
+    done = subprocess.run(command, cwd=ROOT, env=eight_devices(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    trees: dict[str, Any] = pickle.loads(result.read_bytes())
+    return trees
+
+
+def main(item: Path, result: Path) -> None:
+    """Restore it in all ways."""
+    import jax
+    import orbax.checkpoint as v0
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from orbax.checkpoint import v1
+
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+
+    def target(leaf: Any) -> Any:
+        """The description of an array whose dims are split over the devices as far as they divide."""
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        axes = [axis if n % size == 0 else None for n, (axis, size) in zip(leaf.shape, (("x", 4), ("y", 2)))]
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    plain = v0.StandardCheckpointer().restore(item)
+    like = jax.tree.map(target, plain)
+    trees = {
+        "v0": plain,
+        "v0 PyTree": v0.PyTreeCheckpointer().restore(item),
+        "v1": v1.load(item),
+        "v0 with a target": v0.StandardCheckpointer().restore(item, like),
+        "v1 with a target": v1.load(item, like),
+    }
+    for name, tree in trees.items():
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+        assert all(leaf.sharding.device_set == set(jax.devices()) for leaf in leaves), name
+        assert bool(leaves) == name.endswith("target"), name
+    arrays = jax.tree.map(lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, trees)
+    result.write_bytes(pickle.dumps(arrays))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,169 @@
+"""The grid of chunks of an array that many ranks write, and the files of the chunks. Pure.
+
+zarr cuts an array into chunks of one shape, and a file holds one chunk. Each rank writes whole chunks only, so the
+chunks have to divide what each rank writes: along each dim a chunk is as long as the greatest common divisor of all
+positions at which some rank's part begins or ends. The ends of the array itself do not count, since the last chunk is
+filled up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.files.zarr_chunk import ZarrChunk
+from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import runs
+
+CHUNK_BYTES = 1 << 26
+"""Bytes of a chunk, at most, where no rank cuts the rows, unless a single row has more."""
+
+MAX_RUNS = 1 << 16
+"""So many runs of bytes a rank writes of one array. Only parts that fit no reasonable grid have more."""
+
+Steps = tuple[int, ...]
+"""For each dim a number that divides all positions at which an array is cut along it; 0 where it is not cut."""
+
+
+def steps_of(boxes: Iterable[Box], shape: Sequence[int]) -> Steps:
+    """The largest steps for some parts of an array.
+
+    >>> steps_of([Box((0, 0), (8, 3)), Box((24, 0), (30, 3))], (30, 3))
+    (8, 0)
+    """
+    steps = [0] * len(shape)
+    for box in boxes:
+        for dim, n in enumerate(shape):
+            steps[dim] = math.gcd(steps[dim], box.start[dim], box.stop[dim] % n if n else 0)
+    return tuple(steps)
+
+
+OwnParts = Mapping[str, Any]
+"""What a rank tells of what it writes, as JSON: leaf path -> the shape of the array, and (start, stop) of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How the ranks of a job cut the arrays, and which parts several of them write."""
+
+    steps: Mapping[str, Steps] = field(default_factory=dict)
+    """Of each array that is cut."""
+
+    first: Mapping[tuple[str, Box], int] = field(default_factory=dict)
+    """(leaf path, part) -> the first rank that writes it, where ranks write the same that do not know of each other."""
+
+    @classmethod
+    def of(cls, words: Sequence[OwnParts]) -> Cutting:
+        """That of ranks which have told this, in their order.
+
+        >>> cutting = Cutting.of([{"w": [[8], [[[0], [4]]]]}, {"w": [[8], [[[4], [8]]]]}, {"w": [[8], [[[4], [8]]]]}])
+        >>> cutting.steps, [(str(box), rank) for (_, box), rank in cutting.first.items()]
+        ({'w': (4,)}, [('[4:8]', 1)])
+        """
+        shapes: dict[str, Sequence[int]] = {}
+        ranks: dict[str, dict[Box, list[int]]] = {}
+        for rank, of_rank in enumerate(words):
+            for leaf, (shape, parts) in of_rank.items():
+                if shapes.setdefault(leaf, shape) == shape:  # else the merge of the records says so, with all details
+                    for start, stop in parts:
+                        ranks.setdefault(leaf, {}).setdefault(Box(tuple(start), tuple(stop)), []).append(rank)
+        steps = {leaf: steps_of(boxes, shapes[leaf]) for leaf, boxes in ranks.items()}
+        return cls(
+            steps={leaf: of_leaf for leaf, of_leaf in steps.items() if any(of_leaf)},
+            first={(leaf, box): by[0] for leaf, boxes in ranks.items() for box, by in boxes.items() if len(by) > 1},
+        )
+
+    def to_json(self) -> list[Any]:
+        """It as plain JSON."""
+        return [self.steps, [[leaf, box.start, box.stop, rank] for (leaf, box), rank in self.first.items()]]
+
+    @classmethod
+    def from_json(cls, content: Any) -> Cutting:
+        """What `to_json` has given."""
+        steps, first = content
+        return cls(
+            steps={leaf: tuple(of_leaf) for leaf, of_leaf in steps.items()},
+            first={(leaf, Box(tuple(start), tuple(stop))): rank for leaf, start, stop, rank in first},
+        )
+
+
+def chunk_shape(shape: Sequence[int], itemsize: int, steps: Steps) -> tuple[int, ...]:
+    """The shape of the chunks of an array.
+
+    >>> chunk_shape((30, 4), 4, (8, 0)), chunk_shape((1 << 25, 4), 4, (0, 2))
+    ((8, 4), (8388608, 2))
+    """
+    chunk = [step or n for step, n in zip(steps, shape, strict=True)]
+    if chunk and not steps[0]:
+        count = -(-math.prod(chunk) * itemsize // CHUNK_BYTES) or 1
+        chunk[0] = max(-(-chunk[0] // count), 1)
+    return tuple(chunk)
+
+
+def chunk_files(
+    name: str,
+    leaf: str,
+    box: Box,
+    itemsize: int,
+    *,
+    chunk: Sequence[int],
+    source: RegionSource | None,
+    copy: bool = False,
+    suffix: str = "",
+) -> Iterator[FilePlan]:
+    """The files of the chunks that a part of an array consists of.
+
+    Args:
+        name: What orbax calls the array.
+        leaf: Its leaf path.
+        box: The part. It ends where chunks do, or the array.
+        itemsize: Bytes of an element.
+        chunk: The shape of the chunks.
+        source: Where the bytes of the part are, in C order; None if they are read from a tag.
+        copy: Whether the manifest finds the elements in other files.
+        suffix: Ends the names of the files, if they are none of orbax's.
+
+    Raises:
+        UnsupportedStateError: The part would be scattered over too many runs of bytes.
+    """
+    spans = [range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunk, strict=True)]
+    count = 0
+    for cell in itertools.product(*spans):
+        low = tuple(i * n for i, n in zip(cell, chunk, strict=True))
+        frame = Box(low, tuple(a + n for a, n in zip(low, chunk, strict=True)))
+        part = Box(low, tuple(map(min, frame.stop, box.stop)))
+        places: list[tuple[int, int]] = []
+        sources, entries = [], []
+        for region, row in enumerate(_rows(part, frame, box)):
+            places.append((runs(row, frame, itemsize).offset, row.size * itemsize))
+            entries.append(Entry(leaf=leaf, box=row, region=region, copy=copy))
+            if source is not None:
+                offset = source.offset + runs(row, box, itemsize).offset
+                sources.append(RegionSource(leaf=source.leaf, shard=source.shard, offset=offset, nbytes=places[-1][1]))
+            count += 1
+            if count > MAX_RUNS:
+                raise UnsupportedStateError(
+                    "the ranks' parts of this array fit no grid of chunks that all are of one shape",
+                    leaf=leaf,
+                    expected="parts that a chunk of a reasonable size divides",
+                    found=f"chunks of {list(chunk)}",
+                    hint='Save with layout="native", and convert the tag.',
+                )
+        yield FilePlan(
+            path=f"{name}/{'.'.join(map(str, cell)) or '0'}{suffix}",
+            codec=ZarrChunk(tuple(places), frame.size * itemsize),
+            sources=tuple(sources),
+            entries=tuple(entries),
+        )
+
+
+def _rows(part: Box, *buffers: Box) -> Iterator[Box]:
+    """The parts of a box of which each is one run of elements in all of some buffers that hold the box, in order."""
+    outer = max((d for d, n in enumerate(part.shape) if any(n != buffer.shape[d] for buffer in buffers)), default=0)
+    for at in itertools.product(*(range(a, b) for a, b in zip(part.start[:outer], part.stop[:outer], strict=True))):
+        yield Box((*at, *part.start[outer:]), (*(i + 1 for i in at), *part.stop[outer:]))
