@@ -45,11 +45,14 @@ def test_listing_tags_needs_no_framework() -> None:
     assert not {m for m in modules if re.match(r"(torch|torch_xla|jax|orbax)\b", m)}
 
 
-def test_the_first_torch_name_loads_neither_torch_xla_nor_jax_nor_orbax() -> None:
+@pytest.mark.parametrize("program_has_torch", [False, True])
+def test_the_names_that_take_objects_load_no_framework(*, program_has_torch: bool) -> None:
     modules = imported(
-        "import xla_ckpt; xla_ckpt.save_checkpoint, xla_ckpt.restore, xla_ckpt.RNGState, xla_ckpt.ArraySpec"
+        f"import {'torch, ' * program_has_torch}xla_ckpt\n"
+        "xla_ckpt.save_checkpoint, xla_ckpt.restore, xla_ckpt.RNGState, xla_ckpt.ArraySpec"
     )
-    assert "torch" in modules
+    assert ("torch" in modules) == program_has_torch
+    assert ("xla_ckpt.state.model_view" in modules) == program_has_torch, "the first save is not to pay for it"
     assert not {m for m in modules if re.match(r"(torch_xla|jax|orbax)\b", m)}
 
 

@@ -24,13 +24,15 @@
 - `on_report`: a function of the program that hears of each save and load, with its `SaveReport` or `LoadReport`.
 - Every error is a `CheckpointError`, and says where, what was expected, what was found, and what to do.
 
-`dir(xla_ckpt)` lists all names. A name is loaded when it is first used, so that ``import xla_ckpt`` loads no framework.
-The first name that needs torch loads all such names, so that the first save does not pay for it.
+`dir(xla_ckpt)` lists all names. A name is loaded when it is first used, and none of them loads a framework. The first
+name that takes a program's objects loads what a save needs, for torch, too, if the program has imported it, so that the
+first save does not pay for it.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -168,6 +170,7 @@ _HOMES = {
     "plan.explain": ("Explanation",),
     "tags.retention": ("AnyOf", "BestN", "EveryNSeconds", "EveryNSteps", "LatestDuration", "LatestN", "Retention"),
 }
+_OF_TORCH = ("arrays.torch_arrays", "state.torch_values", "state.torch_module", "job.process_group")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604  # all of them are strings
@@ -180,8 +183,10 @@ def __getattr__(name: str) -> Any:
     collector = importlib.import_module("xla_ckpt.engine.garbage_collection")
     # Modules make no garbage, and a look through all objects of torch takes as long as to load them.
     with collector.collector_paused():
-        if home.startswith(("arrays", "state")) or home == "api.load":
+        if home.startswith(("arrays", "state")) or home in ("api.load", "api.save"):
             importlib.import_module("xla_ckpt.api.save")
+            for module in _OF_TORCH if "torch" in sys.modules else ():
+                importlib.import_module(f"xla_ckpt.{module}")
         value = getattr(importlib.import_module(f"xla_ckpt.{home}"), name)
     globals()[name] = value
     return value

@@ -21,7 +21,8 @@ import torch
 from xla_ckpt.errors import add_kinds, storage_errors
 from xla_ckpt.job.job import launcher_has_store
 from xla_ckpt.job.mesh_source import current_mesh
-from xla_ckpt.job.process_group import StoreCommunicator, check_can_meet, communicator
+from xla_ckpt.job.peers import check_can_meet
+from xla_ckpt.job.process_group import StoreCommunicator, communicator
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
@@ -47,7 +48,7 @@ from xla_ckpt.sharding.rules import Parsed, Rules, decided, parse_rules
 from xla_ckpt.sharding.sections import Section, parse_section
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
-from xla_ckpt.state.wrappers import ModelView, NamesOnly
+from xla_ckpt.state.model_view import ModelView, NamesOnly
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree.nested import leaves, replaced_leaves

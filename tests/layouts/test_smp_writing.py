@@ -14,7 +14,7 @@ from tests import xla
 from tests.layouts.writing import as_job, as_kwargs, names, save_as_job, toy, unlike
 from tests.topology.state import GROUPS, differences, known, names_of, tp_part, whole, zero1_part
 from xla_ckpt import Mesh
-from xla_ckpt.state.wrappers import ModelView
+from xla_ckpt.state.model_view import ModelView
 
 OURS = {"manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
 NUMBERS = {  # of the whole model, group by group: those that decay come first

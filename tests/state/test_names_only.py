@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.state.wrappers import NamesOnly
+from xla_ckpt.state.model_view import NamesOnly
 
 
 def trained(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from xla_ckpt.api.wish import Wish
+from xla_ckpt.arrays.torch_objects import is_module, naming_torch
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.writing import Writing
@@ -69,7 +68,7 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
 
 def _fixed(model: object) -> frozenset[str]:
     """Leaf paths of what the program says that it does not train."""
-    return frozenset(map(schema.weight, base_of(model))) if isinstance(model, torch.nn.Module) else frozenset()
+    return frozenset(map(schema.weight, base_of(model))) if is_module(model) else frozenset()
 
 
 def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:
@@ -81,7 +80,8 @@ def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writ
     problem: UnsupportedStateError | None = None
     for layout in layouts:
         try:
-            writing = layout.writing(description)
+            with naming_torch(f"a save in the layout {layout.name}"):
+                writing = layout.writing(description)
         except UnsupportedStateError as error:
             problem = problem or error
             continue

@@ -16,7 +16,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport
-from xla_ckpt.engine.restore import Filling, fill
+from xla_ckpt.engine.restore import Filling, Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
     ChangedTagError,
@@ -29,7 +29,7 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.lead import of_lead, put_together
-from xla_ckpt.job.shared_reads import SharedReads
+from xla_ckpt.job.peers import check_can_share
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.options import LoadOptions
@@ -145,7 +145,7 @@ class Load:
                     phases=self.phases,
                     hand_over=hand_over,
                     alone=loadings.alone,
-                    sharing=SharedReads() if self.wish.options.replica_read == "share" else None,
+                    sharing=self._sharing(exchange),
                     late_loss=late_loss,
                     workers=self.wish.workers,
                     shown=self.job.shows(self.wish.options.progress),
@@ -167,6 +167,19 @@ class Load:
             unproven=proof.unproven,
         )
         return value, report
+
+    def _sharing(self, exchange: Round) -> Sharing | None:
+        """How ranks read together, if they do.
+
+        Raises:
+            UsageError: They have nothing to send bytes through.
+        """
+        if self.wish.options.replica_read != "share" or exchange.size == 1:
+            return None
+        check_can_share()
+        from xla_ckpt.job.shared_reads import SharedReads  # this loads torch
+
+        return SharedReads()
 
     def _proof(self, reader: TagReader, loadings: Loadings, exchange: Round) -> Proof:
         """Compare what is installed with the tag.

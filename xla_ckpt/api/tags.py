@@ -78,12 +78,12 @@ def expect_commit(store: Store) -> None:
     """Have the process started in which orbax commits, if this one is going to save, it seems: it trains, as rank 0.
 
     It is not, as long as there is something to load: the start would take processor time from the load. A program that
-    has not imported torch trains nothing, and is left as light as it is.
+    has imported neither torch nor jax trains nothing, and is left as light as it is.
     """
-    if "torch" in sys.modules:
-        from xla_ckpt.job import process_group
+    if "torch" in sys.modules or "jax" in sys.modules:
+        from xla_ckpt.job import peers
 
-        if process_group.leads():
+        if peers.leads():
             root_of(store).expect()
 
 

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy as np
 
-from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
+from xla_ckpt.arrays.numpy_array import bytes_of_array
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.snapshot.memory import Slabs
 
 
 def can_cast(stored: DType, wanted: DType) -> bool:
-    """Whether values of a type are rounded to another one: floating-point numbers that torch knows, both of them."""
-    return stored.floating and wanted.floating and None not in (torch_dtype(stored), torch_dtype(wanted))
+    """Whether values of a type are rounded to another one: floating-point numbers, both of them."""
+    return stored.floating and wanted.floating
 
 
 def cast(target: Target, stored: DType) -> Target:
     """The same target for values of another stored type; they are rounded when they are installed."""
-    source, into = torch_dtype(stored), torch_dtype(target.dtype)
-    if source is None or into is None:
-        return target
-    pairs: list[tuple[torch.Tensor, memoryview]] = []
+    source, into = numpy_dtype(stored), numpy_dtype(target.dtype)
+    pairs: list[tuple[Any, memoryview]] = []
 
     def memory(slabs: Slabs) -> list[memoryview]:
         for box, place in zip(target.boxes, target.memory(slabs), strict=True):
-            pairs.append((torch.empty(box.size, dtype=source), place))
-        return [bytes_of(values) for values, _ in pairs]
+            pairs.append((np.empty(box.size, source), place))
+        return [bytes_of_array(values) for values, _ in pairs]
 
     def install() -> Any:
-        for values, place in pairs:
-            rounded = values.to(into)  # `bytes_of` does not keep it alive
-            if len(place):
-                place[:] = bytes_of(rounded)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # what is too large becomes infinite
+            for values, place in pairs:
+                if len(place):
+                    place[:] = bytes_of_array(values.astype(into))
         return target.install()
 
     return ComposedTarget(

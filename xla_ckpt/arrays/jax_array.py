@@ -25,6 +25,11 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
 
 
+def _boxes(sharding: Any, shape: tuple[int, ...]) -> list[Box]:
+    """What each device of this process holds of an array."""
+    return [_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()]
+
+
 class Jax:
     """jax arrays, whole or sharded over the devices of this process."""
 
@@ -45,11 +50,20 @@ class Jax:
         return tuple(value.shape)
 
     def place(self, value: Any, path: str = "") -> LocalArray | None:
-        boxes = [_box(s.index, value.shape) for s in _owned(value)]
+        if value.is_deleted():  # a pattern that the program has donated: it says where the new one is to lie
+            boxes = list(dict.fromkeys(_boxes(value.sharding, value.shape)))
+        else:
+            boxes = [_box(s.index, value.shape) for s in _owned(value)]
         pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
         return LocalArray(shape=tuple(value.shape), pieces=pieces)
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
+        for value, _ in values:
+            if value.is_deleted():
+                raise UnsupportedStateError(
+                    f"a jax array, {value.dtype} {list(value.shape)}, was deleted before the save",
+                    hint="A step that donates its arguments deletes them: save what it returns.",
+                )
         return [[_host(data) for data in _data(value, local)] for value, local in values]
 
     shards = host
@@ -87,11 +101,7 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
     Only the regions that the devices of this process hold are read, each once.
     """
     dtype: DType = dtypes.dtype(np.dtype(numpy_type).name)
-    if sharding is None:
-        indices = [tuple(slice(0, n) for n in shape)]
-    else:
-        indices = list(sharding.addressable_devices_indices_map(shape).values())
-    of_device = [_box(index, shape) for index in indices]
+    of_device = [Box.whole(shape)] if sharding is None else _boxes(sharding, shape)
     local = LocalArray(shape=shape, pieces=tuple(Piece(Box.whole(b.shape), b) for b in of_device))
     parts: dict[Box, Any] = {}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import FormatError
@@ -29,6 +30,21 @@ TREE = "jax:tree:"
 
 _OWN = (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
 """Containers that the skeleton has names for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """The numbers of typed keys, to be restored: a row of them for each key."""
+
+    keys: tuple[int, ...]
+    """Shape of the pattern's keys."""
+
+    key_sharding: Any
+    """How they are split, or None. What splits keys leaves rows whole, so that it splits their numbers alike."""
+
+    def sharding(self, shape: tuple[int, ...]) -> Any:
+        """How numbers of a shape are split; None if there are not as many keys as in the pattern."""
+        return self.key_sharding if shape[:-1] == self.keys else None
 
 
 def _jax() -> Any:
@@ -53,13 +69,28 @@ def _is_key_type(jax: Any, dtype: Any) -> bool:
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def parts(value: Any) -> ValueParts | None:
-    """The parts of a value of a registered class, and what makes a value like it; None for any other value."""
+def parts(value: Any, stored: Any) -> ValueParts | None:
+    """The parts of a pattern of a registered class or of keys, and what makes a value like it; None for any other.
+
+    `stored` is the skeleton of what is stored in its place. Keys become as many as were saved, of the same kind. Where
+    the pattern has as many, they lie where the pattern's do.
+    """
+    if is_key(value):
+        return _parts_of_keys(value, stored)
     taken = _taken(value)
     if taken is None:
         return None
     members, structure = taken
     return members, lambda values: structure.unflatten([values[name] for name in members])
+
+
+def _parts_of_keys(value: Any, stored: Any) -> ValueParts | None:
+    composite = stored.get("$composite") if isinstance(stored, dict) else None
+    if composite is None or composite[0] != KEY:
+        return None
+    wrap, impl = _jax().random.wrap_key_data, composite[2]["impl"]
+    rows = KeyRows(value.shape, getattr(value, "sharding", None))
+    return {"data": rows}, lambda members: wrap(members["data"], impl=impl)
 
 
 def _taken(value: Any) -> tuple[dict[str, Any], Any] | None:

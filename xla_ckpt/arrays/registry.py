@@ -7,34 +7,25 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
-from xla_ckpt.arrays.pytree import is_key
-from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype, type_name
+from xla_ckpt.arrays.pytree import KeyRows, is_key
+from xla_ckpt.arrays.torch_objects import is_of, is_torch_tensor, torch_is_installed, torch_is_loaded
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.manifest.arrays import ArrayForm
-from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
-    from xla_ckpt.arrays.xla import Xla
+    import torch
 
-_TORCH_HOST = TorchHost()
+    from xla_ckpt.arrays.torch_arrays import TorchAdapters
+
 _NUMPY: ArrayAdapter = Numpy()
-
-
-@functools.cache
-def _xla(spmd: bool) -> Xla:
-    from xla_ckpt.arrays.xla import Xla
-
-    return Xla(spmd=spmd)
 
 
 @functools.cache
@@ -44,77 +35,36 @@ def _jax() -> ArrayAdapter:
     return Jax()
 
 
-@functools.cache
-def _spmd() -> ArrayAdapter:
-    from xla_ckpt.arrays.spmd import Spmd
+def _torch_adapters() -> TorchAdapters | None:
+    """The adapters of tensors; None in a program that has not imported torch, and so has no tensors."""
+    if not torch_is_loaded():
+        return None
+    from xla_ckpt.arrays.torch_arrays import TorchAdapters
 
-    return Spmd()
-
-
-@functools.cache
-def _dtensor() -> ArrayAdapter:
-    from xla_ckpt.arrays.dtensor import DTensors
-
-    return DTensors(_plain_torch)
-
-
-@functools.cache
-def _sharded_tensor() -> ArrayAdapter:
-    from xla_ckpt.arrays.sharded_tensor import ShardedTensors
-
-    return ShardedTensors(_plain_torch)
-
-
-def _plain_torch(value: torch.Tensor) -> ArrayAdapter:
-    return Adapters()._plain(value)
-
-
-def _uses_spmd() -> bool:
-    runtime: Any = sys.modules.get("torch_xla.runtime")
-    return runtime is not None and bool(runtime.is_spmd())
+    return TorchAdapters()
 
 
 def local_lanes() -> int:
     """Devices of this process that hold shards of their own: several under SPMD, else one."""
-    return int(sys.modules["torch_xla.runtime"].addressable_runtime_device_count()) if _uses_spmd() else 1
+    runtime: Any = sys.modules.get("torch_xla.runtime")
+    return int(runtime.addressable_runtime_device_count()) if runtime is not None and runtime.is_spmd() else 1
 
 
 class Adapters:
-    """The adapters of the arrays of one call.
-
-    Whether torch_xla runs in SPMD mode is asked once: it asks the environment, which takes longer than all the rest.
-    """
+    """The adapters of the arrays of one call."""
 
     def __init__(self) -> None:
-        self._spmd = _uses_spmd()
-        self._facts: dict[Any, tuple[str, LocalArray]] = {}
+        self._torch = _torch_adapters()
 
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
-        if type(value) in PLAIN:  # as nearly all arrays
-            if is_xla(value):
-                return self._on_xla(value)
-            if is_plain(value):
-                return _TORCH_HOST
-        if isinstance(value, torch.Tensor):
-            if type(value).__name__ == "XLAShardedTensor":
-                return self._on_xla(value)
-            if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
-                return _dtensor()
-            if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
-                return _sharded_tensor()
-            return self._plain(value) if name_of(value) is None else None
+        if self._torch is not None and (adapter := self._torch.of(value)) is not None:
+            return adapter
         if _NUMPY.accepts(value):
             return _NUMPY
         if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
             return _jax()
         return None
-
-    def _plain(self, value: torch.Tensor) -> ArrayAdapter:
-        return self._on_xla(value) if is_xla(value) else _TORCH_HOST
-
-    def _on_xla(self, value: torch.Tensor) -> ArrayAdapter:
-        return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
 
     def whole_target(self, value: Any, form: ArrayForm, *, owned: bool) -> Target | None:
         """The target that overwrites a dense tensor of a form, all of which this process has, if that takes no more.
@@ -122,17 +72,7 @@ class Adapters:
         `owned` is as in `ArrayAdapter.into`. None for whatever has to be looked at more closely. A load asks this of
         each of its arrays.
         """
-        if type(value) not in DENSE:
-            return None
-        dtype, shape = value.dtype, value.shape
-        facts = self._facts.get((dtype, shape))
-        if facts is None:
-            facts = self._facts[dtype, shape] = (type_name(dtype), whole(tuple(shape)))
-        name, local = facts
-        if name != form.dtype.name or local.shape != form.shape or not value.numel():
-            return None
-        adapter = _TORCH_HOST if value.is_cpu else _xla(self._spmd) if is_xla(value) else None
-        return None if adapter is None else adapter.over_whole(value, form.dtype, local, owned=owned)
+        return None if self._torch is None else self._torch.whole_target(value, form, owned=owned)
 
     def kind(self, value: Any) -> str | None:
         """The kind of an array, as the skeleton names it; None for anything else."""
@@ -184,7 +124,7 @@ def check_memory(value: Any, path: str) -> None:
 
 def is_meta(value: Any) -> bool:
     """Whether a value is a torch tensor that has a shape and no elements."""
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+    return is_torch_tensor(value) and value.device.type == "meta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +132,7 @@ class ArraySpec:
     """An array to be restored, by its description: what `restore` takes in place of an array.
 
     The element type decides what is made: a torch dtype (or its name) a CPU tensor, a numpy dtype a numpy array, and
-    with a `sharding` from jax a jax array.
+    with a `sharding` from jax a jax array. Where torch is not installed, a name makes a numpy array.
     """
 
     shape: tuple[int, ...]
@@ -213,7 +153,7 @@ class ArraySpec:
         Raises:
             UsageError: The sharding does not fit to the shape.
         """
-        if self.sharding is not None and not isinstance(self.sharding, tuple | list | Sharding):
+        if self._kind == "jax":
             from xla_ckpt.arrays.jax_array import fresh_jax
 
             return fresh_jax(self.shape, numpy_dtype(dtype(_name(self.dtype))), self.sharding)
@@ -221,12 +161,23 @@ class ArraySpec:
             local = Sharding.parse(self.sharding).part(self.shape, placement.mesh, placement.rank)
         except ValueError as error:
             raise UsageError(f"an ArraySpec makes no sense: {error}", found=repr(self)) from error
-        kind = "torch" if isinstance(self.dtype, str | torch.dtype) else "numpy"
-        return new_array(dtype(_name(self.dtype)), local, kind)
+        return new_array(dtype(_name(self.dtype)), local, self._kind)
+
+    @property
+    def _kind(self) -> str:
+        """The kind of the array that is made."""
+        if self.sharding is not None and not isinstance(self.sharding, tuple | list | Sharding):
+            return "jax"
+        return "torch" if _names_tensor(self.dtype) and torch_is_installed() else "numpy"
+
+
+def _names_tensor(element_type: Any) -> bool:
+    """Whether an element type is one of torch's, or the name of one."""
+    return isinstance(element_type, str) or is_of(element_type, "torch", "dtype")
 
 
 def _name(element_type: Any) -> str:
-    if isinstance(element_type, str | torch.dtype):
+    if _names_tensor(element_type):
         return str(element_type).removeprefix("torch.")
     import numpy as np
 
@@ -235,7 +186,7 @@ def _name(element_type: Any) -> str:
 
 def is_spec(value: Any) -> bool:
     """Whether `value` describes an array: an `ArraySpec`, or a `jax.ShapeDtypeStruct` of one. Keys are no arrays."""
-    return isinstance(value, ArraySpec) or (type(value).__name__ == "ShapeDtypeStruct" and not is_key(value))
+    return isinstance(value, ArraySpec | KeyRows) or (type(value).__name__ == "ShapeDtypeStruct" and not is_key(value))
 
 
 def number_like(pattern: Any, number: float) -> Any:
@@ -245,41 +196,44 @@ def number_like(pattern: Any, number: float) -> Any:
     """
     if tuple(pattern.shape):
         return NotImplemented
-    if isinstance(pattern, torch.Tensor):
-        return torch.tensor(number, dtype=pattern.dtype, device=pattern.device)
-    if isinstance(pattern, ArraySpec) and isinstance(pattern.dtype, str | torch.dtype):
-        return torch.tensor(number, dtype=getattr(torch, _name(pattern.dtype)))
+    kind = pattern._kind if isinstance(pattern, ArraySpec) else None
+    if is_torch_tensor(pattern) or kind == "torch":
+        from xla_ckpt.arrays.torch_arrays import number_tensor
+
+        return number_tensor(pattern, number)
     import numpy as np
 
     array = np.asarray(number, numpy_dtype(dtype(_name(pattern.dtype))))
-    if isinstance(pattern, np.ndarray | ArraySpec):
+    if isinstance(pattern, np.ndarray) or kind == "numpy":
         return array
     import jax
 
     return jax.device_put(array, getattr(pattern, "sharding", None))
 
 
-def target_of_spec(value: Any, placement: Placement) -> Target:
-    """A target that makes the array that an `ArraySpec` or a `jax.ShapeDtypeStruct` describes."""
+def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Target:
+    """A target that makes the array that is described (see `is_spec`), from what is stored of this form."""
     if isinstance(value, ArraySpec):
         return value.target(placement)
     from xla_ckpt.arrays.jax_array import fresh_jax
 
+    if isinstance(value, KeyRows):
+        return fresh_jax(stored.shape, numpy_dtype(stored.dtype), value.sharding(stored.shape))
     return fresh_jax(tuple(value.shape), value.dtype, getattr(value, "sharding", None))
 
 
 def new_array(element: DType, local: LocalArray, kind: str, device: torch.device | None = None) -> Target:
     """A target that makes a new array of a kind, in host memory unless a torch device is named.
 
-    A jax array becomes one again if jax is loaded and has the type; else a numpy array.
+    A torch tensor becomes one again if torch is installed and has the type, and a jax array if jax is loaded and has
+    it; else they become numpy arrays.
     """
     shape = tuple(max((p.local.stop[d] for p in local.pieces), default=0) for d in range(len(local.shape)))
-    if kind == "torch" and (torch_type := torch_dtype(element)) is not None:
-        if device is not None and device.type == "xla":
-            from xla_ckpt.arrays.xla import fresh_xla
+    if kind == "torch" and torch_is_installed():
+        from xla_ckpt.arrays.torch_arrays import new_tensor
 
-            return fresh_xla(element, shape, torch_type, device, local)
-        return fresh_torch(element, shape, torch_type, device, local)
+        if (target := new_tensor(element, shape, local, device)) is not None:
+            return target
     if kind == "jax" and "jax" in sys.modules:
         import jax
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from xla_ckpt.errors import UsageError
-from xla_ckpt.job import process_group as dist
-from xla_ckpt.job.communicator import Communicator, Solo
+from xla_ckpt.job import peers
+from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.job import Job, rounds_over
 from xla_ckpt.job.mesh_source import current_mesh
 from xla_ckpt.job.rounds import TIMEOUT, Rounds
@@ -49,8 +49,8 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
         return PLAYED.job
     if not timeout > 0:
         raise UsageError("a timeout is a number of seconds above 0", path=root, found=timeout)
-    dist.check_can_meet()
-    communicator: Communicator = dist.communicator() if dist.has_peers() else _SOLO
+    peers.check_can_meet()
+    communicator = peers.channel() or _SOLO
     mesh = as_mesh(mesh)
     if mesh is None:
         mesh = current_mesh(communicator.rank, communicator.size) or Mesh(dp=communicator.size)
@@ -60,7 +60,7 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
             path=root,
             expected=f"{communicator.size} rank{'s' * (communicator.size > 1)}",
             found=f"{mesh.size} ({mesh})",
-            hint="Start the job with as many ranks (torchrun, init_process_group), or leave mesh= out.",
+            hint="Start the job with as many ranks (with torchrun, or jax.distributed), or leave mesh= out.",
         )
     rounds = rounds_over(communicator)
     return Job(rounds.begin(doing, timeout), Placement(communicator.rank, communicator.size, mesh), rounds)

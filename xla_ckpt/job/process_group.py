@@ -1,5 +1,7 @@
 """torch.distributed as the place where ranks meet: its key-value store, never a collective of training.
 
+Imported where a program has made a process group.
+
 Reading replicas' shares (`replica_read="share"`) is the one thing that moves array bytes between ranks; it uses
 process groups of its own.
 """
@@ -8,9 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-
-from xla_ckpt.errors import UsageError
 
 POLL = 0.02
 """Seconds between two looks at a store that cannot be cloned (torch before 2.7)."""
@@ -29,85 +27,6 @@ REACH = 30.0
 
 GRACE = 2.0
 """Seconds that a request may take beyond its timeout: the end of a wait is a message to the store, too."""
-
-
-def has_peers() -> bool:
-    """Whether this process is one of several that torch.distributed knows."""
-    distributed: Any = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
-
-
-def leads() -> bool:
-    """Whether this process is rank 0 of its job, or alone; before it has joined the others, what the launcher says."""
-    distributed: Any = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return bool(distributed.get_rank() == 0)
-    return os.environ.get("RANK", "0") == "0"
-
-
-def check_can_meet() -> None:
-    """Refuse to save or load as a rank that cannot meet the other ranks of its job.
-
-    It would take itself for the whole job: each rank writes the same tag, and the last one to commit wins.
-
-    Raises:
-        UsageError: XLA or the launcher knows of other ranks, and there is no torch.distributed to meet them through; or
-            the ranks are threads.
-    """
-    distributed: Any = torch.distributed
-    in_group = bool(distributed.is_available() and distributed.is_initialized())
-    members = distributed.get_world_size() if in_group else 1
-    processes, devices = _xla_ranks()
-    # torch_xla.launch runs a rank on a thread of its own, and its process group counts those ranks. Without either of
-    # these signs the main thread saves for all devices of its process.
-    if devices > processes and (threading.current_thread() is not threading.main_thread() or members == devices):
-        raise UsageError(
-            "torch_xla runs the ranks of this job as threads",
-            expected="a process of its own for each rank",
-            found=f"{devices} ranks in {processes} process{'es' if processes > 1 else ''}",
-            hint="Start the program with torchrun, one process for each device, and call "
-            'torch.distributed.init_process_group("gloo") (or "xla") before the first save or load; or use SPMD.',
-        )
-    if members > 1:
-        return
-    if processes > 1:
-        raise UsageError(
-            f"XLA runs {processes} processes, and torch.distributed is not initialised",
-            expected="a process group",
-            hint='Call torch.distributed.init_process_group("gloo") (or "xla") before the first save or load.',
-        )
-    launched = os.environ.get("WORLD_SIZE", "")
-    if not launched.isdecimal() or int(launched) < 2:
-        return
-    if not in_group:
-        raise UsageError(
-            f"this process is one of {launched} (WORLD_SIZE), and torch.distributed is not initialised",
-            expected="a process group",
-            hint='Call torch.distributed.init_process_group("gloo") (or "xla") before the first save or load. If this '
-            "process works alone, remove WORLD_SIZE from its environment.",
-        )
-    if "xla" in str(distributed.get_backend()):
-        # init_method="xla://" counts the devices of this process' XLA client, which on the CPU knows no other process.
-        # A group of one that the program made itself is not refused: it says that this process works alone.
-        raise UsageError(
-            f"this process is one of {launched} (WORLD_SIZE), and the process group that XLA made has 1 rank",
-            expected=f"a process group of {launched} ranks",
-            hint='Call torch.distributed.init_process_group("gloo"), or "xla" without init_method="xla://".',
-        )
-
-
-def _xla_ranks() -> tuple[int, int]:
-    """Processes and devices that take part in XLA's job, as far as XLA runs in this process; 1 and 1 otherwise.
-
-    Devices are counted where each of them is a rank: not under SPMD, where a process is one.
-    """
-    runtime: Any = sys.modules.get("torch_xla.runtime")
-    xla: Any = sys.modules.get("torch_xla")
-    if runtime is None or xla is None or not xla._XLAC._xla_runtime_is_initialized():
-        return 1, 1
-    # torch_xla.runtime.world_size() is not asked: it keeps its first answer, and init_process_group may come later.
-    devices = 1 if runtime.is_spmd() else xla._XLAC._xla_get_replication_devices_count()
-    return int(runtime.process_count()), max(int(devices), 1)
 
 
 class _Line:

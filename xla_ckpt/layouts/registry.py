@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
+from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
@@ -203,7 +204,8 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     if foreign is not None and not has_manifest:
         layout, entry = foreign
         _tell_beside(store, tag, [other for other in _layouts if other is not layout])
-        return layout.open(store, entry, Hints() if hints is None else hints)
+        with naming_torch(f"a tag in {layout.origin}'s layout {layout.name}"):
+            return layout.open(store, entry, Hints() if hints is None else hints)
     try:
         directory = store.open(tag) if has_manifest else root_of(store).open(tag)
     except NoCheckpointError as error:
@@ -250,7 +252,8 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
     foreign = find_foreign(store, tag)
     if foreign is not None and not _has_manifest(store, foreign[1]):
         layout, entry = foreign
-        return layout.verify(store, entry, workers)
+        with naming_torch(f"a tag in {layout.origin}'s layout {layout.name}"):
+            return layout.verify(store, entry, workers)
     try:
         with open_tag(store, tag) as reader:
             return verify_tag(reader, marks=layout_of(reader.manifest).marks, workers=workers)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import is_torchs_own
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section, parse_section
@@ -17,7 +16,7 @@ _ATTRIBUTES = frozenset({"tensor_model_parallel", "expert_model_parallel", "glob
 def is_declared(value: Any) -> bool:
     """Whether attributes of a parameter say how it is split."""
     own = getattr(value, "__dict__", None)
-    if not own and type(value) in (torch.Tensor, torch.nn.Parameter):
+    if not own and is_torchs_own(value):
         return False  # as of nearly all arrays
     return any(hasattr(value, name) for name in _ATTRIBUTES)
 

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils.data import DistributedSampler
-
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.errors import IncompatibleCheckpointError
 
 Deal = Callable[[Sequence[Any], int, int], Any]
@@ -38,9 +36,9 @@ def deal_of(member: Any, position: str | None) -> Deal | None:
         position: What `PerRank` was told.
     """
     of_torchdata = _is_of(member, "torchdata", "StatefulDataLoader")
-    if of_torchdata and (position is not None or isinstance(member.sampler, DistributedSampler)):
+    if of_torchdata and (position is not None or _is_of(member.sampler, "torch", "DistributedSampler")):
         return partial(_of_torchdata, member, position or _YIELDED)
-    if position is not None or isinstance(member, DistributedSampler):
+    if position is not None or _is_of(member, "torch", "DistributedSampler"):
         return partial(_counted, position or _YIELDED)
     if of_torchdata and _is_of(member.dataset, "datasets", "IterableDataset"):
         return partial(_of_torchdata_over_datasets, member)
@@ -68,7 +66,7 @@ def _counted(key: str, states: Sequence[Any], _rank: int, world: int) -> Any:
 def _of_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, world: int) -> Any:
     """States of a `StatefulDataLoader` whose sampler deals out samples in turn."""
     sampler = loader.sampler
-    is_torchs = isinstance(sampler, DistributedSampler)
+    is_torchs = _is_of(sampler, "torch", "DistributedSampler")
     if is_torchs and (sampler.num_replicas, sampler.rank) != (world, rank):
         raise _refused(
             f"the loader's DistributedSampler does not follow the mesh: it has rank={sampler.rank} and "
@@ -210,8 +208,8 @@ def _check_same(states: Sequence[Any], what: str) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+    if is_torch_tensor(one) and is_torch_tensor(other):
+        return one.equal(other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -6,14 +6,13 @@ a digest of some rows of an array is a sum over them, so that those of all rows 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.torch_objects import is_module, is_parameter, is_torch_tensor
 from xla_ckpt.errors import FormatError, UsageError
 from xla_ckpt.manifest.digest import rows_digest, rows_together, to_hex
 from xla_ckpt.sharding.box import Box
@@ -25,9 +24,14 @@ from xla_ckpt.state.loading import Stored, arrays_of
 from xla_ckpt.state.module import tree_of
 from xla_ckpt.state.problems import OTHER_BASE, Problem
 from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.wrappers import ModelView, NamesOnly
+from xla_ckpt.state.wrappers import is_names_only, modules_in
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+
+if TYPE_CHECKING:
+    import torch
+
+    from xla_ckpt.state.model_view import ModelView
 
 Said = dict[str, str]
 """What one rank says of the base: name of an array -> ``float32 64x16 0-32-9114de54bcb7862e``, its element type, shape,
@@ -36,13 +40,18 @@ and rows: the first, one past the last, and their digest."""
 BaseArrays = dict[str, list[Any]]
 """The arrays of a base, as JSON: name -> [element type, shape, digest of all rows; None if parts of it have none]."""
 
-_digests: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-"""What was digested before, by array, with what tells that nothing was written to it since."""
+
+@functools.cache
+def _digests() -> Any:
+    """What was digested before, by array, with what tells that nothing was written to it since."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
 def forget_digests() -> None:
     """Digest all arrays anew. A load writes to memory that is in use, and torch counts no write."""
-    _digests.clear()
+    _digests.cache_clear()
 
 
 def base_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -50,7 +59,7 @@ def base_of(model: torch.nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in tree_of(model).items()
-        if isinstance(value, torch.nn.Parameter) and not value.requires_grad and schema.ADAPTER not in name
+        if is_parameter(value) and not value.requires_grad and schema.ADAPTER not in name
     }
 
 
@@ -60,9 +69,8 @@ def adapters_of(model: Any, placement: Placement) -> tuple[ModelView, dict[str, 
     Raises:
         UsageError: There is none.
     """
-    is_module = isinstance(model, torch.nn.Module)
-    base = base_of(model) if is_module else {}
-    if not is_module or (not base and placement.mesh.pp == 1):  # a pipeline stage may have none
+    base = base_of(model) if is_module(model) else {}
+    if not is_module(model) or (not base and placement.mesh.pp == 1):  # a pipeline stage may have none
         raise UsageError(
             'only="adapters" leaves out what is not trained, and the model has no such parameter',
             leaf=schema.MODEL,
@@ -75,10 +83,12 @@ def adapters_of(model: Any, placement: Placement) -> tuple[ModelView, dict[str, 
 
 def without(model: torch.nn.Module, base: Mapping[str, Any]) -> ModelView:
     """A model whose state has no base."""
+    from xla_ckpt.state.model_view import ModelView
+
     return ModelView(
         {name: value for name, value in tree_of(model).items() if name not in base},
         parameters=list(model.named_parameters(remove_duplicate=False)),
-        parts=model.parts if isinstance(model, ModelView) else [model],
+        parts=modules_in(model),
         put=lambda state: model.load_state_dict(state, strict=False),
     )
 
@@ -105,7 +115,7 @@ def _digested(value: Any, local: LocalArray, adapter: ArrayAdapter) -> list[str]
     They are kept as long as the same buffer is in the array, and nothing tells of a write to it (`_state`).
     """
     state = _state(value, local, adapter)
-    if state is not None and (earlier := _digests.get(value)) is not None and earlier[0] == state:
+    if state is not None and (earlier := _digests().get(value)) is not None and earlier[0] == state:
         digested: list[str] = earlier[1]
         return digested
     row = Box.whole(local.shape[1:])
@@ -118,7 +128,7 @@ def _digested(value: Any, local: LocalArray, adapter: ArrayAdapter) -> list[str]
         if first < last and whole and (last % together == 0 or last == count):
             digested.append(f"{first}-{last}-{to_hex(rows_digest(shard.data, row_bytes, first))}")
     if state is not None:
-        _digests[value] = state, digested
+        _digests()[value] = state, digested
     return digested
 
 
@@ -128,7 +138,7 @@ def _state(value: Any, local: LocalArray, adapter: ArrayAdapter) -> Hashable:
     torch counts no writes through ``.data``, by which adapters are merged into their base: a sample tells of those.
     On XLA's devices there is none: all of the tensor would be transferred for it.
     """
-    if not isinstance(value, torch.Tensor) or value.is_inference():
+    if not is_torch_tensor(value) or value.is_inference():
         return None
     shards = [] if value.device.type == "xla" else adapter.shards([(value, local)])[0]
     looks = [(shard, windows(shard.nbytes)) for shard in shards]
@@ -202,7 +212,7 @@ def split_base(stored: Stored, model: Any) -> tuple[Any, Base | None]:
         FormatError: What is stored of it makes no sense.
     """
     part = stored.at(schema.BASE)
-    if part is None or not isinstance(model, torch.nn.Module) or isinstance(model, NamesOnly):
+    if part is None or not is_module(model) or is_names_only(model):
         return model, None
     of_ranks = part.build()
     if not isinstance(of_ranks, dict) or not isinstance(of_ranks.get(schema.RANKS), dict):

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
+from xla_ckpt.arrays.torch_objects import is_parameter, is_torch_optimizer, is_torch_tensor
 from xla_ckpt.snapshot.freezing import Freezing
-from xla_ckpt.state.wrappers import ModelView
+from xla_ckpt.state.wrappers import modules_in
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import leaves
+
+if TYPE_CHECKING:
+    import torch
 
 
 def stepped(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
@@ -37,13 +38,13 @@ def stepped(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor
     return {
         path: value
         for path, value in arrays.items()
-        if isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and _storage(value) in moments)
+        if is_parameter(value) or (is_torch_tensor(value) and _storage(value) in moments)
     }
 
 
 def _announces_steps(optimizer: Any) -> bool:
     """Whether torch calls hooks before the step of an optimizer."""
-    return isinstance(optimizer, torch.optim.Optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
+    return is_torch_optimizer(optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
 
 
 class _Watch:
@@ -90,11 +91,12 @@ class Guard:
             with_optimizer: Whether an optimizer is saved; if not, every optimizer waits.
         """
         self._forget()
-        if freezing.frozen:
+        if freezing.frozen or not tensors:
             return
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
         watch = _Watch(freezing, tensors, with_optimizer=with_optimizer)
-        tops = model.parts if isinstance(model, ModelView) else [model] if isinstance(model, torch.nn.Module) else []
-        for module in {id(part): part for top in tops for part in top.modules()}.values():
+        for module in {id(part): part for top in modules_in(model) for part in top.modules()}.values():
             if any(id(p) in watch.numbers for p in module.parameters(recurse=False)):
                 watch.hooks.append(module.register_load_state_dict_pre_hook(_before_load))  # type: ignore[no-untyped-call]
         with self._lock:
@@ -180,4 +182,4 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers."""
-    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in leaves(value) if is_torch_tensor(leaf))

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.errors import CheckpointError, LoadError
 from xla_ckpt.job.verdict import Round, agreed
 from xla_ckpt.storage.undisturbed import undisturbed
@@ -57,7 +56,7 @@ def copied(state: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
+    if is_torch_tensor(leaf):
         plain = leaf.detach()
         return plain.clone() if leaf.device.type == "cpu" else plain.cpu()
     return copy.deepcopy(leaf)
@@ -65,7 +64,7 @@ def _copied(leaf: Any) -> Any:
 
 def writes(arrays: Iterable[Any]) -> list[tuple[int, int | None]]:
     """Which tensors these are, and how often torch has counted a write to each: None for one that has no count."""
-    return [(id(t), None if t.is_inference() else t._version) for t in arrays if isinstance(t, torch.Tensor)]
+    return [(id(t), None if t.is_inference() else t._version) for t in arrays if is_torch_tensor(t)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import is_lazy, is_module
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.job.mesh_source import neighbours_share_keys
 from xla_ckpt.sharding.mesh import Mesh
@@ -46,7 +45,7 @@ def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
         UnsupportedStateError: The numbers of a layer contradict each other, its parameters, or the mesh.
     """
     shardings: dict[int, Sharding] = {}
-    for name, layer in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+    for name, layer in model.named_modules() if is_module(model) else ():
         for parameter, (leaf, sharding) in _of_layer(f"{name}." if name else "", layer, mesh):
             if shardings.setdefault(id(parameter), sharding) != sharding:
                 raise _contradiction(
@@ -158,7 +157,7 @@ def _parameters(layer: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Those of the parameters of these names that a layer has, and that have a shape."""
     for name in names:
         value = layer._parameters.get(name)
-        if value is not None and not torch.nn.parameter.is_lazy(value):
+        if value is not None and not is_lazy(value):
             yield name, value
 
 

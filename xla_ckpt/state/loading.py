@@ -7,12 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.casting import can_cast, cast
 from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
-from xla_ckpt.arrays.torch_host import DENSE, check_writable
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
 from xla_ckpt.lightweight import lightweight
@@ -153,9 +151,12 @@ class Stored:
         Raises:
             UsageError: As `into`.
         """
-        if type(value) in DENSE:
-            with naming(leaf=path):
-                check_writable(value)
+        if is_torch_tensor(value):
+            from xla_ckpt.arrays.torch_host import DENSE, check_writable
+
+            if type(value) in DENSE:
+                with naming(leaf=path):
+                    check_writable(value)
         return self.like(path, value)
 
     def _local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
@@ -274,7 +275,7 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
         record, value = stored.record(path), now.get(path)
         target = None if value is None else stored.like(path, value)
         if target is None or (target.shape, target.dtype) != (record.shape, record.dtype):
-            device = value.device if isinstance(value, torch.Tensor) else None
+            device = value.device if is_torch_tensor(value) else None
             target = new_array(record.dtype, whole(record.shape), kind, device)
         loading.want(path, target, record.form)
 

@@ -27,7 +27,7 @@ from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
-from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
+from xla_ckpt.state.wrappers import is_names_only, unwrapped_model
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave, children, leaves_below, part_at
@@ -112,7 +112,7 @@ class Objects:
         if self.adapters_alone:
             model, base = adapters_of(model, placement)
             alone.append(schema.of_rank(schema.BASE, rank))
-        if model is not None and not isinstance(model, NamesOnly):
+        if model is not None and not is_names_only(model):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
             parts.append(schema.MODEL)
@@ -204,7 +204,7 @@ class Objects:
     def _members(self, model: Any, optimizer: Any) -> list[tuple[str, _Load]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
         members: list[tuple[str, _Load]] = []
-        if model is not None and not isinstance(model, NamesOnly):
+        if model is not None and not is_names_only(model):
             members.append((schema.MODEL, _one(lambda part: module.load(part, model))))
         names = module.parameter_names(model) if optimizer is not None else {}
         if isinstance(optimizer, Several):
@@ -299,6 +299,7 @@ class Like:
         make = weave.visit(self.like, stored.skeleton)
         placement = stored.shardings.placement
         for leaf, wanted in weave.wanted.items():
-            target = target_of_spec(wanted, placement) if is_spec(wanted) else stored.like(leaf, wanted)
-            loading.want(leaf, target, stored.form(leaf))
+            form = stored.form(leaf)
+            target = target_of_spec(wanted, placement, form) if is_spec(wanted) else stored.like(leaf, wanted)
+            loading.want(leaf, target, form)
         return Loadings([loading], make)

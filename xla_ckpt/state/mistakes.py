@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import has_torchs, is_lazy, is_module, is_of, is_parameter, is_torchs_own
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
 from xla_ckpt.state.several import optimizers_in
 from xla_ckpt.tree import schema
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +74,13 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     for each in optimizers_in(optimizer) if optimizer is not None else ():
         _check_optimizer(each)
         _check_consolidated(each, loading=loading)
-        if isinstance(model, torch.nn.Module):
+        if is_module(model):
             _check_belongs(each, model)
 
 
 def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
     """`strict`: its members must have names, because a load or an optimizer's state asks for them."""
-    if isinstance(model, torch.nn.Module | mapping):
+    if is_module(model) or isinstance(model, mapping):
         return
     if _is_optimizer(model):
         raise _in_the_place_of("a model", "an optimizer", model)
@@ -124,7 +126,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, Mapping):
         check_no_stateful(optimizer, schema.OPTIMIZER)
         return
-    if isinstance(optimizer, torch.nn.Module) and not _is_optimizer(optimizer):
+    if is_module(optimizer) and not _is_optimizer(optimizer):
         raise _in_the_place_of("an optimizer", "a module", optimizer)
     if _is_scheduler(optimizer):
         raise _in_the_place_of("an optimizer", "a scheduler", optimizer)
@@ -134,7 +136,8 @@ def _check_optimizer(optimizer: Any) -> None:
             leaf=schema.OPTIMIZER,
             expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
-            hint="Give several as a dict, each by a name. xla_ckpt.save takes any tree.",
+            hint="Give several as a dict, each by a name. xla_ckpt.save takes any tree, and extras do, such as the "
+            "state of one of optax.",
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(
@@ -200,7 +203,7 @@ def check_may_be_pickled(value: Any, leaf: str) -> None:
     """
     if leaf.startswith(f"{schema.USER_CONTENT}/"):
         return
-    if isinstance(value, torch.nn.Module) or _is_optimizer(value):
+    if is_module(value) or _is_optimizer(value):
         raise UnsupportedStateError(
             "a model or optimizer inside of other state would be pickled whole, without its arrays being stored",
             leaf=leaf,
@@ -231,7 +234,7 @@ def _is_scheduler(value: Any) -> bool:
     """Whether it is a learning rate scheduler. One that steps the parameters, too, is an optimizer."""
     if _is_optimizer(value) or hasattr(value, "zero_grad"):
         return False
-    return isinstance(value, torch.optim.lr_scheduler.LRScheduler) or callable(getattr(value, "get_last_lr", None))
+    return is_of(value, "torch.optim.lr_scheduler", "LRScheduler") or callable(getattr(value, "get_last_lr", None))
 
 
 def _shard_again(model: torch.nn.Module) -> None:
@@ -252,7 +255,7 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     Some optimizers do step copies (master weights of higher precision, an average of the weights saved as the model):
     these have another element type, names of their own, a `state_dict` of their own, or lie beside the model.
     """
-    if getattr(type(optimizer), "state_dict", None) is not torch.optim.Optimizer.state_dict:
+    if not has_torchs(optimizer, "state_dict"):
         return
     _shard_again(model)
     groups = [g for g in getattr(optimizer, schema.GROUPS, ()) if g.get("params")]
@@ -260,12 +263,10 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     names = module.parameter_names(model)
     if not strangers or not of_model or any("param_names" in g for g in groups):
         return
-    if any(module.parameter_name(p, names) is not None for p in strangers) or any(
-        map(torch.nn.parameter.is_lazy, of_model)
-    ):
+    if any(module.parameter_name(p, names) is not None for p in strangers) or any(map(is_lazy, of_model)):
         return
     twins = {(p.shape, p.dtype) for p in of_model}
-    alike = all(isinstance(p, torch.nn.Parameter) and (p.shape, p.dtype) in twins for p in strangers)
+    alike = all(is_parameter(p) and (p.shape, p.dtype) in twins for p in strangers)
     model_homes, optimizer_homes = _homes(of_model), _homes(strangers)
     if not alike or not _was_moved(optimizer_homes, model_homes):
         logger.warning(
@@ -290,7 +291,7 @@ def _homes(parameters: Sequence[Any]) -> list[str]:
 
 
 def _is_plain(parameter: Any) -> bool:
-    return type(parameter) in (torch.Tensor, torch.nn.Parameter)
+    return is_torchs_own(parameter)
 
 
 def _was_moved(old: Sequence[str], new: Sequence[str]) -> bool:

@@ -14,9 +14,8 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from xla_ckpt.arrays.registry import array_kind
+from xla_ckpt.arrays.torch_objects import is_module, is_torch_tensor
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import zero1
@@ -89,7 +88,7 @@ def _check_shared(optimizer: Any, called: Sequence[str]) -> None:
         UnsupportedStateError: There is such a key.
     """
     for key in getattr(optimizer, schema.STATE, ()):
-        if isinstance(key, torch.Tensor):
+        if is_torch_tensor(key):
             continue
         if isinstance(key, int):
             raise UnsupportedStateError(
@@ -120,7 +119,7 @@ def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement
     """
     if has_groups(optimizer):
         return parameters(optimizer, names_in_order(optimizer, names), placement)
-    arrays: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else (model or {}).items()
+    arrays: Any = model.named_parameters() if is_module(model) else (model or {}).items()
     return {component(name): Parameter(name=str(name), value=v) for name, v in arrays if array_kind(v) is not None}
 
 

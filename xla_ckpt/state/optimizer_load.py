@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from xla_ckpt.arrays.registry import check_memory
+from xla_ckpt.arrays.torch_objects import has_torchs, is_torch_tensor
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
@@ -107,7 +106,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
 
 def _loads_itself(match: _Match) -> bool:
     """Whether its state goes back through a `load_state_dict` of its own."""
-    return not match.sharded and type(match.optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    return not match.sharded and not has_torchs(match.optimizer, "load_state_dict")
 
 
 def _hand_over(loading: Loading, optimizer: Any, leaf: str) -> None:
@@ -346,7 +345,7 @@ def _install_sharded(match: _Match, state: Mapping[Any, Any], groups: Sequence[A
                 group.update(new)
         own = {shard for group in holder.param_groups for shard in group["params"]}
         shard_state = collections.defaultdict[Any, Any](dict)
-        shard_state.update({k: v for k, v in state.items() if k in own or not isinstance(k, torch.Tensor)})
+        shard_state.update({k: v for k, v in state.items() if k in own or not is_torch_tensor(k)})
         holder.__setstate__({schema.STATE: shard_state, schema.GROUPS: holder.param_groups})
 
 
@@ -357,7 +356,7 @@ def _install(match: _Match, state: Any, groups: Sequence[Any], others: Mapping[s
         {**group, **({} if stored_group is None else _hyper(stored_group)), "params": group["params"]}
         for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
     ]
-    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+    if has_torchs(optimizer, "load_state_dict"):
         # As torch's load_state_dict ends, but without its casts: state keeps the dtype that it was saved with.
         for group, new in zip(optimizer.param_groups, values, strict=True):
             group.update(new)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from xla_ckpt.arrays.registry import array_kind, new_array
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.sharding.local_array import whole
@@ -122,5 +121,5 @@ class StateTargets:
         value = self._now.get(path)
         if array_kind(value) == kind and Loading().want(path, like := self._stored.like(path, value), record.form):
             return like
-        device = value.device if isinstance(value, torch.Tensor) else self._device
+        device = value.device if is_torch_tensor(value) else self._device
         return new_array(record.dtype, whole(record.shape), kind, device)

@@ -17,7 +17,7 @@ from xla_ckpt.state.attributes import declared_sharding, true_shape
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.ties import all_names
-from xla_ckpt.state.wrappers import ModelView
+from xla_ckpt.state.wrappers import is_view
 from xla_ckpt.tree import schema
 
 
@@ -29,7 +29,7 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
     """
     shardings = shardings.of_model(model)
     entries = {} if model is None else module.tree_of(model)
-    if isinstance(model, ModelView):
+    if is_view(model):
         entries = {**entries, **model.other_names()}
     arrays = {
         str(name): _hint(schema.weight(str(name)), value, shardings)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.plan.rank_numbers import axes_of_numbers, has_numbers, same_numbers
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.state.loading import Stored
 from xla_ckpt.state.problems import Problem
 from xla_ckpt.tree import path as paths
+
+if TYPE_CHECKING:
+    import torch
 
 _STAYS = "it says something of each rank of a job, and the ranks that saved were arranged otherwise: it stays as it is"
 
@@ -47,5 +49,5 @@ def unwanted(stored: Stored, names: Iterable[Any]) -> set[Any]:
 
 def _integers(stored: Stored, entries: Mapping[Any, Any]) -> Iterator[tuple[Any, torch.Tensor, str]]:
     for key, value in entries.items():
-        if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+        if is_torch_tensor(value) and not (value.is_floating_point() or value.is_complex()):
             yield key, value, paths.join(stored.prefix, paths.escape(str(key)))

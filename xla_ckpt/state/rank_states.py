@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from xla_ckpt.arrays.registry import new_array
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state.loading import Loading, Stored, plan_arrays
@@ -175,7 +174,7 @@ class _Wanted:
 
         def made(arrays: Mapping[str, Any]) -> Any:
             value = make([part.build(lambda path, _: arrays[path]) for part in parts])
-            return value.to(self._device(keys)) if isinstance(value, torch.Tensor) else value
+            return value.to(self._device(keys)) if is_torch_tensor(value) else value
 
         self.own.makes[keys] = made
 
@@ -195,7 +194,7 @@ class _Wanted:
     def _device(self, keys: tuple[Any, ...]) -> Any:
         """Where a state lies: where the optimizer has it, else with its parameter, or the first one."""
         value, parameters = self._now(keys).get(keys[-1]), self.program.by_name
-        if isinstance(value, torch.Tensor):
+        if is_torch_tensor(value):
             return value.device
         return (parameters[keys[0]] if len(keys) > 1 else next(iter(parameters.values()))).device
 

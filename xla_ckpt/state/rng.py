@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import random
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-logger = logging.getLogger(__name__)
-
-_ELSEWHERE = ("python", "numpy", "torch", "xla")
-"""Keys of the state that name no kind of accelerator."""
+from xla_ckpt.arrays.torch_objects import torch_is_loaded
 
 
 class RNGState:
@@ -23,7 +16,8 @@ class RNGState:
     ``extras={"rng": xla_ckpt.RNGState()}`` stores them with a save and sets them on a load. The accelerator is
     ``torch.accelerator``'s (CUDA, or any other), and each of its devices has a state. On a load, a process without such
     an accelerator, or with fewer devices, leaves out what it has no generator for, with a warning. XLA's is included
-    where torch_xla is loaded; a state without it leaves XLA's generator alone.
+    where torch_xla is loaded; a state without it leaves XLA's generator alone. A program that has not imported torch
+    has python's and numpy's alone. jax has none: its keys are values of the program.
 
     Every rank has a state of its own (see `PerRank`). A job of more ranks than saved it leaves the generators of the
     others as they are, with a warning: two ranks must not draw the same numbers.
@@ -37,65 +31,18 @@ class RNGState:
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=True),
-            "torch": torch.get_rng_state(),
         }
-        if "torch_xla" in sys.modules:
-            import torch_xla.core.xla_model as xm
+        if not torch_is_loaded():
+            return state
+        from xla_ckpt.state import torch_rng
 
-            state["xla"] = int(xm.get_rng_state())
-        kind = _accelerator()
-        if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
-            state[kind] = [_get(kind, device) for device in _devices(kind)]
-        return state
+        return {**state, **torch_rng.generators()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators that `state` holds and that this process has."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"].cpu())
-        if "xla" in state and "torch_xla" in sys.modules:
-            import torch_xla.core.xla_model as xm
+        if "torch" in state and torch_is_loaded():
+            from xla_ckpt.state import torch_rng
 
-            xm.set_rng_state(state["xla"])
-        for kind in (key for key in state if key not in _ELSEWHERE):
-            _set_all(kind, [s.cpu() for s in state[kind]])
-
-
-def _accelerator() -> str | None:
-    """The kind of the accelerator of this process, such as ``cuda``; None if it has none."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if device is None else device.type
-
-
-def _devices(kind: str) -> list[str | None]:
-    """The devices of the accelerator; None for one that is alone: some modules, as torch.mps, name none."""
-    count = torch.accelerator.device_count()
-    return [None] if count == 1 else [f"{kind}:{number}" for number in range(count)]
-
-
-def _get(kind: str, device: str | None) -> torch.Tensor:
-    module = torch.get_device_module(kind)
-    state: torch.Tensor = module.get_rng_state() if device is None else module.get_rng_state(device)
-    return state
-
-
-def _set(kind: str, device: str | None, state: torch.Tensor) -> None:
-    module = torch.get_device_module(kind)
-    if device is None:
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
-
-
-def _set_all(kind: str, states: Sequence[torch.Tensor]) -> None:
-    """Set the generators of the devices of an accelerator, as far as they are here."""
-    devices = _devices(kind) if _accelerator() == kind else []
-    for device, state in zip(devices, states, strict=False):
-        _set(kind, device, state)
-    if len(devices) < len(states):
-        logger.warning(
-            "%d random generators of %s devices were saved, and %d are here: the others are left out",
-            len(states),
-            kind,
-            len(devices),
-        )
+            torch_rng.set_generators(state)

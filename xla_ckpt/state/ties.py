@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import is_module
 from xla_ckpt.tree import schema
 
 
 def all_names(model: Any) -> list[list[str]]:
     """The names of each parameter of a module, in its order."""
-    if not isinstance(model, torch.nn.Module):
+    if not is_module(model):
         return []
     by_object: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):

@@ -18,10 +18,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
-from torch.optim.swa_utils import SWALR
 
-from xla_ckpt.arrays import composite, instance, pytree
+from xla_ckpt.arrays import instance, pytree
+from xla_ckpt.arrays.torch_objects import INSTALL, is_torch_tensor, torch_is_installed, torch_is_loaded
 from xla_ckpt.engine import pickles
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.tree import schema
@@ -29,18 +28,6 @@ from xla_ckpt.tree.classes import scalar_below
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec, ValueKind
 from xla_ckpt.tree.flatten import NAMESPACES, Resolve
 from xla_ckpt.tree.nested import in_dicts_and_lists
-
-
-def _torch_constant(kind: type) -> ValueKind:
-    """torch.float32, torch.strided, ...: values that are attributes of torch, by their name."""
-
-    def decode(json: Json) -> Any:
-        constant = getattr(torch, json)
-        if type(constant) is not kind:
-            raise FormatError(f"torch.{json} is no {kind.__name__}")
-        return constant
-
-    return ValueKind(kind.__name__, kind, lambda v: str(v).removeprefix("torch."), decode)
 
 
 def _numpy_scalar(kind: type) -> ValueKind:
@@ -110,20 +97,6 @@ def _decode_field_record(json: Json) -> Any:
     return _decode_records(json)[()]
 
 
-def _encode_generator(value: torch.Generator) -> Json:
-    """A generator of the CPU's. One of a device belongs to that device."""
-    if value.device.type != "cpu":
-        return NotImplemented
-    return base64.b64encode(value.get_state().numpy().tobytes()).decode()
-
-
-def _decode_generator(json: Json) -> torch.Generator:
-    state = bytearray(base64.b64decode(json, validate=True))
-    generator = torch.Generator()
-    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
-    return generator
-
-
 _ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}")
 """Names of time zones. Others could be paths of other files."""
 
@@ -171,18 +144,6 @@ def _decode_buffer(json: Json) -> io.BytesIO:
     return buffer
 
 
-_FUNCTIONS = {
-    f"{kind.__module__}.{kind.__qualname__}.{name}": function
-    for kind, name in ((SWALR, "_cosine_anneal"), (SWALR, "_linear_anneal"))
-    if (function := getattr(kind, name, None)) is not None
-}
-"""Functions of torch's that a scheduler has in its state. A file names one of these, and no other."""
-
-
-def _encode_function(value: Any) -> Json:
-    return next((name for name, function in _FUNCTIONS.items() if function is value), NotImplemented)
-
-
 _SCALARS = (
     np.bool_,
     np.int8,
@@ -207,11 +168,7 @@ _SCALARS = (
 _DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.datetime64, np.timedelta64)}
 
 SHELL_KINDS: tuple[ValueKind, ...] = (
-    *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)),
     ValueKind("BytesIO", io.BytesIO, _encode_buffer, _decode_buffer),
-    ValueKind("function", types.FunctionType, _encode_function, _FUNCTIONS.__getitem__),
-    ValueKind("torch.device", torch.device, str, torch.device),
-    ValueKind("torch.Size", torch.Size, list, torch.Size),
     *(ValueKind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
     ValueKind("Path", type(pathlib.Path()), str, pathlib.Path),
     *(_numpy_scalar(kind) for kind in _SCALARS),
@@ -224,20 +181,61 @@ SHELL_KINDS: tuple[ValueKind, ...] = (
     ValueKind("numpy.void", np.void, _encode_record, _decode_record),
     ValueKind("numpy.record", np.record, _encode_record, _decode_field_record),
     ValueKind("numpy.recarray", np.recarray, _encode_array, _decode_records),
-    ValueKind("torch.Generator", torch.Generator, _encode_generator, _decode_generator),
     ValueKind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _zone),
     *(_in_zone(kind) for kind in (datetime.datetime, datetime.time)),
 )
 
-_PLAIN = ValueCodec(SHELL_KINDS)
+_OF_TORCH = ("dtype", "layout", "memory_format", "function", "torch.device", "torch.Size", "torch.Generator")
+"""What the kinds of torch's values are called, which are in a module that imports torch."""
+
+
+def _torch_kinds(name: str | None) -> tuple[ValueKind, ...]:
+    """The kinds of torch's values; none, if a program has not imported torch and a file does not ask for one.
+
+    Raises:
+        IncompatibleCheckpointError: A file does, and torch is not installed.
+    """
+    if name in _OF_TORCH:
+        _check_torch(f"a value of torch's ({name})")
+    elif not torch_is_loaded():
+        return ()
+    from xla_ckpt.state.torch_values import TORCH_KINDS
+
+    return TORCH_KINDS
+
+
+def _check_torch(what: str) -> None:
+    if not torch_is_installed():
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds {what}, and torch is not installed here",
+            hint=f"{INSTALL} Or name what is wanted of the checkpoint: only that is read.",
+        )
+
+
+_PLAIN = ValueCodec(SHELL_KINDS, later=_torch_kinds)
 
 
 def _apart(value: Any) -> Composite | None:
-    return composite.apart(value) or pytree.apart(value, _PLAIN)
+    if is_torch_tensor(value):
+        from xla_ckpt.arrays import composite
+
+        return composite.apart(value)
+    return pytree.apart(value, _PLAIN)
 
 
 def _kind_of(parts: Composite) -> Any:
-    return next((kind for kind in (pytree, instance) if kind.is_name(parts.name)), composite)
+    """The module that takes values of a kind apart, and puts them together.
+
+    Raises:
+        IncompatibleCheckpointError: They are tensors, and torch is not installed.
+    """
+    for kind in (pytree, instance):
+        if kind.is_name(parts.name):
+            return kind
+    _check_torch(f"a tensor that consists of several ({parts.name})")
+    from xla_ckpt.arrays import composite
+
+    return composite
 
 
 def _compose(parts: Composite, resolve: Resolve) -> Any:
@@ -255,17 +253,17 @@ def checked_members(parts: Composite, resolve: Resolve) -> Any:
     return parts.members
 
 
-CODEC = ValueCodec(SHELL_KINDS, _apart, _compose)
+CODEC = ValueCodec(SHELL_KINDS, _apart, _compose, later=_torch_kinds)
 """The plain values of a PyTorch program, its tensors that consist of several, and what jax takes apart."""
 
-_WITH_OBJECTS = ValueCodec(SHELL_KINDS, _apart, _compose, lambda value, _: instance.parts(value))
+_WITH_OBJECTS = ValueCodec(SHELL_KINDS, _apart, _compose, lambda value, _: instance.parts(value), _torch_kinds)
 
 
 def _attributes(value: Any, path: str) -> Composite | None:
     return instance.apart(value, _WITH_OBJECTS) if schema.place_of(path).role is schema.Role.STATE else None
 
 
-APART = ValueCodec(SHELL_KINDS, _apart, _compose, _attributes)
+APART = ValueCodec(SHELL_KINDS, _apart, _compose, _attributes, _torch_kinds)
 """The same, and objects of plain classes in the state of an optimizer. Others are the program's own: they are pickled,
 which tells its author that nothing else can store them."""
 
@@ -296,7 +294,7 @@ def resolver(trust: bool) -> Any:
         if not (isinstance(value, type) and _fits(value, base)):
             raise IncompatibleCheckpointError(
                 f"the checkpoint holds a value of the class {path} of {module}, which has changed or is gone",
-                expected=_EXPECTED[base],
+                expected=_EXPECTED.get(base, "a subclass of torch.Tensor with __tensor_unflatten__"),
                 found=str(value),
                 hint=_elsewhere(module, path),
             )
@@ -321,15 +319,14 @@ _EXPECTED = {
     float: "a class that extends a plain type",
     object: "a dataclass",
     type: "a class",
-    torch.Tensor: "a subclass of torch.Tensor with __tensor_unflatten__",
 }
 
 
 def _fits(kind: type, base: type) -> bool:
     if base is tuple:
         return issubclass(kind, tuple) and hasattr(kind, "_fields")
-    if base is torch.Tensor:
-        return issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")
+    if base not in _EXPECTED:  # a tensor
+        return issubclass(kind, base) and hasattr(kind, "__tensor_unflatten__")
     if base is type:  # registered with jax, which is asked
         return True
     if base is float:

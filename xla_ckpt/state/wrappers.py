@@ -1,33 +1,24 @@
 """Wrappers around models and optimizers, neuronx-distributed's among them: what is in them is what is saved and loaded.
 
 A wrapper is known by what it offers, so that its package need not be there. One that adds something to the state of
-what it wraps is left as it is, so that nothing of a state is lost.
+what it wraps is left as it is, so that nothing of a state is lost. What is in a model's is found by `model_view`, which
+imports torch.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from xla_ckpt.arrays.torch_objects import is_module, is_of, is_torch_optimizer
 from xla_ckpt.state import zero1
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch
 
-_CONFIG = "nxd_config"
-"""What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""
-
-_PLAIN = "xla_ckpt_plain"
+PLAIN_PROPERTY = "xla_ckpt_plain"
 """A property by which a wrapper's class says what is saved and loaded in the place of the wrapper."""
-
-_BASE = ".base_layer"
-"""What an adapter adds to the name of the layer that it is for."""
-
-
-# Optimizers.
 
 
 def unwrapped_optimizer(optimizer: Any, shared: Iterable[str] = ()) -> Any:
@@ -38,10 +29,10 @@ def unwrapped_optimizer(optimizer: Any, shared: Iterable[str] = ()) -> Any:
         shared: Of a tag that is loaded, the keys of the state that belongs to no parameter. A wrapper that has it only
             after its first step (pytorch_optimizer's TRAC) is otherwise taken for one that adds nothing.
     """
-    if hasattr(type(optimizer), _PLAIN):
-        return unwrapped_optimizer(getattr(optimizer, _PLAIN), shared)
+    if hasattr(type(optimizer), PLAIN_PROPERTY):
+        return unwrapped_optimizer(getattr(optimizer, PLAIN_PROPERTY), shared)
     inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+    if not is_torch_optimizer(inner) or inner is optimizer:
         return optimizer
     shares = getattr(optimizer, schema.GROUPS, None) is inner.param_groups
     # A wrapper with a state of its own (Lookahead's slow weights) would lose it.
@@ -69,247 +60,31 @@ def _same_members(whole: Any, own: Any) -> bool:
     return all(_same_members(whole[k], own[k]) for k in own)
 
 
-# Models.
-
-
-class ModelView(torch.nn.Module):
-    """A wrapped model as an ordinary module: its state under the names that the wrapper gives it.
-
-    It holds the parameters and buffers of the model itself, so that a load reaches the model.
-
-    Args:
-        entries: What is saved, by name.
-        parameters: All parameters, by name: an optimizer's state is called by these names.
-        parts: The modules whose state this is.
-        put: Takes a state dict, or a part of one, into the model.
-    """
-
-    def __init__(
-        self,
-        entries: Mapping[str, Any],
-        *,
-        parameters: Sequence[tuple[str, Any]],
-        parts: Sequence[torch.nn.Module],
-        put: Callable[[Mapping[str, Any]], object],
-    ) -> None:
-        super().__init__()
-        self._entries = dict(entries)
-        self._named = tuple(parameters)
-        self.parts = tuple(parts)
-        self._put = put
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # only ever one form of it
-        """The model's own parameters and buffers, and plain values, by name."""
-        return dict(self._entries)
-
-    def wanted(self, stored: Container[str]) -> dict[str, Any]:
-        """What a load fills, by the name that it has in a tag; `stored` are the names in the tag."""
-        return dict(self._entries)
-
-    def other_names(self) -> dict[str, Any]:
-        """What a tag may hold under other names than those of `state_dict`, by such a name."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """Put what could not be read straight into the model's arrays into it, as the wrapper does."""
-        return self._put(state_dict)
-
-    def named_parameters(
-        self,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, Any]]:
-        """All parameters, by name."""
-        return _named(self._named, prefix, once=remove_duplicate)
-
-    def named_buffers(
-        self,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors in the state that are no parameters, by name."""
-        parameters = {id(p) for _, p in self._named}
-        others = [(n, v) for n, v in self._entries.items() if isinstance(v, torch.Tensor) and id(v) not in parameters]
-        return _named(others, prefix, once=remove_duplicate)
-
-    def named_modules(
-        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules whose state this is, under the names that they have inside of the wrapper."""
-        memo = set() if memo is None else memo
-        for part in self.parts:
-            yield from part.named_modules(memo, prefix, remove_duplicate)
-
-
-class Adapted(ModelView):
-    """neuronx-distributed's `LoraModel`: a base model, and adapters for some of its layers."""
-
-    def wanted(self, stored: Container[str]) -> dict[str, Any]:
-        """See `ModelView`. A tag holds the adapters, with the base model or without it; or the base model alone.
-
-        If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
-        names then that they had without adapters.
-        """
-        live = {name: value for name, value in self._entries.items() if name != schema.LORA_CONFIG}
-        trained = {id(p) for _, p in self._named if p.requires_grad}
-        if any(schema.ADAPTER in name and name in stored for name in live):
-            chosen = {n: v for n, v in live.items() if n in stored or id(v) in trained}
-        else:
-            chosen = {n: v for n, v in live.items() if schema.ADAPTER not in n and n.replace(_BASE, "") not in stored}
-            chosen |= {called: value for called, value in self.other_names().items() if called in stored}
-            logger.info("no adapters are stored: they stay as they are")
-        if schema.LORA_CONFIG in stored:
-            chosen[schema.LORA_CONFIG] = self._entries[schema.LORA_CONFIG]
-        return chosen
-
-    def other_names(self) -> dict[str, Any]:
-        """See `ModelView`: what the base model was called before it got adapters."""
-        return {n.replace(_BASE, ""): v for n, v in self._entries.items() if schema.ADAPTER not in n}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """See `ModelView`. The configuration of the adapters stays that of the model; a difference is a warning."""
-        names = {name.replace(_BASE, ""): name for name in self._entries}
-        entries = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
-        config, stored_config = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
-        if isinstance(stored_config, Mapping):
-            stored = schema.lora_fields(stored_config)
-            differing = sorted(k for k in config if k in stored and config[k] != stored[k])
-            if differing:
-                logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
-        return self._put(entries) if entries else None
-
-
-class NamesOnly(ModelView):
-    """A model that only says what the parameters of an optimizer are called, and how they are split.
-
-    An optimizer is loaded with it where the weights are to stay as they are.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        bare = unwrapped_model(model, loading=True)
-        super().__init__(
-            bare.state_dict(keep_vars=True),
-            parameters=list(bare.named_parameters(remove_duplicate=False)),
-            parts=bare.parts if isinstance(bare, ModelView) else [bare],
-            put=lambda state_dict: None,
-        )
-
-
 def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
-    """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
-
-    What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `ModelView`.
-    torch's DistributedDataParallel, DataParallel and torch.compile put a step before all names. It says nothing of the
-    state, and is left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
-
-    Args:
-        model: A module, a dict of modules, or anything else, which is returned as it is.
-        loading: Whether it is loaded into. A `LoraModel` that is saved decides itself what is saved of it.
-        stored: Names in the tag that is loaded: earlier versions have saved torch's wrappers with their step.
-    """
-    if isinstance(model, Mapping) and model and all(isinstance(part, torch.nn.Module) for part in model.values()):
-        return torch.nn.ModuleDict(model)  # a generator and a discriminator
-    if not isinstance(model, torch.nn.Module):
+    """The model inside of wrappers: see `module_inside`. What is no module, nor a dict of them, is returned itself."""
+    if isinstance(model, Mapping):
+        if not model or not all(map(is_module, model.values())):
+            return model
+    elif not is_module(model):
         return model
-    if hasattr(type(model), _PLAIN):
-        return unwrapped_model(getattr(model, _PLAIN), loading=loading, stored=stored)
-    bare = _without_step(model)
-    if bare is not None:
-        bare_model = unwrapped_model(bare, loading=loading, stored=stored)
-        own = list(model.state_dict(keep_vars=True))
-        is_stored = bool(own) and all(name in stored for name in own)
-        return model if is_stored and own[0] not in _names_of(bare_model) else bare_model
-    if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
-        return _stage(model)
-    # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
-    inner = dict(torch.nn.Module.named_children(model)).get("module")
-    if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
-        return model
-    if schema.LORA_CONFIG in vars(model):
-        return _adapted(model, inner, loading)
-    seen = unwrapped_model(inner, loading=loading)
-    return seen if _is_alike(model, seen) else model
+    from xla_ckpt.state.model_view import module_inside
+
+    return module_inside(model, loading=loading, stored=stored)
 
 
-def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
-    """What is in torch's own wrappers, which only put a step before all names; None for any other module."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return model._modules["module"]
-    compiled = (type(model).__module__, type(model).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
-    return model._modules["_orig_mod"] if compiled else None
+_VIEWS = "xla_ckpt.state.model_view"
 
 
-def _names_of(model: torch.nn.Module) -> Container[str]:
-    return model.state_dict(keep_vars=True)
+def is_view(model: Any) -> bool:
+    """Whether a model is a `ModelView`."""
+    return is_of(model, _VIEWS, "ModelView")
 
 
-def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:
-    """Whether a wrapper has nothing but what it wraps, and gives it the same names."""
-    if len(wrapper._modules) > 1 or wrapper._parameters or wrapper._buffers:
-        return False
-    if isinstance(seen, Adapted):
-        return True  # asking a LoraModel for its state may merge its adapters into it
-    loads = type(wrapper).load_state_dict is not torch.nn.Module.load_state_dict
-    if loads and not isinstance(seen, ModelView) and _CONFIG not in vars(wrapper):
-        return False  # nobody knows what else its own load_state_dict does
-    try:
-        entries, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
-    except TypeError:  # it does not take what torch's own takes: it is no such wrapper
-        return False
-    return entries.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in entries.items())
+def is_names_only(model: Any) -> bool:
+    """Whether a model is `NamesOnly`."""
+    return is_of(model, _VIEWS, "NamesOnly")
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or not (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor))
-
-
-def _stage(model: Any) -> ModelView:
-    """What this rank has of a pipeline.
-
-    neuronx-distributed's `local_named_parameters` and `local_named_buffers` do not take `remove_duplicate`, and the
-    latter raises KeyError for buffers that are not saved. So the state dict says the names of both.
-    """
-    entries = model.local_state_dict(keep_vars=True)
-    return ModelView(
-        entries,
-        parameters=[(n, v) for n, v in entries.items() if isinstance(v, torch.nn.Parameter)],
-        parts=[*model.local_modules()],
-        put=lambda state_dict: model.load_state_dict(state_dict, strict=False),
-    )
-
-
-def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
-    base = unwrapped_model(inner, loading=loading)
-    live = base.state_dict(keep_vars=True)
-    entries = dict(live) if loading else _live_of(model.state_dict(), live)
-    # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
-    if loading or any(schema.ADAPTER in name for name in entries):
-        entries[schema.LORA_CONFIG] = _fields(model.lora_config)
-    return Adapted(
-        entries,
-        parameters=list(base.named_parameters(remove_duplicate=False)),
-        parts=[base],
-        put=lambda state_dict: base.load_state_dict(state_dict, strict=False),
-    )
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    """What the configuration of adapters says of a checkpoint of them."""
-    fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
-    return schema.lora_fields(fields)
-
-
-def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the model's own tensors in place of aliases of them, which have lost their attributes."""
-    bare = {name.replace(_BASE, ""): value for name, value in live.items()}
-    return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
-
-
-def _named(members: Sequence[tuple[str, Any]], prefix: str, *, once: bool) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()
-    for name, value in members:
-        if not once or id(value) not in seen:
-            seen.add(id(value))
-            yield f"{prefix}.{name}" if prefix else name, value
+def modules_in(model: Any) -> Sequence[torch.nn.Module]:
+    """The modules whose state a model has; none, if it is no module."""
+    return model.parts if is_view(model) else [model] if is_module(model) else []

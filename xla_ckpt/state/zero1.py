@@ -11,12 +11,11 @@ hold the same experts, the other one deals out all other parameters. Its own wra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from xla_ckpt.arrays.registry import require
-from xla_ckpt.arrays.torch_host import bytes_of
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
@@ -24,6 +23,9 @@ from xla_ckpt.sharding.sharding import axes_of
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.tree import schema
+
+if TYPE_CHECKING:
+    import torch
 
 _HOME = "torch_xla.distributed.zero_redundancy_optimizer"
 
@@ -129,10 +131,12 @@ def take_weights(optimizer: Any) -> None:
 
 def put(shard: Any, rows: torch.Tensor) -> None:
     """Overwrite a shard with rows in host memory; what they do not reach is padding, and zero."""
+    from xla_ckpt.arrays.torch_host import bytes_of
+
     adapter = require(shard)
     target = adapter.into(shard, whole(tuple(shard.shape)), owned=True)
     (memory,) = target.memory(Slabs()) or [memoryview(b"")]
-    padded = torch.zeros(tuple(shard.shape), dtype=shard.dtype)
+    padded = rows.new_zeros(tuple(shard.shape), dtype=shard.dtype)
     padded[: rows.shape[0]] = rows
     if len(memory):
         memory[:] = bytes_of(padded)
@@ -140,9 +144,10 @@ def put(shard: Any, rows: torch.Tensor) -> None:
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
+    from xla_ckpt.arrays.torch_host import tensor_from
+
     (shards,) = require(value).host([(value, whole(tuple(value.shape)))])
-    data = torch.frombuffer(bytearray(shards[0].data), dtype=value.dtype) if len(shards[0].data) else torch.empty(0)
-    return data.reshape(value.shape)
+    return tensor_from(np.array(shards[0].data), value.dtype, value.shape)
 
 
 def outer_state(optimizer: Any) -> Mapping[str, Any]:
@@ -155,7 +160,9 @@ def outer_state(optimizer: Any) -> Mapping[str, Any]:
     Raises:
         UnsupportedStateError: Both parts keep state of their own under one key.
     """
-    packed: Mapping[str, Any] = torch.optim.Optimizer.state_dict(optimizer)
+    from torch.optim import Optimizer
+
+    packed: Mapping[str, Any] = Optimizer.state_dict(optimizer)
     number = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     states: dict[Any, Any] = {}
     for part in parts_of(optimizer):

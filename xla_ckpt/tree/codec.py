@@ -172,17 +172,32 @@ class ValueCodec:
         apart: Callable[[Any], Composite | None] = lambda value: None,
         compose: Callable[[Composite, Callable[[str, type], Any]], Any] | None = None,
         attributes: Callable[[Any, str], Composite | None] = lambda value, path: None,
+        later: Callable[[str | None], tuple[ValueKind, ...]] = lambda name: (),
     ) -> None:
-        kinds = PURE_KINDS + shell_kinds
         self._by_type: dict[type, list[ValueKind]] = {}
-        for known in kinds:
-            self._by_type.setdefault(known.type, []).append(known)
-        self._by_name = {"$" + k.name: k for k in kinds}
+        self._by_name: dict[str, ValueKind] = {}
+        self._later: Callable[[str | None], tuple[ValueKind, ...]] | None = later
+        """The kinds of a framework that may not be loaded yet, given the name of an unknown one, or None for that of a
+        value. Asked until it has answered."""
+        self._add(PURE_KINDS + shell_kinds)
         self.apart = apart
         """Takes a value apart that consists of several arrays; None for any other."""
         self.attributes = attributes
         """Takes an object apart that would be pickled, given its leaf path; None if it is to be pickled."""
         self._compose = compose
+
+    def _add(self, kinds: tuple[ValueKind, ...]) -> None:
+        for known in kinds:
+            self._by_type.setdefault(known.type, []).append(known)
+            self._by_name["$" + known.name] = known
+
+    def _has_more(self, name: str | None = None) -> bool:
+        """Whether there are more kinds now, because the framework is loaded that has them."""
+        kinds = self._later(name) if self._later is not None else ()
+        if kinds:
+            self._add(kinds)
+            self._later = None  # not before: another thread may be here, too
+        return bool(kinds)
 
     def compose(self, composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
         """The value that `apart` has taken apart. `resolve` finds its class.
@@ -203,6 +218,8 @@ class ValueCodec:
             return encode_int(value)
         if kind is float:
             return encode_float(value)
+        if kind not in self._by_type and not self._has_more():
+            return NotImplemented
         for known in self._by_type.get(kind, ()):
             body = known.encode(value)
             if body is not NotImplemented:
@@ -223,6 +240,8 @@ class ValueCodec:
                 return self._guard(name, _float_bits, body)
             if name == "$int":
                 return self._guard(name, _int, body)
+            if name not in self._by_name:
+                self._has_more(name.removeprefix("$"))
             if (kind := self._by_name.get(name)) is not None:
                 return self._guard(name, kind.decode, body)
         raise FormatError("unknown value in the skeleton", found=str(json)[:80])

@@ -189,13 +189,14 @@ class Weave:
         codec: ValueCodec,
         whole: Callable[[Json, str], Make],
         *,
-        parts: Callable[[Any], ValueParts | None] = lambda pattern: None,
+        parts: Callable[[Any, Json], ValueParts | None] = lambda pattern, stored: None,
         number: Callable[[Any, float], Any] = lambda pattern, number: NotImplemented,
     ) -> None:
         self.is_array = is_array
         self.codec = codec
         self.parts = parts
-        """Takes a pattern apart that is a container of a class which the skeleton has no name for; else None."""
+        """Takes a pattern apart that is a container of a class which the skeleton has no name for; else None. It is
+        given what is stored in its place, too."""
         self.number = number
         """Makes an array like the pattern's of a stored number; NotImplemented where that makes none."""
         self.whole = whole
@@ -211,7 +212,7 @@ class Weave:
         """
         if self.is_array(pattern):
             return self._array(pattern, stored, path)
-        if (taken := self.parts(pattern)) is not None:
+        if (taken := self.parts(pattern, stored)) is not None:
             return self._parts(taken, stored, path)
         if isinstance(pattern, Mapping):
             return self._mapping(pattern, stored, path)

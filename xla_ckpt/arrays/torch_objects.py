@@ -1,0 +1,95 @@
+"""Which objects are torch's, without torch: a program that has not imported it has none, and it is not imported here.
+
+This is the one place that asks whether torch is there. Modules that import torch at their top are imported where a
+program has one of its objects, or asks for one; else only inside of `naming_torch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
+
+INSTALL = "Install it: pip install 'xla-ckpt[torch]'."
+"""What to do where torch is needed, and is not there."""
+
+
+def is_of(value: Any, module: str, name: str) -> bool:
+    """Whether a value is an object of a class. Nothing is imported: without its module, a class has no objects.
+
+    >>> is_of(1, "builtins", "int"), is_of(1, "no_such_module", "int")
+    (True, False)
+    """
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_torch_tensor(value: Any) -> TypeIs[torch.Tensor]:
+    """Whether a value is a tensor of torch's, of whatever class."""
+    return is_of(value, "torch", "Tensor")
+
+
+def is_parameter(value: Any) -> TypeIs[torch.nn.Parameter]:
+    """Whether a value is a parameter of a module."""
+    return is_of(value, "torch.nn", "Parameter")
+
+
+def is_module(value: Any) -> TypeIs[torch.nn.Module]:
+    """Whether a value is a module of torch's."""
+    return is_of(value, "torch.nn", "Module")
+
+
+def is_torch_optimizer(value: Any) -> TypeIs[torch.optim.Optimizer]:
+    """Whether a value is an optimizer of torch's."""
+    return is_of(value, "torch.optim", "Optimizer")
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a value is a parameter or buffer that has no shape yet."""
+    return is_of(value, "torch.nn.parameter", "UninitializedTensorMixin")
+
+
+def is_torchs_own(value: Any) -> bool:
+    """Whether a value is of one of torch's own classes of tensors, which add nothing to a tensor."""
+    return type(value).__module__ in ("torch", "torch.nn.parameter")
+
+
+def has_torchs(optimizer: Any, method: str) -> bool:
+    """Whether a method of an optimizer is that of torch's base class."""
+    base = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
+    return base is not None and getattr(type(optimizer), method, None) is getattr(base, method)
+
+
+def torch_is_loaded() -> bool:
+    """Whether the program has imported torch, all of it: another thread may be at it."""
+    return hasattr(sys.modules.get("torch"), "Tensor") and "torch.nn" in sys.modules
+
+
+@functools.cache
+def torch_is_installed() -> bool:
+    """Whether torch can be imported, for what a program asks for without having an object of torch's."""
+    return torch_is_loaded() or importlib.util.find_spec("torch") is not None
+
+
+@contextlib.contextmanager
+def naming_torch(what: str) -> Iterator[None]:
+    """Around what cannot be done without torch, and imports it.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise UsageError(f"{what} needs the package torch, which is not installed", hint=INSTALL) from error

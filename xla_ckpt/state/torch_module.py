@@ -1,0 +1,185 @@
+"""Modules of torch's, to a state tree and back. Imported where torch is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from xla_ckpt.arrays.registry import Adapters
+from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
+from xla_ckpt.errors import LoadError
+from xla_ckpt.state import rank_numbers
+from xla_ckpt.state.handover import Handover, PutBack, copied
+from xla_ckpt.state.loading import ArrayAt, Loading, Stored, plan_arrays, plan_freely
+from xla_ckpt.state.model_view import ModelView
+from xla_ckpt.state.module import compare_keys, identity_of
+from xla_ckpt.state.wrappers import modules_in
+from xla_ckpt.tree import path as paths
+
+
+def entries_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The state dict of a module, with its own parameters in it."""
+    entries: dict[str, Any] = model.state_dict(keep_vars=True)
+    special = {k: v for k, v in entries.items() if type(v) not in PLAIN and isinstance(v, torch.Tensor)}
+    beside = {k: attributes for k, v in special.items() if (attributes := attributes_of(v))}
+    return {**entries, **_bare(entries, beside)} if beside else dict(entries)
+
+
+def _bare(entries: Mapping[str, Any], beside: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Any]:
+    """The tensors that have others as attributes, without these, where the state dict has all of these itself.
+
+    bitsandbytes' 8-bit weights (`Int8Params`) have their scales as an attribute until the first pass, and its layer
+    saves them beside the weight. Tensors with anything else to lose are refused when they are stored.
+    """
+    adapters = Adapters()
+    saved = {identity_of(value, adapters) for value in entries.values()} - {None}
+    return {
+        name: entries[name].detach()
+        for name, attributes in beside.items()
+        if all(identity_of(attribute, adapters) in saved for attribute in attributes)
+    }
+
+
+def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
+    """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
+    loading = Loading(cast=stored.cast)
+    stored_entries = stored.build()
+    if not isinstance(stored_entries, Mapping):
+        loading.add_problem(stored.prefix, f"stored is a {type(stored_entries).__name__}, wanted a dict")
+        return loading
+    entries = module.wanted(stored_entries) if isinstance(module, ModelView) else entries_of(module)
+    of_other_ranks = rank_numbers.unfit(stored, entries)
+    entries = {key: value for key, value in entries.items() if key not in of_other_ranks}
+    compare_keys(stored, loading, entries, {k: v for k, v in stored_entries.items() if k not in of_other_ranks})
+    loading.problems += of_other_ranks.values()
+    owned = {id(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())}
+    kind = stored.shardings.adapters.kind
+    arrays_of_module = [v for k, v in entries.items() if not is_extra(k) and kind(v)]
+    direct = not _has_load_logic(module) and all(id(v) in owned for v in arrays_of_module)
+    path_of = {key: paths.join(stored.prefix, paths.escape(key)) for key in entries if key in stored_entries}
+    if direct:
+        arrays = {path: entries[key] for key, path in path_of.items() if isinstance(stored_entries[key], ArrayAt)}
+        loading.targets.update(stored.over_whole(arrays, owned=True))
+    by_object: dict[int, str] = {}
+    read_over = set(loading.targets)
+    for key, path in path_of.items():
+        if path in read_over:
+            continue
+        value = entries[key]
+        if is_extra(key):
+            if (part := stored.at(paths.escape(key))) is not None:
+                plan_freely(part, loading, value)  # the module's own business: it may have grown, or been None
+            continue
+        is_array, stored_array = kind(value) is not None, isinstance(stored_entries[key], ArrayAt)
+        # This raises where the tag says why nobody can have it, which is not what is told below.
+        record = stored.record(path) if stored_array else None
+        if is_array != stored_array:
+            loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
+        elif record is not None:
+            target = stored.into(path, value, owned=True) if direct else stored.handed(path, value)
+            if loading.want(path, target, record.form) and direct:
+                # Of several names of one parameter and of one stored array, one is read.
+                earlier = by_object.get(id(value))
+                if earlier is not None and stored.is_same(earlier, path):
+                    del loading.targets[earlier]
+                by_object[id(value)] = path
+                read_over.add(path)
+        elif (part := stored.at(paths.escape(key))) is not None:  # a value that the module's hooks have put there
+            plan_arrays(part, loading, {})
+
+    def take(arrays: Mapping[str, Any]) -> None:
+        values = {}
+        for key, value in stored.build(lambda path, _: arrays.get(path)).items():
+            is_array = isinstance(stored_entries[key], ArrayAt)
+            read_over = is_array and (direct or value is None) and not is_extra(key)
+            if key in entries and not read_over:
+                values[key] = value
+        if values:
+            _take(module, values, stored.prefix)
+
+    plain = [k for k in entries if k in stored_entries and (is_extra(k) or not isinstance(stored_entries[k], ArrayAt))]
+    if not direct:
+        loading.handover = Handover(
+            leaf=stored.prefix, take=take, keep=None, arrays=lambda: module.state_dict(keep_vars=True).values()
+        )
+    elif plain:
+        loading.handover = Handover(
+            leaf=stored.prefix,
+            take=take,
+            keep=lambda: _kept(module, {k: entries[k] for k in plain}),
+            paths=[path for path in loading.targets if path not in read_over],
+        )
+    return loading
+
+
+def _take(module: torch.nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Have a module load what cannot be read straight into its arrays.
+
+    Raises:
+        LoadError: It leaves some of it unread, without a word: a part of its state would be lost.
+    """
+    answer = module.load_state_dict(state, strict=False)
+    ignored = set(getattr(answer, "unexpected_keys", ())) & set(state)
+    left = sorted(ignored - _taken_by_quantized(module, {k: state[k] for k in ignored}))
+    if left:
+        raise LoadError(
+            f"the module saves members of its state that its load_state_dict() ignores: {paths.listed(left)}",
+            leaf=paths.join(prefix, paths.escape(left[0])),
+            hint="Put them into get_extra_state() and set_extra_state() of the module, or into extras.",
+        )
+
+
+def _taken_by_quantized(module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Give quantized weights their scales; the names of those.
+
+    bitsandbytes saves the scales of 4-bit weights as ``weight.absmax`` and so on, and does not load them: it has
+    `QuantState.from_dict` for that (bitsandbytes/functional.py), which transformers calls.
+    """
+    taken: set[str] = set()
+    for name, owner in module.named_modules() if state else ():
+        weight = owner._parameters.get("weight")
+        make = getattr(getattr(weight, "quant_state", None), "from_dict", None)
+        step = f"{name}.weight." if name else "weight."
+        own_state = {key.removeprefix(step): value for key, value in state.items() if key.startswith(step)}
+        if weight is not None and own_state and callable(make):
+            weight.quant_state = owner.quant_state = make(dict(own_state), weight.device)
+            taken |= {step + key for key in own_state}
+    return taken
+
+
+def is_extra(key: str) -> bool:
+    """Whether a member of a module's state dict is what its `get_extra_state` has returned."""
+    return key.endswith(_EXTRA_STATE_KEY_SUFFIX) and key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _kept(module: torch.nn.Module, former: Mapping[str, Any]) -> PutBack:
+    copy = copied(former)
+    return lambda: module.load_state_dict(copy, strict=False)
+
+
+def _what(is_array: bool) -> str:
+    return "an array" if is_array else "a plain value"
+
+
+def _has_load_logic(module: torch.nn.Module) -> bool:
+    """Whether loading this module means more than overwriting its arrays."""
+    if any(type(top).load_state_dict is not torch.nn.Module.load_state_dict for top in modules_in(module)):
+        return True
+    for part in module.modules():
+        own = type(part)._load_from_state_dict
+        if (part._load_state_dict_pre_hooks and not _only_renames(part)) or part._load_state_dict_post_hooks:
+            return True
+        if own is not torch.nn.Module._load_from_state_dict and not own.__module__.startswith("torch.nn."):
+            return True
+    return False
+
+
+def _only_renames(part: torch.nn.Module) -> bool:
+    """Whether its one hook gives names back that its own state dict does not have: torch's activation checkpoints."""
+    home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    return len(part._load_state_dict_pre_hooks) == 1 and any(
+        (c.__module__, c.__name__) == (home, "ActivationWrapper") for c in type(part).__mro__
+    )

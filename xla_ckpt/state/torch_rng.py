@@ -1,0 +1,79 @@
+"""The random state of torch, its accelerators and XLA. Imported where torch is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_ELSEWHERE = ("python", "numpy", "torch", "xla")
+"""Keys of the state that name no kind of accelerator."""
+
+
+def generators() -> dict[str, Any]:
+    """The state of torch's generators, as they are now."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        state["xla"] = int(xm.get_rng_state())
+    kind = _accelerator()
+    if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        state[kind] = [_get(kind, device) for device in _devices(kind)]
+    return state
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Set those of torch's generators that `state` holds and that this process has."""
+    torch.set_rng_state(state["torch"].cpu())
+    if "xla" in state and "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(state["xla"])
+    for kind in (key for key in state if key not in _ELSEWHERE):
+        _set_all(kind, [s.cpu() for s in state[kind]])
+
+
+def _accelerator() -> str | None:
+    """The kind of the accelerator of this process, such as ``cuda``; None if it has none."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None else device.type
+
+
+def _devices(kind: str) -> list[str | None]:
+    """The devices of the accelerator; None for one that is alone: some modules, as torch.mps, name none."""
+    count = torch.accelerator.device_count()
+    return [None] if count == 1 else [f"{kind}:{number}" for number in range(count)]
+
+
+def _get(kind: str, device: str | None) -> torch.Tensor:
+    module = torch.get_device_module(kind)
+    state: torch.Tensor = module.get_rng_state() if device is None else module.get_rng_state(device)
+    return state
+
+
+def _set(kind: str, device: str | None, state: torch.Tensor) -> None:
+    module = torch.get_device_module(kind)
+    if device is None:
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def _set_all(kind: str, states: Sequence[torch.Tensor]) -> None:
+    """Set the generators of the devices of an accelerator, as far as they are here."""
+    devices = _devices(kind) if _accelerator() == kind else []
+    for device, state in zip(devices, states, strict=False):
+        _set(kind, device, state)
+    if len(devices) < len(states):
+        logger.warning(
+            "%d random generators of %s devices were saved, and %d are here: the others are left out",
+            len(states),
+            kind,
+            len(devices),
+        )
