@@ -37,9 +37,9 @@ from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
+from xla_ckpt.tags.kept import policy_of
 from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import check_is_text, check_tag
-from xla_ckpt.tags.retention import policy_of
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 

@@ -77,17 +77,19 @@ def without_base(model: Any, only: Sequence[str], placement: Placement) -> tuple
     for pattern, names in chosen.items():
         if whole and parameters and not names:
             is_word = pattern == ADAPTERS
-            raise _refused(
+            raise UsageError(
                 "the model is all base: no parameter is trained, and none has lora_ in its name"
                 if is_word
                 else f"no parameter of the model is like {pattern!r} of only={nearest(pattern, [ADAPTERS, *leaves])}",
+                leaf=schema.MODEL,
                 expected="adapters" if is_word else f"leaf paths such as {leaves[0]!r}, or patterns: 'model/*.lora_*'",
                 found=f"only={list(only)}",
                 hint="Save it without only=, or name in only= what is to be saved.",
             )
     if not isinstance(model, torch.nn.Module) or (whole and not base):
-        raise _refused(
+        raise UsageError(
             "only= leaves out parameters that the base has, and the model has no such parameter",
+            leaf=schema.MODEL,
             expected="a module, some of whose parameters are not trained, or not like the patterns",
             found=type(model).__name__,
             hint="Freeze the base with requires_grad_(False), or save all of the model.",
@@ -108,10 +110,6 @@ def _is_chosen(name: str, parameter: torch.nn.Parameter, pattern: str) -> bool:
     if pattern == ADAPTERS:
         return parameter.requires_grad or schema.ADAPTER in name
     return paths.is_like(schema.weight(name), pattern)
-
-
-def _refused(problem: str, *, expected: str, found: str, hint: str) -> UsageError:
-    return UsageError(problem, leaf=schema.MODEL, expected=expected, found=found, hint=hint)
 
 
 def without(model: torch.nn.Module, base: Mapping[str, Any]) -> ModelView:
