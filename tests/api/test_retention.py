@@ -47,6 +47,42 @@ def test_the_best_tags_stay(root: str) -> None:
     assert xla_ckpt.list_tags(root) == ["step_4", "step_1"]
 
 
+def test_a_list_says_why_each_tag_is_kept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root, 0, None, {"loss": 0.1}, pinned=True)
+    assert [summary.kept for summary in xla_ckpt.Checkpoints(root).summaries()] == [()], "no policy is known"
+    for step, loss in enumerate(LOSSES, 1):
+        save(root, step, None if step < len(LOSSES) else BestN("loss", 2) | LatestN(1), {"loss": loss})
+    assert {summary.tag: summary.kept for summary in xla_ckpt.Checkpoints(root).summaries()} == {
+        "step_0": ("pinned",),
+        "step_2": ("of the 2 with the smallest loss",),
+        "step_5": ("the newest", "of the 2 with the smallest loss", "of the newest 1"),
+    }
+    xla_ckpt.save(root, "last", {"w": torch.zeros(1)}, num_kept_ckpts=2)
+    numbers = list[str]()
+    monkeypatch.setattr(facts, "_content", lambda store, entry: numbers.append(entry.tag))
+    assert {summary.tag: summary.kept for summary in xla_ckpt.Checkpoints(root).summaries()} == {
+        "step_0": ("pinned",),
+        "step_5": ("of the newest 2",),
+        "last": ("the newest", "of the newest 2"),
+    }
+    assert numbers == [], "the list has read all that there is to know"
+
+
+class Alphabetical(Retention):
+    """A policy that no other program knows."""
+
+    def keeps(self, facts: Any) -> Any:
+        return sorted(facts, key=lambda fact: fact.tag)[:1]
+
+
+def test_a_list_does_not_know_a_policy_of_a_programs_own(root: str) -> None:
+    save(root, 1, LatestN(1))
+    save(root, 2, Alphabetical() | LatestN(1))
+    assert [(summary.tag, summary.kept) for summary in xla_ckpt.Checkpoints(root).summaries()] == [
+        ("step_1", ()), ("step_2", ()),
+    ]  # fmt: skip
+
+
 def test_every_nth_step_and_pinned_tags_stay(root: str) -> None:
     for step in range(1, 8):
         save(root, step, EveryNSteps(3) | LatestN(1), pinned=step == 2)

@@ -55,6 +55,18 @@ def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+def test_ls_says_why_tags_are_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    xla_ckpt.save(root, "step_3", {"w": torch.ones(1)}, num_kept_ckpts=1)
+    code, out, _ = call(capsys, "ls", root)
+    assert code == 0
+    assert [line.split("\t")[-2:] for line in out.splitlines()] == [
+        ["kept because", "notes"], ["pinned", "pinned"], ["the newest, of the newest 1", "newest"],
+    ]  # fmt: skip
+    xla_ckpt.save(root, "step_4", {"w": torch.ones(1)}, options=xla_ckpt.SaveOptions(stale="ignore"))
+    assert "kept because" not in call(capsys, "ls", root)[1]
+    assert [t["kept"] for t in json.loads(call(capsys, "ls", root, "--json")[1])["tags"]] == [[], [], []]
+
+
 def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", root)
     assert code == 0

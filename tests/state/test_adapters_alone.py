@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,64 @@ def test_what_has_no_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.UsageError, match="did you mean 'adapters'"):
         xla_ckpt.save_checkpoint(tmp_path, "a", linear, only="adapter")  # type: ignore[arg-type]
     assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_a_model_that_is_all_base_is_refused(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(xla_ckpt.UsageError, match="no parameter is trained, and none has lora_ in its name"):
+        xla_ckpt.save_checkpoint(tmp_path, "a", linear, only="adapters")
+    assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_patterns_name_what_is_saved(tmp_path: Path) -> None:
+    training = Training("cpu", seed=1)
+    training.model[2].base_layer.bias.requires_grad_(False)
+    patterns = ["model/*.lora_*", "model/1", "model/2.base_layer.bias"]
+    xla_ckpt.save_checkpoint(tmp_path, "a", **training.members, only=patterns)
+    stored = {array.leaf for array in xla_ckpt.Checkpoints(tmp_path).show("a").arrays}
+    weights = {leaf for leaf in stored if leaf.startswith("model/")}
+    assert {"model/0.lora_A.weight", "model/1.weight", "model/1.running_mean", "model/2.base_layer.bias"} <= weights
+    assert not {"model/0.base_layer.weight", "model/2.base_layer.weight"} & weights
+    other = Training("cpu", seed=2)
+    for name in ("0.base_layer.weight", "0.base_layer.bias", "2.base_layer.weight"):
+        other.base[name].data = training.base[name].data
+    xla_ckpt.load_checkpoint(tmp_path, "a", **other.members)  # the tag says what it has
+    assert all(map(torch.equal, other.model.state_dict().values(), training.model.state_dict().values()))
+    # A word of its own in a list of patterns.
+    xla_ckpt.save_checkpoint(tmp_path, "b", training.model, only=("adapters", "model/2.base_layer.bias"))
+    assert {array.leaf for array in xla_ckpt.Checkpoints(tmp_path).show("b").arrays} == weights
+
+
+@pytest.mark.parametrize(
+    ("only", "says"),
+    [
+        ("model/*.lora_*", "no other tag would have it [tag a, leaf model/1.weight"),
+        (["adapters", "model/3"], "no parameter of the model is like 'model/3'"),
+        ("model", "no such parameter"),
+        ([], "says nothing that could be saved"),
+        (["adapters", ""], "says nothing that could be saved"),
+        (7, "says nothing that could be saved"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(tmp_path: Path, only: Any, says: str) -> None:
+    with pytest.raises(xla_ckpt.UsageError, match=re.escape(says)):
+        xla_ckpt.save_checkpoint(tmp_path, "a", Training("cpu", seed=1).model, only=only)
+    assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_adapters_alone_are_exported_as_no_model(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for export in (
+        lambda: xla_ckpt.export_hf(tmp_path, tmp_path / "hf", "a"),
+        lambda: xla_ckpt.convert(tmp_path, tmp_path / "hf", "a", to="safetensors"),
+    ):
+        with pytest.raises(xla_ckpt.UsageError, match="a part of its model alone") as caught:
+            export()
+        assert "to='peft'" in (caught.value.hint or "")
+    assert not (tmp_path / "hf").exists()
+    xla_ckpt.convert(tmp_path, tmp_path / "dcp", "a", to="dcp")  # a tag still says that it is of adapters alone
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="another base model"):
+        xla_ckpt.load_checkpoint(tmp_path / "dcp", "a", Training("cpu", seed=2).model)
 
 
 def test_adapters_go_into_a_model_that_is_not_trained(tmp_path: Path) -> None:

@@ -33,10 +33,11 @@ from xla_ckpt.storage.base import Changed, ObjectStore, read_whole, write_small
 from xla_ckpt.storage.memory import MemoryStore
 from xla_ckpt.tags import deleting
 from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.tags.kept import policy_of
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
-from xla_ckpt.tags.retention import LatestN, policy_of
+from xla_ckpt.tags.retention import LatestN
 from xla_ckpt.tags.root import Kind, Transaction
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest.digest import sealed
 from xla_ckpt.tags import ledger_rules as rules
+from xla_ckpt.tags.kept import policy_of, superfluous
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, LedgerTag, attempt_name, ledger_json, parse_ledger
-from xla_ckpt.tags.retention import TagFact, policy_of, superfluous
+from xla_ckpt.tags.retention import TagFact
 
 TAGS = ["a", "b", "c"]
 EVENTS = st.lists(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 import xla_ckpt
 from xla_ckpt import AnyOf, BestN, EveryNSeconds, EveryNSteps, LatestDuration, LatestN, Retention, UsageError
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.tags.retention import TagFact, policy_of, superfluous, why_kept
+from xla_ckpt.tags.kept import parsed_policy, policy_json, policy_of, superfluous, why_kept
+from xla_ckpt.tags.retention import TagFact
 
 START = datetime.datetime(2026, 3, 1, 22, tzinfo=datetime.UTC)
 HOUR = 3600
@@ -159,3 +161,28 @@ def test_a_number_that_no_tag_has_is_the_reason_why_all_stay() -> None:
         "a": ("no tag has the number los",),
         "b": ("the newest", "no tag has the number los"),
     }
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        LatestN(3),
+        BestN("eval.loss", 2, "max") | EveryNSteps(100),
+        EveryNSeconds(3600) | LatestDuration(datetime.timedelta(days=7, seconds=1)),
+        AnyOf((AnyOf((LatestN(1), LatestN(2))), EveryNSteps(3))),
+    ],
+    ids=str,
+)
+def test_a_tag_says_a_policy(policy: Retention) -> None:
+    said = parsed_policy(json.loads(json.dumps(policy_json(policy))))
+    assert said is not None
+    assert said.parts == policy.parts
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, 7, "LatestN", [], [[]], [["LatestN"]], [["LatestN", 0]], [["LatestN", 1, 2]], [[["LatestN"], 1]],
+     [["Newer", 1]], [["LatestDuration", 1e300]], [["LatestDuration", "a"]], [["BestN", 7]], {"LatestN": 3}],
+)  # fmt: skip
+def test_what_a_tag_says_may_be_no_policy(said: Any) -> None:
+    assert parsed_policy(said) is None

@@ -18,8 +18,9 @@ import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.engine.verify import OF_COMMITS
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags.kept import policy_of, superfluous
 from xla_ckpt.tags.names import is_tag_name
-from xla_ckpt.tags.retention import TagFact, policy_of, superfluous
+from xla_ckpt.tags.retention import TagFact
 from xla_ckpt.tags.roots import root_of
 
 

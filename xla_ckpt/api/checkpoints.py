@@ -21,7 +21,8 @@ from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags import deleting
 from xla_ckpt.tags.facts import facts_of
-from xla_ckpt.tags.retention import Retention, check_policy, why_kept
+from xla_ckpt.tags.kept import why_kept
+from xla_ckpt.tags.retention import Retention, check_policy
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 

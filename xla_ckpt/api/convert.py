@@ -24,6 +24,7 @@ from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
     check_split,
+    check_whole_model,
     opened,
     source_of,
     tell_divergent,
@@ -177,6 +178,7 @@ def convert(
             to_hf = layout.model_names is ModelNames.HUGGING_FACE
             if to_hf:
                 check_split(reader, schema.MODEL)
+                check_whole_model(reader)
             else:
                 _check_arrays(reader, topology, wanted)
             tell_divergent(reader)

@@ -14,6 +14,7 @@ from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
     check_split,
+    check_whole_model,
     opened,
     source_of,
     tell_divergent,
@@ -112,6 +113,8 @@ def export_hf(
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
         reader = without_rank_numbers(stored)
         check_split(reader, part)
+        if part == schema.MODEL:
+            check_whole_model(reader)
         tell_divergent(reader)
         reader, beside = name_as_told(store, reader) if part == schema.MODEL else (reader, {})
         if known is not None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from xla_ckpt.api.wish import Wish
-from xla_ckpt.arrays.torch_objects import is_module, naming_torch
+from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.writing import Writing
@@ -17,7 +17,7 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.take import Freeze, Sampling, Snapshot, lasts, take
 from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
-from xla_ckpt.state.frozen_base import base_of
+from xla_ckpt.state.frozen_base import stored_parameters
 from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import State
 from xla_ckpt.tree import schema
@@ -68,7 +68,7 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
 
 def _fixed(model: object) -> frozenset[str]:
     """Leaf paths of what the program says that it does not train."""
-    return frozenset(map(schema.weight, base_of(model))) if is_module(model) else frozenset()
+    return frozenset(schema.weight(name) for name, p in stored_parameters(model).items() if not p.requires_grad)
 
 
 def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xla_ckpt.api.llama import KnownModel
 from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import naming
+from xla_ckpt.errors import UsageError, naming
 from xla_ckpt.layouts.llama_manifest import check_shapes
 from xla_ckpt.layouts.llama_names import llama_hints
 from xla_ckpt.layouts.registry import find_foreign, open_tag
@@ -22,7 +22,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
+from xla_ckpt.tree.skeleton import array_paths, children, objects_in, part_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +111,21 @@ def without_rank_numbers(reader: TagReader) -> TagReader:
             paths.listed(numbers),
         )
     return reader.with_manifest(manifest)
+
+
+def check_whole_model(reader: TagReader) -> None:
+    """Refuse a tag of adapters alone where a whole model is wanted: other programs would read it as one.
+
+    Raises:
+        UsageError: The tag has no base.
+    """
+    if schema.BASE in (children(reader.manifest.skeleton) or ()):
+        raise UsageError(
+            "the tag has a part of its model alone (only=), which no reader would take for a model",
+            leaf=schema.BASE,
+            hint="convert(..., to='peft') writes adapters as PEFT has them, where their configuration is stored. Else "
+            "load the base and this tag into the model, and save all of it.",
+        )
 
 
 def check_split(reader: TagReader, part: str) -> None:

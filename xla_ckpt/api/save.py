@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from xla_ckpt.api.freezing import freeze
 from xla_ckpt.api.products import check_products, follower
@@ -23,10 +23,10 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.upload import UPLOADS, Uploader
-from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.keywords import check_choice, taking_values
+from xla_ckpt.keywords import taking_values
 from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
@@ -37,9 +37,9 @@ from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
+from xla_ckpt.tags.kept import policy_of
 from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import check_is_text, check_tag
-from xla_ckpt.tags.retention import policy_of
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
@@ -65,7 +65,7 @@ def save_checkpoint(
     shardings: Rules | None = None,
     pinned: bool | None = None,
     layout: str | Sequence[str] | None = None,
-    only: Literal["adapters"] | None = None,
+    only: str | Sequence[str] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveHandle:
     """Save a training state as one tag, completely or not at all.
@@ -102,8 +102,9 @@ def save_checkpoint(
             under torchtitan's keys; ``"orbax"``, which orbax reads; or several of them, of which the first that can
             hold the state is written.
         only: ``"adapters"`` leaves out the parameters of the model that have ``requires_grad=False`` and no ``lora_``
-            in their names. The tag names them, with digests, and a load is refused if the model has others
-            (docs/objects.md). None saves all.
+            in their names. Patterns of a shell leave out those whose leaf paths are like none of them:
+            ``["model/*.lora_*", "model/head"]``. The tag names what is left out, with digests, and a load is refused if
+            the model has others (docs/objects.md). None saves all.
         options: How the save goes about its work; by default those of `default_options`.
 
     Returns:
@@ -119,7 +120,6 @@ def save_checkpoint(
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
-    check_choice("only", only, (None, "adapters"))
     return _save(
         path,
         tag,
@@ -129,7 +129,7 @@ def save_checkpoint(
             scheduler=scheduler,
             user_content=user_content,
             extras=extras or {},
-            adapters_alone=only is not None,
+            only=_patterns(only),
         ),
         Wish(
             layouts=chosen_layouts(layout, use_xser=use_xser),
@@ -184,6 +184,21 @@ def save(
             options=chosen(SaveOptions, options),
         ),
     )
+
+
+def _patterns(only: Any) -> tuple[str, ...]:
+    """What a caller says is saved of the model; nothing stands for all.
+
+    Raises:
+        UsageError: It is no text, and no texts.
+    """
+    if only is None:
+        return ()
+    patterns = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, list | tuple) else ()
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        expected = '"adapters", or patterns of leaf paths such as ["model/*.lora_*", "model/head"]'
+        raise UsageError("only= says nothing that could be saved", expected=expected, found=repr(only)[:80])
+    return patterns
 
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> SaveHandle:

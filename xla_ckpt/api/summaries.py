@@ -12,6 +12,8 @@ from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, layout_of, open_tag
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.facts import facts_of
+from xla_ckpt.tags.kept import parsed_policy, why_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,9 @@ class TagSummary:
     """Of a directory and the bucket where its tags go, where it is: ``local``, ``uploading 40 %``, ``remote`` or
     ``both``. Empty if nobody has asked for both."""
 
+    kept: tuple[str, ...] = ()
+    """Why the policy keeps it under which the newest tag was saved; empty if that is not known, or does not keep it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
@@ -70,7 +75,13 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def summaries(store: Store) -> tuple[TagSummary, ...]:
     """All tags of a root directory, oldest commit first."""
-    return tuple(summary_of(store, layout, entry) for layout, entry in all_tags(store))
+    tags = all_tags(store)
+    own = [entry for layout, entry in tags if layout is None]
+    looks = {entry.tag: _look(store, layout, entry) for layout, entry in tags}
+    # What the next save is to keep is, as far as anybody knows, what the last one was told to.
+    policy = parsed_policy(looks[own[-1].tag][1]) if own else None
+    reasons = {} if policy is None else why_kept(facts_of(store, own), policy)
+    return tuple(replace(summary, kept=reasons.get(tag, ())) for tag, (summary, _) in looks.items())
 
 
 def summaries_of_both(near: FileSystem, far: ObjectStore) -> tuple[TagSummary, ...]:
@@ -84,6 +95,11 @@ def summaries_of_both(near: FileSystem, far: ObjectStore) -> tuple[TagSummary, .
 
 def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSummary:
     """A tag of a root directory; `layout` is that of a tag of another library, or None. Does not raise for damage."""
+    return _look(store, layout, entry)[0]
+
+
+def _look(store: Store, layout: Layout | None, entry: TagEntry) -> tuple[TagSummary, Any]:
+    """The same, and the policy of retention that the tag says."""
     summary = TagSummary(
         tag=entry.tag, sequence=entry.sequence, created=entry.created, pinned=entry.pinned, note=entry.note
     )
@@ -91,12 +107,12 @@ def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSumma
         if layout is not None:  # it has no index: its directory says what there is
             files = stored_files(store, entry)
             nbytes = sum(file.size for file in files)
-            return replace(summary, nbytes=nbytes, files=len(files), layout=layout.origin or layout.name)
+            return replace(summary, nbytes=nbytes, files=len(files), layout=layout.origin or layout.name), None
         with open_tag(store, entry.tag) as reader:
             manifest = reader.manifest
     except CheckpointError as error:
-        return replace(summary, problem=str(error))
-    return replace(
+        return replace(summary, problem=str(error)), None
+    known = replace(
         summary,
         arrays=len(manifest.arrays),
         nbytes=manifest.nbytes,
@@ -104,6 +120,7 @@ def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSumma
         ranks=manifest.world,
         layout=layout_of(manifest).name,
     )
+    return known, manifest.retention
 
 
 def stored_files(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:

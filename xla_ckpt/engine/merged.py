@@ -24,6 +24,7 @@ from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.same_arrays import check_same_arrays
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory
+from xla_ckpt.tags.kept import policy_json
 from xla_ckpt.tags.root import Root, Transaction
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def sealed_manifest(
             raise stale
         if stale is not None:
             logger.warning("tag %s: %s", order.tag, stale)
+    manifest = replace(manifest, retention=policy_json(order.retention))
     ending = Ending(
         index=frozen.writing.index,
         marks=frozen.writing.marks,

@@ -10,7 +10,8 @@ from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.write import WRITERS
 from xla_ckpt.job.call import Call
 from xla_ckpt.options import SaveOptions
-from xla_ckpt.tags.retention import Retention, policy_of
+from xla_ckpt.tags.kept import policy_of
+from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Root
 
 

@@ -58,6 +58,7 @@ def dump(manifest: Manifest) -> bytes:
         "aliases": dict(manifest.aliases),
         "objects": list(manifest.objects),
         "files": [file_json(f) for f in manifest.files],
+        **({} if manifest.retention is None else {"retention": manifest.retention}),
     }
     lines = [_first_line(replace(manifest.head, version=FORMAT_VERSION))]
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
@@ -203,6 +204,7 @@ def parse(data: bytes) -> Manifest:
         objects=tuple(objects),
         mesh=mesh,
         world=_get(raw, "world", int),
+        retention=raw.get("retention"),
     )
 
 

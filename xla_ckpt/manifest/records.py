@@ -176,6 +176,9 @@ class Manifest:
     left_out: tuple[str, ...] = ()
     """In foreign layouts: leaf paths of arrays that the tag names, and whose bytes were never written."""
 
+    retention: Any = None
+    """The policy of retention under which it was committed, as `xla_ckpt.tags.kept` says it; None if none is known."""
+
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
         if len(set(names)) != len(names):

@@ -1,7 +1,8 @@
 """Adapters alone: the base of a model, which a tag leaves out and names by digests, and whether a program has it.
 
-The base is what is not trained of a model. Each rank says of its own parts what they are, without a word to the others:
-a digest of some rows of an array is a sum over them, so that those of all rows add up, however they are split.
+The base is what a save leaves out of a model: what is not trained, or not named. Each rank says of its own parts what
+they are, without a word to the others: a digest of some rows of an array is a sum over them, so that those of all rows
+add up, however they are split.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.torch_objects import is_module, is_parameter, is_torch_tensor
 from xla_ckpt.errors import FormatError, UsageError
+from xla_ckpt.keywords import nearest
 from xla_ckpt.manifest.digest import rows_digest, rows_together, to_hex
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from xla_ckpt.state.model_view import ModelView
+
+ADAPTERS = "adapters"
+"""Stands for a pattern in ``only=``: what is trained, and what is called an adapter."""
 
 Said = dict[str, str]
 """What one rank says of the base: name of an array -> ``float32 64x16 0-32-9114de54bcb7862e``, its element type, shape,
@@ -54,31 +59,66 @@ def forget_digests() -> None:
     _digests.cache_clear()
 
 
-def base_of(model: torch.nn.Module) -> dict[str, Any]:
-    """The parameters of a model that are neither trained nor adapters, by name."""
-    return {
-        name: value
-        for name, value in tree_of(model).items()
-        if is_parameter(value) and not value.requires_grad and schema.ADAPTER not in name
-    }
+def stored_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a module, by the names that they have in its state; nothing of anything else."""
+    values = tree_of(model).items() if is_module(model) else ()
+    return {name: value for name, value in values if is_parameter(value)}
 
 
-def adapters_of(model: Any, placement: Placement) -> tuple[ModelView, dict[str, Any]]:
-    """A model without its base, and the base.
+def without_base(model: Any, only: Sequence[str], placement: Placement) -> tuple[ModelView, dict[str, Any]]:
+    """A model without its base, and the base: the parameters that are left out.
+
+    Args:
+        model: The module.
+        only: What is saved of its parameters: patterns of leaf paths (`paths.is_like`); `ADAPTERS` stands for those
+            that are trained, and those whose names say that they are adapters.
+        placement: Where this rank is.
 
     Raises:
-        UsageError: There is none.
+        UsageError: Nothing is left out, or nothing is saved; or something is left out that no other tag would have.
     """
-    base = base_of(model) if is_module(model) else {}
-    if not is_module(model) or (not base and placement.mesh.pp == 1):  # a pipeline stage may have none
+    parameters = stored_parameters(model)
+    chosen = {pattern: [n for n, p in parameters.items() if _is_chosen(n, p, pattern)] for pattern in only}
+    saved = {name for names in chosen.values() for name in names}
+    base = {name: value for name, value in parameters.items() if name not in saved}
+    whole = placement.mesh.pp == 1  # one pipeline stage may have no adapters, or nothing else
+    leaves = [schema.weight(name) for name in parameters]
+    for pattern, names in chosen.items():
+        if whole and parameters and not names:
+            is_word = pattern == ADAPTERS
+            raise UsageError(
+                "the model is all base: no parameter is trained, and none has lora_ in its name"
+                if is_word
+                else f"no parameter of the model is like {pattern!r} of only={nearest(pattern, [ADAPTERS, *leaves])}",
+                leaf=schema.MODEL,
+                expected="adapters" if is_word else f"leaf paths such as {leaves[0]!r}, or patterns: 'model/*.lora_*'",
+                found=f"only={list(only)}",
+                hint="Save it without only=, or name in only= what is to be saved.",
+            )
+    if not is_module(model) or (whole and not base):
         raise UsageError(
-            'only="adapters" leaves out what is not trained, and the model has no such parameter',
+            "only= leaves out parameters that the base has, and the model has no such parameter",
             leaf=schema.MODEL,
-            expected="a module, some of whose parameters have requires_grad=False",
+            expected="a module, some of whose parameters are not trained, or not like the patterns",
             found=type(model).__name__,
             hint="Freeze the base with requires_grad_(False), or save all of the model.",
         )
+    lost = next((name for name, value in base.items() if value.requires_grad), None)
+    if lost is not None:
+        raise UsageError(
+            "only= leaves out what is trained: no other tag would have it",
+            leaf=schema.weight(lost),
+            expected="parameters with requires_grad=False, beside those that only= names",
+            found=f"only={list(only)}",
+            hint="Name it in only=, or freeze it with requires_grad_(False).",
+        )
     return without(model, base), base
+
+
+def _is_chosen(name: str, parameter: torch.nn.Parameter, pattern: str) -> bool:
+    if pattern == ADAPTERS:
+        return parameter.requires_grad or schema.ADAPTER in name
+    return paths.is_like(schema.weight(name), pattern)
 
 
 def without(model: torch.nn.Module, base: Mapping[str, Any]) -> ModelView:

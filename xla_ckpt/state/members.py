@@ -19,7 +19,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
-from xla_ckpt.state.frozen_base import adapters_of, split_base
+from xla_ckpt.state.frozen_base import split_base, without_base
 from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays
 from xla_ckpt.state.loadings import Loadings
 from xla_ckpt.state.program_hints import hints_of, hints_of_tree
@@ -76,8 +76,8 @@ class Objects:
     scheduler: Any = None
     user_content: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
-    adapters_alone: bool = False
-    """Whether a save leaves out what is not trained of the model."""
+    only: tuple[str, ...] = ()
+    """What a save stores of the model's parameters (`frozen_base.without_base`); nothing stands for all."""
 
     def __post_init__(self) -> None:
         mistakes.check_extras(self.extras)
@@ -89,7 +89,7 @@ class Objects:
         """
         usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
         names = [name for name, value in usual.items() if value is not None]
-        names += ["adapters alone"] if self.adapters_alone else []
+        names += [f"only {', '.join(self.only)}"] if self.only else []
         return ", ".join([*names, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
     def state(self, placement: Placement) -> State:
@@ -109,8 +109,8 @@ class Objects:
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
         by_name, axes, experts, base = False, None, None, None
-        if self.adapters_alone:
-            model, base = adapters_of(model, placement)
+        if self.only:
+            model, base = without_base(model, self.only, placement)
             alone.append(schema.of_rank(schema.BASE, rank))
         if model is not None and not is_names_only(model):
             tree[schema.MODEL] = module.tree_of(model)

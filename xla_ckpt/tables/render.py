@@ -26,6 +26,7 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
     if not facts["tags"]:
         return Text(f"No tags in {facts['path']}")
     rows = []
+    knows_policy = any(t.get("kept") for t in facts["tags"])
     for i, t in enumerate(facts["tags"]):
         marks = ([t["where"]] if t.get("where") else []) + (["newest"] if i == len(facts["tags"]) - 1 else [])
         marks += ["pinned"] if t["pinned"] else []
@@ -33,11 +34,22 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
         marks += [t["note"]] if t["note"] else []
         arrays, files, ranks = ("?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks"))
         numbers = (str(t["sequence"] or "?"), when(t["created"]), arrays, size(t["nbytes"]), files, ranks)
-        rows.append((t["tag"], *numbers, t["problem"] or ", ".join(marks)))
+        kept = [", ".join(t["kept"]) or "nothing keeps it"] if knows_policy else []
+        rows.append((t["tag"], *numbers, *kept, t["problem"] or ", ".join(marks)))
     red = frozenset(i for i, t in enumerate(facts["tags"]) if t["problem"])
     return Rows(
         facts["path"],
-        ("tag", "?>commit", "?saved", "?>arrays", ">size", "?>files", "?>ranks", "notes"),
+        (
+            "tag",
+            "?>commit",
+            "?saved",
+            "?>arrays",
+            ">size",
+            "?>files",
+            "?>ranks",
+            *(["?kept because"] if knows_policy else []),
+            "notes",
+        ),
         rows,
         red,
     )

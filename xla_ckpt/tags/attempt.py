@@ -14,12 +14,13 @@ from xla_ckpt.storage.base import Directory, write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
 from xla_ckpt.tags.facts import facts_of
+from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.placing import overtaken
-from xla_ckpt.tags.retention import Retention, superfluous
+from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Kind, Root
 
 logger = logging.getLogger(__name__)

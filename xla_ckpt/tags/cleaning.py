@@ -13,8 +13,9 @@ from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import facts_of
+from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
-from xla_ckpt.tags.retention import Retention, superfluous
+from xla_ckpt.tags.retention import Retention
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ import contextlib
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.tags.facts import facts_of
+from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.missing import no_such_tag
-from xla_ckpt.tags.retention import Retention, superfluous
+from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Root
 
 

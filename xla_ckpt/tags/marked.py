@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from xla_ckpt.storage.base import Store, directory_in, write_small
 from xla_ckpt.tags.cleaning import clean, move_to_trash, remove
-from xla_ckpt.tags.retention import BestN, Retention, TagFact, superfluous
+from xla_ckpt.tags.kept import superfluous
+from xla_ckpt.tags.retention import BestN, Retention, TagFact
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which tags are kept, and why. Pure: policies are values; facts go in, a decision comes out."""
+"""Policies of retention, as values: which of some tags are kept. Pure."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ class AnyOf(Retention):
 
     @property
     def parts(self) -> tuple[Retention, ...]:
-        return self.policies
+        return tuple(part for policy in self.policies for part in policy.parts)
 
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
         kept = {fact.tag for policy in self.policies for fact in policy.keeps(facts)}
@@ -291,62 +291,3 @@ def check_policy(name: str, policy: Any) -> None:
 def _check_count(policy: str, name: str, count: Any) -> None:
     if type(count) is not int or count < 1:
         raise UsageError(f"{policy}: {name} makes no sense", expected="an int of at least 1", found=repr(count))
-
-
-def policy_of(num_kept: int | None, retention: Retention | None) -> Retention | None:
-    """What a caller says who may say it in one of two ways; None keeps all.
-
-    Raises:
-        UsageError: Both are given, or `num_kept` is neither None nor an int of at least 1.
-    """
-    if num_kept is None:
-        return retention
-    if type(num_kept) is not int:
-        raise UsageError(
-            "num_kept_ckpts is no number of tags", expected="None (keep all) or an int", found=repr(num_kept)
-        )
-    if num_kept < 1:
-        raise UsageError(
-            f"num_kept_ckpts={num_kept!r} would not even keep the tag being saved",
-            expected="None (keep all) or at least 1",
-            found=num_kept,
-        )
-    if retention is not None:
-        raise UsageError(
-            "num_kept_ckpts= and retention= both say which tags are kept",
-            expected="one of them",
-            found=f"num_kept_ckpts={num_kept}, retention={retention!r}",
-            hint=f"Say retention=LatestN({num_kept}) | ..., without num_kept_ckpts=.",
-        )
-    return LatestN(num_kept)
-
-
-def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tuple[str, ...]]:
-    """Each tag, oldest first -> the reasons for which it is kept: none for one that is to be deleted.
-
-    >>> why_kept([TagFact("a", 1), TagFact("b", 2, pinned=True), TagFact("c", 3), TagFact("d", 4)], LatestN(1))
-    {'a': (), 'b': ('pinned',), 'c': (), 'd': ('the newest', 'of the newest 1')}
-    """
-    ordered = sorted(facts, key=lambda fact: (fact.sequence, fact.created, fact.tag))
-    reasons: dict[str, list[str]] = {fact.tag: ["pinned"] if fact.pinned else [] for fact in ordered}
-    if ordered:
-        reasons[ordered[-1].tag].append("the newest")
-    live = [fact for fact in ordered if not fact.pinned]
-    for part in () if policy is None else policy.parts:
-        kept = part.keeps(live)
-        reason = part.reason(live)
-        for fact in kept:
-            reasons[fact.tag].append(reason)
-    if policy is None:
-        for fact in live:
-            reasons[fact.tag].append("all are kept")
-    return {tag: tuple(whys) for tag, whys in reasons.items()}
-
-
-def superfluous(facts: Sequence[TagFact], policy: Retention | None) -> list[str]:
-    """The tags to delete, oldest first.
-
-    >>> superfluous([TagFact("a", 1), TagFact("best", 2, pinned=True), TagFact("b", 3), TagFact("c", 4)], LatestN(2))
-    ['a']
-    """
-    return [tag for tag, reasons in why_kept(facts, policy).items() if not reasons]
