@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from xla_ckpt import __version__
 from xla_ckpt.cli import completion, keeping, looking, writing
+from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.keywords import meant
@@ -155,6 +156,14 @@ _COMMANDS: dict[str, _Command] = {
         add_arguments=keeping.add_upload,
         examples="""\
   xla-ckpt upload /nvme/lm s3://bucket/lm  after a job that saved with local="/nvme/lm", and did not wait""",
+    ),
+    "selftest": _Command(
+        help="Look whether the promises of this library hold on a storage and on the devices of this machine.",
+        action=selftest.selftest,
+        add_arguments=selftest.add_selftest,
+        examples="""\
+  xla-ckpt selftest /mnt/checkpoints       two minutes at most, in a folder that is removed; exit code 1 if one fails
+  xla-ckpt selftest s3://bucket/path --json""",
     ),
     "completion": _Command(
         help="Print what makes a shell complete the words of this command.",

@@ -374,8 +374,8 @@ def size_of(directory: ReadDirectory, path: str) -> int:
     return source.size
 
 
-def write_small(directory: Directory, path: str, data: bytes) -> None:
-    """Write a whole small file durably.
+def write_small(directory: Directory, path: str, data: bytes | memoryview) -> None:
+    """Write a whole file durably, at once. Large `data` begins at a page.
 
     Raises:
         OSError: The storage refused.

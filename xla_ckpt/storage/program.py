@@ -27,6 +27,11 @@ class ProgramEnded(Exception):  # noqa: N818  # what it means for the caller, th
     """Why it does nothing any more, and what it has printed last."""
 
 
+def importing_alike() -> dict[str, str]:
+    """The environment of a python that finds what this process would import."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+
+
 class Program:
     """A program that may run. Not safe for several threads."""
 
@@ -45,8 +50,7 @@ class Program:
             stdin=self._theirs.fileno(),
             stdout=self._output,
             stderr=self._output,
-            # It finds what this process would import.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+            env=importing_alike(),
             start_new_session=True,  # or a terminal's Ctrl-C would end it
         )
         self._theirs.close()

@@ -1,0 +1,244 @@
+"""``xla-ckpt selftest``: each check sees that its promise holds, and that it does not where the storage breaks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xla_ckpt
+from tests.cli.test_cli import call
+from tests.runs import environment, names_in
+from xla_ckpt.cli.selftest import command, storage
+from xla_ckpt.cli.selftest.checks import Check, Sighting, Site, holds
+from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local_file import LocalSink, LocalSource
+from xla_ckpt.storage.remote_client import Client
+
+Capture = pytest.CaptureFixture[str]
+CHECKS = {check.name: check for objects in (False, True) for check in storage.storage_checks(objects=objects)}
+DEVICES = {check.name: check for check in DEVICE_CHECKS}
+
+
+def seen(check: Check, path: object, seconds: float = 100) -> Sighting:
+    return check(Site(str(path), time.monotonic() + seconds))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MEASURED", 1 << 21)
+    monkeypatch.setattr(storage, "SLOWEST", 1e6)  # of so few bytes the ratio says nothing
+
+
+@pytest.mark.parametrize("name", ["names", "rename", "bytes", "room", "clock", "speed"])
+def test_a_promise_that_holds(tmp_path: Path, name: str) -> None:
+    assert seen(CHECKS[name], tmp_path).verdict == "holds"
+
+
+@pytest.mark.parametrize("name", ["names", "conditional writes", "bytes", "clock", "speed"])
+def test_a_promise_that_holds_in_a_bucket(s3: Any, name: str) -> None:
+    assert seen(CHECKS[name], f"s3://{s3.new_bucket()}/run").verdict == "holds"
+
+
+def test_that_a_disk_keeps_what_was_synced_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "TOO_QUICK", 0.0)
+    assert seen(CHECKS["fsync"], tmp_path).verdict == "could not be seen"
+
+
+def replaces(store: LocalStore, old: str, new: str) -> None:
+    shutil.rmtree(f"{store.path}/{new}")
+    os.rename(f"{store.path}/{old}", f"{store.path}/{new}")
+
+
+LOOKED = threading.Event()
+HAS = LocalStore.has
+
+
+def has(store: LocalStore, path: str) -> bool:
+    there = HAS(store, path)
+    LOOKED.set()
+    return there
+
+
+def exchanges_in_steps(store: LocalStore, one: str, other: str) -> bool:
+    os.rename(f"{store.path}/{one}", f"{store.path}/third")
+    if threading.current_thread() is not threading.main_thread():  # which looks meanwhile
+        LOOKED.clear()
+        assert LOOKED.wait(60)
+    os.rename(f"{store.path}/{other}", f"{store.path}/{one}")
+    os.rename(f"{store.path}/third", f"{store.path}/{other}")
+    return True
+
+
+def reads_another_byte(source: LocalSource, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+    done = source.read_into(buffer, offset)
+    buffer[7] ^= 1
+    return done
+
+
+def refuses(*_: object, **__: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
+BREAKS: list[tuple[str, type, str, Callable[..., Any], str]] = [
+    ("names", LocalStore, "_at", lambda store, path: f"{store.path}/{path}".lower(), "exist"),
+    ("rename", LocalStore, "rename", replaces, "taken the place of one that was not empty"),
+    ("rename", LocalStore, "exchange", exchanges_in_steps, "found one of them gone"),
+    ("rename", LocalStore, "make", refuses, "Input/output error"),
+    ("fsync", LocalSink, "commit", LocalSink.abandon, "reaches no disk"),
+    ("bytes", LocalSource, "read_once", reads_another_byte, "Other bytes"),
+    ("room", LocalDirectory, "free", lambda _: 1000, "1.0 kB may be written"),
+    ("clock", LocalStore, "modified", lambda store, path: time.time_ns() - 10**12, "1000.0 s"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "method", "how", "says"), BREAKS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_a_promise_that_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type, method: str, how: Any, says: str
+) -> None:
+    monkeypatch.setattr(storage, "TOO_QUICK", 1.0)
+    monkeypatch.setattr(LocalStore, "has", has)
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr(kind, method, how)
+    sighting = seen(CHECKS[name], tmp_path / "root")
+    assert sighting.verdict == "does not hold"
+    assert says in sighting.sentence
+
+
+def test_a_save_that_is_much_slower_than_a_plain_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "SLOWEST", 0.0)
+    assert seen(CHECKS["speed"], tmp_path).verdict == "does not hold"
+
+
+def test_names_that_cannot_be_exchanged_and_what_a_storage_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "exchange", lambda *_: False)
+    sighting = seen(CHECKS["rename"], tmp_path)
+    assert (sighting.verdict, "in one step: while" in sighting.sentence) == ("holds", True)
+    monkeypatch.setattr(LocalDirectory, "free", lambda _: None)
+    monkeypatch.setattr(LocalStore, "modified", lambda *_: None)
+    for name in ("room", "clock"):
+        assert seen(CHECKS[name], tmp_path).verdict == "could not be seen"
+
+
+def test_a_server_that_ignores_conditions(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "_writes", lambda *_: True)
+    sighting = seen(CHECKS["conditional writes"], f"s3://{s3.new_bucket()}/run")
+    assert (sighting.verdict, "ignores the conditions" in sighting.sentence) == ("does not hold", True)
+
+
+def test_a_lease_excludes_and_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seen(CHECKS["lease"], tmp_path).verdict == "holds"
+    monkeypatch.setenv("XLA_CKPT_LEASE", "off")
+    again = seen(CHECKS["lease"], tmp_path)
+    assert (again.verdict, "not refused" in again.sentence) == ("does not hold", True)
+
+
+def test_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "INSTANTS", (0.5,))
+    sighting = seen(CHECKS["kill"], tmp_path)
+    assert (sighting.verdict, "killed in mid-save, 1 time" in sighting.sentence) == ("holds", True)
+
+
+def test_kills_see_a_tag_that_is_torn_or_gone(tmp_path: Path) -> None:
+    assert storage.torn(str(tmp_path), 1) == "step_1, which was committed, is gone"
+    for number, value in ((1, 1), (2, 2), (3, 2)):
+        xla_ckpt.save(tmp_path, f"step_{number}", {"w": np.full(9, value)})
+    assert storage.torn(str(tmp_path), 3) == "step_3 is a mixture of two saves"
+    (payload,) = (tmp_path / "step_1").rglob("*.safetensors")
+    with open(payload, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    assert "step_1 is damaged" in (storage.torn(str(tmp_path), 3) or "")
+
+
+def test_an_impatient_person(tmp_path: Path) -> None:
+    assert seen(CHECKS["names"], tmp_path, 0).verdict == "could not be seen"
+    assert seen(CHECKS["kill"], tmp_path, 0.01).verdict == "could not be seen"
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("torch_xla", marks=pytest.mark.xla), "jax"])
+def test_devices(tmp_path: Path, name: str) -> None:
+    sighting = seen(DEVICES[name], tmp_path)
+    assert (sighting.verdict, "cpu" in sighting.sentence.lower()) == ("holds", True), sighting
+
+
+def test_a_framework_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jax.py").write_text("raise SystemExit(7)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sighting = seen(DEVICES["jax"], tmp_path)
+    assert (sighting.verdict, "exit code 7" in sighting.sentence) == ("could not be seen", True)
+
+
+def few(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
+    monkeypatch.setattr(storage, "storage_checks", lambda objects: [CHECKS["names"], *checks])
+    monkeypatch.setattr("xla_ckpt.cli.selftest.devices.DEVICE_CHECKS", [])
+
+
+def test_the_command(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").write_text("stays")
+    few(monkeypatch, Check("last", "something is", lambda _: holds("It is.")))
+    code, out, _ = call(capsys, "selftest", tmp_path)
+    assert (code, len(out.splitlines())) == (0, 2)
+    assert "last: something is. It is." in out.splitlines()[1]
+    few(monkeypatch, Check("last", "something is", refuses))
+    code, out, _ = call(capsys, "selftest", tmp_path, "--json")
+    assert (code, [c["verdict"] for c in json.loads(out)["checks"]]) == (1, ["holds", "does not hold"])
+    assert names_in(tmp_path) == ["mine"]
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:
+    code, _, err = call(capsys, "selftest", tmp_path / "typo")
+    assert (code, "no such directory" in err) == (1, True)
+    assert names_in(tmp_path) == []
+
+
+def test_what_was_just_killed_may_be_at_work_for_an_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    remove, refused = LocalStore.remove, []
+
+    def at_first_refused(store: LocalStore, name: str) -> None:
+        refused.append(name)
+        (refuses if len(refused) < 3 else remove)(store, name)
+
+    monkeypatch.setattr(LocalStore, "remove", at_first_refused)
+    command._remove(LocalStore(str(tmp_path)), "folder")
+    assert (len(refused), names_in(tmp_path)) == (3, [])
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(LocalStore, "remove", refuses)
+    monkeypatch.setattr(command, "REMOVAL", 0.0)
+    with pytest.raises(OSError, match="Input/output"):
+        command._remove(LocalStore(str(tmp_path)), "folder")
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("after", ["rename", "room", "clock"])
+def test_ctrl_c_leaves_nothing(tmp_path: Path, after: str) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "xla_ckpt", "selftest", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    signal.signal(signal.SIGINT, handler)
+    assert process.stdout is not None
+    while f" {after}: " not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    assert names_in(tmp_path) == []

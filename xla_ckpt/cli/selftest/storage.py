@@ -1,0 +1,247 @@
+"""Promises on storage: names, renames, fsync, conditional writes, bytes, room, clock, leases, speed, atomic commits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+import xla_ckpt
+from xla_ckpt.cli.render import count, size
+from xla_ckpt.cli.selftest.checks import Check, Sighting, Site, broken, holds, unseen
+from xla_ckpt.cli.selftest.child import REFUSED, TAKEN
+from xla_ckpt.snapshot.memory import Bytes, allocate
+from xla_ckpt.storage.base import Directory, FileSystem, read_whole, write_small
+from xla_ckpt.tags.lease_places import DIRECTORY_SILENCE, RECORD_SILENCE
+
+ROOM = 1 << 29
+"""Bytes that a selftest has in its folder at a time, at most."""
+
+MEASURED = 1 << 26
+"""Bytes that are written and read back, and for their speed."""
+
+TOO_QUICK = 20e-6
+"""An fsync that takes less (s) has waited for no disk."""
+
+CLOCKS_APART = 60.0
+"""Seconds by which the clock of a file server may differ."""
+
+SLOWEST = 3.0
+"""A save or a load may take so many times as long as plain writing or reading."""
+
+INSTANTS = (0.5, 0.25, 0.75, 0.1, 0.9, 0.4, 0.6, 0.98)
+"""When a process is killed, as parts of the length of its save before."""
+
+
+def _names(site: Site) -> Sighting:
+    names = ("tag", "Tag", "caf\u00e9", "cafe\u0301", "t" * 200)
+    for name in names:
+        with site.folder(name) as folder:
+            write_small(folder, "name", name.encode())
+    for name in names:
+        with contextlib.closing(site.store.open(name, lock=False)) as directory:
+            if read_whole(directory, "name") != name.encode():
+                return broken(f"What was written as {name!r} is something else.")
+    return holds("Names that differ in case or in how an accent is spelt, and one of 200 letters, stay apart.")
+
+
+def _rename(site: Site) -> Sighting:
+    system = _file_system(site)
+    for name in ("one", "other"):
+        with site.folder(name) as folder:
+            write_small(folder, name, b"")
+    with contextlib.suppress(OSError):
+        system.rename("one", "other")
+        return broken("A directory that was renamed has taken the place of one that was not empty.")
+    if not (system.has("one/one") and system.has("other/other")):
+        return broken("A rename was refused, and has changed something all the same.")
+    if not system.exchange("one", "other"):
+        return holds(
+            "None replaces what is not empty. Two names cannot be exchanged in one step: while a tag is replaced, its "
+            "old version stands under another name for an instant, where readers of this library find it."
+        )
+    missed = 0
+    with ThreadPoolExecutor(1) as pool:
+        exchanges = pool.submit(lambda: [system.exchange("one", "other") for _ in range(200)])
+        while not exchanges.done():
+            missed += not (system.has("one") and system.has("other"))
+    if missed or not all(exchanges.result()):
+        return broken(f"While two names were exchanged 200 times, {count(missed, 'look')} found one of them gone.")
+    return holds("None replaces what is not empty. Two names were exchanged 200 times, and were always there.")
+
+
+def _file_system(site: Site) -> FileSystem:
+    assert site.store.file_system is not None, "only file systems have this check"
+    return site.store.file_system
+
+
+def _fsync(site: Site) -> Sighting:
+    times = []
+    with site.folder("synced") as folder:
+        for number in range(20):
+            sink = folder.create(str(number), 4096)
+            sink.write(memoryview(os.urandom(4096)), 4096, 0)
+            begin = time.perf_counter()
+            sink.commit()
+            times.append(time.perf_counter() - begin)
+    took = sorted(times)[len(times) // 2]
+    sentence = f"The fsync of 4096 bytes takes {took * 1e3:.3f} ms"
+    if took < TOO_QUICK:
+        return broken(f"{sentence}: that reaches no disk, and a loss of power takes away what is saved here.")
+    return unseen(f"{sentence}, so it waits for something. Whether that outlasts a loss of power, no program can see.")
+
+
+def _conditions(site: Site) -> Sighting:
+    assert site.store.object_store is not None, "only object stores have this check"
+    site.store.object_store.check_conditions()
+    return holds("A write was refused whose condition was not met: of a new file, of a changed one, of an absent one.")
+
+
+def _random() -> Bytes:
+    data = allocate(MEASURED)
+    data[:] = np.frombuffer(os.urandom(MEASURED), np.uint8)
+    return data
+
+
+def _read(folder: Directory, path: str, into: Bytes) -> None:
+    """Read a file plainly, around the page cache if it is not in it."""
+    with contextlib.closing(folder.open(path, MEASURED)) as source:
+        source.read_once(into.data, 0, allocate(1 << 23).data)
+
+
+def _bytes(site: Site) -> Sighting:
+    data, again = _random(), allocate(MEASURED)
+    with site.folder("bytes") as folder:
+        write_small(folder, "file", data.data)
+        _read(folder, "file", again)
+    if not np.array_equal(data, again):
+        return broken("Other bytes were read than were written.")
+    return holds(f"{size(MEASURED)} were read as they were written, around the page cache where that can be done.")
+
+
+def _room(site: Site) -> Sighting:
+    with site.folder("room") as folder:
+        write_small(folder, "file", b"")
+        free = folder.free()
+    if free is None:
+        return unseen("The storage does not say how much may be written.")
+    return (holds if free >= ROOM else broken)(f"{size(free)} may be written; a selftest takes {size(ROOM)} at most.")
+
+
+def _clock(site: Site) -> Sighting:
+    begin = time.time()
+    with site.folder("clock") as folder:
+        write_small(folder, "file", b"now")
+    modified = site.store.modified("clock/file")
+    if modified is None:
+        return unseen("The storage does not say when a file was written.")
+    sentence = f"They differ by {abs(modified / 1e9 - begin):.1f} s"
+    if abs(modified / 1e9 - begin) > CLOCKS_APART:
+        return broken(f"{sentence}. Where there are no locks, what killed saves left is removed too early, or late.")
+    return holds(f"{sentence}.")
+
+
+def _lease(site: Site) -> Sighting:
+    path = site.below("lease")
+    with site.child("save", path) as (_, lines):
+        if not lines.readline():
+            return broken("The process that was to save ended before its first commit.")
+        with site.child("hold", path, "10") as (_, answer):
+            if (word := answer.readline().strip()) != REFUSED:
+                return broken(f"A second process that wanted to save there was not refused: {word or 'it ended'}.")
+    begin = time.monotonic()
+    silence = DIRECTORY_SILENCE if site.store.object_store is None else RECORD_SILENCE
+    with site.child("hold", path, str(silence + 10)) as (_, answer):
+        word = answer.readline().strip()
+    if word == TAKEN:
+        return holds(f"A second process was refused, and had the lease {time.monotonic() - begin:.1f} s after a kill.")
+    if not site.left:
+        return unseen("A second process was refused. There was no time to wait for the lease of a killed one.")
+    return broken("After the first process was killed, another one did not get its lease.")
+
+
+def _speed(site: Site) -> Sighting:
+    data, again, path = _random(), allocate(MEASURED), site.below("speed")
+    xla_ckpt.save(path, "first", {"w": data[:1024]})  # from now on the process runs that commits
+    best = dict.fromkeys(("write", "save", "read", "load"), float("inf"))
+    with site.folder("raw") as folder:
+        for file in map(str, range(3)):
+            actions: dict[str, Callable[[], object]] = {
+                "write": partial(write_small, folder, file, data.data),
+                "save": partial(xla_ckpt.save, path, "tag", {"w": data}),
+                "read": partial(_read, folder, file, again),
+                "load": partial(xla_ckpt.restore, path, "tag"),
+            }
+            for what, action in actions.items():
+                begin = time.perf_counter()
+                action()
+                best[what] = min(best[what], time.perf_counter() - begin)
+            if site.left < 2 * sum(best.values()):
+                break
+    save, load = best["save"] / best["write"], best["load"] / best["read"]
+    rates = ", ".join(f"{what} {size(int(MEASURED / seconds))}/s" for what, seconds in best.items())
+    return (holds if max(save, load) <= SLOWEST else broken)(
+        f"Save: {save:.2f} times, load: {load:.2f} times; {rates}."
+    )
+
+
+def _killed(site: Site) -> Sighting:
+    begin, kills = time.monotonic(), 0
+    for instant in INSTANTS:
+        if kills and site.left < 2 * (time.monotonic() - begin) / kills:
+            break
+        path = site.below(f"killed-{kills}")
+        with site.child("save", path) as (child, lines):
+            times, said = [], []
+            for _ in range(3):
+                said.append(lines.readline())
+                times.append(time.monotonic())
+            if not said[-1]:
+                break
+            time.sleep(instant * (times[-1] - times[-2]))
+            child.kill()
+            said += lines.readlines()
+        if (problem := torn(path, max(map(int, said)))) is not None:
+            return broken(f"After a kill -9 at {instant:.0%} of a save, {problem}.")
+        kills += 1
+    if not kills:
+        return (broken if site.left else unseen)("The process that saves ended before its third commit.")
+    return holds(f"A process was killed in mid-save, {count(kills, 'time')}: all tags were whole, and none was lost.")
+
+
+def torn(path: str, newest: int) -> str | None:
+    """What is wrong with the tags of a process that was killed, after it had committed those up to a number."""
+    tags = xla_ckpt.list_tags(path)
+    for tag in tags:
+        if not (report := xla_ckpt.verify(path, tag)).ok:
+            return f"{tag} is damaged: {report.problems[0]}"
+        if (np.asarray(xla_ckpt.restore(path, tag).tree["w"]) != int(tag.removeprefix("step_"))).any():
+            return f"{tag} is a mixture of two saves"
+    if not tags or int(tags[-1].removeprefix("step_")) < newest:
+        return f"step_{newest}, which was committed, is gone"
+    return None
+
+
+def storage_checks(*, objects: bool) -> list[Check]:
+    """The checks of an object store, or of a file system; the quick ones come first."""
+    of_kind = [Check("conditional writes", "a record is replaced on its condition, or not at all", _conditions)]
+    if not objects:
+        of_kind = [
+            Check("rename", "a name changes in one step, and replaces nothing by mistake", _rename),
+            Check("fsync", "what was synced outlasts a loss of power", _fsync),
+        ]
+    return [
+        Check("names", "tags that differ in one letter are different tags", _names),
+        *of_kind,
+        Check("bytes", "what is read is what was written", _bytes),
+        Check("room", "there is room", _room),
+        Check("clock", "the clocks of the storage and of this machine agree", _clock),
+        Check("lease", "one job at a time saves to a root, and a killed one is no hindrance", _lease),
+        Check("speed", f"a save and a load take at most {SLOWEST:g} times as long as plain files", _speed),
+        Check("kill", "a save is there wholly or not at all, whenever its process is killed", _killed),
+    ]
