@@ -180,6 +180,8 @@ SPECIMENS = {
         Specimen("stock dcp, fsdp", _copied("dcp/fsdp2_uneven/ckpt"), fits=False, single="ckpt"),
         Specimen("orbax", _orbax("host"), fits=False, single="ckpt"),
         Specimen("orbax, files", _orbax("host-files"), fits=False, single="ckpt"),
+        Specimen("torch_checkpointing", _copied("torch_checkpointing/items"), fits=False, single="ckpt"),
+        Specimen("torch_checkpointing, four ranks", _copied("torch_checkpointing/fsdp2_tp"), fits=False, single="ckpt"),
         Specimen("hugging face", _copied("dcp/hugging_face/ckpt"), fits=False, single="ckpt"),
     )
 }

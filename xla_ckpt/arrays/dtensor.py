@@ -13,8 +13,9 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target, changed
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.cuts import Cut, IndexRange, held, interleaved, mesh_order, pieces_of, uneven
+from xla_ckpt.sharding.cuts import Cut, interleaved
 from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.mesh_cuts import Cutting, MeshCut, cutting_of
 from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 
@@ -46,38 +47,31 @@ class DTensors:
         coordinate = mesh.get_coordinate()
         ranks = tuple(mesh.mesh.flatten().tolist())
         replica, replicas, copied = 0, 1, []
-        cuts: list[list[tuple[int, Cut]]] = [[] for _ in shape]  # for each tensor dim the mesh dims that cut it
-        for d, placement in enumerate(value.placements):
-            parts, index = mesh.size(d), 0 if coordinate is None else coordinate[d]
-            factor = _factor(placement)
-            if isinstance(placement, Replicate):
-                replica, replicas = replica * parts + index, replicas * parts
-                copied.append(d)
-            elif factor is not None:
-                cuts[placement.dim % len(shape)].append((d, Cut(parts, index, factor)))
-            else:
-                raise _refusal(placement, path)
+        placements = [_placement(placement, path) for placement in value.placements]
         if coordinate is None:  # this rank is not in the mesh
             return LocalArray(shape=shape, pieces=())
-        pieces, local_shape = pieces_of(
-            [_held(n, [cut for _, cut in by_dim], path) for n, by_dim in zip(shape, cuts, strict=True)]
+        for d, placement in enumerate(placements):
+            if placement.dim is None:
+                replica, replicas = replica * mesh.size(d) + coordinate[d], replicas * mesh.size(d)
+                copied.append(d)
+        cutting = cutting_of(
+            shape, [mesh.size(d) for d in range(mesh.ndim)], coordinate, placements, mesh.mesh_dim_names
         )
-        if local_shape != tuple(value._local_tensor.shape):
+        _check_even(cutting, path)
+        if cutting.local != tuple(value._local_tensor.shape):
             raise UnsupportedStateError(
                 "the local part of a DTensor does not have the shape that its placements give",
                 leaf=path,
-                expected=local_shape,
+                expected=cutting.local,
                 found=f"{tuple(value._local_tensor.shape)} with {value.placements}",
             )
-        names = mesh.mesh_dim_names or tuple(f"mesh{d}" for d in range(mesh.ndim))
-        spec = tuple(_spec([(names[d], cut) for d, cut in by_dim]) for by_dim in cuts)
         return LocalArray(
             shape=shape,
-            pieces=pieces,
+            pieces=cutting.pieces,
             replica=replica,
             replicas=replicas,
             group=("dtensor", ranks, tuple(copied)),
-            spec=spec,
+            spec=cutting.spec,
         )
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[HostShard]]:
@@ -110,27 +104,27 @@ class DTensors:
         )
 
 
-def _refusal(placement: Any, path: str) -> UnsupportedStateError:
-    """The error for a placement that is neither Shard nor Replicate."""
+def _placement(placement: Any, path: str) -> MeshCut:
+    """What a mesh dim does.
+
+    The type is compared, because a class derived from `Shard` may cut in another way. A strided shard is derived from
+    it up to torch 2.9, and no longer in torch 2.10.
+
+    Raises:
+        UnsupportedStateError: It neither shards nor replicates.
+    """
+    if isinstance(placement, Replicate):
+        return MeshCut(None)
+    if type(placement) is Shard:
+        return MeshCut(placement.dim)
+    if type(placement).__name__ == "_StridedShard":
+        return MeshCut(placement.dim, int(placement.split_factor))
     why = "has no values of its own yet" if placement.is_partial() else "is cut in a way not known here"
-    return UnsupportedStateError(
+    raise UnsupportedStateError(
         f"a DTensor with the placement {placement} {why}",
         leaf=path,
         hint="Redistribute it to Shard or Replicate before it is saved or loaded.",
     )
-
-
-def _factor(placement: Any) -> int | None:
-    """The factor of a placement that shards (see `Cut`), 1 for a plain one; None for a placement of another kind.
-
-    The type is compared, because a class derived from `Shard` may cut in another way. A strided shard is derived from
-    it up to torch 2.9, and no longer in torch 2.10.
-    """
-    if type(placement) is Shard:
-        return 1
-    if type(placement).__name__ == "_StridedShard":
-        return int(placement.split_factor)
-    return None
 
 
 def _check_order(value: Any, path: str) -> None:
@@ -150,13 +144,13 @@ def _check_order(value: Any, path: str) -> None:
         )
 
 
-def _held(size: int, cuts: Sequence[Cut], path: str) -> list[IndexRange]:
-    """What this rank holds of a tensor dim.
+def _check_even(cutting: Cutting, path: str) -> None:
+    """Refuse a DTensor that this version of torch cuts in two ways.
 
     Raises:
-        UnsupportedStateError: This version of torch does not agree with itself about that.
+        UnsupportedStateError: It does not agree with itself about that.
     """
-    for n, cut in uneven(size, cuts):
+    for n, cut in cutting.uneven:
         if not _torch_agrees(n, cut):
             # Up to torch 2.9 `full_tensor` and `distribute_tensor` give the rows of such a tensor different places.
             raise UnsupportedStateError(
@@ -166,7 +160,6 @@ def _held(size: int, cuts: Sequence[Cut], path: str) -> list[IndexRange]:
                 found=f"{n} elements, torch {torch.__version__}",
                 hint="Pad the tensor, redistribute it to Shard or Replicate, or use torch 2.13 or newer.",
             )
-    return held(size, cuts)
 
 
 def _torch_agrees(size: int, cut: Cut) -> bool:
@@ -180,13 +173,3 @@ def _torch_agrees(size: int, cut: Cut) -> bool:
         if part.tolist() != ours:
             return False
     return True
-
-
-def _spec(named: Sequence[tuple[str, Cut]]) -> tuple[object, ...] | None:
-    """What cuts a tensor dim, outermost first, as `Sharding.spec` has it."""
-    if not named:
-        return None
-    nested = mesh_order([cut for _, cut in named])
-    if nested is None and len(named) == 1:
-        return named[0][0], named[0][1].factor
-    return tuple(named[i][0] for i in nested or range(len(named)))

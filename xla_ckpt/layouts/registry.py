@@ -27,6 +27,7 @@ from xla_ckpt.layouts.optimum.layout import OptimumNeuron
 from xla_ckpt.layouts.orbax.layout import Orbax
 from xla_ckpt.layouts.peft import Peft
 from xla_ckpt.layouts.smp.layout import SageMaker
+from xla_ckpt.layouts.torch_checkpointing.layout import TorchCheckpointing
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
@@ -54,6 +55,7 @@ _layouts: list[Layout] = [
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
     Orbax(),
+    TorchCheckpointing(),
     HuggingFace(),
     Peft(),
     OneFile(),

@@ -68,6 +68,16 @@ def mesh_order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
     return tuple(order)
 
 
+def spec_of(named: Sequence[tuple[str, Cut]]) -> tuple[object, ...] | None:
+    """What cuts a tensor dim, outermost first, as `Sharding.spec` has it."""
+    if not named:
+        return None
+    nested = mesh_order([cut for _, cut in named])
+    if nested is None and len(named) == 1:
+        return named[0][0], named[0][1].factor
+    return tuple(named[i][0] for i in nested or range(len(named)))
+
+
 def _place_after(factor: int, parts: Sequence[int]) -> int | None:
     """How many of the first cuts together make `factor` parts; None if no number of them does."""
     product = 1

@@ -83,6 +83,9 @@ class TensorView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    part: Any = None
+    """What it is a part of, where the pickle says so and a caller of `loads` understands it: a DTensor, say."""
+
 
 class Reference:
     """Stands where torch_xla's `TensorReference` stood: the number of a tensor that lies in a file of its own."""

@@ -60,6 +60,9 @@ class TensorAt:
     strides: tuple[int, ...] | None = None
     """How far apart its elements lie along each dim (elements), where that is not C order."""
 
+    part: Any = None
+    """See `TensorView`."""
+
 
 @dataclass(frozen=True, slots=True)
 class StorageAt:
@@ -333,6 +336,7 @@ class Zip:
             shape=view.shape,
             crc=crc if alone and (crc or not size) else None,
             strides=None if ordered else view.strides,
+            part=view.part,
         )
 
 

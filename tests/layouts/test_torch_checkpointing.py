@@ -1,0 +1,238 @@
+"""Directories of Meta's torch_checkpointing, as the real package wrote them (tests/fixtures/torch_checkpointing)."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.fixtures.dcp import make
+from tests.fixtures.torch_checkpointing import package
+from tests.jobs import run_on_ranks
+from tests.layouts.same import unequal
+from tests.layouts.tckpt_package import FIXTURES, needs_package, run_package
+from xla_ckpt import dtypes
+from xla_ckpt.cli.main import main
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedObjectError
+from xla_ckpt.layouts.torch_checkpointing import dtensors
+from xla_ckpt.layouts.torch_checkpointing.ranks import item_of_ranks
+from xla_ckpt.layouts.torch_save.pickle_names import Attributes
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
+from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.sharding.mesh_cuts import Cutting
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("fsdp2_tp", "items"):
+        shutil.copytree(FIXTURES / name, tmp_path / name)
+    return tmp_path
+
+
+def stepped() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model, and the states of its optimizer, as one process has them."""
+    trained = package.model()
+    optimizer = package.stepped(trained)
+    return trained.state_dict(), package.optimizer_state(trained, optimizer)["state"]
+
+
+def test_they_are_listed_and_say_who_wrote_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "tmp_items").mkdir()
+    shutil.copy(root / "items/model_0.pt", root / "tmp_items/model_0.pt")  # a save that has not ended
+    (root / "files").mkdir()
+    torch.save({}, root / "files/epoch_0.pt")  # no directory of theirs: torch.save was given a path
+    assert sorted(xla_ckpt.list_tags(root)) == ["fsdp2_tp", "items"]
+    assert main(["ls", str(root)]) == 0
+    assert "torch_checkpointing" in capsys.readouterr().out
+    assert main(["show", str(root / "items")]) == 0
+    assert "0.weight" in capsys.readouterr().out
+
+
+def test_parts_of_dtensors_become_whole_arrays(root: Path) -> None:
+    """Strided shards of FSDP2 over tensor parallelism, in rows that the ranks do not divide."""
+    tree = xla_ckpt.restore(root, "fsdp2_tp").tree
+    assert unequal(tree["model"], package.model().state_dict()) == []
+    assert tree["extras"] == {"step": 7}
+
+
+def test_every_kind_of_item_is_read(root: Path) -> None:
+    tree = xla_ckpt.restore(root / "items").tree
+    model, states = stepped()
+    assert unequal(tree["model"], model) == []
+    for name, state in states.items():
+        assert unequal(tree["optimizer"]["state"][name], state) == []
+    extras = tree["extras"]
+    assert (extras["config"], extras["tokenizer"], extras["step"]) == ({"lr": 0.5}, b"\x00\x01", 7)
+    assert unequal(extras["averages"]["mean"], {name: value * 2 for name, value in model.items()}) == []
+
+
+def test_what_ranks_have_of_their_own_is_kept_for_each(root: Path) -> None:
+    loader = xla_ckpt.restore(root / "items").tree["extras"]["loader"]
+    assert loader["per_rank"] == 2
+    for rank in range(2):
+        assert loader["ranks"][str(rank)]["seen"] == rank
+        assert loader["ranks"][str(rank)]["order"].tolist() == [rank, rank + 1, rank + 2]
+
+
+def test_a_model_and_its_optimizer_are_loaded(root: Path) -> None:
+    trained = package.model()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.125)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.zero_()
+    xla_ckpt.load_checkpoint(root, "items", model=trained, optimizer=optimizer)
+    model, states = stepped()
+    assert unequal(trained.state_dict(), model) == []
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], states[name]["exp_avg"])
+
+
+def loads_over_two(rank: int, root: str) -> list[str]:
+    trained = make.by_fsdp2(package.model())
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.zero_()
+    xla_ckpt.load_checkpoint(root, "fsdp2_tp", model=trained)
+    whole: dict[str, Any] = {name: value.full_tensor() for name, value in trained.state_dict().items()}
+    return unequal(whole, package.model().state_dict())
+
+
+def test_four_ranks_saved_and_two_load(root: Path) -> None:
+    assert run_on_ranks(loads_over_two, 2, str(root)) == [[], []]
+
+
+def test_they_are_verified_and_converted(root: Path, tmp_path: Path) -> None:
+    report = xla_ckpt.verify(root, "items")
+    assert report.problems == []
+    assert not report.digests
+    assert report.files == 14
+    xla_ckpt.convert(root / "items", tmp_path / "native", to="native")
+    assert xla_ckpt.verify(tmp_path / "native", "items").digests
+    assert unequal(xla_ckpt.restore(tmp_path / "native").tree["model"], stepped()[0]) == []
+
+
+def changed(path: Path, old: bytes, new: bytes) -> None:
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+
+
+def test_a_changed_byte_is_found_by_a_load_and_by_verify(root: Path) -> None:
+    weight = package.model().state_dict()["0.weight"][:1].numpy().tobytes()
+    changed(root / "fsdp2_tp/model_0.pt", weight, weight[:-1] + bytes([weight[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpointError, match="CRC-32"):
+        xla_ckpt.restore(root, "fsdp2_tp")
+    (problem,) = xla_ckpt.verify(root, "fsdp2_tp").problems
+    assert problem.file == "model_0.pt"
+
+
+@pytest.mark.parametrize(("tag", "file"), [("fsdp2_tp", "model_2.pt"), ("items", "optimizer_1.pt")])
+def test_a_lost_file_of_a_rank_is_told(root: Path, tag: str, file: str) -> None:
+    (root / tag / file).unlink()
+    with pytest.raises(CorruptCheckpointError):
+        xla_ckpt.restore(root, tag)
+    assert xla_ckpt.verify(root, tag).problems
+
+
+def test_damaged_metadata_are_told(root: Path) -> None:
+    changed(root / "items/metadata.pkl", b"placements", b"placemints")
+    with pytest.raises(CorruptCheckpointError, match="metadata are damaged"):
+        xla_ckpt.restore(root, "items")
+
+
+def streamed(path: Path, value: Any) -> None:
+    """As the package writes a file: into a stream."""
+    with path.open("wb") as file:
+        torch.save(value, file)
+
+
+class Whatever:
+    """A class of a program."""
+
+
+def test_an_object_of_a_program_is_read_on_trust_only(root: Path) -> None:
+    for rank in range(4):
+        streamed(root / f"fsdp2_tp/state_{rank}.pt", {"object": Whatever(), "n": 1})
+    with pytest.raises(UntrustedObjectError, match="Whatever"):
+        xla_ckpt.restore(root, "fsdp2_tp")
+    trained = package.model()
+    xla_ckpt.load_checkpoint(root, "fsdp2_tp", model=trained)  # which does not want it
+    tree = xla_ckpt.restore(root, "fsdp2_tp", trust_pickle=True).tree
+    assert isinstance(tree["extras"]["state"]["object"], Whatever)
+
+
+def repickled(path: Path, old: bytes, new: bytes) -> None:
+    """Change the pickle of a file of torch.save, with a CRC-32 that fits."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    assert old in members["archive/data.pkl"]
+    members["archive/data.pkl"] = members["archive/data.pkl"].replace(old, new)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def test_a_placement_that_is_not_known_costs_its_array_alone(root: Path) -> None:
+    for rank in range(4):
+        repickled(root / f"fsdp2_tp/model_{rank}.pt", b"_StridedShard", b"_MaskPartial")
+    with pytest.raises(IncompatibleCheckpointError, match="_MaskPartial has no values"):
+        xla_ckpt.restore(root, "fsdp2_tp")
+    trained = torch.nn.ModuleDict({"1": torch.nn.Linear(6, 3)})
+    xla_ckpt.load_checkpoint(root, "fsdp2_tp", model=trained, strict=False)
+    assert torch.equal(trained["1"].weight, package.model()[1].weight)
+
+
+def test_what_differs_beside_dtensors_belongs_to_nobody() -> None:
+    """An item with DTensors is one state of all ranks."""
+    cutting = Cutting(shape=(2,), local=(1,))
+    at = TensorAt(file="model_0.pt", offset=0, dtype=dtypes.dtype("float32"), shape=(1,), part=cutting)
+    of_rank = {rank: {"w": at, "seed": rank, "lr": 0.5} for rank in range(2)}
+    merged = item_of_ranks(of_rank, 2, lambda tensors: len(tensors), lambda a, b: a == b)
+    assert (merged["w"], merged["lr"]) == (2, 0.5)
+    assert isinstance(merged["seed"], UnknownArray)
+    assert "different values" in merged["seed"].problem
+
+
+def test_numbers_of_a_mesh_are_checked() -> None:
+    def attributes(called: str, **facts: Any) -> Attributes:
+        stand_in = Attributes.of(called)()
+        stand_in.__setstate__(facts)
+        return stand_in
+
+    def spec(*, sizes: Any = (2,), coordinate: Any = (1,), placement: Attributes) -> Attributes:
+        mesh = attributes("DeviceMesh", _layout=attributes("_MeshLayout", shape=sizes), _coordinate_on_dim=coordinate)
+        meta = dtensors.NAMES["torch.distributed.tensor._dtensor_spec.TensorMeta"]((6, 4), (4, 1), None)
+        return attributes("DTensorSpec", mesh=mesh, placements=(placement,), tensor_meta=meta)
+
+    rows = attributes("placement_types.Shard", dim=0)
+    cutting = dtensors._cutting(spec(placement=rows))
+    assert (cutting.local, str(cutting.pieces[0].box), cutting.problem) == ((3, 4), "[3:6, 0:4]", "")
+    assert dtensors._cutting(spec(placement=rows, coordinate=None)).pieces == ()
+    for damaged in (
+        spec(placement=attributes("placement_types.Shard", dim=2)),
+        spec(placement=attributes("placement_types.Shard", dim="0")),
+        spec(placement=attributes("placement_types._StridedShard", dim=0, split_factor=1 << 60)),
+        spec(placement=attributes("placement_types._StridedShard", dim=0, split_factor=1 << 13)),
+        spec(placement=attributes("placement_types.Partial")),
+        spec(placement=rows, coordinate=(2,)),
+        spec(placement=rows, sizes=(2, 2)),
+        spec(placement=rows, sizes="22"),
+        None,
+    ):
+        assert dtensors._cutting(damaged).problem
+
+
+@needs_package
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2_tp", "items"])
+def test_the_package_writes_today_what_the_fixtures_have(tmp_path: Path, kind: str) -> None:
+    run_package("save", kind, tmp_path / kind)
+    assert {p.name for p in (tmp_path / kind).iterdir()} == {p.name for p in (FIXTURES / kind).iterdir()}
+    new, old = (xla_ckpt.restore(folder).tree["model"] for folder in (tmp_path / kind, FIXTURES / kind))
+    assert unequal(new, old) == []

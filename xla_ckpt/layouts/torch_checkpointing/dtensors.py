@@ -1,0 +1,166 @@
+"""DTensors in files of torch.save: the names that their pickles have, and what stands for each.
+
+A DTensor becomes the view of its local tensor, with a `Cutting` as its `part`. Nothing of torch.distributed is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, UnsupportedStateError
+from xla_ckpt.layouts.torch_save.pickle_names import (
+    NAMES_IN_PICKLES,
+    Attributes,
+    Factory,
+    Function,
+    Opaque,
+    TensorView,
+)
+from xla_ckpt.sharding.mesh_cuts import Cutting, MeshCut, cutting_of
+
+_REBUILT = "torch._tensor._rebuild_from_type_v2"
+
+_DTENSOR = Factory("DTensor")
+
+
+class _Fields:
+    """Stands for a named tuple: its fields, in order."""
+
+    def __init__(self, *fields: Any) -> None: ...  # what `__new__` is given, is given to this, too, where it is called
+
+    def __new__(cls, *fields: Any) -> _Fields:
+        stand_in = super().__new__(cls)
+        stand_in.fields = fields
+        return stand_in
+
+    fields: tuple[Any, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("a state for a named tuple, which has none")
+
+
+def _wrapper(*_: Any) -> Any:
+    raise ValueError("a tensor of a class of its own")
+
+
+def _rebuilt(make: Any, kind: Any, args: Any, state: Any = None) -> Any:
+    """What torch makes of a tensor with attributes: the view of a DTensor, or of a plain tensor."""
+    if kind is _DTENSOR and isinstance(make, Function) and make.make is _wrapper:
+        # Attributes in slots come behind those that are in none.
+        slots = state[1] if isinstance(state, tuple) and len(state) == 2 else state
+        local = slots.get("_local_tensor") if isinstance(slots, dict) else None
+        if isinstance(local, TensorView):
+            return replace(local, part=_cutting(slots.get("_spec")))
+        return Opaque.of("torch.distributed.tensor.DTensor")()
+    try:
+        return NAMES_IN_PICKLES[_REBUILT](make, kind, args)
+    except (CheckpointError, ValueError):
+        return Opaque.of(_REBUILT)()
+
+
+NAMES: dict[str, Any] = {
+    _REBUILT: _rebuilt,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch.distributed.tensor.DTensor": _DTENSOR,
+    "torch.serialization._get_layout": lambda name: None,
+    **{
+        name: Attributes.of(name)
+        for name in (
+            "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+            "torch.distributed.device_mesh.DeviceMesh",
+            "torch.distributed._mesh_layout._MeshLayout",
+            "torch.distributed._mesh_layout._FlatLayout",
+            *(
+                f"torch.distributed.tensor.placement_types.{placement}"
+                for placement in ("Shard", "_StridedShard", "Replicate", "Partial", "_NormPartial", "_MaskPartial")
+            ),
+        )
+    },
+    **{
+        f"torch.distributed.tensor._dtensor_spec.{name}": type(name, (_Fields,), {})
+        for name in ("TensorMeta", "ShardOrderEntry")
+    },
+}
+"""What `Zip.value` takes as `more`."""
+
+
+def _cutting(spec: Any) -> Cutting:
+    """How a DTensor with this spec was cut."""
+    try:
+        facts = _attributes(spec)
+        shape = _numbers(_fields(facts["tensor_meta"])[0])
+        try:
+            _check_order(facts.get("shard_order"))
+            mesh = _attributes(facts["mesh"])
+            coordinate = mesh["_coordinate_on_dim"]
+            if coordinate is None:  # the rank is not in the mesh, and holds nothing
+                return Cutting(shape=shape)
+            names = mesh.get("_mesh_dim_names")
+            placements = [_placement(placement) for placement in _sequence(facts["placements"])]
+            return cutting_of(shape, _mesh_sizes(mesh), _numbers(coordinate), placements, _names(names))
+        except UnsupportedStateError as error:
+            return Cutting(shape=shape, problem=error.problem)
+    except (LookupError, ValueError, TypeError) as error:
+        return Cutting(
+            shape=(), problem=f"its mesh and placements are not described as torch 2.11 and newer do it: {error}"
+        )
+
+
+def _mesh_sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
+    """Size of each dim of a mesh, whose form differs between versions of torch."""
+    layout = _attributes(mesh["_layout"])
+    axes = [_attributes(axis)["shape"] for axis in _sequence(layout["axes"])] if "axes" in layout else layout["shape"]
+    return tuple(prod(_numbers([axis] if type(axis) is int else axis)) for axis in _sequence(axes))
+
+
+def _check_order(order: Any) -> None:
+    for entry in order or ():
+        _, mesh_dims = _fields(entry)
+        if list(mesh_dims) != sorted(mesh_dims):
+            raise UnsupportedStateError("a DTensor that is cut in another order than that of its mesh dims is not read")
+
+
+def _placement(placement: Any) -> MeshCut:
+    facts = _attributes(placement)
+    kind = placement.called.rpartition(".")[2]
+    if kind == "Replicate":
+        return MeshCut(None)
+    if kind not in ("Shard", "_StridedShard"):
+        raise UnsupportedStateError(f"a DTensor with the placement {kind} has no values of its own")
+    dim, factor = facts["dim"], facts["split_factor"] if kind == "_StridedShard" else 1
+    if type(dim) is not int or type(factor) is not int:
+        raise ValueError("a placement without numbers")
+    return MeshCut(dim, factor)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Attributes):
+        raise ValueError(f"a {type(value).__name__} where an object of torch's is expected")  # noqa: TRY004
+    return vars(value)
+
+
+def _fields(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, _Fields):
+        raise ValueError(f"a {type(value).__name__} where a named tuple is expected")  # noqa: TRY004
+    return value.fields
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    if not isinstance(value, tuple | list):
+        raise ValueError(f"a {type(value).__name__} where a tuple is expected")  # noqa: TRY004
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if any(type(number) is not int or number < 0 for number in _sequence(values)):
+        raise ValueError("sizes that are no numbers")
+    return tuple(values)
+
+
+def _names(values: Any) -> tuple[str, ...] | None:
+    if values is not None and any(type(name) is not str for name in _sequence(values)):
+        raise ValueError("names of mesh dims that are no text")
+    return None if values is None else tuple(values)

@@ -1,0 +1,56 @@
+"""torch_checkpointing as a layout: its directories are found, opened and read onto any topology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import CheckpointError, storage_errors
+from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.torch_checkpointing.tags import find_tag, tags_among
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+
+
+class TorchCheckpointing(Layout):
+    """Directories of Meta's torch_checkpointing.
+
+    They have no digests. The CRC-32s of their zips are compared with what a load reads, which the package itself does
+    not do; items of safetensors, of JSON and of bytes have none.
+    """
+
+    name = "torch_checkpointing"
+    origin = "torch_checkpointing"
+    converts = False
+    asks = True
+    may_hold_tags = True
+
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        return tags_among(store, names)
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        return find_tag(store, tag)
+
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.torch_checkpointing.scan import open_items
+
+        return open_items(store, entry, hints)
+
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
+        from xla_ckpt.layouts.torch_save.zip_reader import check_zip
+        from xla_ckpt.layouts.verifying import check_files, foreign_report
+
+        with foreign_report(store, entry.tag) as report:
+            try:
+                with self.open(store, entry, Hints(optimizer=False)) as reader, storage_errors("reading a checkpoint"):
+                    report.arrays = len(reader.manifest.arrays)
+                    zips = [file.path for file in reader.manifest.files if file.path.endswith(".pt")]
+                    check_files(report, zips, partial(check_zip, reader.directory), workers)
+                    report.files = len(reader.manifest.files)
+            except CheckpointError as error:
+                report.problems.append(error)
+        return report

@@ -1,0 +1,244 @@
+"""Opening a directory of torch_checkpointing's: scanned into a `Manifest`. No tensor is read, and no code is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
+from xla_ckpt.layouts.hugging_face import scanned_file
+from xla_ckpt.layouts.one_file.file import SavedFiles
+from xla_ckpt.layouts.one_file.members import file_members
+from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
+from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, flattened, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES
+from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items
+from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks
+from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, items_by_name, world_of
+from xla_ckpt.layouts.torch_save.strided import shards_at
+from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
+from xla_ckpt.layouts.untrusted import UntrustedObject
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import FileRecord, UnknownArray
+from xla_ckpt.manifest.shards import Shard
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Piece
+from xla_ckpt.sharding.mesh_cuts import Cutting
+from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree.nested import Keys, nested
+
+_UNEVEN = "versions of torch do not agree about what an interleaved strided shard of uneven blocks is"
+
+_CHUNK = 1 << 20
+"""Bytes of two tensors that are compared at a time."""
+
+
+def open_items(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+    """A reader of such a directory, for the restore engine.
+
+    Raises:
+        CorruptCheckpointError: Files are missing, damaged, or do not add up.
+        UnsupportedStateError: A file is of another version, of another byte order, or compressed.
+    """
+    with directory_to_scan(store, entry.tag, lambda: store.open(entry.directory)) as directory:
+        scan = _Scan(directory)
+        members = file_members(scan.tree(), hints, lambda value: kind_of_scanned(value) is not None, _shape_of_numbers)
+        flat = flattened(members.tree)
+        manifest, objects = scanned_manifest(
+            entry.tag, flat, scan.records, created=entry.created, world=world_of(scan.paths)
+        )
+        return TagReader(scan.files, store.path, entry.tag, manifest, objects)
+
+
+def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
+    """The shape of an array that may be a parameter, or a state of one."""
+    if isinstance(value, ArrayRecord | UnknownArray) and value.dtype is not None and value.dtype.floating:
+        return value.shape
+    return None
+
+
+class _Scan:
+    """The files of a directory, and what they hold together."""
+
+    def __init__(self, directory: Directory) -> None:
+        names = {name for name in directory.files() if not name.startswith(".")}
+        metadata: dict[str, ItemMetadata] = {}
+        if ITEMS_METADATA in names:
+            metadata = said_of_items(read_whole(directory, ITEMS_METADATA, limit=MAX_JSON, what="the metadata"))
+        said = {path: form for about in metadata.values() for path, form in about.files.values()}
+        if lost := sorted(said.keys() - names):
+            raise CorruptCheckpointError("a file is missing that the metadata name", file=lost[0])
+        by_name = items_by_name(names - said.keys() - {ITEMS_METADATA})
+        self.directory = directory
+        self.formats = said
+        self.metadata = metadata
+        self.paths = {item: {rank: path for rank, (path, _) in about.files.items()} for item, about in metadata.items()}
+        self.paths = by_name | self.paths
+        self.files = SavedFiles(directory, [path for of_item in self.paths.values() for path in of_item.values()])
+        self.records: list[FileRecord] = []
+        self._numbers: dict[str, int] = {}
+        self._records: dict[Any, ArrayRecord | UnknownArray | None] = {}
+
+    def tree(self) -> dict[str, Any]:
+        """All items, with a record for each array."""
+        world = world_of(self.paths)
+        return {item: self._item(item, world) for item in sorted(self.paths)}
+
+    def _item(self, item: str, world: int) -> Any:
+        with naming(leaf=item):
+            of_rank = {rank: self._content(item, rank, path) for rank, path in self.paths[item].items()}
+            return item_of_ranks(of_rank, world, self._record, _same)
+
+    def _content(self, item: str, rank: int, path: str) -> Any:
+        """What the file of a rank holds, with a `TensorAt` for each tensor."""
+        with naming(file=path):
+            form = self.formats.get(path) or self._form(path)
+            if form == "torch":
+                return self._torch(path)
+            if form == "safetensors":
+                about = self.metadata.get(item)
+                return self._safetensors(path, {} if about is None else about.cuttings.get(rank, {}))
+            data = read_whole(self.directory, path, limit=MAX_JSON, what="an item that is no tensor")
+            self._number(path, len(data))
+            if form == "raw":
+                return data
+            try:
+                return json.loads(data)
+            except (ValueError, RecursionError) as error:
+                raise CorruptCheckpointError(f"an item is no JSON: {error}"[:300]) from error
+
+    def _form(self, path: str) -> str:
+        """How a file is written of which nothing is said."""
+        ending = path.rpartition(".")[2]
+        if ending in ("json", "safetensors"):
+            return ending
+        with closing(self.directory.open(path)) as source:
+            start = bytearray(4)
+            is_zip = ending == "pt" or (source.read_into(memoryview(start), 0) == 4 and start == b"PK\3\4")
+        return "torch" if is_zip else "raw"
+
+    def _torch(self, path: str) -> Any:
+        with closing(self.directory.open(path)) as source:
+            archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
+            self.files.storages[path] = archive.storages()
+            self._number(path, source.size)
+            walk = Walk(FileObjects(self.files, path, archive.pickled), lambda at: at)
+            return walk.visit(archive.value(strided=True, tolerant=True, more=NAMES), ())
+
+    def _safetensors(self, path: str, cuttings: Mapping[Keys, Cutting]) -> Any:
+        """Such a file has the names of nested tensors with dots, which the metadata take apart."""
+        record, _, tensors = scanned_file(self.directory, path)
+        self._number(path, record.size)
+        keys_of = {".".join(map(str, keys)): keys for keys in cuttings}
+        items = []
+        for t in tensors:
+            keys = keys_of.get(t.name, (t.name,))
+            part = cuttings.get(keys)
+            items.append((keys, TensorAt(file=path, offset=t.offset, dtype=t.dtype, shape=t.shape, part=part)))
+        return nested(items)
+
+    def _number(self, path: str, size: int) -> None:
+        self._numbers[path] = len(self.records)
+        self.records.append(FileRecord(path=path, size=size, head=0, digest=0))
+
+    def _record(self, tensors: RankTensors) -> ArrayRecord | UnknownArray | None:
+        """See `Combine`. One record for all tensors that are the same elements."""
+        first = next(iter(tensors.values()))
+        key = tuple(tensors.items()) if Box.whole(first.shape).size else (len(self._records),)
+        if key not in self._records:
+            self._records[key] = self._new_record(tensors, first)
+        return self._records[key]
+
+    def _new_record(self, tensors: RankTensors, first: TensorAt) -> ArrayRecord | UnknownArray | None:
+        parts = [at.part for at in tensors.values()]
+        try:
+            if None in parts:
+                if any(part is not None for part in parts) or not all(
+                    self._same_tensor(first, at) for at in tensors.values()
+                ):
+                    return None
+                return array_record(
+                    first.dtype, first.shape, [*shards_at(first, Box.whole(first.shape), self._numbers[first.file])]
+                )
+            return self._of_parts(tensors, first)
+        except UnsupportedStateError as error:
+            # The rest of the tag is good: only who wants this array hears of it.
+            return UnknownArray(
+                problem=error.problem, hint=error.hint, dtype=first.dtype, shape=first.shape, tensors=len(tensors)
+            )
+
+    def _of_parts(self, tensors: RankTensors, first: TensorAt) -> ArrayRecord:
+        """The array that the parts of a DTensor make up."""
+        shards: dict[Box, Shard] = {}
+        for at in tensors.values():
+            cutting = at.part
+            if cutting.problem or cutting.uneven:
+                raise UnsupportedStateError(cutting.problem or _UNEVEN)
+            if (cutting.shape, at.dtype) != (first.part.shape, first.dtype):
+                raise CorruptCheckpointError("the parts of a DTensor do not fit together", file=at.file)
+            if cutting.local not in (None, at.shape):
+                raise CorruptCheckpointError(
+                    "the local part of a DTensor does not have the shape that its placements give",
+                    file=at.file,
+                    expected=str(cutting.local),
+                    found=str(at.shape),
+                )
+            for piece in cutting.pieces:
+                if piece.box.size and piece.box not in shards:
+                    shards |= {shard.box: shard for shard in _shards_of(at, piece, self._numbers[at.file])}
+        try:
+            return array_record(first.dtype, first.part.shape, [*shards.values()], first.part.spec)
+        except FormatError as error:
+            raise CorruptCheckpointError(
+                f"the files of the ranks do not hold an array exactly once: {error.problem}",
+                expected=error.expected,
+                found=error.found,
+                hint="The file of a rank was lost, or files of two saves lie here.",
+            ) from error
+
+    def _same_tensor(self, one: TensorAt, other: TensorAt) -> bool:
+        """Whether two tensors have the same bytes: their CRC-32s say so, where there are any."""
+        if one is other:
+            return True
+        if (one.dtype, one.shape, one.strides) != (other.dtype, other.shape, other.strides):
+            return False
+        if one.crc is not None and other.crc is not None:
+            return one.crc == other.crc
+        size = Box.whole(one.shape).size * one.dtype.itemsize
+        if one.strides is not None or not size:
+            return not size
+        with closing(self.files.open(one.file)) as a, closing(self.files.open(other.file)) as b:
+            for at in range(0, size, _CHUNK):
+                pair = bytearray(min(_CHUNK, size - at)), bytearray(min(_CHUNK, size - at))
+                a.read_into(memoryview(pair[0]), one.offset + at)
+                b.read_into(memoryview(pair[1]), other.offset + at)
+                if pair[0] != pair[1]:
+                    return False
+        return True
+
+
+def _shards_of(at: TensorAt, piece: Piece, number: int) -> list[Shard]:
+    """A piece of a local tensor, as shards."""
+    whole = Box.whole(at.shape)
+    if at.strides is not None:
+        if piece.local != whole:
+            raise UnsupportedStateError("a local tensor of several pieces is not stored in C order")
+        return [*shards_at(at, piece.box, number)]
+    where = runs(piece.local, whole, at.dtype.itemsize)
+    if where.contiguous:
+        return [Shard(piece.box, number, at.offset + where.offset)]
+    return [Shard(piece.box, number, at.offset, piece.frame(at.shape))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values without tensors are equal."""
+    if isinstance(one, UntrustedObject) or isinstance(other, UntrustedObject):
+        return bool(one == other)
+    a, b = flattened({"value": one}), flattened({"value": other})
+    return (a.skeleton, [value for _, value in a.objects]) == (b.skeleton, [value for _, value in b.objects])
