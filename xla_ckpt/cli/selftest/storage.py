@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.render import count, size
 from xla_ckpt.cli.selftest.checks import Check, Sighting, Site, broken, holds, unseen
 from xla_ckpt.cli.selftest.child import REFUSED, TAKEN
 from xla_ckpt.snapshot.memory import Bytes, allocate
 from xla_ckpt.storage.base import Directory, FileSystem, read_whole, write_small
+from xla_ckpt.tables.texts import count, size
 from xla_ckpt.tags.lease_places import DIRECTORY_SILENCE, RECORD_SILENCE
 
 ROOM = 1 << 29
