@@ -2,10 +2,11 @@
 
     python examples/kill_and_resume.py                             # or: make demo
     python examples/kill_and_resume.py --root s3://bucket/demo     # or, with a server of its own: make demo-objects
+    python examples/kill_and_resume.py --program jax_train.py      # in jax, without torch
 
-Two runs of examples/train_lm.py on the same text with the same seed. The first is left alone. The second is killed
-while a save is being written (some of its files are there), and started again. Every loss after the resume must
-be the same to the last bit; the exit code says whether it was.
+Two runs of examples/train_lm.py, or of another program, on the same text with the same seed. The first is left alone.
+The second is killed while a save is being written (some of its files are there), and started again. Every loss after
+the resume must be the same to the last bit; the exit code says whether it was.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ HERE = Path(__file__).parent
 UNFINISHED = ".new-*"
 
 
-def command(root: str, log: Path, steps: int, every: int) -> list[str]:
+def command(program: str, root: str, log: Path, steps: int, every: int) -> list[str]:
     return [
-        sys.executable, str(HERE / "train_lm.py"), "--root", root, "--log", str(log),
+        sys.executable, str(HERE / program), "--root", root, "--log", str(log),
         "--steps", str(steps), "--save-every", str(every),
     ]  # fmt: skip
 
@@ -52,9 +53,9 @@ def begun(root: str) -> set[str]:
     return {key.removeprefix(f"{prefix}/").partition("/")[0] for key in keys if key.endswith(".safetensors")}
 
 
-def train_and_kill(after: int, root: str, *args: Any) -> str:
+def train_and_kill(after: int, program: str, root: str, *args: Any) -> str:
     """Run the training, and kill it while it writes a save after `after` committed ones; the unfinished tag."""
-    process = subprocess.Popen(command(root, *args))
+    process = subprocess.Popen(command(program, root, *args))
     committed: set[str] = set()  # in a bucket, the files of a tag stay for a while when it is none any more
     while process.poll() is None:
         committed |= set(xla_ckpt.list_tags(root))
@@ -66,7 +67,7 @@ def train_and_kill(after: int, root: str, *args: Any) -> str:
             process.wait()
             if left := begun(root) - committed - set(xla_ckpt.list_tags(root)):
                 return left.pop()
-            return train_and_kill(after, root, *args)  # it committed in that very moment: go on, and try again
+            return train_and_kill(after, program, root, *args)  # it committed in that very moment: go on, and try again
     raise SystemExit("the training ended before it could be killed in mid-save")
 
 
@@ -79,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--root", default="demo_run", help="a directory, which is emptied, or s3://bucket/path")
     parser.add_argument("--logs", type=Path, default=Path("demo_run"), help="where the losses go, if not to the root")
+    parser.add_argument("--program", default="train_lm.py", help="what is run: a program in this directory")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=5)
     args = parser.parse_args()
@@ -89,15 +91,15 @@ def main() -> int:
     logs = {name: place / f"{name}.jsonl" for name in ("unbroken", "broken")}
 
     print("--- a run that nobody disturbs", flush=True)
-    train(f"{args.root}/unbroken", logs["unbroken"], args.steps, args.save_every)
+    train(args.program, f"{args.root}/unbroken", logs["unbroken"], args.steps, args.save_every)
     print("\n--- the same run, killed with kill -9 while it saves", flush=True)
     broken = f"{args.root}/broken"
-    tag = train_and_kill(2, broken, logs["broken"], args.steps, args.save_every)
+    tag = train_and_kill(2, args.program, broken, logs["broken"], args.steps, args.save_every)
     killed_at = max(read(logs["broken"]), default=0)
     print(f"killed after step {killed_at}, with {tag} half written; committed: {', '.join(xla_ckpt.list_tags(broken))}")
     assert tag not in xla_ckpt.list_tags(broken), "a half-written tag is listed"
     print("\n--- and resumed", flush=True)
-    train(broken, logs["broken"], args.steps, args.save_every)
+    train(args.program, broken, logs["broken"], args.steps, args.save_every)
 
     unbroken, resumed = read(logs["unbroken"]), read(logs["broken"])
     print(f"\n{'step':>5}  {'unbroken':>10}  {'resumed':>10}  equal  stall per save")

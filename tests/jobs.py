@@ -117,6 +117,32 @@ def as_rank(module: str, function: str, args: bytes) -> object:
     return function_of(module, function)(dist.get_rank(), *pickle.loads(args))
 
 
+def start_on_jax_processes(function: Callable[..., object], world: int, devices: int, *args: object) -> list[Born]:
+    """Start a job of jax's: its processes have met by `jax.distributed`, and each has so many devices."""
+    inner = Call.of(function, *args)
+    call = Call.of(as_jax_process, inner.module, inner.function, inner.args)
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    return [bear(call, env=place) for place in places(world, flags)]
+
+
+def run_on_jax_processes(function: Callable[..., Value], world: int, devices: int, *args: object) -> list[Value]:
+    """Call `function(rank, *args)` in every process of a job of jax's; what each returned."""
+    processes = start_on_jax_processes(function, world, devices, *args)
+    for rank, (code, out, err) in enumerate(finish(processes)):
+        assert code == 0, f"process {rank}: exit code {code}\n{out[-3000:]}\n{err[-6000:]}"
+    return [process.value() for process in processes]
+
+
+def as_jax_process(module: str, function: str, args: bytes) -> object:
+    """Join the job by jax.distributed alone, and do this process's part in it."""
+    import jax
+
+    rank, world, port = (int(os.environ.pop(name)) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", world, rank, shutdown_timeout_seconds=30)
+    return function_of(module, function)(rank, *pickle.loads(args))
+
+
 def finish(processes: Sequence[Any], timeout: float = 120) -> list[tuple[int, str, str]]:
     """(exit code, output, errors) of each process; kills all of them, and fails, if one does not end in time."""
     end = time.monotonic() + timeout

@@ -56,6 +56,17 @@ def test_killed_in_mid_save_and_resumed_bit_for_bit(
     assert "half written" in shown
 
 
+def test_jax_killed_in_mid_save_and_resumed_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    args = ("--root", tmp_path / "demo", "--program", "jax_train.py", "--steps", 20, "--save-every", 4)
+    assert example(monkeypatch, "kill_and_resume", *args).main() == 0
+    shown = capsys.readouterr().out
+    assert "all 20 losses bit-identical: yes; every tag sound: yes" in shown
+    assert "half written" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.xla
 @pytest.mark.usefixtures("as_users_compile")

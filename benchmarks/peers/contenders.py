@@ -11,6 +11,7 @@ import importlib.util
 from benchmarks.peers import measures, starts
 from benchmarks.peers.buckets import on_buckets
 from benchmarks.peers.on_cpus import on_cpus
+from benchmarks.peers.on_jax import on_jax
 from benchmarks.peers.rows import Group, Row, Saved, load, save, stall
 from benchmarks.peers.states import MANY
 
@@ -20,7 +21,7 @@ def groups(gb: float) -> list[Group]:
     big, dcp = 2 * gb, gb / 2
     return [
         *_saves(gb), _stalls(gb / 2), _loads(big, warm=False), _loads(big, warm=True), *_small(), *on_cpus(gb),
-        *_dcp(dcp), *_simulated(gb / 4), _parallel(gb), *_loops(gb),
+        *on_jax(big), *_dcp(dcp), *_simulated(gb / 4), _parallel(gb), *_loops(gb),
         *on_buckets(gb / 2), _starts(), *_commands(), _first(dcp),
     ]  # fmt: skip
 

@@ -24,6 +24,12 @@ def restored(state: State, directory: Path) -> None:
     state.arrays = xla_ckpt.restore(directory, "a").tree["model"]
 
 
+def ours_jax(state: State, directory: Path) -> None:
+    import xla_ckpt
+
+    state.arrays = xla_ckpt.restore(directory, "a", {"model": state.arrays}).tree["model"]
+
+
 def install(state: State, values: dict[str, Any], *, mapped: bool = False) -> None:
     """Put host values into the state in the way that costs a peer least.
 

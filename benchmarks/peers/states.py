@@ -31,12 +31,18 @@ def size_of(shapes_: list[tuple[int, ...]]) -> int:
     return sum(4 * math.prod(s) for s in shapes_)
 
 
+ON_JAX = ("jax", "rows", "columns")
+"""The devices of jax arrays."""
+DEVICES = 8
+"""Devices of ``rows`` and ``columns``."""
 PAGE = 4096
 """Bytes of a page of memory."""
 
 
 class State:
     """A state on one kind of device: ``cpu``, ``xla``, ``jax``, or ``sim``, the simulated accelerator of the tests.
+
+    ``rows`` and ``columns`` are jax arrays that 8 devices hold a part of each.
 
     ``new`` is CPU memory that is not there yet: such a state is empty until a load puts its `arrays` in place.
 
@@ -56,11 +62,8 @@ class State:
             return
         block = torch.rand(max(math.prod(s) for s in sizes), generator=torch.Generator().manual_seed(seed))
         host = [torch.add(block[: math.prod(s)], float(i)).view(s) for i, s in enumerate(sizes)]
-        if device == "jax":
-            import jax
-
-            jax.config.update("jax_platforms", "cpu")
-            self.arrays = {str(i): jax.dlpack.from_dlpack(t) for i, t in enumerate(host)}
+        if device in ON_JAX:
+            self.arrays = {str(i): array for i, array in enumerate(_onto_jax(host, device))}
             return
         values = [_onto_xla(t) for t in host] if device == "xla" else host
         self.module = torch.nn.ParameterList(torch.nn.Parameter(v, requires_grad=False) for v in values)
@@ -79,7 +82,7 @@ class State:
         import torch
 
         for _, value in sorted(self.state_dict().items()):  # orbax brings its names back in this order
-            if self.device == "jax":
+            if self.device in ON_JAX:
                 yield np.asarray(value).reshape(-1).view(np.uint8)
             else:
                 host = _view_of_xla(value.detach()) if self.device == "xla" else value.detach()
@@ -114,6 +117,22 @@ def _simulated() -> str:
     sim.build()
     sim.load().bandwidth(LINK)
     return "sim"
+
+
+def _onto_jax(host: list[Any], device: str) -> list[Any]:
+    """jax arrays of the same values: on one device of the same memory, else a part on each device."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.config.update("jax_platforms", "cpu")
+    if device == "jax":
+        return [jax.dlpack.from_dlpack(tensor) for tensor in host]
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    spec = PartitionSpec("x") if device == "rows" else PartitionSpec(None, "x")
+    places = [NamedSharding(mesh, spec if t.ndim == 2 else PartitionSpec("x")) for t in host]
+    return [jax.device_put(t.numpy(), place) for t, place in zip(host, places, strict=True)]
 
 
 def _onto_xla(host: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.snapshot.memory import Slabs
@@ -30,10 +32,43 @@ def _boxes(sharding: Any, shape: tuple[int, ...]) -> list[Box]:
     return [_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()]
 
 
+@lightweight()
+class _Place:
+    """Where all arrays of one sharding and shape lie: what this process writes of them, and in which of its shards."""
+
+    local: LocalArray
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> _Place:
+        """That of an array. Of the copies of a region, jax counts one as the first: this is written."""
+        owned = [(n, _box(s.index, value.shape)) for n, s in enumerate(value.addressable_shards) if s.replica_id == 0]
+        boxes = [(number, box) for number, box in owned if box.size]
+        pieces = tuple(Piece(Box.whole(box.shape), box) for _, box in boxes)
+        return cls(LocalArray(shape=tuple(value.shape), pieces=pieces), tuple(number for number, _ in boxes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_devices(sharding: Any, shape: tuple[int, ...]) -> LocalArray:
+    """What the devices of this process hold of an array, copies included."""
+    of_device = [Box.whole(shape)] if sharding is None else _boxes(sharding, shape)
+    return LocalArray(shape=shape, pieces=tuple(Piece(Box.whole(b.shape), b) for b in of_device))
+
+
+@functools.cache
+def _element_type(numpy_type: Any) -> DType | None:
+    """Its type; None for one that cannot be stored."""
+    return dtypes.dtype(numpy_type.name) if dtypes.known(numpy_type.name) else None
+
+
 class Jax:
     """jax arrays, whole or sharded over the devices of this process."""
 
     kind = "jax"
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[Any, tuple[int, ...]], _Place] = {}
+        """By sharding and shape, of which most programs have few: to ask each array takes longer than all the rest."""
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, jax.Array) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -42,20 +77,24 @@ class Jax:
         return "jax", id(value)
 
     def dtype(self, value: Any, path: str = "") -> DType:
-        if not dtypes.known(value.dtype.name):
+        element = _element_type(value.dtype)
+        if element is None:
             raise UnsupportedStateError(f"a jax array of dtype {value.dtype} cannot be stored", leaf=path)
-        return dtypes.dtype(value.dtype.name)
+        return element
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 
     def place(self, value: Any, path: str = "") -> LocalArray | None:
         if value.is_deleted():  # a pattern that the program has donated: it says where the new one is to lie
-            boxes = list(dict.fromkeys(_boxes(value.sharding, value.shape)))
-        else:
-            boxes = [_box(s.index, value.shape) for s in _owned(value)]
-        pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
-        return LocalArray(shape=tuple(value.shape), pieces=pieces)
+            return _on_devices(value.sharding, value.shape)
+        return self._place(value).local
+
+    def _place(self, value: Any) -> _Place:
+        key = value.sharding, value.shape
+        if (place := self._places.get(key)) is None:
+            place = self._places[key] = _Place.of(value)
+        return place
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         for value, _ in values:
@@ -64,7 +103,7 @@ class Jax:
                     f"a jax array, {value.dtype} {list(value.shape)}, was deleted before the save",
                     hint="A step that donates its arguments deletes them: save what it returns.",
                 )
-        return [[_host(data) for data in _data(value, local)] for value, local in values]
+        return [[_host(data) for data in self._data(value, local)] for value, local in values]
 
     shards = host
 
@@ -74,13 +113,15 @@ class Jax:
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         return fresh_jax(tuple(value.shape), numpy_dtype(dtype) if dtype else value.dtype, value.sharding)
 
+    def _data(self, value: Any, local: LocalArray) -> list[Any]:
+        """The data of each piece."""
+        place = self._place(value)
+        if local is place.local:
+            return [value.addressable_data(number) for number in place.numbers]
+        return _data_of_copies(value, local)
 
-def _owned(value: Any) -> list[Any]:
-    """The shards that this process writes: of the copies of a region, jax counts one as the first."""
-    return [s for s in value.addressable_shards if s.replica_id == 0]
 
-
-def _data(value: Any, local: LocalArray) -> list[Any]:
+def _data_of_copies(value: Any, local: LocalArray) -> list[Any]:
     """The data of each piece. Pieces of one region are its copies on several devices: first the one that is written."""
     copies: dict[Box, list[Any]] = {}
     for shard in sorted(value.addressable_shards, key=lambda s: s.replica_id):
@@ -101,8 +142,7 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
     Only the regions that the devices of this process hold are read, each once.
     """
     dtype: DType = dtypes.dtype(np.dtype(numpy_type).name)
-    of_device = [Box.whole(shape)] if sharding is None else _boxes(sharding, shape)
-    local = LocalArray(shape=shape, pieces=tuple(Piece(Box.whole(b.shape), b) for b in of_device))
+    local = _on_devices(sharding, shape)
     parts: dict[Box, Any] = {}
 
     def memory(_: Slabs) -> list[memoryview]:
