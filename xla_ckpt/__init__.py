@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import UsageError as UsageError
     from xla_ckpt.job.mesh_source import add_mesh_source as add_mesh_source
     from xla_ckpt.layouts.base import Layout as Layout
+    from xla_ckpt.layouts.orbax.names import register_names as register_names
     from xla_ckpt.layouts.registry import register_layout as register_layout
     from xla_ckpt.options import ConvertOptions as ConvertOptions
     from xla_ckpt.options import LoadOptions as LoadOptions
@@ -164,6 +165,7 @@ _HOMES = {
         "UsageError",
     ),
     "layouts.base": ("Layout",),
+    "layouts.orbax.names": ("register_names",),
     "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
     "options": ("ConvertOptions", "LoadOptions", "Product", "SaveOptions", "default_options"),

@@ -283,6 +283,8 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
 def absent_part(stored: Stored, what: str) -> Loading:
     """The loading of a part that is not stored at all."""
     loading = Loading()
-    members = ", ".join(children(stored.skeleton) or {}) or "nothing"
-    loading.add_problem(what, f"not in the checkpoint, which holds {members}")
+    below = children(stored.skeleton) or {}
+    of_jax = " (are they those of a model of jax? xla_ckpt.register_names)" if "params" in below else ""
+    members = ", ".join(below) or "nothing"
+    loading.add_problem(what, f"not in the checkpoint, which holds {members}{of_jax}")
     return loading

@@ -22,9 +22,11 @@ import tensorstore
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
+from xla_ckpt.layouts.orbax.names import Renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT
-from xla_ckpt.manifest.shards import ShardColumns
+from xla_ckpt.manifest.shards import Shard, ShardColumns
 from xla_ckpt.plan.costs import DISK, Costs
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Corners
 from xla_ckpt.storage.base import InBucket, LocalFiles, ReadDirectory
 
@@ -75,7 +77,11 @@ class ChunkedArray:
         self._array = array
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: DType = dtypes.dtype(array.dtype.name)
-        grid = array.chunk_layout.read_chunk.shape or ()  # None for an array without dims
+        self.renaming: Renaming | None = None
+        """What it is to a model: then the elements of each chunk come in the order of `Renaming.order`."""
+        self.grid: tuple[int, ...] = tuple(array.chunk_layout.read_chunk.shape or ())  # None for one without dims
+        """The shape of its chunks."""
+        grid = self.grid
         # tensorstore ends the process where it has no memory for a chunk, which a hostile file may call as large as it
         # likes. Those of orbax are no larger than their arrays.
         largest = max(math.prod(self.shape), 1) * self.dtype.itemsize
@@ -113,6 +119,25 @@ class ChunkedArray:
             box=Corners(self._start, self._stop), file=np.full(len(offset), file, np.int64), offset=offset
         )
 
+    def parts(self, file: int) -> Iterator[tuple[str, Shard]]:
+        """(name, shard of the file that has this number) of each part of an array of a model that a chunk has."""
+        assert self.renaming is not None, self.name
+        if (count := self.renaming.most_parts * len(self._ends)) > MAX_CHUNKS:
+            raise FormatError(
+                "an array has too many parts", file=self.name, expected=f"at most {MAX_CHUNKS}", found=count
+            )
+        begin = 0
+        for row, end in enumerate(self._ends.tolist()):
+            offset = begin
+            for name, box in self.renaming.parts(self._chunk(row)):
+                yield name, Shard(box, file, offset)
+                offset += box.size * self.dtype.itemsize
+            assert offset == end, self.name
+            begin = end
+
+    def _chunk(self, row: int) -> Box:
+        return Box(tuple(self._start[row].tolist()), tuple(self._stop[row].tolist()))
+
     def number(self) -> Any:
         """The only element, as a value of Python's."""
         with tensorstore_errors(self.name):
@@ -140,6 +165,15 @@ class ChunkedArray:
         tensorstore gives boxes. This one is cut along the first dim that has more than one element, and where it holds
         these bytes alone, they come where they are wanted.
         """
+        if (renaming := self.renaming) is not None:
+            chunk = self._chunk(row)
+            whole = self._array[tuple(slice(a, b) for a, b in zip(chunk.start, chunk.stop, strict=True))]
+
+            def take(elements: Any) -> None:
+                ordered = np.ascontiguousarray(renaming.ordered(elements, chunk))
+                into[:] = ordered.reshape(-1).view(np.uint8)[low : low + len(into)]
+
+            return whole.read(), take
         start, stop = self._start[row].tolist(), self._stop[row].tolist()
         dim = next((d for d, (a, b) in enumerate(zip(start, stop, strict=True)) if b - a > 1), None)
         if dim is not None:
@@ -249,8 +283,11 @@ class DecodedFiles:
         """A chunk is decoded as a whole, so it is read in one go, however large it is."""
         largest = max((array.largest for array in self.arrays.values()), default=0)
         batch = max(largest, DISK.batch_bytes)
+        renamed = any(array.renaming is not None for array in self.arrays.values())
         return replace(
             DISK,
+            # A chunk may have a part of each layer of a model. Read one by one, it would be decoded for each of them.
+            straight_bytes=1 << 62 if renamed else DISK.straight_bytes,
             batch_bytes=batch,
             max_gap=0,
             in_flight=max(DECODED_BYTES // batch, 1) if batch * 8 > DECODED_BYTES else 0,

@@ -7,18 +7,22 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from xla_ckpt.arrays.pytree import KEY
+from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError, UsageError, naming
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, naming
 from xla_ckpt.layouts.orbax import metadata
-from xla_ckpt.layouts.orbax.chunks import DecodedFiles, in_s3, on_disk
+from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_s3, on_disk
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
+from xla_ckpt.layouts.orbax.names import registered_names, renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, TREE_METADATA, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.json_object import json_object
@@ -85,7 +89,8 @@ def _state_of(files: DecodedFiles) -> dict[str, Any]:
         CheckpointError: It is damaged, or holds what cannot be described.
     """
     directory, names = files.directory, files.directory.files()
-    trees = {item: _tree_of(files, item, names) for item in items_of(names)}
+    model = _Model()
+    trees = {item: _tree_of(files, item, names, model) for item in items_of(names)}
     if not trees:
         raise CorruptCheckpointError("a file is missing", file=TREE_METADATA)
     for item in json_items_of(names):
@@ -94,11 +99,44 @@ def _state_of(files: DecodedFiles) -> dict[str, Any]:
             data = read_whole(directory, path, limit=MAX_JSON, what="an item that is JSON")
             trees.setdefault(item, json_object(data, "an item that is JSON"))
     tree = next(iter(trees.values())) if len(trees) == 1 else trees
-    return tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
+    tree = tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
+    return model.beside(tree) if model.parts else tree
 
 
-def _tree_of(files: DecodedFiles, item: str, names: Sequence[str]) -> Any:
-    """The tree of an item."""
+class _Model:
+    """The arrays of a model that rules find in the arrays of a checkpoint (`register_names`)."""
+
+    def __init__(self) -> None:
+        self.rules = registered_names()
+        self.parts: dict[str, tuple[DType, tuple[int, ...], list[Shard]]] = {}
+
+    def takes(self, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
+        """Whether an array is of the model: then it is taken."""
+        path = "/".join(map(str, leaf.keys))
+        array.renaming = renaming(self.rules, path, array.shape, array.grid, leaf.name) if self.rules else None
+        if array.renaming is None:
+            return False
+        for name, shard in array.parts(file):
+            dtype, shape, shards = self.parts.setdefault(name, (array.dtype, array.renaming.shape, []))
+            if (dtype, shape) != (array.dtype, array.renaming.shape):
+                raise IncompatibleCheckpointError("two rules give other arrays one name", leaf=leaf.name, found=name)
+            shards.append(shard)
+        return True
+
+    def beside(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree with the model, under the name that models have."""
+        if tree.get(schema.MODEL):
+            hint = "Call register_names([]): the model has its names already."
+            raise IncompatibleCheckpointError("rules of names find a second model", leaf=schema.MODEL, hint=hint)
+        arrays = {}
+        for name, (dtype, shape, shards) in self.parts.items():
+            with naming(leaf=name):
+                arrays[name] = _Stored(array_record(dtype, shape, shards), "torch")
+        return {**tree, schema.MODEL: arrays}
+
+
+def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: _Model) -> Any:
+    """The tree of an item, without what is of the model."""
     below = f"{item}/" if item else ""
     together = below + OCDBT in names
     with naming(file=below + TREE_METADATA):
@@ -122,6 +160,8 @@ def _tree_of(files: DecodedFiles, item: str, names: Sequence[str]) -> Any:
             path, array = arrays[leaf.name]
             if leaf.kind == metadata.SCALAR:
                 values[leaf] = array.number()
+                continue
+            if model.takes(leaf, array, number[path]):
                 continue
             with naming(leaf=leaf.name, file=path):
                 record = array_record(array.dtype, array.shape, array.shards(number[path]))
