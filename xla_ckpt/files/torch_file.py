@@ -97,7 +97,8 @@ class TorchFile:
         """The records in the order of torch.save, each with its place."""
         members: list[tuple[str, bytes | None, int]] = [
             ("data.pkl", self.pickled, len(self.pickled)),
-            (".format_version", b"1", 1),
+            # No ".format_version": by it torch takes storages to lie as its own writer places them, and reads others
+            # where these do not lie, with map_location="meta" or calculate_storage_offsets.
             (".storage_alignment", b"64", 2),
             ("byteorder", b"little", 6),
             *((f"data/{i}", None, sum(parts)) for i, parts in enumerate(self.storages)),

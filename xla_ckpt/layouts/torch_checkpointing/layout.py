@@ -1,19 +1,25 @@
-"""torch_checkpointing as a layout: its directories are found, opened and read onto any topology."""
+"""torch_checkpointing as a layout: its directories are found, opened, and read onto any topology; and written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, storage_errors
-from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.torch_checkpointing.tags import find_tag, tags_among
+from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, find_tag, tags_among
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
+
+if TYPE_CHECKING:
+    from xla_ckpt.layouts.torch_checkpointing.writing import ItemsWriting
+    from xla_ckpt.state.describe import Description
 
 
 class TorchCheckpointing(Layout):
@@ -25,9 +31,25 @@ class TorchCheckpointing(Layout):
 
     name = "torch_checkpointing"
     origin = "torch_checkpointing"
-    converts = False
+    saves = True
+    pickles = True
     asks = True
     may_hold_tags = True
+
+    def wrote(self, manifest: Manifest) -> bool:
+        return any(file.path == ITEMS_METADATA for file in manifest.files)
+
+    def writing(self, description: Description) -> ItemsWriting:
+        from xla_ckpt.layouts.torch_checkpointing.writing import ItemsWriting
+
+        writing = ItemsWriting(description)
+        _ = writing.plan  # raises for what the package has no place for
+        return writing
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.torch_checkpointing.writing import rewritten_items
+
+        return rewritten_items(stored, to)
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
         return tags_among(store, names)

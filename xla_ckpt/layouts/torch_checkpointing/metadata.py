@@ -16,7 +16,8 @@ from xla_ckpt.layouts.torch_save.restricted_pickle import loads
 from xla_ckpt.sharding.mesh_cuts import Cutting, MeshCut, cutting_of
 from xla_ckpt.tree.nested import Keys
 
-_VERSION = "2.0"
+VERSION_WRITTEN = "2.0"
+"""The version of the file that is read and written here."""
 
 FORMATS = {"TorchSerialization": "torch", "JsonSerialization": "json", "RawSerialization": "raw",
            "SafetensorsSerialization": "safetensors"}  # fmt: skip
@@ -44,11 +45,11 @@ def said_of_items(data: bytes) -> dict[str, ItemMetadata]:
     """
     content = loads(data, ITEMS_METADATA)
     try:
-        if content["version"] != _VERSION:
+        if content["version"] != VERSION_WRITTEN:
             raise UnsupportedStateError(
                 "metadata of another version are not read",
                 file=ITEMS_METADATA,
-                expected=_VERSION,
+                expected=VERSION_WRITTEN,
                 found=content["version"],
             )
         return {_text(item): _item(item, about) for item, about in content["metadata"].items()}

@@ -60,11 +60,11 @@ def item_of_ranks(of_rank: Mapping[int, Any], world: int, combine: Combine, same
 def _alone(rank: int, tree: Any, combine: Combine) -> Any:
     """What one rank stored."""
     return replaced_leaves(
-        tree, lambda _, leaf: combine({rank: leaf}) if isinstance(leaf, TensorAt) else leaf, is_leaf=_is_plain
+        tree, lambda _, leaf: combine({rank: leaf}) if isinstance(leaf, TensorAt) else leaf, is_leaf=keeps_class
     )
 
 
-def _is_plain(value: Any) -> bool:
+def keeps_class(value: Any) -> bool:
     """Whether a container without tensors has a class that is to be kept."""
     return type(value) not in (dict, list, tuple) and not any(isinstance(leaf, TensorAt) for leaf in leaves(value))
 
@@ -81,7 +81,7 @@ def _merged(
     if any(isinstance(value, TensorAt) for value in values):
         record = combine(of_rank) if all(isinstance(value, TensorAt) for value in values) else None
         return different() if record is None else record
-    if all(isinstance(value, Mapping) for value in values) and not _is_plain(first):
+    if all(isinstance(value, Mapping) for value in values) and not keeps_class(first):
         keys = dict.fromkeys(key for value in values for key in value)
         return {k: below({rank: value[k] for rank, value in of_rank.items() if k in value}) for k in keys}
     if type(first) in (list, tuple) and all(type(v) is type(first) and len(v) == len(first) for v in values):

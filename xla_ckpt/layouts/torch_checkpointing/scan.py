@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
@@ -16,7 +17,7 @@ from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, flattened, kind_of_scanned, scanned_manifest
 from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES
 from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items
-from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks
+from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks, keeps_class
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, items_by_name, world_of
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
@@ -31,7 +32,7 @@ from xla_ckpt.sharding.mesh_cuts import Cutting
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tree.nested import Keys, nested
+from xla_ckpt.tree.nested import Keys, nested, replaced_leaves
 
 _UNEVEN = "versions of torch do not agree about what an interleaved strided shard of uneven blocks is"
 
@@ -99,11 +100,12 @@ class _Scan:
         """What the file of a rank holds, with a `TensorAt` for each tensor."""
         with naming(file=path):
             form = self.formats.get(path) or self._form(path)
+            about = self.metadata.get(item)
+            cuttings = {} if about is None else about.cuttings.get(rank, {})
             if form == "torch":
-                return self._torch(path)
+                return self._torch(path, cuttings)
             if form == "safetensors":
-                about = self.metadata.get(item)
-                return self._safetensors(path, {} if about is None else about.cuttings.get(rank, {}))
+                return self._safetensors(path, cuttings)
             data = read_whole(self.directory, path, limit=MAX_JSON, what="an item that is no tensor")
             self._number(path, len(data))
             if form == "raw":
@@ -123,13 +125,22 @@ class _Scan:
             is_zip = ending == "pt" or (source.read_into(memoryview(start), 0) == 4 and start == b"PK\3\4")
         return "torch" if is_zip else "raw"
 
-    def _torch(self, path: str) -> Any:
+    def _torch(self, path: str, cuttings: Mapping[Keys, Cutting]) -> Any:
         with closing(self.directory.open(path)) as source:
             archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
             self.files.storages[path] = archive.storages()
             self._number(path, source.size)
             walk = Walk(FileObjects(self.files, path, archive.pickled), lambda at: at)
-            return walk.visit(archive.value(strided=True, tolerant=True, more=NAMES), ())
+            tree = walk.visit(archive.value(strided=True, tolerant=True, more=NAMES), ())
+
+        def as_part(keys: Keys, leaf: Any) -> Any:
+            """A plain tensor that is a part of an array, as this library writes them: the metadata alone say so."""
+            cutting = cuttings.get(keys)
+            if not isinstance(leaf, TensorAt) or leaf.part is not None or cutting is None:
+                return leaf
+            return leaf if cutting.local == cutting.shape else replace(leaf, part=cutting)
+
+        return replaced_leaves(tree, as_part, is_leaf=keeps_class) if cuttings else tree
 
     def _safetensors(self, path: str, cuttings: Mapping[Keys, Cutting]) -> Any:
         """Such a file has the names of nested tensors with dots, which the metadata take apart."""

@@ -79,6 +79,12 @@ def file_of(item: str, rank: int) -> str:
     return f"{item}_{rank}.pt"
 
 
+def rank_of(path: str) -> int | None:
+    """The rank whose file this is, unless the program called it otherwise; None if it is none of a rank."""
+    named = _OF_RANK.fullmatch(path)
+    return None if named is None else int(named[2])
+
+
 def world_of(items: Mapping[str, Mapping[int, str]]) -> int:
     """How many ranks saved, as far as the files show it."""
     return 1 + max((rank for files in items.values() for rank in files), default=0)
