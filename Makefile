@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
 .PHONY: help setup demo demo-objects test test-all test-latest test-objects test-trainers check bench bench-short bench-check
-.PHONY: crash crash-objects crash-ranks test-servers interrupts fuzz soak docs lock clean
+.PHONY: crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -118,6 +118,9 @@ $(DOCS)/.ready: requirements-docs.txt
 docs: $(DOCS)/.ready ## the documents as a site, in build/site; a warning is an error
 	$(DOCS)/bin/python docs/site/drawings.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+screens: $(READY) ## pictures of the pages of xla-ckpt view, in docs/drawings/view, by the Chromium that XLA_CKPT_CHROMIUM names
+	$(BIN)/python -m tests.view.screens
 
 lock: $(READY)  ## renew the pins in the requirements-*.txt
 	for extra in dev latest; do \

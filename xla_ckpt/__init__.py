@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
     from xla_ckpt.api.load import restore as restore
     from xla_ckpt.api.preemption import PreemptionGuard as PreemptionGuard
+    from xla_ckpt.api.samples import ArraySample as ArraySample
     from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
     from xla_ckpt.api.save import save as save
     from xla_ckpt.api.save import save_checkpoint as save_checkpoint
@@ -132,6 +133,7 @@ _HOMES = {
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
+    "api.samples": ("ArraySample",),
     "api.summaries": ("TagSummary",),
     "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "repair", "verify"),
     "engine.background": ("SaveHandle",),

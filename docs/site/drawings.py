@@ -118,6 +118,7 @@ ROOMS = {
     "__main__": "python -m xla_ckpt",
     "integrations": "trainers",
     "cli": "the command, torch's calls",
+    "view": "pages for a browser",
     "api": "the public functions",
     "layouts": "the forms on disk",
     "state": "objects of a program as a tree",

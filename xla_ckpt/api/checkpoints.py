@@ -9,6 +9,7 @@ from xla_ckpt.api.contents import TagContents, contents_of
 from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, source_of
+from xla_ckpt.api.samples import VALUE_BYTES, ArraySample, sample_of
 from xla_ckpt.api.summaries import TagSummary, fields_of, summaries
 from xla_ckpt.engine.rank_timings import timings
 from xla_ckpt.engine.verify import VerifyReport
@@ -110,6 +111,26 @@ class Checkpoints:
         store, name = source_of(self.path, tag)
         rules, known = parse_rules(shardings), known_model(llama)
         return contents_of(store, name, Knowledge(rules=rules, model=model, optimizer=optimizer, known=known), leaf)
+
+    @known_options
+    def sample(
+        self, leaf: str, tag: str | None = None, *, shardings: Rules | None = None, max_bytes: int = VALUE_BYTES
+    ) -> ArraySample:
+        """Say how an array lies in a tag, and give numbers about its values. What is read is verified.
+
+        Args:
+            leaf: Leaf path, as `show` gives it.
+            tag: Which checkpoint; None takes the newest.
+            shardings: For tags that another library wrote: how the job that saved had arrays split.
+            max_bytes: Of a larger array 16 pieces are read, which lie at equal distances.
+
+        Raises:
+            NoCheckpointError: There is no such tag.
+            IncompatibleCheckpointError: There is no such array, or nothing says how it was split.
+            CorruptCheckpointError: What was read is damaged.
+        """
+        store, name = source_of(self.path, tag)
+        return sample_of(store, name, leaf, Knowledge(rules=parse_rules(shardings)), max_bytes)
 
     def timings(self, tag: str | None = None) -> dict[str, Any]:
         """Say what the ranks measured of the save of a tag, until its commit; the slowest rank first.

@@ -110,6 +110,9 @@ class TagContents:
     layout: str
     """Name of the layout, or of the library that wrote it."""
 
+    splits: Mapping[str, tuple[object, ...]] = field(repr=False)
+    """Leaf -> how the array was split over the mesh when it was saved, as rules say it; of arrays that were split."""
+
     divergent: tuple[str, ...]
     """Arrays that were stored from replicas that differed."""
 
@@ -196,6 +199,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         parts=_parts([*arrays.items(), *unknown.items()]),
         unknown=tuple(map(_unplaced, UnknownArray.by_reason(unknown))),
         layout=layout_of(manifest).name if foreign is None else foreign[0].origin or foreign[0].name,
+        splits={leaf: record.spec for leaf, record in arrays.items() if record.spec is not None and any(record.spec)},
         divergent=tuple(leaf for leaf, record in arrays.items() if record.divergent),
         aliases={alias: leaf for alias, leaf in manifest.aliases.items() if paths.is_like(alias, pattern)},
         values={leaf: value for leaf, value in values.items() if paths.is_like(leaf, pattern)},

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from xla_ckpt import __version__
-from xla_ckpt.cli import completion, keeping, looking, writing
+from xla_ckpt.cli import completion, keeping, looking, viewing, writing
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options
 from xla_ckpt.errors import CheckpointError
@@ -84,6 +84,15 @@ _COMMANDS: dict[str, _Command] = {
   xla-ckpt diff runs/lm/step_10 runs/lm/step_20
   xla-ckpt diff runs/lm/step_10 step_20 --leaf model      another tag of the same root
   xla-ckpt diff runs/lm runs/dcp                          the newest tags of two roots, of any layouts""",
+    ),
+    "view": _Command(
+        help="Show tags, arrays, comparisons and plans as pages in a browser of this machine, or as one file of HTML.",
+        action=viewing.view,
+        add_arguments=viewing.add_view,
+        examples="""\
+  xla-ckpt view runs/lm                    prints an address; Ctrl-C ends it
+  xla-ckpt view s3://bucket/lm --port 8000
+  xla-ckpt view runs/lm --html run.html --against step_10 --leaf 'model/layers.0'""",
     ),
     "export": _Command(
         help="Write the model of a tag as Hugging Face safetensors.",

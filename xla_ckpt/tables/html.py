@@ -17,6 +17,9 @@ from xla_ckpt.tables.rows import Bar, Cell, Rows
 MAX_ROWS = 2000
 """Rows of a table; of more a browser gets slow, and a notebook large."""
 
+SHORT = 24
+"""Characters of a cell that is not folded on a narrow screen: half of a number, or of a time, is another one."""
+
 Linker = Callable[[str, Mapping[str, str]], str | None]
 """From a column and the cells of a row by column: the address that the cell leads to, or None."""
 
@@ -98,8 +101,14 @@ def _row(rows: Rows, number: int, link: Linker) -> str:
         inner, target = _cell(cell), link(name, texts)
         if target is not None:
             inner = f'<a href="{escaped(target)}">{inner}</a>'
-        red = ' class="red"' if number in rows.red and i == len(cells) - 1 else _aligned(rows.to_right[i])
-        row += f'<th scope="row"{red}>{inner}</th>' if i == 0 else f"<td{red}>{inner}</td>"
+        kind = _aligned(rows.to_right[i])
+        if number in rows.red and i == len(cells) - 1:
+            kind = ' class="red"'
+        elif isinstance(cell, str) and len(cell) <= SHORT:
+            kind += ' class="short"'
+        elif isinstance(cell, str):
+            kind += ' class="long"'
+        row += f'<th scope="row"{kind}>{inner}</th>' if i == 0 else f"<td{kind}>{inner}</td>"
     return f"<tr>{row}</tr>"
 
 

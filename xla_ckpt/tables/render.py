@@ -28,14 +28,10 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
     rows = []
     knows_policy = any(t.get("kept") for t in facts["tags"])
     for i, t in enumerate(facts["tags"]):
-        marks = ([t["where"]] if t.get("where") else []) + (["newest"] if i == len(facts["tags"]) - 1 else [])
-        marks += ["pinned"] if t["pinned"] else []
-        marks += [t["layout"]] if t["layout"] not in (None, "native") else []
-        marks += [t["note"]] if t["note"] else []
         arrays, files, ranks = ("?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks"))
         numbers = (str(t["sequence"] or "?"), when(t["created"]), arrays, size(t["nbytes"]), files, ranks)
-        kept = [", ".join(t["kept"]) or "nothing keeps it"] if knows_policy else []
-        rows.append((t["tag"], *numbers, *kept, t["problem"] or ", ".join(marks)))
+        kept = [kept_because(t)] if knows_policy else []
+        rows.append((t["tag"], *numbers, *kept, notes(t, newest=i == len(facts["tags"]) - 1)))
     red = frozenset(i for i, t in enumerate(facts["tags"]) if t["problem"])
     return Rows(
         facts["path"],
@@ -53,6 +49,20 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
         rows,
         red,
     )
+
+
+def kept_because(t: Mapping[str, Any]) -> str:
+    """Why a tag is kept, in a list of tags of which one says the policy of its save."""
+    return ", ".join(t["kept"]) or "nothing keeps it"
+
+
+def notes(t: Mapping[str, Any], *, newest: bool) -> str:
+    """What else is to be said of a tag in a list; of a damaged one, the problem."""
+    marks = ([t["where"]] if t.get("where") else []) + (["newest"] if newest else [])
+    marks += ["pinned"] if t["pinned"] else []
+    marks += [t["layout"]] if t["layout"] not in (None, "native") else []
+    marks += [t["note"]] if t["note"] else []
+    return t["problem"] or ", ".join(marks)
 
 
 def tag(facts: dict[str, Any]) -> RenderableType:
@@ -84,9 +94,14 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         shared = [*facts["aliases"].items()]
         parts.append(Rows(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
     if facts["values"]:
-        title = f"\n{len(facts['values'])} plain values"
-        parts.append(Rows(title, ("leaf", "value"), collapsed({n: [v] for n, v in facts["values"].items()})))
+        parts.append(plain(facts["values"]))
     return Group(*parts)
+
+
+def plain(values: Mapping[str, Any]) -> Rows:
+    """The plain values of a tag."""
+    rows = collapsed({leaf: [value] for leaf, value in values.items()})
+    return Rows(f"\n{len(values)} plain values", ("leaf", "value"), rows)
 
 
 def _unknown(group: dict[str, Any]) -> list[RenderableType]:
@@ -117,8 +132,8 @@ def _origin(facts: dict[str, Any]) -> str:
 def outline(title: str, value: Any) -> RenderableType:
     """The first level of a program's value: numbers and texts, and the types of what else there is."""
     items = value.items() if isinstance(value, Mapping) else [("", value)]
-    plain = str | int | float | None
-    rows = [(str(k), short(v) if isinstance(v, plain) else type(v).__name__) for k, v in islice(items, MAX_SIBLINGS)]
+    simple = str | int | float | None
+    rows = [(str(k), short(v) if isinstance(v, simple) else type(v).__name__) for k, v in islice(items, MAX_SIBLINGS)]
     more = [(f"and {len(value) - MAX_SIBLINGS} more", "")] if len(rows) == MAX_SIBLINGS < len(value) else []
     return Rows(title, ("name", "value"), [*rows, *more])
 

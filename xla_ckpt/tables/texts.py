@@ -73,6 +73,27 @@ def shape(dims: Sequence[int] | None) -> str:
     return "-" if dims is None else " x ".join(map(str, dims)) or "scalar"
 
 
+def split_text(spec: Sequence[Any] | None) -> str:
+    """How the dims of an array are split, in the words that rules of the command line have (``--sharding``).
+
+    >>> split_text((("dp", "tp"), None)), split_text((("tp", (8, "4x2")),)), split_text((("tp", 3),)), split_text(())
+    ('dp+tp,_', 'tp:8+4x2', 'tp*3', 'not split')
+    """
+    if spec is None:
+        return "not known"
+    return ",".join(map(_dim, spec)) if any(spec) else "not split"
+
+
+def _dim(entry: Any) -> str:
+    if entry is None or isinstance(entry, str):
+        return entry or "_"
+    axes = "+".join(part for part in entry if isinstance(part, str))
+    behind = [part for part in entry if not isinstance(part, str)]
+    if not behind:
+        return axes
+    return f"{axes}*{behind[0]}" if isinstance(behind[0], int) else f"{axes}:{'+'.join(map(str, behind[0]))}"
+
+
 def collapsed(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
     """A row for each leaf, with the text of its plain values; of a long list of numbers (a generator's) one for all.
 

@@ -1,0 +1,50 @@
+"""The command ``view``: pages for a browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xla_ckpt.cli import options
+from xla_ckpt.errors import UsageError, storage_errors
+
+if TYPE_CHECKING:
+    from xla_ckpt.view.site import Site
+
+
+def add_view(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``view``."""
+    parser.add_argument("path", metavar="PATH", help=options.PATH)
+    parser.add_argument("--port", type=int, default=0, help="of this machine (default: any that is free)")
+    parser.add_argument("--html", metavar="FILE", help="write all pages into one file, and serve nothing")
+    parser.add_argument("--mesh", metavar="MESH", help="with --html: plan a restore of the newest tag over it")
+    parser.add_argument("--against", metavar="TAG", help="with --html: what differs between this tag and the newest")
+    options.add_leaf(parser)
+    options.add_rules(parser)
+
+
+def view(args: argparse.Namespace) -> int:
+    """The command ``view``; returns its exit code."""
+    from xla_ckpt.view.site import Site
+
+    site = Site(args.path, options.rules(args))
+    asked = {"leaf": args.leaf, "mesh": args.mesh, "a": args.against}
+    address = {name: text for name, text in asked.items() if text is not None}
+    if args.html is not None:
+        page = site.one_document(address)
+        with storage_errors("writing the page", path=args.html):
+            Path(args.html).write_bytes(page)
+        return 0
+    if address:
+        raise UsageError("pages that are served ask for this themselves", expected="--html FILE with it")
+    return _serve(site, args.port)
+
+
+def _serve(site: Site, port: int) -> int:
+    from xla_ckpt.view.server import ViewServer
+
+    with storage_errors("opening the port"), ViewServer(site, port) as server:
+        print(f"{server.address}\nCtrl-C ends it.", flush=True)
+        server.serve_forever()
+    return 0

@@ -1,0 +1,1 @@
+"""``xla-ckpt view``: what a root directory holds, as pages that a browser shows."""

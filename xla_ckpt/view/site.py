@@ -1,0 +1,177 @@
+"""What is asked for, read by the public functions, and made a page of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xla_ckpt.api.checkpoints import Checkpoints
+from xla_ckpt.api.diff import Difference, diff
+from xla_ckpt.api.explain import explain
+from xla_ckpt.api.summaries import fields_of
+from xla_ckpt.api.tags import located
+from xla_ckpt.engine.difference import Distance
+from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.sharding.mesh import as_mesh
+from xla_ckpt.sharding.rules import Rules
+from xla_ckpt.tables.texts import size
+from xla_ckpt.view.document import one_document
+from xla_ckpt.view.pages import Address, Page, Pages
+
+MAX_TIMED = 200
+"""Tags of which the report of the save is read for the first page, the newest ones."""
+
+MAX_COMPARED = 1 << 30
+"""Bytes of arrays that a page compares, at most: who waits for a page does not wait for terabytes."""
+
+MAX_MESH = 1024
+"""Ranks of a mesh over which a page plans a restore."""
+
+MAX_PAGES = 10
+"""Tags that have a page in a single document, the newest ones."""
+
+
+class Site:
+    """The pages of one root directory. They are read when they are asked for, so they are always new.
+
+    Args:
+        path: Root directory; or a tag or a file itself, of which the first page is that of the tag.
+        shardings: For tags that another library wrote: how the job that saved had arrays split.
+    """
+
+    def __init__(self, path: str, shardings: Rules | None = None) -> None:
+        store, self.only = located(path, None)
+        self.root = Checkpoints(store.path)
+        self.shardings = shardings
+
+    def page(self, address: Address, pages: Pages) -> Page:
+        """The page that is asked for.
+
+        Raises:
+            CheckpointError: It cannot be read, or makes no sense.
+        """
+        tag = address.get("tag") or self.only
+        match address.get("page", ""):
+            case "" if self.only is None:
+                return self._root(pages)
+            case "" | "tag":
+                return self._tag(tag, address.get("leaf") or None, pages)
+            case "array":
+                sample = self.root.sample(address.get("leaf", ""), tag, shardings=self.shardings)
+                return pages.array(sample.to_json())
+            case "save":
+                return pages.save(self.root.timings(tag))
+            case "plan":
+                return self._plan(tag, address.get("mesh", ""), pages)
+            case "compare":
+                return self._compare(address, pages)
+        raise UsageError("there is no such page", found=address["page"][:80])
+
+    def one_document(self, address: Address) -> bytes:
+        """The first page, the newest tags and their saves in one document.
+
+        Args:
+            address: What is shown besides: of the newest tag the arrays that are like a pattern (`leaf`), the plan of a
+                restore over a mesh (`mesh`), and what differs from another tag (`a`).
+
+        Raises:
+            CheckpointError: Something of it cannot be read.
+        """
+        tags = self.root.tags()[-MAX_PAGES:][::-1] if self.only is None else [self.only]
+        timed = self._timings(tags)
+        addresses: list[Address] = [] if self.only is not None else [{}]
+        for tag in tags:
+            addresses += [{"page": "tag", "tag": tag}] + ([{"page": "save", "tag": tag}] if tag in timed else [])
+        if tags and "leaf" in address:
+            contents = self.root.show(tags[0], leaf=address["leaf"], shardings=self.shardings)
+            addresses += [{"page": "array", "tag": tags[0], "leaf": array.leaf} for array in contents.arrays]
+        if tags and "mesh" in address:
+            addresses.append({"page": "plan", "tag": tags[0], "mesh": address["mesh"]})
+        if tags and "a" in address:
+            addresses.append({"page": "compare", "a": address["a"], "b": tags[0], "leaf": address.get("leaf", "")})
+        names = {frozenset(item.items()): f"page-{number}" for number, item in enumerate(addresses)}
+
+        def href(target: Address) -> str | None:
+            name = names.get(frozenset(target.items()))
+            return None if name is None else f"#{name}"
+
+        pages = Pages(href=href, level=2, live=False)
+        shown = [(names[frozenset(item.items())], self.page_or_problem(item, pages)) for item in addresses]
+        return one_document(f"Checkpoints in {self.root.path}", shown)
+
+    def page_or_problem(self, address: Address, pages: Pages) -> Page:
+        """The page that is asked for, or one that says why there is none: a damaged tag hides no other one."""
+        try:
+            return self.page(address, pages)
+        except CheckpointError as error:
+            return pages.problem(str(error))
+
+    def _root(self, pages: Pages) -> Page:
+        tags = [fields_of(summary) for summary in self.root.summaries()]
+        timed = self._timings([tag["tag"] for tag in tags[-MAX_TIMED:]])
+        return pages.root(self.root.path, tags, timed)
+
+    def _timings(self, tags: list[str]) -> dict[str, dict[str, Any]]:
+        """What the ranks measured, of those tags that keep it."""
+        timed = {}
+        for tag in tags:
+            try:
+                timed[tag] = self.root.timings(tag)
+            except CheckpointError:
+                continue  # it has none, or a damaged one: a tag's own page leads to what is wrong
+        return timed
+
+    def _tag(self, tag: str | None, leaf: str | None, pages: Pages) -> Page:
+        contents = self.root.show(tag, leaf=leaf, shardings=self.shardings)
+        try:
+            self.root.timings(contents.tag)
+        except UsageError:  # it keeps none
+            return pages.tag(contents.to_json(), has_report=False)
+        except CheckpointError:
+            pass  # it is damaged, which its own page says
+        return pages.tag(contents.to_json(), has_report=True)
+
+    def _plan(self, tag: str | None, text: str, pages: Pages) -> Page:
+        mesh = as_mesh(text)
+        if mesh is None or mesh.size // mesh.pp > MAX_MESH:
+            raise UsageError(
+                "a page plans for fewer ranks", expected=f"a stage of at most {MAX_MESH}", hint="Run xla-ckpt explain."
+            )
+        return pages.plan(explain(self.root.path, tag, mesh=mesh, shardings=self.shardings).to_json())
+
+    def _compare(self, address: Address, pages: Pages) -> Page:
+        leaf = address.get("leaf") or None
+        contents = self.root.show(address.get("a"), leaf=leaf, shardings=self.shardings)
+        nbytes = sum(array.nbytes for array in contents.arrays)
+        if nbytes > MAX_COMPARED:
+            raise UsageError(
+                "a page compares fewer bytes",
+                expected=f"at most {size(MAX_COMPARED)}",
+                found=size(nbytes),
+                hint="Say which leaves, or run xla-ckpt diff.",
+            )
+        path = self.root.path
+        difference = diff(path, path, address.get("a"), address.get("b"), leaf=leaf, shardings=self.shardings)
+        return pages.compare(difference.to_json(), {k: how.to_json() for k, how in _by_layer(difference).items()})
+
+
+def _by_layer(difference: Difference) -> Mapping[str, Distance]:
+    """The sum over the arrays that moved, for each layer, or each part of the state where names have no number."""
+    layers: dict[str, Distance] = {}
+    for leaf, how in difference.moved.items():
+        layers[layer_of(leaf)] = layers.get(layer_of(leaf), Distance()) + how
+    return layers
+
+
+def layer_of(leaf: str) -> str:
+    """The layer that an array belongs to: its name up to the first number, without what lies deeper.
+
+    >>> layer_of("model/layers.12.mlp.up.weight"), layer_of("model/norm.weight"), layer_of("a/0.w/b")
+    ('model/layers.12', 'model', 'a/0')
+    """
+    taken = ""
+    for part in leaf.replace("/", "/ ").replace(".", ". ").split(" "):
+        taken += part
+        if part.rstrip("/.").isdigit():
+            return taken.rstrip("/.")
+    return leaf.split("/", maxsplit=1)[0]
