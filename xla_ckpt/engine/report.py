@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from xla_ckpt.engine.phases import Phase
+from xla_ckpt.engine.phases import Phase, as_line, rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,13 @@ class SaveReport:
 
     error: BaseException | None = None
     """Why the save failed, in the report that `on_report` has of it. Then `sequence` is 0."""
+
+    @property
+    def in_words(self) -> str:
+        """What the log says of it."""
+        speed, phases, waited = rate(self.nbytes, self.seconds), as_line(dict(self.phases)), 1e3 * self.stall
+        took = f"{self.seconds:.2f} s ({speed}), of which the caller waited {waited:.1f} ms"
+        return f"saved tag {self.tag} in {took}: {phases}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
