@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from drawings_of_saves import products, retention, sharing
 from shapes import cut_off, drawing, line, rect, text
 
 FOLDER = Path(__file__).parents[1] / "drawings"
@@ -255,6 +256,9 @@ DRAWINGS = {
     "parallelism.svg": parallelism,
     "snapshots.svg": snapshots,
     "format.svg": files,
+    "sharing.svg": sharing,
+    "retention.svg": retention,
+    "products.svg": products,
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 
 from xla_ckpt.api.wish import Wish
 from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.unchanged import Fixed
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.layouts.base import Layout
@@ -62,13 +64,28 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         speaks=description.speaks,
         alone=state.alone,
         parts=description.parts,
-        fixed=_fixed(state.model) if wish.options.share else frozenset(),
+        fixed=_fixed(description) if wish.options.share else {},
     )
 
 
-def _fixed(model: object) -> frozenset[str]:
-    """Leaf paths of what the program says that it does not train."""
-    return frozenset(schema.weight(name) for name, p in stored_parameters(model).items() if not p.requires_grad)
+def _fixed(description: Description) -> dict[str, Fixed]:
+    """What the program says that it does not train. Its values have been computed: a snapshot was taken of them."""
+    parameters = stored_parameters(description.state.model).items()
+    names = {schema.weight(name) for name, parameter in parameters if not parameter.requires_grad}
+    if not names:
+        return {}
+    from xla_ckpt.arrays.torch_host import WholeTensors  # torch, which is loaded where there are parameters
+
+    arrays = description.arrays
+    return {
+        leaf: Fixed(
+            array=weakref.ref(value),
+            buffer=adapter.buffer(value) if isinstance(adapter, WholeTensors) else None,
+            local=local,
+        )
+        for leaf, value, local, adapter in zip(arrays.paths, arrays.values, arrays.locals, arrays.adapters, strict=True)
+        if leaf in names
+    }
 
 
 def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:

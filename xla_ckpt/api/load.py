@@ -16,6 +16,7 @@ from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.unchanged import forget_saved
 from xla_ckpt.errors import naming
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.current import current_job, job_alone
@@ -128,6 +129,7 @@ def load_checkpoint(
         UsageError: An argument is not what its place is for, or is on the meta device. Nothing was changed.
     """
     content = Objects(model=model, optimizer=optimizer, scheduler=scheduler, extras=extras or {})
+    forget_saved()  # or buffers that are replaced now would be held beside the new ones
     value, report = _load(
         path,
         tag,

@@ -22,6 +22,7 @@ from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
 from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.unchanged import forget_saved
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.job.current import current_job
@@ -341,4 +342,5 @@ def finalize_checkpoint() -> None:
         ERRANDS.wait()
     finally:
         POOL.free()
+        forget_saved()
         GUARD.close()

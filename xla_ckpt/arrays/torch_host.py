@@ -148,6 +148,10 @@ class WholeTensors(ABC):
     def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         return None
 
+    def buffer(self, value: torch.Tensor) -> Hashable | None:
+        """Equal as long as the bytes are those of the same buffer, which it holds; None if somebody may write to it."""
+        return None
+
     @abstractmethod
     def over_whole(self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool) -> Target | None:
         """The target that overwrites a dense tensor that is the whole array; None if that takes more.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -119,6 +119,13 @@ class Xla(WholeTensors):
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
 
+    def buffer(self, value: torch.Tensor) -> Hashable | None:
+        # What is pending has no buffer, and torch_xla ends the process where it is asked for that of SPMD's.
+        if torch_xla.runtime.is_spmd() or _XLAC._check_tensor_need_materialization([value])[0]:
+            return None
+        _, nodes = _XLAC._get_tensors_xla_device_data_node([value])
+        return XlaBuffer(_XLAC._get_tensors_handle([value])[0], nodes) if nodes else None
+
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> HeldTensors:
         return HeldTensors(_held([v for v, _ in values]), [local for _, local in values])
 
@@ -147,6 +154,17 @@ class Xla(WholeTensors):
         element = dtype or dtype_of(value)
         shape, torch_element = tuple(value.shape), torch_type(element, value)
         return fresh_xla(element, shape, torch_element, value.device, local, adopts=self._adopts)
+
+
+@dataclass(frozen=True, slots=True)
+class XlaBuffer:
+    """The buffer that was in a tensor. An in-place operation puts another one there."""
+
+    handle: int
+    """The address of what torch_xla has for it: no other buffer has it as long as this one is held."""
+
+    node: Any = field(compare=False, repr=False)
+    """Holds it. A view of the tensor would not: it sees what is written to the tensor."""
 
 
 def fresh_xla(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.unchanged import Fixed
 from xla_ckpt.engine.writing import Agreeing, Writing
 from xla_ckpt.plan.leaf import Leaves
 from xla_ckpt.snapshot.take import Snapshot
@@ -35,8 +36,8 @@ class Frozen:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Part of the state -> digest of its plain values, which all ranks have in common."""
 
-    fixed: frozenset[str] = frozenset()
-    """Leaf paths of parameters that are not trained; known only where `SaveOptions.share` asks for it."""
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)
+    """Parameters that are not trained, by leaf path; known only where `SaveOptions.share` asks for it."""
 
     @property
     def told(self) -> Any:

@@ -6,12 +6,9 @@ import datetime
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
-from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.order import Order
-from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.shared_directory import check_written
 from xla_ckpt.engine.stale import stale_since
@@ -33,22 +30,20 @@ logger = logging.getLogger(__name__)
 def sealed_manifest(
     order: Order,
     transaction: Transaction,
-    frozen: Frozen,
     records: Sequence[Record],
     odd: Sequence[int],
     mesh: Mesh,
-    parity: ParityRound | None,
+    ending: Ending,
 ) -> Manifest:
     """The manifest of what all ranks have written; with it, the tag needs nothing but its name.
 
     Args:
         order: The save.
         transaction: The tag.
-        frozen: What rank 0 saves.
         records: What each rank has written.
         odd: The ranks that have other arrays than the first of their pipeline stage.
         mesh: How the ranks are arranged.
-        parity: What makes the parity, if the tag has any.
+        ending: What the tag has besides.
 
     Raises:
         CheckpointError: The records do not fit together, or the tag repeats the one before it and must not.
@@ -68,11 +63,6 @@ def sealed_manifest(
         if stale is not None:
             logger.warning("tag %s: %s", order.tag, stale)
     manifest = replace(manifest, retention=policy_json(order.retention))
-    ending = Ending(
-        index=frozen.writing.index,
-        marks=frozen.writing.marks,
-        parity=None if parity is None else partial(parity.lead, directory),
-    )
     return seal(transaction, order.root.path, manifest, ending)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from xla_ckpt.engine.phases import Phase
+from xla_ckpt.engine.phases import Phase, as_line, rate
 
 
 def _html(report: SaveReport | LoadReport) -> str:
@@ -49,6 +49,13 @@ class SaveReport:
 
     def _repr_html_(self) -> str:
         return _html(self)
+
+    @property
+    def in_words(self) -> str:
+        """What the log says of it."""
+        speed, phases, waited = rate(self.nbytes, self.seconds), as_line(dict(self.phases)), 1e3 * self.stall
+        took = f"{self.seconds:.2f} s ({speed}), of which the caller waited {waited:.1f} ms"
+        return f"saved tag {self.tag} in {took}: {phases}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

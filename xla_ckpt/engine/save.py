@@ -21,15 +21,17 @@ from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.merged import sealed_manifest
 from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.parity_round import ParityRound
-from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
+from xla_ckpt.engine.phases import SAVE, Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save_messages import Begun, Committed, EarlierTag, Part, hear_verdict
+from xla_ckpt.engine.seal import Ending
 from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.engine.sharing import earlier_tag, share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
+from xla_ckpt.engine.unchanged import note_saved
 from xla_ckpt.engine.write import check_space, write_files, write_objects
 from xla_ckpt.errors import CheckpointError, RankFailedError, naming
 from xla_ckpt.job.job import Job
@@ -107,6 +109,7 @@ class Save:
                 agreed = self._begin()
                 with naming(path=self.order.root.path, tag=self.order.tag):
                     sequence, written = self._lead(agreed) if self.exchange.rank == 0 else self._follow(agreed)
+            note_saved(self.order.root, self.order.tag, sequence, self._ready().fixed)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
             self._end(began, 0, SharedPlan(SavePlan(())), error)
@@ -132,9 +135,7 @@ class Save:
             error=error,
         )
         if error is None:
-            speed, phases = rate(report.nbytes, report.seconds), as_line(dict(report.phases))
-            what = "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s"
-            logger.info(what, report.tag, report.seconds, speed, 1e3 * report.stall, phases)
+            logger.info("%s", report.in_words)
         end(report, self.phases, self.timing.trace)
         return report
 
@@ -200,9 +201,9 @@ class Save:
                 record = self._write(frozen, sharing, transaction.directory)
                 parts = self._hear_parts(record, sharing.plan)
                 records = [part.record for part in parts]
-                manifest = sealed_manifest(
-                    self.order, transaction, frozen, records, agreed.odd, self.mesh, self._parity
-                )
+                parity = None if self._parity is None else partial(self._parity.lead, transaction.directory)
+                ending = Ending(index=frozen.writing.index, marks=frozen.writing.marks, parity=parity)
+                manifest = sealed_manifest(self.order, transaction, records, agreed.odd, self.mesh, ending)
                 self._commit(transaction, manifest, parts)
         finally:
             transaction.abandon()
@@ -298,7 +299,7 @@ class Save:
             return SharedPlan(plan)
         crew = self._crew(lambda _: self.cancellation.check())
         with self.cancellation.reading(), self.phases.timed("share"):
-            return share_files(plan, frozen, frozen.snapshot.to_write(), earlier, root, directory, crew)
+            return share_files(plan, frozen, earlier, root, directory, crew)
 
     def _write(self, frozen: Frozen, sharing: SharedPlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""

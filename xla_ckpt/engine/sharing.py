@@ -16,6 +16,7 @@ from xla_ckpt.engine.save_messages import EarlierTag
 from xla_ckpt.engine.segments import ShardBytes
 from xla_ckpt.engine.stale import remembered
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.unchanged import unchanged_since
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.digest import block_count, block_size, digest
 from xla_ckpt.manifest.records import FileRecord
@@ -52,7 +53,6 @@ def earlier_tag(order: Order, newest: TagEntry | None) -> EarlierTag | None:
 def share_files(
     plan: SavePlan,
     frozen: Frozen,
-    memory: ShardBytes,
     earlier: EarlierTag | None,
     root: Root,
     directory: Directory,
@@ -65,7 +65,6 @@ def share_files(
     Args:
         plan: What this process would write if it shared nothing.
         frozen: What it saves.
-        memory: The bytes of that.
         earlier: The earlier tag; None if there is none.
         root: Where both are.
         directory: The new tag.
@@ -83,13 +82,23 @@ def share_files(
             with TagReader(root.store.open(earlier.directory), root.path, earlier.tag, known) as reader:
                 with collector_paused():
                     twins = twins_of(plan, frozen.leaves, reader.manifest)
-                _compare(plan, twins, holds, memory, reader, crew)
+                unchanged = unchanged_since(root, earlier.tag, earlier.sequence, frozen.fixed)
+                _compare(plan, twins, holds, _Memory(frozen.snapshot.to_write(), unchanged), reader, crew)
                 shared = _linked(plan, twins, holds, reader, directory)
         except (CheckpointError, OSError) as error:
             crew.progress(0)  # if the save was given up, this is where it ends
             logger.warning("nothing is shared with tag %s: %s", earlier.tag, error)
     with collector_paused():
         return divided(plan, twins, holds, shared, frozen.fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What is compared with an earlier tag."""
+
+    shards: ShardBytes
+    unchanged: frozenset[str]
+    """Leaf paths of what need not be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,7 @@ class _Pair:
 
 
 def _compare(
-    plan: SavePlan, twins: Sequence[Twins], holds: Sequence[Flags], memory: ShardBytes, earlier: TagReader, crew: Crew
+    plan: SavePlan, twins: Sequence[Twins], holds: Sequence[Flags], memory: _Memory, earlier: TagReader, crew: Crew
 ) -> None:
     """Find out which regions have the bytes of their twins. What is not in host memory yet counts as changed."""
     pairs = []
@@ -130,8 +139,10 @@ def _compare(
         numbers = zip(sources.leaf[part], *(column[part].tolist() for column in columns), strict=True)
         for leaf, row, shard, offset, nbytes, first in numbers:
             crew.progress(0)
-            source = memory[leaf, shard]
-            if not isinstance(source, Deferred):
+            source = memory.shards[leaf, shard]
+            if leaf in memory.unchanged:
+                pair.same[row] = True
+            elif not isinstance(source, Deferred):
                 pair.same[row] = _is_same(source[offset : offset + nbytes], pair.known, first)
 
     tasks = [(pair, slice(at, at + AT_ONCE)) for pair in pairs for at in range(0, len(pair.rows), AT_ONCE)]
