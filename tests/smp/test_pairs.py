@@ -132,7 +132,7 @@ def test_sharded_states_of_the_optimizer(tmp_path: Path) -> None:
                 assert losses[form] == pytest.approx(unbroken[0], rel=1e-6), (target, form)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_master_weights_and_loss_scale(tmp_path: Path, kind: str) -> None:
     unbroken = run_on_ranks(saves, 4, str(tmp_path), 2, 2, {kind: True})
     for losses in run_on_ranks(goes_on, 4, str(tmp_path), 2, 1, {kind: True}):
