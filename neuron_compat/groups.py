@@ -25,6 +25,17 @@ Ranks that differ in their part of the context hold the same weights, so they co
 as in neuronx-distributed, and ZeRO-1 deals its states out to them, too (``dp_cp``).
 """
 
+NAMES = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_model_parallel",
+    "ep": "expert_model_parallel",
+    "dp": "data_parallel",
+    "edp": "expert_data_parallel",
+    "kv": "kv_shared",
+}
+"""Kind of group -> what neuronx-distributed's functions call it."""
+
 
 def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
     """All groups of a kind, members and groups in ascending order: XLA's replica groups.

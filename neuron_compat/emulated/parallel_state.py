@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from neuron_compat.groups import kv_groups, rank_groups
+from neuron_compat.groups import NAMES, kv_groups, rank_groups
 from xla_ckpt import Mesh, add_mesh_source
 from xla_ckpt.facade import check_can_meet
 
@@ -29,17 +29,6 @@ R = TypeVar("R")
 REAL = "neuronx_distributed.parallel_layers.parallel_state"
 
 KINDS = ("tp", "pp", "cp", "ep", "dp", "edp", "world")
-
-NAMES = {
-    "tp": "tensor_model_parallel",
-    "pp": "pipeline_model_parallel",
-    "cp": "context_model_parallel",
-    "ep": "expert_model_parallel",
-    "dp": "data_parallel",
-    "edp": "expert_data_parallel",
-    "kv": "kv_shared",
-}
-"""Kind of group -> what neuronx-distributed's functions call it."""
 
 distributed: Any = torch.distributed
 

@@ -13,9 +13,10 @@ import safetensors.torch
 import torch
 
 import xla_ckpt
-from tests.layouts.same import as_theirs, content, differences, rank_files
+from tests.layouts.same import as_theirs, content, rank_files
 from tests.layouts.writing import as_kwargs, save_as_job, toy
 from tests.runs import names_in
+from tests.same import differences
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 
@@ -80,12 +81,12 @@ def test_there_and_back(to: str, mesh: str, tmp_path: Path) -> None:
     )
     assert (report.tag, report.layout, Mesh.parse(report.mesh)) == ("a", to, Mesh.parse(mesh))
     assert xla_ckpt.verify(tmp_path / "b").ok
-    assert not list(differences(everything(tmp_path, "a"), everything(tmp_path / "b", "a"), order=False))
+    assert not differences(everything(tmp_path, "a"), everything(tmp_path / "b", "a"), order=False)
     model, optimizer = state(1)
-    assert not list(differences(xla_ckpt.load_checkpoint(tmp_path / "b", None, model, optimizer).user_content, CONTENT))
+    assert not differences(xla_ckpt.load_checkpoint(tmp_path / "b", None, model, optimizer).user_content, CONTENT)
     assert model.head.weight is model.embed.weight
     xla_ckpt.convert(tmp_path / "b", tmp_path / "c", to="native")
-    assert not list(differences(everything(tmp_path, "a"), everything(tmp_path / "c", "a"), order=False))
+    assert not differences(everything(tmp_path, "a"), everything(tmp_path / "c", "a"), order=False)
 
 
 def test_memory_does_not_change_a_byte(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_stages_hold_their_own_layers_and_shared_ones_both(tmp_path: Path) -> No
     # The embedding comes first, and the same weight as the head where the last stage has that: behind its layer.
     (at,) = [n for n, state in states[1].items() if state["exp_avg"].shape == states[0][0]["exp_avg"].shape]
     assert at > 0
-    assert not list(differences(states[0][0], states[1][at]))
+    assert not differences(states[0][0], states[1][at])
 
 
 def test_the_next_conversion_splits_as_this_one_did(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_the_next_conversion_splits_as_this_one_did(tmp_path: Path) -> None:
         dealt = to == "pt"  # the native layout does not deal rows out
         assert [f for f in files if f.startswith("optim/dp_rank_01")] == [f for f in files if "dp_rank_01" in f]
         assert any("optim/dp_rank_01" in f for f in files) == dealt
-        assert not list(differences(everything(tmp_path, "a"), everything(tmp_path, f"{to}_next"), order=False))
+        assert not differences(everything(tmp_path, "a"), everything(tmp_path, f"{to}_next"), order=False)
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_safetensors(tmp_path: Path) -> None:
     )
     held = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
     wanted = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
-    assert not list(differences(wanted, held, order=False))
+    assert not differences(wanted, held, order=False)
     assert (report.layout, report.files) == ("safetensors", 1)
 
 
@@ -307,8 +308,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "b")]) == 0
     assert main(["export", str(tmp_path / "b"), str(tmp_path / "hf"), *like]) == 0
     back, original = everything(tmp_path / "c", "a"), everything(tmp_path, "a")
-    assert not list(differences(original["model"], back["model"], order=False))
-    assert not list(differences(original["optimizer"], back["optimizer"], order=False))
+    assert not differences(original["model"], back["model"], order=False)
+    assert not differences(original["optimizer"], back["optimizer"], order=False)
     capsys.readouterr()
     assert main(["convert", *where, "--to", "nxd", "--as", "same"]) == 0
     assert xla_ckpt.restore(tmp_path / "b", "same").tree.keys() == original.keys()

@@ -16,7 +16,8 @@ import xla_ckpt
 from tests.api.fsdp2_job import Container, resumes_with_fsdp2
 from tests.jobs import run_on_ranks
 from tests.layouts.gold import FOLDERS, LOST, Gold, cases
-from tests.layouts.same import as_theirs, content, differences
+from tests.layouts.same import as_theirs, content
+from tests.same import differences
 from xla_ckpt.cli.main import main
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +57,7 @@ def same_model(directory: Path, model: Any) -> None:
     wanted = {
         k: v for k, v in model.state_dict().items() if k != "lm_head.weight" or not model.config.tie_word_embeddings
     }
-    assert not list(differences(wanted, stored, order=False))
+    assert not differences(wanted, stored, order=False)
 
 
 def rank_of_nxd(hf: State, tp: int, rank: int, copies: int, fused: bool, adjacent: bool = False) -> State:
@@ -99,10 +100,18 @@ def rank_of_nxd(hf: State, tp: int, rank: int, copies: int, fused: bool, adjacen
 
 FIELDS = {field.name for field in dataclasses.fields(xla_ckpt.LlamaJob)}
 FORMS = [(1, 2, None), (2, 4, "trn1"), (4, 8, "trn1"), (2, 4, "trn2"), (2, 2, "trn1")]
+APART = {(2, 4, "trn1"), (4, 8, "trn1")}
+"""Of these forms layers that are not fused are tried without waiting for the slow tests; of the others fused ones."""
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("copies", "tp", "hardware"), FORMS)
+@pytest.mark.parametrize(
+    ("copies", "tp", "hardware", "fused"),
+    [
+        pytest.param(*form, fused, marks=() if fused is (form not in APART) else pytest.mark.slow)
+        for form in FORMS
+        for fused in (True, False)
+    ],
+)
 def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | None, fused: bool, tmp_path: Path) -> None:
     directory, model = saved(tmp_path, size="20KB", attention_bias=True, mlp_bias=True)
     xla_ckpt.convert(
@@ -118,7 +127,7 @@ def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | Non
     for rank in range(tp):
         wanted = rank_of_nxd(model.state_dict(), tp, rank, copies, fused, hardware == "trn2")
         found = content(tmp_path / f"run/start/model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
-        assert not list(differences(wanted, found, order=False))
+        assert not differences(wanted, found, order=False)
     shutil.copytree(tmp_path / "run", tmp_path / "nxd")
     as_theirs(tmp_path / "nxd/start")
     # Where every rank has all keys, nothing on disk tells how they were repeated.
@@ -160,7 +169,7 @@ def test_from_transformers_to_xser_to_fsdp2_and_back(tmp_path: Path) -> None:
     same_model(tmp_path / "back", model)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
     directory, model = saved(tmp_path, attention_bias=True)
     hf = model.state_dict()
@@ -192,7 +201,7 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
             wanted = rank_of_nxd(hf, tp, rank, copies, fused, hardware == "trn2")
             file = f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"
             found = content(tmp_path / f"c/{copies}/model" / file)
-            assert not list(differences(wanted, found, order=False))
+            assert not differences(wanted, found, order=False)
             states = content(tmp_path / f"c/{copies}/optim" / file)["state"]
             for i, (name, _) in enumerate(job.named_parameters()):
                 assert torch.equal(states[i]["exp_avg"], 2 * wanted[name]), name
@@ -279,7 +288,7 @@ def test_names_stay_in_the_native_layout(tmp_path: Path) -> None:
     (directory / "config.json").unlink()
     xla_ckpt.convert(directory, tmp_path / "run", as_tag="b")  # whatever model it is
     held = xla_ckpt.restore(tmp_path / "run", "b").tree["model"]
-    assert not list(differences({k: v for k, v in model.state_dict().items() if k in held}, held, order=False))
+    assert not differences({k: v for k, v in model.state_dict().items() if k in held}, held, order=False)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -340,7 +349,7 @@ def test_what_it_wrote_itself_needs_only_the_config(case: str, tag: str, tmp_pat
     config = gold_config(gold)
     xla_ckpt.export_hf(gold.root, tmp_path / "hf", tag, llama=xla_ckpt.LlamaJob(config))
     found = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
-    assert not list(differences(as_hugging_face(gold, config), found, order=False))
+    assert not differences(as_hugging_face(gold, config), found, order=False)
     config |= {"vocab_size": config["vocab_size"] + 8}
     with pytest.raises(xla_ckpt.CheckpointError, match=r"embed_tokens"):
         xla_ckpt.export_hf(gold.root, tmp_path / "other", tag, llama=xla_ckpt.LlamaJob(config))

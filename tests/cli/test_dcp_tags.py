@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import xla_ckpt
-from tests.layouts.stock_dcp import same, stock
+from tests.layouts.stock_dcp import stock
+from tests.same import same
 from xla_ckpt.cli.main import main
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import xla_ckpt
 import xla_ckpt.dcp as dcp
+from tests.same import same
 from xla_ckpt.errors import KINDS, CheckpointError
 
 pytestmark = [
@@ -45,14 +46,6 @@ def blank(like: Any) -> Any:
     if isinstance(like, dict):
         return {k: blank(v) for k, v in like.items()}
     return [blank(v) for v in like] if isinstance(like, list) else None
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    return all(map(same, a, b)) if isinstance(a, list) else a == b
 
 
 @pytest.mark.parametrize("saver", [stock, dcp])

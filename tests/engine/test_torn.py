@@ -20,6 +20,7 @@ from xla_ckpt.manifest.digest import block_size, digest, unpack_digests
 from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.memory import MemoryDirectory
 
 
@@ -44,20 +45,28 @@ def test_digests_are_those_of_the_bytes_that_were_written() -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_tensor_that_changes_in_a_save_is_named_and_can_be_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     changing, still = torch.zeros(1 << 22), torch.ones(4)
-    over, begun = threading.Event(), threading.Event()
+    over, wrote = threading.Event(), threading.Event()
 
     def writes() -> None:
         while not over.is_set():
             changing.add_(1)
-            begun.set()
+            wrote.set()
 
+    def ends_after_a_write(snapshot: Snapshot) -> None:
+        for _ in range(2):  # on a busy machine the thread may not run in the whole save, or end what it began before
+            wrote.clear()
+            assert wrote.wait(60)
+        end_watch(snapshot)
+
+    end_watch = Snapshot.end_watch
+    monkeypatch.setattr(Snapshot, "end_watch", ends_after_a_write)
     thread = threading.Thread(target=writes)
     thread.start()
     try:
-        begun.wait()
+        assert wrote.wait(60)
         with caplog.at_level(logging.WARNING, "xla_ckpt"):
             handle = xla_ckpt.save_checkpoint(tmp_path, "a", {"w": changing, "still": still}, async_save=background)
             handle.result()

@@ -7,22 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import xla_ckpt
 from tests.integrations import titan_job
 from tests.integrations.environment import needs
 from tests.jobs import run_on_ranks
+from tests.same import same
 
 pytestmark = needs("torchtitan", "torch.distributed._local_tensor")
 
 
 def job(folder: Path | str, ranks: int, steps: int, **options: Any) -> list[titan_job.Result]:
     return run_on_ranks(titan_job.run, ranks, str(folder), steps, options)
-
-
-def same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from tests.same import same
+
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures/dcp"
 
 
@@ -131,25 +133,6 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "$dtype": lambda name: getattr(torch, name),
     "$device": torch.device,
 }
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are of one type and, bit for bit, equal."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes_of(a), _bytes_of(b))
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

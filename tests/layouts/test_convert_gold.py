@@ -11,7 +11,8 @@ import safetensors.torch
 
 import xla_ckpt
 from tests.layouts.gold import LOST, Gold, Target, cases
-from tests.layouts.same import as_theirs, content, differences, names, rank_files
+from tests.layouts.same import as_theirs, content, names, rank_files
+from tests.same import differences
 from xla_ckpt import Mesh
 
 CASES = [case for case in cases() if case[0] != LOST]
@@ -61,10 +62,10 @@ def test_there_and_back(case: str, tag: str, tmp_path: Path) -> None:
     for name in rank_files(stored):
         if "ep_rank_01" in name and not name.endswith("info.pt"):
             continue  # it names tensors of ep_rank_00's folder, which torch_xla alone does not find
-        assert not list(differences(content(stored / name), content(tmp_path / "theirs" / name), name))
+        assert not differences(content(stored / name), content(tmp_path / "theirs" / name), name)
     for name in names(stored):
         if ".tensors/" in name:
-            assert not list(differences(content(stored / name), content(tmp_path / "theirs" / name), name))
+            assert not differences(content(stored / name), content(tmp_path / "theirs" / name), name)
 
 
 @pytest.mark.parametrize("mesh", ["dp=3", "tp=2", "pp=2,dp=3,tp=2", "dp=2,tp=4"])
@@ -99,7 +100,7 @@ def test_a_conversion_needs_to_know_how_arrays_were_split(tmp_path: Path) -> Non
     weights: dict[str, object] = {}
     xla_ckpt.load_checkpoint(tmp_path / "new", model=weights)
     truth = {**gold.truth["params"], **gold.truth["buffers"]}
-    assert not list(differences(truth, weights, order=False))
+    assert not differences(truth, weights, order=False)
 
 
 def test_rows_are_not_dealt_out_of_states_without_a_parameter(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
     target = Target(gold)
     xla_ckpt.export_hf(gold.root, tmp_path / "hf", model=target.model)  # the model is whole
     exported = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
-    assert not list(differences({**gold.truth["params"], **gold.truth["buffers"]}, exported, order=False))
+    assert not differences({**gold.truth["params"], **gold.truth["buffers"]}, exported, order=False)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="the others are missing"):
         xla_ckpt.convert(gold.root, tmp_path / "new", to="native", model=target.model, optimizer=target.optimizer)
     assert not (tmp_path / "new").exists()

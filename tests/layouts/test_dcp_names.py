@@ -15,7 +15,8 @@ import xla_ckpt
 from tests.api.fsdp2_job import Container
 from tests.fixtures.dcp.make import Full, Mlp, adam, alone, scheduler_of
 from tests.layouts.dcp_saves import save
-from tests.layouts.stock_dcp import STOCK, Stock, same, stock
+from tests.layouts.stock_dcp import STOCK, Stock, stock
+from tests.same import same
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.manifest.records import UnknownArray

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.stock_dcp import STOCK, Stock, differences, same, stock
+from tests.layouts.stock_dcp import STOCK, Stock, differences, stock
+from tests.same import same
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree.nested import nested

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import xla_ckpt
 from tests.api.test_convert import CONTENT, RULES, make, state
 from tests.files.test_torch_file import zero_crc
-from tests.layouts.same import differences
 from tests.layouts.writing import as_job
 from tests.runs import names_in
+from tests.same import differences
 from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
 from xla_ckpt.files.torch_file import TorchFile
@@ -59,8 +59,8 @@ def comes_back(path: Path | str, net: Net, optimizer: torch.optim.Optimizer, **o
     """Load into another model and optimizer, and compare; what else the load returns."""
     other, its = trained(1, lr=0.5)
     found = xla_ckpt.load_checkpoint(path, model=other, optimizer=its, **options)
-    assert not list(differences(dict(net.state_dict()), dict(other.state_dict())))
-    assert not list(differences(optimizer.state_dict(), its.state_dict(), order=False))
+    assert not differences(dict(net.state_dict()), dict(other.state_dict()))
+    assert not differences(optimizer.state_dict(), its.state_dict(), order=False)
     return found
 
 
@@ -134,10 +134,10 @@ def test_a_bare_state_dict(tmp_path: Path) -> None:
     torch.save(net.state_dict(), tmp_path / "net.pth")
     other, _ = trained(1)
     xla_ckpt.load_checkpoint(tmp_path / "net.pth", model=other)
-    assert not list(differences(dict(net.state_dict()), dict(other.state_dict())))
+    assert not differences(dict(net.state_dict()), dict(other.state_dict()))
     xla_ckpt.export_hf(tmp_path / "net.pth", tmp_path / "hf")
     held = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
-    assert not list(differences(dict(net.state_dict()), held, order=False))
+    assert not differences(dict(net.state_dict()), held, order=False)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="optimizer"):
         xla_ckpt.load_checkpoint(tmp_path / "net.pth", model=other, optimizer=torch.optim.AdamW(other.parameters()))
 
@@ -145,9 +145,9 @@ def test_a_bare_state_dict(tmp_path: Path) -> None:
 def test_any_other_tree_is_as_it_was(tmp_path: Path) -> None:
     tree = {"w": torch.ones(2), "lr": 0.1, "by_number": {1: torch.zeros(3), (2, "b"): "x"}, "list": [torch.ones(1), 2]}
     torch.save(tree, tmp_path / "c.pt")
-    assert not list(differences(tree, xla_ckpt.restore(tmp_path / "c.pt").tree))
+    assert not differences(tree, xla_ckpt.restore(tmp_path / "c.pt").tree)
     torch.save([torch.ones(2), {"a": torch.zeros(1)}], tmp_path / "list.pt")
-    assert not list(differences([torch.ones(2), {"a": torch.zeros(1)}], xla_ckpt.restore(tmp_path / "list.pt").tree))
+    assert not differences([torch.ones(2), {"a": torch.zeros(1)}], xla_ckpt.restore(tmp_path / "list.pt").tree)
     torch.save(torch.arange(4), tmp_path / "tensor.pt")
     assert torch.equal(xla_ckpt.restore(tmp_path / "tensor.pt").tree, torch.arange(4))
 
@@ -158,17 +158,17 @@ def test_what_we_wrote(part: str | None, tmp_path: Path) -> None:
     xla_ckpt.convert(tmp_path, tmp_path / "one.pt", "a", to="torch", part=part)
     wanted = xla_ckpt.restore(tmp_path, "a").tree
     wanted = wanted if part is None else {part: wanted[part]}
-    assert not list(differences(wanted, xla_ckpt.restore(tmp_path / "one.pt").tree))
+    assert not differences(wanted, xla_ckpt.restore(tmp_path / "one.pt").tree)
     xla_ckpt.convert(tmp_path / "one.pt", tmp_path / "two.pt", to="torch")
     again = xla_ckpt.restore(tmp_path / "two.pt").tree
-    assert not list(differences(wanted, again))
+    assert not differences(wanted, again)
     for to, mesh in (("native", "dp=2"), ("xser", "tp=2"), ("pt", "dp=2,tp=2")):
         xla_ckpt.convert(tmp_path / "one.pt", tmp_path / "b", to=to, mesh=mesh, as_tag=to, shardings=RULES)
-        assert not list(differences(wanted, xla_ckpt.restore(tmp_path / "b", to).tree, order=False))
+        assert not differences(wanted, xla_ckpt.restore(tmp_path / "b", to).tree, order=False)
     if part is None:
         model, optimizer = state(1)
         content = xla_ckpt.load_checkpoint(tmp_path / "one.pt", model=model, optimizer=optimizer).user_content
-        assert not list(differences(content, CONTENT))
+        assert not differences(content, CONTENT)
         assert model.head.weight is model.embed.weight
 
 
@@ -179,7 +179,7 @@ def test_tensors_of_one_storage_are_shared_arrays(tmp_path: Path, capsys: pytest
     held = xla_ckpt.restore(tmp_path / "run").tree["model"]
     assert main(["show", str(tmp_path / "c.pt"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["aliases"] == {"model/b.w": "model/a.w", "model/again.w": "model/t.w"}
-    assert not list(differences({"a.w": w, "b.w": w, "row.w": w[1], "t.w": w.t(), "again.w": w.t()}, held))
+    assert not differences({"a.w": w, "b.w": w, "row.w": w[1], "t.w": w.t(), "again.w": w.t()}, held)
 
 
 def test_tensors_that_are_not_in_c_order(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_tensors_that_are_not_in_c_order(tmp_path: Path) -> None:
             "expanded.w": torch.randn(3, 1).expand(3, 4), "good.w": torch.ones(2)}  # fmt: skip
     torch.save(tree, tmp_path / "c.pt")
     held = xla_ckpt.restore(tmp_path / "c.pt").tree["model"]
-    assert not list(differences({k: v.contiguous() for k, v in tree.items()}, held))
+    assert not differences({k: v.contiguous() for k, v in tree.items()}, held)
     torch.save({"many.w": torch.arange(140_000)[::2], "good.w": torch.ones(2)}, tmp_path / "d.pt")
     assert torch.equal(
         xla_ckpt.restore(tmp_path / "d.pt", like={"model": {"good.w": torch.empty(2)}}).tree["model"]["good.w"],
@@ -341,7 +341,7 @@ def test_every_flipped_byte_is_found_before_anything_is_changed(tmp_path: Path) 
             with pytest.raises(xla_ckpt.CorruptCheckpointError, match="CRC-32") as caught:
                 act()
             assert caught.value.file == "c.pt"
-        assert not list(differences(before, dict(net.state_dict())))
+        assert not differences(before, dict(net.state_dict()))
         report = xla_ckpt.verify(file)
         assert not report.ok
         assert report.problems[0].file == "c.pt"
@@ -461,9 +461,9 @@ def test_reading_without_a_program_gives_what_torch_load_gives(tmp_path: Path) -
     file, data = saved(tmp_path)
     theirs = torch.load(io.BytesIO(data), weights_only=True)
     tree = xla_ckpt.restore(file).tree
-    assert not list(differences(dict(theirs["model_state_dict"]), tree["model"]))
+    assert not differences(dict(theirs["model_state_dict"]), tree["model"])
     states = dict(zip(tree["optimizer"]["state"], theirs["optimizer_state_dict"]["state"].values(), strict=True))
-    assert not list(differences(states, tree["optimizer"]["state"]))
+    assert not differences(states, tree["optimizer"]["state"])
 
 
 def test_ranks_load_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +489,7 @@ def test_as_torchs_own_converters_do(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "theirs.pt")
     xla_ckpt.convert(tmp_path / "dcp", tmp_path / "ours.pt", to="torch")
     theirs, ours = (torch.load(tmp_path / f"{who}.pt", weights_only=True) for who in ("theirs", "ours"))
-    assert not list(differences(theirs, ours, order=False))
+    assert not differences(theirs, ours, order=False)
     comes_back(tmp_path / "theirs.pt", net, optimizer)
     torch_save_to_dcp(tmp_path / "ours.pt", tmp_path / "back")
     comes_back(tmp_path / "back", net, optimizer)

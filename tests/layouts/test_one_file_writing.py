@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import xla_ckpt
 from tests.api.test_convert import CONTENT, RULES, Odd, flipped, make, state
 from tests.layouts.gold import LOST, Gold, Target, cases
-from tests.layouts.same import differences
 from tests.runs import names_in
+from tests.same import differences
 from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine import stream
@@ -36,11 +36,11 @@ def test_it_is_what_torch_save_would_leave(tmp_path: Path) -> None:
     assert (report.path, report.tag, report.layout, report.files) == (str(tmp_path / "out.pt"), "a", "torch", 1)
     held = loaded(tmp_path / "out.pt")
     assert list(held) == MEMBERS
-    assert not list(differences(dict(model.state_dict()), held["model"]))
+    assert not differences(dict(model.state_dict()), held["model"])
     weights, states = get_state_dict(model, optimizer)
-    assert not list(differences(states["state"], held["optimizer"]["state"], order=False))
+    assert not differences(states["state"], held["optimizer"]["state"], order=False)
     assert [g["params"] for g in held["optimizer"]["param_groups"]] == [g["params"] for g in states["param_groups"]]
-    assert not list(differences(CONTENT, held["user_content"]))
+    assert not differences(CONTENT, held["user_content"])
     assert (held["scheduler"], held["extras"]["loader"]["at"]) == ({"last": 1}, 5)
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert archive.testzip() is None
@@ -54,8 +54,8 @@ def test_torch_takes_it_back(tmp_path: Path) -> None:
         held = loaded(tmp_path / "out.pt", mmap=mmap)
         other, its = state(1)
         set_state_dict(other, its, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
-        assert not list(differences(dict(model.state_dict()), dict(other.state_dict())))
-        assert not list(differences(optimizer.state_dict()["state"], its.state_dict()["state"], order=False))
+        assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+        assert not differences(optimizer.state_dict()["state"], its.state_dict()["state"], order=False)
 
 
 def test_tied_parameters_share_a_storage_and_are_two_tensors(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_part_is_what_it_is(tmp_path: Path) -> None:
     ):  # fmt: skip
         file = tmp_path / f"{part.replace('/', '_')}.pt"
         xla_ckpt.convert(tmp_path, file, "a", to="torch", part=part)
-        assert not list(differences(wanted, loaded(file)))
+        assert not differences(wanted, loaded(file))
     state(1)[0].load_state_dict(loaded(tmp_path / "model.pt"))
 
 
@@ -87,11 +87,11 @@ def test_an_optimizer_without_names_has_torchs_own_numbers(tmp_path: Path) -> No
     for part, file in ((None, "all.pt"), ("optimizer", "optimizer.pt")):
         xla_ckpt.convert(tmp_path, tmp_path / file, to="torch", part=part)
     held = loaded(tmp_path / "optimizer.pt")
-    assert not list(differences(loaded(tmp_path / "all.pt"), {"optimizer": held}))
-    assert not list(differences(optimizer.state_dict(), held, order=False))
+    assert not differences(loaded(tmp_path / "all.pt"), {"optimizer": held})
+    assert not differences(optimizer.state_dict(), held, order=False)
     other, its = state(1)
     its.load_state_dict(held)
-    assert not list(differences(optimizer.state_dict(), its.state_dict(), order=False))
+    assert not differences(optimizer.state_dict(), its.state_dict(), order=False)
 
 
 NAMES = [name for name in dtypes._TABLE if isinstance(getattr(torch, name, None), torch.dtype)]
@@ -145,7 +145,7 @@ def test_memory_is_bounded_and_does_not_change_a_byte(tmp_path: Path) -> None:
     assert peaks["wide.pt"] > 6 << 24
     assert peaks["narrow.pt"] < 1 << 24, "more than one array was in memory"
     assert (tmp_path / "wide.pt").read_bytes() == (tmp_path / "narrow.pt").read_bytes()
-    assert not list(differences(loaded(tmp_path / "wide.pt", mmap=True)["w3"][:9], tree["w3"][:9]))
+    assert not differences(loaded(tmp_path / "wide.pt", mmap=True)["w3"][:9], tree["w3"][:9])
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2,dp=2,tp=2"])
@@ -157,7 +157,7 @@ def test_from_tags_of_other_layouts_and_meshes(layout: str, mesh: str, tmp_path:
     xla_ckpt.convert(tmp_path, tmp_path / "b", to=layout, mesh=mesh, shardings=RULES, pipeline_cuts=cuts)
     xla_ckpt.convert(tmp_path / "b", tmp_path / "two.pt", to="torch", options=xla_ckpt.ConvertOptions(max_memory=100))
     one, two = loaded(tmp_path / "one.pt"), loaded(tmp_path / "two.pt")
-    assert not list(differences(one, two, order=False))
+    assert not differences(one, two, order=False)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_what_neuronx_distributed_wrote(case: str, tag: str, tmp_path: Path) -> 
     )
     held = loaded(tmp_path / "out.pt")
     truth = gold.truth
-    assert not list(differences({**truth["params"], **truth["buffers"]}, held["model"], order=False))
+    assert not differences({**truth["params"], **truth["buffers"]}, held["model"], order=False)
     for name, states in held["optimizer"]["state"].items():
         assert torch.equal(states["exp_avg"], truth["exp_avg"][name])
         assert torch.equal(states["exp_avg_sq"], truth["exp_avg_sq"][name])
@@ -264,6 +264,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     where = [str(tmp_path), str(tmp_path / "model.pt")]
     assert main(["convert", *where, "--to", "torch", "--part", "model"]) == 0
     assert "as torch" in capsys.readouterr().out
-    assert not list(differences(dict(model.state_dict()), loaded(tmp_path / "model.pt")))
+    assert not differences(dict(model.state_dict()), loaded(tmp_path / "model.pt"))
     assert main(["convert", *where, "--to", "torch"]) == 1
     assert "Name another one, or remove it first" in capsys.readouterr().err

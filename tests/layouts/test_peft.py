@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
-from tests.layouts.same import unequal
 from tests.layouts.test_gqa import KEYS, QUERIES, Attention
 from tests.layouts.test_layers import adapted, saves_adapters, state
 from tests.neuron.standins import LoraConfig, LoraModel, NxDModel
+from tests.same import differences
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 
@@ -42,7 +42,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_files_of_peft_hold_the_adapters_alone(converted: Path) -> None:
     assert sorted(p.name for p in converted.iterdir()) == [CONFIG, ARRAYS]
-    assert unequal(load_file(converted / ARRAYS), {PREFIX + n: v for n, v in adapters(lora(0)).items()}) == []
+    wanted = {PREFIX + n: v for n, v in adapters(lora(0)).items()}
+    assert not differences(load_file(converted / ARRAYS), wanted, order=False)
     said = json.loads((converted / CONFIG).read_text())
     assert (said["peft_type"], said["r"], said["lora_alpha"], said["bias"]) == ("LORA", 2, 4, "none")
     assert said["target_modules"] == ["0", "1", "2"]
@@ -70,7 +71,7 @@ def test_what_peft_saves_is_loaded(converted: Path, tmp_path: Path) -> None:
     model = lora(1)
     xla_ckpt.load_checkpoint(tmp_path / "theirs", model=NxDModel(model))
     held = load_file(tmp_path / "theirs" / ARRAYS)
-    assert unequal({PREFIX + n: v for n, v in adapters(model).items()}, held) == []
+    assert not differences({PREFIX + n: v for n, v in adapters(model).items()}, held, order=False)
 
 
 def test_they_come_back_with_their_configuration(
@@ -79,7 +80,7 @@ def test_they_come_back_with_their_configuration(
     model = lora(1)
     kept = model.module[0].base_layer.weight.clone()
     xla_ckpt.load_checkpoint(converted, model=NxDModel(model))
-    assert unequal(adapters(model), adapters(lora(0))) == []
+    assert not differences(adapters(model), adapters(lora(0)), order=False)
     assert torch.equal(model.module[0].base_layer.weight, kept)
     assert "another configuration" not in caplog.text
     other = lora(1)
@@ -98,7 +99,7 @@ def test_adapters_over_tp_and_onto_it(tmp_path: Path) -> None:
     xla_ckpt.convert(tmp_path, tmp_path / "peft", "a", to="peft")
     (whole, _), (wanted, _) = adapted(1, Mesh(), 0), adapted(0, Mesh(), 0)
     xla_ckpt.load_checkpoint(tmp_path / "peft", model=whole)
-    assert unequal(adapters(whole), adapters(wanted)) == []
+    assert not differences(adapters(whole), adapters(wanted), order=False)
     split = [(r"0\.lora_B", ("tp", None)), (r"1\.lora_A", (None, "tp"))]
     xla_ckpt.convert(tmp_path / "peft", tmp_path / "run", to="pt", mesh="tp=2", as_tag="a", shardings=split)
     file = tmp_path / "run/a/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
@@ -129,10 +130,10 @@ def test_joined_adapters_of_neuronx_distributed_load_with_their_optimizer(tmp_pa
     wanted = joined(tmp_path)
     fresh = adapted(1, Mesh(), 0)
     xla_ckpt.load_checkpoint(tmp_path, "lora", *fresh)
-    assert unequal(adapters(fresh[0]), adapters(wanted[0])) == []
+    assert not differences(adapters(fresh[0]), adapters(wanted[0]), order=False)
     states = [{k: v for k, v in state(*of).items() if ".exp_avg" in k} for of in (fresh, wanted)]
     assert states[0]
-    assert unequal(*states) == []
+    assert not differences(*states, order=False)
 
 
 @pytest.mark.parametrize("equal", ["joined", "first part", "zeros", "none"])
@@ -160,7 +161,7 @@ def test_lists_of_the_configuration_may_be_in_another_order_on_each_rank(tmp_pat
     as_nxd(tmp_path / "a", model=[{**adapters(lora(0)), "lora_config": config} for config in configs])
     model = lora(1)
     xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
-    assert unequal(adapters(model), adapters(lora(0))) == []
+    assert not differences(adapters(model), adapters(lora(0)), order=False)
 
 
 def test_the_configuration_beside_the_tags_of_neuronx_distributed(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_the_configuration_beside_the_tags_of_neuronx_distributed(tmp_path: Path
     xla_ckpt.convert(tmp_path, tmp_path / "peft", "lora", to="peft", model=wanted)
     assert json.loads((tmp_path / "peft" / CONFIG).read_text())["lora_alpha"] == 4
     held = load_file(tmp_path / "peft" / ARRAYS)
-    assert unequal(held, {PREFIX + n: v for n, v in adapters(wanted).items()}) == []
+    assert not differences(held, {PREFIX + n: v for n, v in adapters(wanted).items()}, order=False)
 
 
 @pytest.mark.parametrize(

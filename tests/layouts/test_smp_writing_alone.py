@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.same import as_theirs, differences
+from tests.layouts.same import as_theirs
 from tests.layouts.test_smp_writing import saved
 from tests.layouts.writing import as_job, as_kwargs, save_as_job, toy
+from tests.same import differences
 from tests.topology.state import differences as unlike_toy
 from xla_ckpt import Mesh
 
@@ -72,11 +73,11 @@ def test_without_a_program_they_are_read_whole_and_by_name(tmp_path: Path, monke
     found = everything(tmp_path, "a_partial")
     config = found.pop("extras")["smp_config"]
     assert (config["pipeline_parallel_degree"], config["tensor_parallel_degree"]) == (2, 2)
-    assert not list(differences(wanted, found, order=False))
+    assert not differences(wanted, found, order=False)
     xla_ckpt.convert(tmp_path, tmp_path / "b", "a_partial", to="native")
     again = everything(tmp_path / "b", "a")
     assert again.pop("extras")["smp_config"] == config
-    assert not list(differences(wanted, again, order=False))
+    assert not differences(wanted, again, order=False)
 
 
 def test_master_weights_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,4 +100,4 @@ def test_master_weights_before_the_first_step(tmp_path: Path, monkeypatch: pytes
     }  # fmt: skip
     xla_ckpt.convert(tmp_path, tmp_path, "a", to="smp", as_tag="again")
     again = torch.load(tmp_path / "again/fp16_states_0_0.pt", weights_only=True)
-    assert not list(differences(held, again))
+    assert not differences(held, again)

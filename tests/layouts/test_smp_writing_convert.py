@@ -13,11 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 import xla_ckpt
 from tests.layouts.gold import LOST, Gold, Target, cases
-from tests.layouts.same import content, differences, names, rank_files
+from tests.layouts.same import content, names, rank_files
 from tests.layouts.smp_files import toy_model, toy_optimizer, write_set, write_tag
 from tests.layouts.test_dcp_writing import stock
 from tests.layouts.test_smp_writing import groups, load_info, model_of, optimizer_of, read
 from tests.layouts.writing import as_job, as_kwargs, save_as_job, toy, unlike
+from tests.same import differences
 from tests.topology.state import differences as unlike_toy
 from tests.topology.state import known, whole
 from xla_ckpt import Mesh
@@ -53,7 +54,7 @@ def test_a_tag_of_any_layout_becomes_the_files_that_a_job_would_have_saved(
             info = held.pop("_smp_load_info")
             assert held.pop("_smp_is_partial")
             assert held.keys() == wanted.keys()
-            assert not list(differences(wanted, {name: held[name] for name in wanted}))
+            assert not differences(wanted, {name: held[name] for name in wanted})
             theirs = load_info(new, held)
             if new.tp == 1:  # it keeps in mind how they were split
                 info["xla_ckpt"]["specs"] = theirs["xla_ckpt"]["specs"]
@@ -111,7 +112,7 @@ def test_neuronx_distributed_to_smp_and_back_is_the_same(case: str, tag: str, tm
     stored = gold.root / tag
     assert names(tmp_path / "theirs") == names(stored)
     for name in rank_files(stored):
-        assert not list(differences(content(stored / name), content(tmp_path / "theirs" / name), name))
+        assert not differences(content(stored / name), content(tmp_path / "theirs" / name), name)
 
 
 @pytest.mark.parametrize("made_as", ["set", "directory"])
@@ -134,15 +135,15 @@ def test_files_of_smp_itself_to_neuronx_distributed_and_back(made_as: str, tmp_p
             for one in (held, theirs):
                 del one["_smp_load_info"]
                 one.pop("seen", None)  # a buffer behind the module that the first stage ends with
-            assert not list(differences(theirs, held, order=False))
+            assert not differences(theirs, held, order=False)
             held = read(tmp_path / "s/c_partial", f"optimizer_states_{pp}_{tp}.pt")
             theirs = toy_optimizer(mesh, pp, tp)
             assert held["state"].keys() == theirs["state"].keys()
             split = {n: state for n, state in theirs["state"].items() if state}
-            assert not list(differences(split, {n: held["state"][n] for n in split}, order=False))
+            assert not differences(split, {n: held["state"][n] for n in split}, order=False)
             first = toy_optimizer(mesh, pp, 0)["state"]
             whole_ones = {n: first[n] for n in theirs["state"] if n not in split}
-            assert not list(differences(whole_ones, {n: held["state"][n] for n in whole_ones}, order=False))
+            assert not differences(whole_ones, {n: held["state"][n] for n in whole_ones}, order=False)
             for group, other in zip(held["param_groups"], theirs["param_groups"], strict=True):
                 assert {key: group[key] for key in other} == other
     content = read(tmp_path / "s/c_partial", "user_content.pt")
@@ -152,7 +153,7 @@ def test_files_of_smp_itself_to_neuronx_distributed_and_back(made_as: str, tmp_p
     xla_ckpt.convert(source, tmp_path / "t", to="smp", mesh="tp=4", as_tag="d", shardings=[*rules, ("", None)], **like)  # type: ignore[arg-type]
     held = read(tmp_path / "t/d", "model_0_3.pt")
     wanted = model_of(Mesh(tp=4), 0, 3)
-    assert not list(differences(wanted, {name: held[name] for name in wanted}))
+    assert not differences(wanted, {name: held[name] for name in wanted})
     if made_as == "directory":
         assert read(tmp_path / "t/d", "smp_config.pt")["tensor_parallel_degree"] == 4
 

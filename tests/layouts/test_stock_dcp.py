@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import hf_storage, quantized_hf_storage
 
-from tests.layouts.stock_dcp import STOCK, Stock, differences, same, stock
+from tests.layouts.stock_dcp import STOCK, Stock, differences, stock
 from tests.runs import names_in
+from tests.same import same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import xla_ckpt
 from tests.museum.exhibit import LAYOUTS, tree
+from tests.same import same
 
 ROOMS = sorted(p.name for p in Path(__file__).parent.iterdir() if p.is_dir() and p.name.startswith("v"))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        bits = [t.contiguous().reshape(-1).view(torch.uint8) if t.numel() else torch.empty(0) for t in (a, b)]
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
 
 
 def test_the_museum_is_not_empty() -> None:

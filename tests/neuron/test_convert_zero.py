@@ -12,8 +12,9 @@ import torch
 import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
 from tests.layouts.gold import GOLD, LOST, cases, folder_of, needs_gold
-from tests.layouts.same import content, differences, names, rank_files
+from tests.layouts.same import content, names, rank_files
 from tests.runs import names_in
+from tests.same import differences
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 ZERO = [case for case in cases() if "_z1" in case[0] and case[0] != LOST]
@@ -54,7 +55,7 @@ def test_as_neuronx_distributed_converts(tmp_path: Path) -> None:
         assert {f"{n}.info.pt" for n in mine} <= names(tmp_path / made / "optim")
         for name in mine:
             theirs, ours = content(CONVERTED / made / "optim" / name), content(tmp_path / made / "optim" / name)
-            assert not list(differences(theirs, ours, name, order=False))
+            assert not differences(theirs, ours, name, order=False)
 
 
 @pytest.mark.parametrize(("case", "tag"), ZERO, ids=[c for c, _ in ZERO])

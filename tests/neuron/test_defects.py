@@ -26,6 +26,7 @@ from tests.jobs import run_on_ranks
 from tests.layouts.test_nxd_layouts import rank_file
 from tests.nursery import Call, bear
 from tests.runs import names_in
+from tests.same import same
 from xla_ckpt.storage.local import LocalStore
 
 pytestmark = pytest.mark.xla
@@ -59,10 +60,6 @@ def frozen(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     for i, state in states["base_state"].items():
         found |= {f"{i}.{k}": v.cpu().clone() for k, v in state.items()}
     return found
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def with_master_weights(rank: int, root: str) -> list[Any]:

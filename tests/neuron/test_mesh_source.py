@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ def test_no_string_and_no_name_of_xla_ckpt_is_the_facade() -> None:
         if isinstance(value, str) and "neuron_compat" in value
     ]
     assert named == []
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    parallel_state.destroy_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def test_what_is_initialised_is_found_and_what_is_destroyed_is_not(clean: None) -> None:

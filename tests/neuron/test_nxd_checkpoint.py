@@ -23,7 +23,6 @@ from neuron_compat.emulated import mappings
 from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
-from tests.layouts.same import unequal
 from tests.neuron.training import (
     Split,
     Whole,
@@ -36,6 +35,7 @@ from tests.neuron.training import (
     train_whole,
     true,
 )
+from tests.same import differences
 
 pytestmark = pytest.mark.xla
 
@@ -89,7 +89,7 @@ def resumed(root: str, truth: Truth) -> None:
         found = nxd.load_checkpoint(root, tag=tag, model=fresh[0], optimizer=fresh[1], scheduler=fresh[2])
         want = truth[tag or "step_6"]
         # N2: the buffer is among them; N6: Adam's step is that of the call
-        assert unequal(true(frozen(*fresh)), true(want)) == []
+        assert not differences(true(frozen(*fresh)), true(want), order=False)
         # N8: tensors in lists
         assert found["step"] == int((tag or "step_6")[5:]), found
         assert torch.equal(found["list"][0], torch.arange(3.0))
@@ -102,7 +102,7 @@ def resumed(root: str, truth: Truth) -> None:
             for group in fresh[1].param_groups:
                 group["lr"], group["weight_decay"] = 0.0, 0.0
             train(*fresh, 50)
-            assert unequal(true(frozen(fresh[0])), true(before)) == []
+            assert not differences(true(frozen(fresh[0])), true(before), order=False)
 
 
 def goes_on(root: str, truth: Truth) -> None:
@@ -113,7 +113,7 @@ def goes_on(root: str, truth: Truth) -> None:
         train(*again, step)
     again[0].inv_freq.fill_(5)
     torch_xla.sync()
-    assert unequal(true(frozen(*again)), true(truth["step_6"])) == []
+    assert not differences(true(frozen(*again)), true(truth["step_6"]), order=False)
 
 
 def order_is_the_order_of_commits(rank: int, root: str) -> None:
@@ -137,7 +137,7 @@ def what_does_not_fit(root: str) -> None:
         with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
             nxd.load_checkpoint(root, None, *wrong)
         assert isinstance(caught.value, ValueError)
-        assert unequal(frozen(*wrong), before) == []
+        assert not differences(frozen(*wrong), before, order=False)
 
 
 def gathered(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -199,7 +199,7 @@ def as_the_developer_guide_has_it(rank: int, root: str) -> None:
         scheduler=lr_scheduler,
     )
     nxd.finalize_checkpoint()
-    assert unequal(true(frozen(model, optimizer, lr_scheduler)), true(want)) == []
+    assert not differences(true(frozen(model, optimizer, lr_scheduler)), true(want), order=False)
     assert user_content == {"total_steps": 7, "batch_idx": 3, "cli_args": vars(args)}
     low_precision(rank, root)
 
@@ -226,7 +226,7 @@ def low_precision(rank: int, root: str) -> None:
     )
     second = low(4)
     nxd.load_checkpoint(root, "low", *second, use_zero1_dcp=True)
-    assert unequal(true(frozen(*second)), true(want)) == []
+    assert not differences(true(frozen(*second)), true(want), order=False)
     assert second[0].inv_freq.tolist() == [3.0] * 3
     embed = next(i for i, v in enumerate(want_masters) if v.shape[0] == 4 and v.dim() == 2)
     for i, (a, b) in enumerate(zip(masters(second[1]), want_masters, strict=True)):

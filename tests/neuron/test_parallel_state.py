@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -68,13 +67,6 @@ def test_examples_of_neuronx_distributed() -> None:
     # what it made of 8 ranks, tp 2, cp 2
     assert rank_groups(Mesh(dp=2, cp=2, tp=2), "dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert rank_groups(Mesh(dp=2, cp=2, tp=2), "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    parallel_state.destroy_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def test_one_process(clean: None) -> None:

@@ -19,7 +19,6 @@ import xla_ckpt
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
 from tests.layouts.references import opened
-from tests.layouts.same import unequal
 from tests.neuron.standins import (
     LoraConfig,
     LoraModel,
@@ -28,6 +27,7 @@ from tests.neuron.standins import (
     NxDPPModel,
     experts_zero1,
 )
+from tests.same import differences, same
 
 LAYOUTS = ("native", "xser", "pt")
 
@@ -83,10 +83,6 @@ def arrays(path: Path, tag: str) -> Plain:
 
     collect(xla_ckpt.restore(path, tag).tree, "")
     return found
-
-
-def same(one: Plain, other: Plain) -> bool:
-    return not unequal(one, other)
 
 
 def states(optimizer: Any) -> Plain:
@@ -221,7 +217,7 @@ def test_a_wrapper_with_a_load_of_its_own_is_asked(tmp_path: Path) -> None:
     before = {n: p.clone() for n, p in fresh.state_dict().items()}
     with pytest.raises(xla_ckpt.LoadError, match="not mine"):
         xla_ckpt.load_checkpoint(tmp_path, "a", Refusing(fresh))
-    assert same(fresh.state_dict(), before)
+    assert same(fresh.state_dict(), before, order=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -395,7 +391,9 @@ def saves_wrapped_zero1(rank: int, root: Path) -> dict[str, Any]:
             nxd.save_checkpoint(root, f"wrapped_{layout}", *wrapped, use_xser=layout == "xser")
         mine, other, theirs = training.build(3, save_master_weights=True)
         nxd.load_checkpoint(root, f"wrapped_{layout}", NxDModel(mine), NxDOptimizer(other), theirs)
-        loaded[layout] = unequal(training.true(training.frozen(mine, other, theirs)), training.true(dict(want)))
+        loaded[layout] = differences(
+            training.true(training.frozen(mine, other, theirs)), training.true(dict(want)), order=False
+        )
     return loaded
 
 
@@ -473,15 +471,15 @@ def saves_experts(rank: int, root: Path) -> list[Any]:
     fresh, mine = build_experts(7)
     nxd.load_checkpoint(root, "a", NxDModel(fresh), mine)
     got = shards(mine) | {n: p.detach().cpu() for n, p in fresh.named_parameters()}
-    told = unequal(got, want)
+    told = differences(got, want, order=False)
     # Its own optimizer takes what lies in its file; master weights have no place there.
     rebuilt = build_experts(7)[1]
     rebuilt.load_state_dict(torch.load(root / f"a/optim/dp_rank_{rank:02d}_tp_rank_00_pp_rank_00.pt"))
-    told += unequal(moments(rebuilt), moments(optimizer))
+    told += differences(moments(rebuilt), moments(optimizer), order=False)
     told += [f"lr {g['lr']}" for p in rebuilt.optimizer._parts() for g in p.param_groups if g["lr"] != 0.005]
     # The next step is the same, too.
     train_experts(model, optimizer), train_experts(fresh, mine)
-    told += unequal(shards(mine), shards(optimizer))
+    told += differences(shards(mine), shards(optimizer), order=False)
     return [told, mine.param_groups[0]["lr"], want["1.0.exp_avg"].shape, want["0.0.exp_avg"].shape]
 
 
@@ -533,7 +531,7 @@ def saves_a_pipeline(rank: int, root: Path) -> list[str]:
     for tag in ("xser", "native"):
         fresh = stage(1)
         nxd.load_checkpoint(root, tag, *fresh)
-        told += unequal(training.frozen(*fresh), want)
+        told += differences(training.frozen(*fresh), want, order=False)
     return told
 
 

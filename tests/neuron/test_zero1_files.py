@@ -14,9 +14,9 @@ from neuron_compat.nxd.parallel_layers import checkpointing
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from neuron_compat.nxd.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.jobs import run_on_ranks
-from tests.layouts.same import unequal
 from tests.neuron.training import Split, begin, falling, frozen, groups, train
 from tests.runs import names_in
+from tests.same import differences
 from xla_ckpt import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, UsageError
 
 pytestmark = pytest.mark.xla
@@ -43,7 +43,7 @@ def saves_and_resumes(rank: int, root: str) -> None:
         again[1].load_sharded_state_dict(folder)
         again[2].load_state_dict(rest["scheduler"])
         train(*again, 2)
-        assert unequal(frozen(*again), frozen(model, optimizer, scheduler)) == []
+        assert not differences(frozen(*again), frozen(model, optimizer, scheduler), order=False)
     refused(rank, root, folder, again)
 
 
@@ -80,7 +80,7 @@ def refused(rank: int, root: str, folder: str, state: Any) -> None:
             file.truncate(100)
     with pytest.raises(CorruptCheckpointError if rank == 0 else CheckpointError, match="no whole zip"):
         optimizer.load_sharded_state_dict(folder)
-    assert unequal(frozen(model, optimizer), before) == []
+    assert not differences(frozen(model, optimizer), before, order=False)
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
     with pytest.raises(UsageError, match="1 pipeline-parallel x 2 context-parallel ranks.*Use nxd.save_checkpoint"):

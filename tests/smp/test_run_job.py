@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,6 @@ from xla_ckpt.errors import KINDS, from_json
 
 RANKS = ("rank", "local_rank", "pp_rank", "tp_rank", "rdp_rank", "dp_rank", "mp_rank")
 SIZES = ("size", "local_size", "pp_size", "tp_size", "rdp_size", "dp_size", "mp_size")
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    smp.shutdown()
-    yield
-    smp.shutdown()
 
 
 def test_before_init(clean: None) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,13 +26,6 @@ PP_TP = {
 }  # fmt: skip
 PP_RDP = {"partitions": 2, "ddp": True, "microbatches": 2, "auto_partition": False, "default_partition": 0}
 OWN = ("_smp_is_partial", "_smp_load_info")
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    smp.shutdown()
-    yield
-    smp.shutdown()
 
 
 def whole(kind: type[torch.nn.Module], microbatches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -86,11 +79,18 @@ def trains(rank: int, config: dict[str, Any], kind: type[torch.nn.Module]) -> di
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"), [(TP_RDP, Split), (PP_TP, Split), (PP_RDP, Plain)], ids=["tp2-rdp2", "pp2-tp2", "pp2-rdp2"]
-)
-def test_four_ranks_train_as_one_process_does(config: dict[str, Any], kind: type[torch.nn.Module]) -> None:
-    found = run_on_ranks(trains, 4, config, kind)
+JOBS = {"tp2-rdp2": (TP_RDP, Split), "pp2-tp2": (PP_TP, Split), "pp2-rdp2": (PP_RDP, Plain)}
+
+
+@functools.cache
+def trained(name: str) -> list[dict[str, Any]]:
+    """What the ranks of one of these jobs found; it runs once for all tests."""
+    return run_on_ranks(trains, 4, *JOBS[name])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_four_ranks_train_as_one_process_does(name: str) -> None:
+    found, (config, kind) = trained(name), JOBS[name]
     losses, weights = whole(kind, 2)
     replicas = [[f["losses"] for f in found if f["places"][2] == r] for r in range(2)]
     for of_replica in filter(None, replicas):
@@ -111,7 +111,7 @@ def test_four_ranks_train_as_one_process_does(config: dict[str, Any], kind: type
 
 
 def test_local_state_dicts_of_a_pipeline() -> None:
-    found = run_on_ranks(trains, 4, PP_RDP, Plain)
+    found = trained("pp2-rdp2")
     names = [{n for n in f["local"] if n not in OWN} for f in found]
     # the tied weight belongs to both; the model's own parameter, buffers and extra state to the default partition
     first = {"embed.weight", "head.weight", "first.weight", "first.bias", "frozen", "steps", "_extra_state"}
@@ -129,7 +129,7 @@ def test_local_state_dicts_of_a_pipeline() -> None:
 
 
 def test_local_state_dicts_say_how_they_are_split() -> None:
-    found = run_on_ranks(trains, 4, PP_TP, Split)
+    found = trained("pp2-tp2")
     for held in found:
         said = held["local"]["_smp_load_info"]["xla_ckpt"]
         if held["places"][0] == 0:
@@ -211,11 +211,9 @@ def copied(state: Any) -> Any:
     return OrderedDict((n, v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v)) for n, v in state.items())
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"), [(TP_RDP, Split), (PP_TP, Split), (PP_RDP, Plain)], ids=["tp2-rdp2", "pp2-tp2", "pp2-rdp2"]
-)
-def test_loading_on_four_ranks(config: dict[str, Any], kind: type[torch.nn.Module]) -> None:
-    run_on_ranks(loads, 4, config, kind)
+@pytest.mark.parametrize("name", JOBS)
+def test_loading_on_four_ranks(name: str) -> None:
+    run_on_ranks(loads, 4, *JOBS[name])
 
 
 def peak(reset: bool = False) -> int:

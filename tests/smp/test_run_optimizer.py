@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,24 +17,15 @@ from neuron_compat.emulated.smp.loss_scale import DynamicLossScaler, restored, s
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import finish, run_on_ranks, start_on_ranks
+from tests.same import same
 from tests.smp.models import Plain, Split, batches, losses_of, make, plain_losses
-from tests.smp.test_run_model import PP_RDP, PP_TP, TP_RDP, Files
+from tests.smp.test_run_model import JOBS, PP_RDP, PP_TP, TP_RDP, Files
 
-CASES = pytest.mark.parametrize(
-    ("config", "kind"), [(TP_RDP, Split), (PP_TP, Split), (PP_RDP, Plain)], ids=["tp2-rdp2", "pp2-tp2", "pp2-rdp2"]
-)
 SHARDED = pytest.mark.parametrize(
     ("config", "kind"),
     [({**TP_RDP, "shard_optimizer_state": True}, Split), ({**PP_RDP, "shard_optimizer_state": True}, Plain)],
     ids=["tp2-rdp2", "pp2-rdp2"],
 )
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    smp.shutdown()
-    yield
-    smp.shutdown()
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
@@ -72,18 +63,6 @@ def reference(kind: type[torch.nn.Module], steps: int) -> tuple[list[float], dic
     return losses, optimizer.state_dict()
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other) and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict) and one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
-        )
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
-
-
 # -- jobs
 
 
@@ -117,7 +96,7 @@ def trains_and_resumes(rank: int, config: dict[str, Any], kind: type[torch.nn.Mo
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
         assert losses_of(model, optimizer, mine(batches(5, 16)[3:])) == then
-        assert equal(state, kept), "the argument stays as it is"
+        assert same(state, kept), "the argument stays as it is"
     optimizer.load_local_optimizer_state_dict(own)
     assert optimizer.param_groups[0]["lr"] == 0.05
     with pytest.raises(smp.SMPCheckpointError, match="does not support loading non-partial optimizer states"):
@@ -126,15 +105,21 @@ def trains_and_resumes(rank: int, config: dict[str, Any], kind: type[torch.nn.Mo
     return {"losses": first + then, "full": full, "local": local, "own": own, "at": (smp.pp_rank(), smp.tp_rank())}
 
 
-@CASES
-def test_four_ranks_step_as_one_process_does(config: dict[str, Any], kind: type[torch.nn.Module]) -> None:
-    found = run_on_ranks(trains_and_resumes, 4, config, kind)
+@functools.cache
+def trained(name: str) -> list[dict[str, Any]]:
+    """What the ranks of one of the jobs found; it runs once for all tests."""
+    return run_on_ranks(trains_and_resumes, 4, *JOBS[name])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_four_ranks_step_as_one_process_does(name: str) -> None:
+    found, (_, kind) = trained(name), JOBS[name]
     losses, _ = reference(kind, 5)
     _, state = reference(kind, 3)
     means = [sum(step) / len(step) for step in zip(*(f["losses"] for f in found), strict=True)]
     assert means == pytest.approx(losses, rel=1e-5)
     for held in found:
-        assert equal(held["full"], found[0]["full"])
+        assert same(held["full"], found[0]["full"])
         for number, of_one in state["state"].items():
             for key, value in of_one.items():
                 torch.testing.assert_close(held["full"]["state"][number][key], value, rtol=2e-3, atol=1e-5)
@@ -143,7 +128,7 @@ def test_four_ranks_step_as_one_process_does(config: dict[str, Any], kind: type[
 
 
 def test_what_a_rank_keeps_of_a_pipeline_with_tensor_parallelism() -> None:
-    found = run_on_ranks(trains_and_resumes, 4, PP_TP, Split)
+    found = trained("pp2-tp2")
     names = [n for group in found[0]["full"]["param_groups"] for n in group["param_names"]]
     for held in found:
         (pp, tp), local = held["at"], held["local"]
@@ -202,7 +187,7 @@ def test_sharded_states(config: dict[str, Any], kind: type[torch.nn.Module]) -> 
     assert not shares[0] & shares[1]
     for held in found:
         assert isinstance(held["local"]["state"], list) is (held["rdp"] == 0)
-        assert equal(held["full"], found[0]["full"])
+        assert same(held["full"], found[0]["full"])
         assert len(held["full"]["state"]) == len(shares[0] | shares[1])
     assert len(found[0]["local"]["state"]) == len(found[0]["local"]["param_groups"]) == 2
 
@@ -282,10 +267,17 @@ def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses + then, "norm": norm, "local": local, "full": full, "halves": halves}
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16"])
-@pytest.mark.parametrize("config", [TP_RDP, PP_TP], ids=["tp2-rdp2", "pp2-tp2"])
-def test_training_in_16_bits(kind: str, config: dict[str, Any]) -> None:
-    found = run_on_ranks(narrow, 4, kind, config)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("fp16", "pp2-tp2"),
+        ("bf16", "tp2-rdp2"),
+        pytest.param("fp16", "tp2-rdp2", marks=pytest.mark.slow),
+        pytest.param("bf16", "pp2-tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_training_in_16_bits(kind: str, name: str) -> None:
+    found = run_on_ranks(narrow, 4, kind, JOBS[name][0])
     losses, _ = reference(Split, 5)
     means = [sum(step) / len(step) for step in zip(*(f["losses"] for f in found), strict=True)]
     assert means == pytest.approx(losses, rel=3e-2)
@@ -336,9 +328,9 @@ def resumes_through_xla_ckpt(rank: int, root: str, config: dict[str, Any], kind:
     smp.barrier()
 
 
-@CASES
-def test_xla_ckpt_saves_and_loads_what_is_wrapped(tmp_path: Any, config: Any, kind: Any) -> None:
-    run_on_ranks(resumes_through_xla_ckpt, 4, str(tmp_path), config, kind)
+@pytest.mark.parametrize("name", JOBS)
+def test_xla_ckpt_saves_and_loads_what_is_wrapped(tmp_path: Any, name: str) -> None:
+    run_on_ranks(resumes_through_xla_ckpt, 4, str(tmp_path), *JOBS[name])
 
 
 def takes_files(rank: int) -> None:
@@ -432,7 +424,7 @@ def test_states_follow_the_names_of_parameters(clean: None) -> None:
         torch.optim.AdamW([{"params": [p]} for p in reversed([p for p in model.parameters() if p.requires_grad])])
     )
     other.load_state_dict(state)
-    assert equal({n: other.state[p] for n, p in model.named_parameters() if p in other.state}, expected)
+    assert same({n: other.state[p] for n, p in model.named_parameters() if p in other.state}, expected)
     assert {g["weight_decay"] for g in other.param_groups} == {0.0, 0.1}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from tests.smp.models import Plain, Split, batches, losses_of, make, train_step
 from tests.smp.test_run_model import PP_RDP, TP_RDP
 
 Pair = namedtuple("Pair", "a b")
-
-
-@pytest.fixture
-def clean() -> Iterator[None]:
-    smp.shutdown()
-    yield
-    smp.shutdown()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,11 @@ HALF = "bf16"
 def possible(*kinds: str) -> tuple[str, ...]:
     """Those of some kinds that there are in this environment: the ZeRO-1 optimizer is torch_xla's."""
     return tuple(kind for kind in kinds if HAS_XLA or "zero1" not in kind)
+
+
+def pairs(sources: Sequence[str], kinds: Sequence[str], every: int = 1) -> list[tuple[str, str]]:
+    """(who saved, who loads): every one, or every third: another third for each that saved. So each kind loads."""
+    return [(s, k) for i, s in enumerate(sources) for j, k in enumerate(kinds) if (i + j) % every == 0]
 
 
 def emulate() -> None:

@@ -15,12 +15,16 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_alone, run_on_ranks
-from tests.topology.kinds import build, emulate, possible
+from tests.topology.kinds import build, emulate, pairs, possible
 from tests.topology.state import WHOLE, known, whole
 from tests.xla import HAS_XLA
 
 SAVED = ("fsdp2", "hsdp", "tp_fsdp")
 FORMS = ("nested", "flattened", "titan", "app")
+
+
+THIRD_OR_ALL = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+"""Of the pairs. That each of them is planned right is proved without jobs, in test_all_pairs.py."""
 
 
 def state_of(held: object, form: str) -> dict[str, object]:
@@ -46,23 +50,16 @@ def saves(rank: int, root: Path) -> None:
             dcp.save(state_of(held, form), checkpoint_id=root / f"{kind}-{form}")
 
 
-def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], mode: str) -> list[str]:
-    """Load each directory as each kind; what is not as it was saved."""
+def loads(rank: int, root: Path, jobs: Sequence[tuple[str, str]], mode: str) -> list[str]:
+    """Load directories as kinds; what is not as it was saved."""
     emulate()
     bad = []
-    for source in sources:
-        for kind in kinds:
-            held = build(kind, blank=True)
-            xla_ckpt.load_checkpoint(
-                root / source,
-                None,
-                held.model,
-                held.optimizer,
-                options=xla_ckpt.LoadOptions(timeout=60, replica_read=mode),
-                **held.options,
-            )
-            found = [*held.differences(), *(["buffer"] if float(held.model.seen) != 5.0 else [])]
-            bad += [f"{source} as {kind}: {found}"] if found else []
+    for source, kind in jobs:
+        held = build(kind, blank=True)
+        options = xla_ckpt.LoadOptions(timeout=60, replica_read=mode)
+        xla_ckpt.load_checkpoint(root / source, None, held.model, held.optimizer, options=options, **held.options)
+        found = [*held.differences(), *(["buffer"] if float(held.model.seen) != 5.0 else [])]
+        bad += [f"{source} as {kind}: {found}"] if found else []
     return bad
 
 
@@ -77,14 +74,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DIRECTORIES = [f"{kind}-{form}" for kind in SAVED for form in FORMS]
 
 
-def test_four_ranks_resume_as_four_others(root: Path) -> None:
+@THIRD_OR_ALL
+def test_four_ranks_resume_as_four_others(root: Path, every: int) -> None:
     kinds = possible("tp=4", "dp=4 zero1", "pp=2,dp=2 zero1", "tp=2,dp=2 zero1", "fsdp2", "tp_fsdp")
-    assert run_on_ranks(loads, 4, root, DIRECTORIES[::2], kinds, "each", xla=HAS_XLA) == [[]] * 4
+    assert run_on_ranks(loads, 4, root, pairs(DIRECTORIES[::2], kinds, every), "each", xla=HAS_XLA) == [[]] * 4
 
 
-def test_two_ranks_resume(root: Path) -> None:
-    kinds = possible("dp=2 zero1", "fsdp2", "tp=2")
-    assert run_on_ranks(loads, 2, root, DIRECTORIES[1::2], kinds, "share", xla=HAS_XLA) == [[]] * 2
+@THIRD_OR_ALL
+def test_two_ranks_resume(root: Path, every: int) -> None:
+    jobs = pairs(DIRECTORIES[1::2], possible("dp=2 zero1", "fsdp2", "tp=2"), every)
+    assert run_on_ranks(loads, 2, root, jobs, "share", xla=HAS_XLA) == [[]] * 2
 
 
 def loads_alone(root: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """A few of the pairs of benchmarks/dcp_pairs.py: who loads what whom saved, among two ranks and one process.
 
-Kinds of jobs that tests/layouts/test_dcp_writing.py, tests/topology/test_dcp_jobs.py and tests/dcp have not.
+Pairs that tests/layouts/test_dcp_writing.py and tests/topology/test_dcp_jobs.py have not. That each kind saves and
+loads on its own is tested sooner, in tests/dcp/test_ranks.py.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def alone(root: Path) -> list[tuple[str, str, str]]:
     return load(0, root, ("one",))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wrapped_and_tensor_parallel_modules(tmp_path: Path) -> None:
     assert run_on_ranks(save, 2, tmp_path, timeout=500) == [[], []]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,16 @@ import torch
 import xla_ckpt
 from tests.jobs import run_alone, run_on_ranks
 from tests.runs import names_in
-from tests.topology.kinds import build, emulate, possible
+from tests.topology.kinds import build, emulate, pairs, possible
 from tests.topology.state import WHOLE, known, whole
 from tests.xla import HAS_XLA
 
 FLOAT = possible("tp=4", "tp=2,dp=2 zero1", "dp=4 zero1", "pp=2,tp=2", "pp=2,dp=2 zero1", "fsdp2", "hsdp", "tp_fsdp")
 HALF = possible("tp=2,dp=2 zero1 bf16", "pp=2,dp=2 zero1 bf16")
+
+
+THIRD_OR_ALL = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+"""Of the pairs. That each of them is planned right is proved without jobs, in test_all_pairs.py."""
 
 
 def saves(rank: int, root: Path, kinds: Sequence[str]) -> None:
@@ -39,11 +42,11 @@ def saves(rank: int, root: Path, kinds: Sequence[str]) -> None:
         ).result()
 
 
-def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], mode: str) -> list[str]:
-    """Load each tag as each kind; what is not as it was saved."""
+def loads(rank: int, root: Path, jobs: Sequence[tuple[str, str]], mode: str) -> list[str]:
+    """Load tags as kinds; what is not as it was saved."""
     emulate()
     bad = []
-    for source, kind in itertools.product(sources, kinds):
+    for source, kind in jobs:
         held = build(kind, blank=True)
         content = xla_ckpt.load_checkpoint(
             root,
@@ -70,21 +73,27 @@ def tag_of(kind: str) -> str:
     return str((FLOAT + HALF).index(kind))
 
 
-@pytest.mark.parametrize(("mode", "sources"), [("each", FLOAT), ("share", FLOAT[1::3])])
-def test_four_ranks_resume_as_four_others(root: Path, mode: str, sources: tuple[str, ...]) -> None:
-    kinds = (*FLOAT, "dp=2,cp=2 cpu") if mode == "each" else ("tp=4", "dp=4", "fsdp2")
-    assert run_on_ranks(loads, 4, root, sources, kinds, mode, xla=HAS_XLA) == [[]] * 4
+@THIRD_OR_ALL
+def test_four_ranks_resume_as_four_others(root: Path, every: int) -> None:
+    jobs = pairs(FLOAT, (*FLOAT, "dp=2,cp=2 cpu"), every)
+    assert run_on_ranks(loads, 4, root, jobs, "each", xla=HAS_XLA) == [[]] * 4
+
+
+def test_four_ranks_share_what_they_read(root: Path) -> None:
+    jobs = pairs(FLOAT[1::3], ("tp=4", "dp=4", "fsdp2"))
+    assert run_on_ranks(loads, 4, root, jobs, "share", xla=HAS_XLA) == [[]] * 4
 
 
 @pytest.mark.xla
 def test_master_weights_go_along(root: Path) -> None:
-    kinds = (*HALF, "tp=4 zero1 bf16", "dp=4 zero1 bf16", "dp=4 bf16")
-    assert run_on_ranks(loads, 4, root, HALF, kinds, "each", xla=True) == [[]] * 4
+    jobs = pairs(HALF, (*HALF, "tp=4 zero1 bf16", "dp=4 zero1 bf16", "dp=4 bf16"))
+    assert run_on_ranks(loads, 4, root, jobs, "each", xla=True) == [[]] * 4
 
 
-def test_three_ranks_resume_what_four_saved(root: Path) -> None:
-    kinds = possible("dp=3 zero1", "tp=3", "dp=3", "fsdp2")
-    assert run_on_ranks(loads, 3, root, FLOAT, kinds, "each", xla=HAS_XLA) == [[]] * 3
+@THIRD_OR_ALL
+def test_three_ranks_resume_what_four_saved(root: Path, every: int) -> None:
+    jobs = pairs(FLOAT, possible("dp=3 zero1", "tp=3", "dp=3", "fsdp2"), every)
+    assert run_on_ranks(loads, 3, root, jobs, "each", xla=HAS_XLA) == [[]] * 3
 
 
 def loads_alone(root: Path) -> list[str]:

@@ -206,7 +206,7 @@ def add_adopt(parser: argparse.ArgumentParser) -> None:
 
 def adopt(args: argparse.Namespace) -> int:
     """The command ``adopt``; returns its exit code."""
-    from xla_ckpt.tags.missing import no_such_tag
+    from xla_ckpt.tags.missing import existing, no_such_tag
 
     with _held(_root_at(args.path), "adopting tags") as root:
         adopted = root.adopt(args.tags, WATCHED_AT_MOST)
@@ -215,8 +215,7 @@ def adopt(args: argparse.Namespace) -> int:
             raise no_such_tag(root, None)
 
         def told(tag: str) -> str:
-            if root.entry(tag) is None:
-                raise no_such_tag(root, tag)
+            existing(root, tag)
             return "adopted" if tag in adopted else "was known already"
 
         return _each(args, tags, told)

@@ -51,7 +51,7 @@ class Own:
 
 def with_own_apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement) -> dict[str, Any]:
     """The state of an optimizer by name, with what this rank has its own of set apart."""
-    parameters = {name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]}
+    parameters = set(schema.names_in_groups(tree))
     own: dict[Any, Any] = {}
     common: dict[Any, Any] = {}
     for name, members in tree[schema.STATE].items():

@@ -7,7 +7,7 @@ import contextlib
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import superfluous
-from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.missing import existing, no_such_tag
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Root
 
@@ -25,9 +25,7 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
         UsageError: It is pinned, being read, or the last one, without `force`; or a save of this tag is running.
         StorageError: The storage refused.
     """
-    entry = root.entry(tag)
-    if entry is None:
-        raise no_such_tag(root, tag)
+    entry = existing(root, tag)
     if root.is_written(tag):
         raise busy(root, tag)
     if not force:

@@ -34,7 +34,7 @@ from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.lease_places import LeaseDirectory
-from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.missing import existing, no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
@@ -128,7 +128,7 @@ class DirectoryRoot:
         return old if not self.store.has(name) and self.store.has(old) else name
 
     def pin(self, tag: str, pinned: bool) -> bool:
-        entry = self._existing(tag)
+        entry = existing(self, tag)
         if entry.damage is not None:
             raise entry.damage
         if entry.pinned == pinned:
@@ -139,9 +139,7 @@ class DirectoryRoot:
                     write_small(transaction.directory, name, data)
                 # A manifest must not come into a newer version of the tag. A save takes far longer than from here to
                 # the commit, so one that begins after this look does not end before it.
-                now = self.entry(tag)
-                if now is None:
-                    raise no_such_tag(self, tag)
+                now = existing(self, tag)
                 if self.is_written(tag) or (now.sequence, now.directory) != (entry.sequence, entry.directory):
                     raise busy(self, tag)
                 transaction.commit()
@@ -149,14 +147,8 @@ class DirectoryRoot:
             raise no_such_tag(self, tag) from None
         except OSError as error:
             raise StorageError.of(error, "pinning a tag", path=self.path, tag=tag) from error
-        self._existing(tag)
+        existing(self, tag)
         return True
-
-    def _existing(self, tag: str) -> TagEntry:
-        entry = self.entry(tag)
-        if entry is None:
-            raise no_such_tag(self, tag)
-        return entry
 
     def _with_pin(self, tag: str, pinned: bool) -> dict[str, bytes]:
         """The manifest of a tag with another pin, and the copy from which a lost one is repaired, if there is one."""
@@ -179,7 +171,7 @@ class DirectoryRoot:
         self.store.sync()
 
     def is_read(self, tag: str) -> bool:
-        entry = self._existing(tag)
+        entry = existing(self, tag)
         return self.store.in_use(entry.directory)
 
     def is_written(self, tag: str) -> bool:

@@ -35,7 +35,7 @@ from xla_ckpt.tags.ledger_cleaning import (
 )
 from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, attempt_name
-from xla_ckpt.tags.missing import check_is_no_tag, no_such_tag
+from xla_ckpt.tags.missing import check_is_no_tag, existing, no_such_tag
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag
 from xla_ckpt.tags.placed import Placed
 from xla_ckpt.tags.root import Cleaned, Draft, Kind, go_on
@@ -79,14 +79,8 @@ class LedgerRoot:
         check_tag(tag, self.path)
         return next((entry for entry in self.entries() if entry.tag == tag), None)
 
-    def _existing(self, tag: str) -> TagEntry:
-        entry = self.entry(tag)
-        if entry is None:
-            raise no_such_tag(self, tag)
-        return entry
-
     def open(self, tag: str) -> Directory:
-        return self.open_listed(self._existing(tag))
+        return self.open_listed(existing(self, tag))
 
     def open_listed(self, entry: TagEntry) -> Directory:
         return self.store.fill(entry.directory)
@@ -172,7 +166,7 @@ class LedgerRoot:
         return name if its is None else its.attempt
 
     def pin(self, tag: str, pinned: bool) -> bool:
-        entry = self._existing(tag)
+        entry = existing(self, tag)
         if entry.pinned == pinned:
             return False
 

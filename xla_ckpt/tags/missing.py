@@ -8,6 +8,7 @@ from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.keywords import meant
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import above
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX, is_tag_name
 from xla_ckpt.tags.root import Root
 
@@ -31,6 +32,18 @@ def check_is_no_tag(path: str, root_of: Callable[[Store], Root]) -> None:
             path=path,
             hint=f"Pass {store.path}, and the name of the new tag.",
         )
+
+
+def existing(root: Root, tag: str) -> TagEntry:
+    """What a root has under a name.
+
+    Raises:
+        NoCheckpointError: Nothing.
+    """
+    entry = root.entry(tag)
+    if entry is None:
+        raise no_such_tag(root, tag)
+    return entry
 
 
 def no_such_tag(root: Root, tag: str | None) -> NoCheckpointError:

@@ -291,6 +291,15 @@ def groups_of(optimizer: Any) -> list[Any] | None:
     return groups if all(isinstance(g, Mapping) and isinstance(g.get(PARAMS), list) for g in groups) else None
 
 
+def names_in_groups(optimizer: Mapping[str, Any]) -> list[Any]:
+    """What the groups of an optimizer's state call its parameters, in their order.
+
+    >>> names_in_groups({"param_groups": [{"params": ["w"]}, {"params": ["b", "c"]}]})
+    ['w', 'b', 'c']
+    """
+    return [name for group in optimizer[GROUPS] for name in group[PARAMS]]
+
+
 def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
     """An optimizer's state with other names for its parameters, where `called` has one.
 
