@@ -11,7 +11,7 @@ from tests.runs import ROOT
 from tests.view import demo
 from tests.view.browser import CHROMIUM, browser
 from xla_ckpt.view.server import ViewServer, query_of
-from xla_ckpt.view.site import Site
+from xla_ckpt.view.site import ViewedRoot
 
 SCREENS = ROOT / "docs/drawings/view"
 SIZES = {"desktop": (1280, 800), "phone": (390, 720)}
@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="runs-") as folder, browser() as chromium:
         root = Path(folder, "lm")
         demo.make(root)
-        with ViewServer(Site(str(root))) as server:
+        with ViewServer(ViewedRoot(str(root))) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             for name, address in demo.PAGES.items():
                 for size, (width, height) in SIZES.items():

@@ -17,7 +17,7 @@ from tests.view import demo
 from tests.view.browser import CHROMIUM, Browser, browser
 from tests.view.test_pages import hostile  # noqa: F401  # a fixture
 from xla_ckpt.view.server import ViewServer, query_of
-from xla_ckpt.view.site import Site
+from xla_ckpt.view.site import ViewedRoot
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="XLA_CKPT_CHROMIUM names no Chromium")
 
@@ -31,7 +31,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def served(root: Path) -> Iterator[str]:
-    with ViewServer(Site(str(root))) as server:
+    with ViewServer(ViewedRoot(str(root))) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server.address
@@ -121,7 +121,8 @@ def test_hostile_names_do_nothing(hostile: Path, chromium: Browser) -> None:  # 
 def test_one_document_opens_from_a_disk(tmp_path: Path, chromium: Browser) -> None:
     demo.make(tmp_path / "root")
     file = tmp_path / "run.html"
-    file.write_bytes(Site(str(tmp_path / "root")).one_document({"leaf": "model/norm", "mesh": "tp=4", "a": "step_300"}))
+    viewed = ViewedRoot(str(tmp_path / "root"))
+    file.write_bytes(viewed.one_document({"leaf": "model/norm", "mesh": "tp=4", "a": "step_300"}))
     for width in WIDTHS:
         chromium.open(file.as_uri(), width)
         assert chromium.problems() == []

@@ -19,7 +19,7 @@ from xla_ckpt.view import pages, site
 from xla_ckpt.view.document import document, one_document
 from xla_ckpt.view.pages import Pages
 from xla_ckpt.view.server import query_of
-from xla_ckpt.view.site import Site
+from xla_ckpt.view.site import ViewedRoot
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page(path: Path | str, address: Mapping[str, str], **about: object) -> Parsed:
     """A page as the server sends it, checked for what every page has to be."""
-    made = Site(str(path), **about).page_or_problem(address, Pages(href=query_of))  # type: ignore[arg-type]
+    made = ViewedRoot(str(path), **about).page_or_problem(address, Pages(href=query_of))  # type: ignore[arg-type]
     parsed = Parsed(document(made.title, made.body, home="?").decode())
     check(parsed)
     return parsed
@@ -186,7 +186,7 @@ def test_hostile_names_are_texts_on_every_page(hostile: Path) -> None:
     for name in HOSTILE:
         for field in ("page", "tag", "leaf", "mesh", "a", "b"):
             page(hostile, {"page": "compare" if field in "ab" else "plan", field: name})
-    document_ = Parsed(Site(str(hostile)).one_document({"leaf": "*", "a": tags[0], "mesh": "tp=2"}).decode())
+    document_ = Parsed(ViewedRoot(str(hostile)).one_document({"leaf": "*", "a": tags[0], "mesh": "tp=2"}).decode())
     check(document_)
 
 
@@ -213,7 +213,7 @@ def test_pages_of_an_object_store() -> None:
 
 
 def test_one_document_has_it_all_and_leads_nowhere_else(root: Path) -> None:
-    told = Site(str(root)).one_document({"leaf": "model/layers.0", "mesh": "tp=4", "a": "step_300"})
+    told = ViewedRoot(str(root)).one_document({"leaf": "model/layers.0", "mesh": "tp=4", "a": "step_300"})
     parsed = Parsed(told.decode())
     check(parsed)
     assert not parsed.all("form")

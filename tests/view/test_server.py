@@ -17,7 +17,7 @@ from tests.cli.test_cli import call
 from tests.nursery import Program, bear
 from tests.pages import Parsed
 from xla_ckpt.view.server import ViewServer
-from xla_ckpt.view.site import Site
+from xla_ckpt.view.site import ViewedRoot
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(root: Path) -> Iterator[ViewServer]:
-    with ViewServer(Site(str(root))) as server:
+    with ViewServer(ViewedRoot(str(root))) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server

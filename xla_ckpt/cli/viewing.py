@@ -10,7 +10,7 @@ from xla_ckpt.cli import options
 from xla_ckpt.errors import UsageError, storage_errors
 
 if TYPE_CHECKING:
-    from xla_ckpt.view.site import Site
+    from xla_ckpt.view.site import ViewedRoot
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +26,9 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 def view(args: argparse.Namespace) -> int:
     """The command ``view``; returns its exit code."""
-    from xla_ckpt.view.site import Site
+    from xla_ckpt.view.site import ViewedRoot
 
-    site = Site(args.path, options.rules(args))
+    site = ViewedRoot(args.path, options.rules(args))
     asked = {"leaf": args.leaf, "mesh": args.mesh, "a": args.against}
     address = {name: text for name, text in asked.items() if text is not None}
     if args.html is not None:
@@ -41,7 +41,7 @@ def view(args: argparse.Namespace) -> int:
     return _serve(site, args.port)
 
 
-def _serve(site: Site, port: int) -> int:
+def _serve(site: ViewedRoot, port: int) -> int:
     from xla_ckpt.view.server import ViewServer
 
     with storage_errors("opening the port"), ViewServer(site, port) as server:

@@ -12,14 +12,14 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from xla_ckpt.view.document import CONTENT_POLICY, document
 from xla_ckpt.view.pages import Address, Pages
-from xla_ckpt.view.site import Site
+from xla_ckpt.view.site import ViewedRoot
 
 LOOPBACK = "127.0.0.1"
 
 HOSTS = frozenset({LOOPBACK, "localhost"})
 """What a browser calls this machine. A page of another name that leads here (DNS rebinding) is not answered."""
 
-SECONDS = 20.0
+SILENT_SECONDS = 20.0
 """How long a connection may be silent."""
 
 HEADERS = {
@@ -48,7 +48,7 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, site: Site, port: int = 0) -> None:
+    def __init__(self, site: ViewedRoot, port: int = 0) -> None:
         super().__init__((LOOPBACK, port), _Handler)
         self.site = site
         self.token = secrets.token_urlsafe(24)
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One request. Methods other than GET are refused by the base class."""
 
     server: ViewServer
-    timeout = SECONDS
+    timeout = SILENT_SECONDS
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)

@@ -31,7 +31,7 @@ MAX_PAGES = 10
 """Tags that have a page in a single document, the newest ones."""
 
 
-class Site:
+class ViewedRoot:
     """The pages of one root directory. They are read when they are asked for, so they are always new.
 
     Args:
