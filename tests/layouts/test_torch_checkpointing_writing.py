@@ -110,6 +110,7 @@ def test_the_package_loads_what_one_rank_saved(saved: Path) -> None:
 
 
 @needs_package
+@pytest.mark.slow
 def test_the_package_loads_what_two_ranks_saved_onto_two(by_two: Path) -> None:
     run_package("load", 2, by_two / "a")
 
