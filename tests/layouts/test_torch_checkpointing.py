@@ -24,7 +24,7 @@ from xla_ckpt.layouts.torch_checkpointing.ranks import item_of_ranks
 from xla_ckpt.layouts.torch_save.pickle_names import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.sharding.mesh_cuts import Cutting
+from xla_ckpt.sharding.mesh_cuts import MeshCutting
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_placement_that_is_not_known_costs_its_array_alone(root: Path) -> None
 
 def test_what_differs_beside_dtensors_belongs_to_nobody() -> None:
     """An item with DTensors is one state of all ranks."""
-    cutting = Cutting(shape=(2,), local=(1,))
+    cutting = MeshCutting(shape=(2,), local=(1,))
     at = TensorAt(file="model_0.pt", offset=0, dtype=dtypes.dtype("float32"), shape=(1,), part=cutting)
     of_rank = {rank: {"w": at, "seed": rank, "lr": 0.5} for rank in range(2)}
     merged = item_of_ranks(of_rank, 2, lambda tensors: len(tensors), lambda a, b: a == b)
@@ -207,7 +207,7 @@ def test_numbers_of_a_mesh_are_checked() -> None:
 
     def spec(*, sizes: Any = (2,), coordinate: Any = (1,), placement: Attributes) -> Attributes:
         mesh = attributes("DeviceMesh", _layout=attributes("_MeshLayout", shape=sizes), _coordinate_on_dim=coordinate)
-        meta = dtensors.NAMES["torch.distributed.tensor._dtensor_spec.TensorMeta"]((6, 4), (4, 1), None)
+        meta = dtensors.NAMES_OF_DTENSORS["torch.distributed.tensor._dtensor_spec.TensorMeta"]((6, 4), (4, 1), None)
         return attributes("DTensorSpec", mesh=mesh, placements=(placement,), tensor_meta=meta)
 
     rows = attributes("placement_types.Shard", dim=0)
