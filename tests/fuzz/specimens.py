@@ -171,6 +171,7 @@ SPECIMENS = {
         Specimen("pt, four ranks", _replicas, digests=True),
         Specimen("dcp", lambda root: _saved(root, layout="dcp"), digests=True),
         Specimen("smp", lambda root: _saved(root, layout="smp"), digests=True),
+        Specimen("torch_checkpointing of ours", lambda root: _saved(root, layout="torch_checkpointing"), digests=True),
         Specimen("torch", lambda root: _converted(root, "torch", "one.pt"), single="one.pt"),
         Specimen("safetensors", lambda root: _converted(root, "safetensors", "hf"), single="hf"),
         Specimen("xser of others", _bare("xser")),

@@ -14,8 +14,8 @@ import xla_ckpt
 from tests.fixtures.dcp import make
 from tests.fixtures.torch_checkpointing import package
 from tests.jobs import run_on_ranks
-from tests.layouts.same import unequal
 from tests.layouts.tckpt_package import FIXTURES, needs_package, run_package
+from tests.same import differences
 from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedObjectError
@@ -24,7 +24,7 @@ from xla_ckpt.layouts.torch_checkpointing.ranks import item_of_ranks
 from xla_ckpt.layouts.torch_save.pickle_names import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.sharding.mesh_cuts import Cutting
+from xla_ckpt.sharding.mesh_cuts import MeshCutting
 
 
 @pytest.fixture
@@ -56,19 +56,21 @@ def test_they_are_listed_and_say_who_wrote_them(root: Path, capsys: pytest.Captu
 def test_parts_of_dtensors_become_whole_arrays(root: Path) -> None:
     """Strided shards of FSDP2 over tensor parallelism, in rows that the ranks do not divide."""
     tree = xla_ckpt.restore(root, "fsdp2_tp").tree
-    assert unequal(tree["model"], package.model().state_dict()) == []
+    assert differences(tree["model"], package.model().state_dict(), order=False) == []
     assert tree["extras"] == {"step": 7}
 
 
 def test_every_kind_of_item_is_read(root: Path) -> None:
     tree = xla_ckpt.restore(root / "items").tree
     model, states = stepped()
-    assert unequal(tree["model"], model) == []
+    assert differences(tree["model"], model, order=False) == []
     for name, state in states.items():
-        assert unequal(tree["optimizer"]["state"][name], state) == []
+        assert differences(tree["optimizer"]["state"][name], state, order=False) == []
     extras = tree["extras"]
     assert (extras["config"], extras["tokenizer"], extras["step"]) == ({"lr": 0.5}, b"\x00\x01", 7)
-    assert unequal(extras["averages"]["mean"], {name: value * 2 for name, value in model.items()}) == []
+    assert (
+        differences(extras["averages"]["mean"], {name: value * 2 for name, value in model.items()}, order=False) == []
+    )
 
 
 def test_what_ranks_have_of_their_own_is_kept_for_each(root: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_model_and_its_optimizer_are_loaded(root: Path) -> None:
             parameter.zero_()
     xla_ckpt.load_checkpoint(root, "items", model=trained, optimizer=optimizer)
     model, states = stepped()
-    assert unequal(trained.state_dict(), model) == []
+    assert differences(trained.state_dict(), model, order=False) == []
     assert optimizer.param_groups[0]["lr"] == 0.5
     for name, parameter in trained.named_parameters():
         assert torch.equal(optimizer.state[parameter]["exp_avg"], states[name]["exp_avg"])
@@ -100,7 +102,7 @@ def loads_over_two(rank: int, root: str) -> list[str]:
             parameter.zero_()
     xla_ckpt.load_checkpoint(root, "fsdp2_tp", model=trained)
     whole: dict[str, Any] = {name: value.full_tensor() for name, value in trained.state_dict().items()}
-    return unequal(whole, package.model().state_dict())
+    return differences(whole, package.model().state_dict(), order=False)
 
 
 def test_four_ranks_saved_and_two_load(root: Path) -> None:
@@ -114,7 +116,7 @@ def test_they_are_verified_and_converted(root: Path, tmp_path: Path) -> None:
     assert report.files == 14
     xla_ckpt.convert(root / "items", tmp_path / "native", to="native")
     assert xla_ckpt.verify(tmp_path / "native", "items").digests
-    assert unequal(xla_ckpt.restore(tmp_path / "native").tree["model"], stepped()[0]) == []
+    assert differences(xla_ckpt.restore(tmp_path / "native").tree["model"], stepped()[0], order=False) == []
 
 
 def changed(path: Path, old: bytes, new: bytes) -> None:
@@ -190,7 +192,7 @@ def test_a_placement_that_is_not_known_costs_its_array_alone(root: Path) -> None
 
 def test_what_differs_beside_dtensors_belongs_to_nobody() -> None:
     """An item with DTensors is one state of all ranks."""
-    cutting = Cutting(shape=(2,), local=(1,))
+    cutting = MeshCutting(shape=(2,), local=(1,))
     at = TensorAt(file="model_0.pt", offset=0, dtype=dtypes.dtype("float32"), shape=(1,), part=cutting)
     of_rank = {rank: {"w": at, "seed": rank, "lr": 0.5} for rank in range(2)}
     merged = item_of_ranks(of_rank, 2, lambda tensors: len(tensors), lambda a, b: a == b)
@@ -207,7 +209,7 @@ def test_numbers_of_a_mesh_are_checked() -> None:
 
     def spec(*, sizes: Any = (2,), coordinate: Any = (1,), placement: Attributes) -> Attributes:
         mesh = attributes("DeviceMesh", _layout=attributes("_MeshLayout", shape=sizes), _coordinate_on_dim=coordinate)
-        meta = dtensors.NAMES["torch.distributed.tensor._dtensor_spec.TensorMeta"]((6, 4), (4, 1), None)
+        meta = dtensors.NAMES_OF_DTENSORS["torch.distributed.tensor._dtensor_spec.TensorMeta"]((6, 4), (4, 1), None)
         return attributes("DTensorSpec", mesh=mesh, placements=(placement,), tensor_meta=meta)
 
     rows = attributes("placement_types.Shard", dim=0)
@@ -235,4 +237,4 @@ def test_the_package_writes_today_what_the_fixtures_have(tmp_path: Path, kind: s
     run_package("save", kind, tmp_path / kind)
     assert {p.name for p in (tmp_path / kind).iterdir()} == {p.name for p in (FIXTURES / kind).iterdir()}
     new, old = (xla_ckpt.restore(folder).tree["model"] for folder in (tmp_path / kind, FIXTURES / kind))
-    assert unequal(new, old) == []
+    assert differences(new, old, order=False) == []

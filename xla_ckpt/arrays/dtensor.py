@@ -15,7 +15,7 @@ from xla_ckpt.engine.target import Target, changed
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.cuts import Cut, interleaved
 from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.mesh_cuts import Cutting, MeshCut, cutting_of
+from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
 from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 
@@ -144,7 +144,7 @@ def _check_order(value: Any, path: str) -> None:
         )
 
 
-def _check_even(cutting: Cutting, path: str) -> None:
+def _check_even(cutting: MeshCutting, path: str) -> None:
     """Refuse a DTensor that this version of torch cuts in two ways.
 
     Raises:

@@ -26,7 +26,7 @@ class MeshCut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
+class MeshCutting:
     """What a local tensor is of a global one."""
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ def cutting_of(
     coordinate: Sequence[int],
     placements: Sequence[MeshCut],
     names: Sequence[str] | None,
-) -> Cutting:
+) -> MeshCutting:
     """How a DTensor was cut.
 
     Args:
@@ -85,7 +85,7 @@ def cutting_of(
     if prod(cut.factor for _, of_dim in by_dim if mesh_order(of_dim) is None for cut in of_dim) > MAX_INTERLEAVED:
         raise ValueError("strided shards make too many chunks")
     pieces, local = pieces_of([held(size, of_dim) for size, of_dim in by_dim])
-    return Cutting(
+    return MeshCutting(
         shape=tuple(shape),
         local=local,
         pieces=pieces,

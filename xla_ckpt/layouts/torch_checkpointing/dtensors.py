@@ -1,6 +1,6 @@
 """DTensors in files of torch.save: the names that their pickles have, and what stands for each.
 
-A DTensor becomes the view of its local tensor, with a `Cutting` as its `part`. Nothing of torch.distributed is loaded.
+A DTensor becomes the view of its local tensor, with a `MeshCutting` as its `part`. torch.distributed is not loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xla_ckpt.layouts.torch_save.pickle_names import (
     Opaque,
     TensorView,
 )
-from xla_ckpt.sharding.mesh_cuts import Cutting, MeshCut, cutting_of
+from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
 
 _REBUILT = "torch._tensor._rebuild_from_type_v2"
 
@@ -61,7 +61,7 @@ def _rebuilt(make: Any, kind: Any, args: Any, state: Any = None) -> Any:
         return Opaque.of(_REBUILT)()
 
 
-NAMES: dict[str, Any] = {
+NAMES_OF_DTENSORS: dict[str, Any] = {
     _REBUILT: _rebuilt,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch.distributed.tensor.DTensor": _DTENSOR,
@@ -87,7 +87,7 @@ NAMES: dict[str, Any] = {
 """What `Zip.value` takes as `more`."""
 
 
-def _cutting(spec: Any) -> Cutting:
+def _cutting(spec: Any) -> MeshCutting:
     """How a DTensor with this spec was cut."""
     try:
         facts = _attributes(spec)
@@ -97,14 +97,14 @@ def _cutting(spec: Any) -> Cutting:
             mesh = _attributes(facts["mesh"])
             coordinate = mesh["_coordinate_on_dim"]
             if coordinate is None:  # the rank is not in the mesh, and holds nothing
-                return Cutting(shape=shape)
+                return MeshCutting(shape=shape)
             names = mesh.get("_mesh_dim_names")
             placements = [_placement(placement) for placement in _sequence(facts["placements"])]
             return cutting_of(shape, _mesh_sizes(mesh), _numbers(coordinate), placements, _names(names))
         except UnsupportedStateError as error:
-            return Cutting(shape=shape, problem=error.problem)
+            return MeshCutting(shape=shape, problem=error.problem)
     except (LookupError, ValueError, TypeError) as error:
-        return Cutting(
+        return MeshCutting(
             shape=(), problem=f"its mesh and placements are not described as torch 2.11 and newer do it: {error}"
         )
 

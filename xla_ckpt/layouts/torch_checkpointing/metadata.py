@@ -13,7 +13,7 @@ import numpy as np
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, file_of
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads
-from xla_ckpt.sharding.mesh_cuts import Cutting, MeshCut, cutting_of
+from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
 from xla_ckpt.tree.nested import Keys
 
 VERSION_WRITTEN = "2.0"
@@ -31,7 +31,7 @@ class ItemMetadata:
     files: Mapping[int, tuple[str, str]]
     """Rank -> (path, format) of its file."""
 
-    cuttings: Mapping[int, Mapping[Keys, Cutting]] = field(default_factory=dict)
+    cuttings: Mapping[int, Mapping[Keys, MeshCutting]] = field(default_factory=dict)
     """Rank -> how its tensors are cut, by the keys that lead to them."""
 
 
@@ -59,7 +59,7 @@ def said_of_items(data: bytes) -> dict[str, ItemMetadata]:
 
 def _item(item: str, about: Any) -> ItemMetadata:
     files = {_number(rank): _file(item, rank, layout) for rank, layout in about["rank_to_layout_info"].items()}
-    cuttings: dict[int, dict[Keys, Cutting]] = {}
+    cuttings: dict[int, dict[Keys, MeshCutting]] = {}
     for text, groups in about["nested_path_to_metadata"].items():
         keys = tuple(key if type(key) is int else _text(key) for key in json.loads(text))
         for group in groups:
@@ -76,7 +76,7 @@ def _file(item: str, rank: int, layout: Any) -> tuple[str, str]:
     return _text(layout["file_path"]), FORMATS[layout["serialization_format"]["type"]]
 
 
-def _cutting(data: Any, rank: int) -> Cutting:
+def _cutting(data: Any, rank: int) -> MeshCutting:
     """How the tensor of a rank was cut."""
     mesh = data["mesh_spec"]
     sizes, ranks = tuple(map(_number, mesh["mesh_shape"])), tuple(map(_number, mesh["mesh_data"]))

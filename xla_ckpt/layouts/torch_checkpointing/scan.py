@@ -15,7 +15,7 @@ from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, flattened, kind_of_scanned, scanned_manifest
-from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES
+from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES_OF_DTENSORS
 from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items
 from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks, keeps_class
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, items_by_name, world_of
@@ -28,7 +28,7 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
-from xla_ckpt.sharding.mesh_cuts import Cutting
+from xla_ckpt.sharding.mesh_cuts import MeshCutting
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
@@ -125,13 +125,13 @@ class _Scan:
             is_zip = ending == "pt" or (source.read_into(memoryview(start), 0) == 4 and start == b"PK\3\4")
         return "torch" if is_zip else "raw"
 
-    def _torch(self, path: str, cuttings: Mapping[Keys, Cutting]) -> Any:
+    def _torch(self, path: str, cuttings: Mapping[Keys, MeshCutting]) -> Any:
         with closing(self.directory.open(path)) as source:
             archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
             self.files.storages[path] = archive.storages()
             self._number(path, source.size)
             walk = Walk(FileObjects(self.files, path, archive.pickled), lambda at: at)
-            tree = walk.visit(archive.value(strided=True, tolerant=True, more=NAMES), ())
+            tree = walk.visit(archive.value(strided=True, tolerant=True, more=NAMES_OF_DTENSORS), ())
 
         def as_part(keys: Keys, leaf: Any) -> Any:
             """A plain tensor that is a part of an array, as this library writes them: the metadata alone say so."""
@@ -142,7 +142,7 @@ class _Scan:
 
         return replaced_leaves(tree, as_part, is_leaf=keeps_class) if cuttings else tree
 
-    def _safetensors(self, path: str, cuttings: Mapping[Keys, Cutting]) -> Any:
+    def _safetensors(self, path: str, cuttings: Mapping[Keys, MeshCutting]) -> Any:
         """Such a file has the names of nested tensors with dots, which the metadata take apart."""
         record, _, tensors = scanned_file(self.directory, path)
         self._number(path, record.size)
