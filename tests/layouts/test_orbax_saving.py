@@ -31,7 +31,7 @@ from tests.runs import ROOT
 from tests.strategies import cuts_of, full_shapes
 from xla_ckpt import Mesh
 from xla_ckpt.layouts.orbax import grid
-from xla_ckpt.layouts.orbax.grid import Cutting, chunk_files, chunk_shape
+from xla_ckpt.layouts.orbax.grid import JobCuts, chunk_files, chunk_shape
 from xla_ckpt.plan.file_plan import RegionSource
 from xla_ckpt.sharding.box import Box
 
@@ -237,9 +237,9 @@ def test_chunks_are_the_parts(data: st.DataObject) -> None:
     boxes = [Box(tuple(a for a, _ in of), tuple(b for _, b in of)) for of in itertools.product(*map(pairwise, cuts))]
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
     told = [{"w": [shape, [[box.start, box.stop]]]} for box in boxes]
-    cutting = Cutting.from_json(json.loads(json.dumps(Cutting.of(told).to_json())))
-    assert not cutting.first
-    chunk = chunk_shape(shape, 4, cutting.steps.get("w", (0,) * len(shape)))
+    job_cuts = JobCuts.from_json(json.loads(json.dumps(JobCuts.of(told).to_json())))
+    assert not job_cuts.first
+    chunk = chunk_shape(shape, 4, job_cuts.steps.get("w", (0,) * len(shape)))
     files: dict[str, bytearray] = {}
     for box in boxes:
         index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))

@@ -48,7 +48,7 @@ OwnParts = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class JobCuts:
     """How the ranks of a job cut the arrays, and which parts several of them write."""
 
     steps: Mapping[str, Steps] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class Cutting:
     """(leaf path, part) -> the first rank that writes it, where ranks write the same that do not know of each other."""
 
     @classmethod
-    def of(cls, words: Sequence[OwnParts]) -> Cutting:
+    def of(cls, words: Sequence[OwnParts]) -> JobCuts:
         """That of ranks which have told this, in their order.
 
-        >>> cutting = Cutting.of([{"w": [[8], [[[0], [4]]]]}, {"w": [[8], [[[4], [8]]]]}, {"w": [[8], [[[4], [8]]]]}])
-        >>> cutting.steps, [(str(box), rank) for (_, box), rank in cutting.first.items()]
+        >>> cuts = JobCuts.of([{"w": [[8], [[[0], [4]]]]}, {"w": [[8], [[[4], [8]]]]}, {"w": [[8], [[[4], [8]]]]}])
+        >>> cuts.steps, [(str(box), rank) for (_, box), rank in cuts.first.items()]
         ({'w': (4,)}, [('[4:8]', 1)])
         """
         shapes: dict[str, Sequence[int]] = {}
@@ -83,7 +83,7 @@ class Cutting:
         return [self.steps, [[leaf, box.start, box.stop, rank] for (leaf, box), rank in self.first.items()]]
 
     @classmethod
-    def from_json(cls, content: Any) -> Cutting:
+    def from_json(cls, content: Any) -> JobCuts:
         """What `to_json` has given."""
         steps, first = content
         return cls(

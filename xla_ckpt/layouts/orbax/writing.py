@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xla_ckpt.engine.index_files import Index
 from xla_ckpt.engine.writing import Agreeing
 from xla_ckpt.layouts.base import Rewriting, StoredState
-from xla_ckpt.layouts.orbax.grid import Cutting, OwnParts, chunk_files, chunk_shape
+from xla_ckpt.layouts.orbax.grid import JobCuts, OwnParts, chunk_files, chunk_shape
 from xla_ckpt.layouts.orbax.item import OrbaxTree, check_array, item_of
 from xla_ckpt.plan.save_plan import OwnBox, SavePlan, own_boxes
 from xla_ckpt.sharding.box import Box
@@ -53,7 +53,7 @@ class OrbaxWriting(Agreeing):
     """What one rank writes in this layout."""
 
     description: Description
-    cutting: Cutting | None = None
+    cuts: JobCuts | None = None
     """How all ranks cut the arrays; None until they have told."""
 
     whole: frozenset[str] = frozenset()
@@ -88,25 +88,25 @@ class OrbaxWriting(Agreeing):
 
     def unite(self, words: Sequence[Any]) -> Any:
         """See `Agreeing`."""
-        return Cutting.of(words).to_json()
+        return JobCuts.of(words).to_json()
 
     def agreed(self, united: Any) -> OrbaxWriting:
         """See `Agreeing`."""
-        return replace(self, cutting=Cutting.from_json(united))
+        return replace(self, cuts=JobCuts.from_json(united))
 
     @cached_property
     def plan(self) -> SavePlan:
         """See `Writing`: before all ranks have told, one whose sources are the same bytes."""
-        cutting, rank = self.cutting or Cutting.of([self.told]), self.description.placement.rank
+        cuts, rank = self.cuts or JobCuts.of([self.told]), self.description.placement.rank
         names: dict[str, list[str]] = {}
         for name, leaf in self._item.arrays.items():
             names.setdefault(self.description.aliases.get(leaf, leaf), []).append(name)
         files: list[FilePlan] = []
         for own in self._own:
             leaf, shape, itemsize = own.leaf.path, own.leaf.shape, own.leaf.dtype.itemsize
-            chunk = chunk_shape(shape, itemsize, cutting.steps.get(leaf, (0,) * len(shape)))
+            chunk = chunk_shape(shape, itemsize, cuts.steps.get(leaf, (0,) * len(shape)))
             # What another rank writes, too, orbax does not see. It is compared, and the manifest finds one of them.
-            suffix = "" if cutting.first.get((leaf, own.box), rank) == rank else f".of-rank-{rank}"
+            suffix = "" if cuts.first.get((leaf, own.box), rank) == rank else f".of-rank-{rank}"
             for number, name in enumerate(names[leaf]):
                 files += chunk_files(
                     name,
