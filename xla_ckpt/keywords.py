@@ -15,6 +15,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
+LIKE = 0.7
+"""How much of two words is equal if one may be meant by the other (1: all). Below, ``step`` would be like ``stale``."""
+
 
 def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, which says of an unknown keyword which one was probably meant, and refuses ``strict="no"``.
@@ -40,11 +43,17 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
 
 def known_fields(kind: type[Value]) -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant."""
-    fields = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in names:
+        _OWNERS.setdefault(name, kind.__name__)
+    fields = ", ".join(names)
     constructor = _checked(kind.__init__, {}, f": it has {fields}; others are arguments of the call itself")
     kind.__init__ = constructor  # type: ignore[method-assign]
     return kind
 
+
+_OWNERS: dict[str, str] = {}
+"""Name of a field -> the class that has it: a keyword of another call's options is told where it belongs."""
 
 _FLAGS: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | None": (None, True, False)}
 """Annotation of an argument that is no more than yes or no -> its choices. Any text counts as true in Python."""
@@ -63,7 +72,7 @@ def _checked(
         for name in kwargs:
             if name in known:
                 continue
-            hint = meant(name, [*known, *fields]) or otherwise
+            hint = meant(name, [*known, *fields]) or (f": {_OWNERS[name]} has it" if name in _OWNERS else otherwise)
             if name in fields:
                 argument, kind = fields[name]
                 hint = f": say {argument}={kind.__name__}({name}=...)"
@@ -82,7 +91,7 @@ def meant(word: Any, known: Sequence[Any]) -> str:
     >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"])
     (": did you mean 'async_save'?", '')
     """
-    near = difflib.get_close_matches(str(word), [k for k in known if isinstance(k, str)], 1)
+    near = difflib.get_close_matches(str(word), [k for k in known if isinstance(k, str)], 1, LIKE)
     return f": did you mean {near[0]!r}?" if near else ""
 
 

@@ -171,3 +171,21 @@ def test_adam_that_becomes_adamw_is_told(
         xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
     assert any("AdamW" in record.getMessage() for record in caplog.records) == warned
     assert optimizer.param_groups[0]["decoupled_weight_decay"]
+
+
+def test_an_option_of_another_call_is_told_where_it_belongs() -> None:
+    with pytest.raises(TypeError, match=r"SaveOptions\(\) has no argument 'prove': LoadOptions has it"):
+        xla_ckpt.SaveOptions(prove=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"load_checkpoint\(\) has no argument 'share': SaveOptions has it"):
+        xla_ckpt.load_checkpoint("run", share=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError) as caught:
+        xla_ckpt.SaveOptions(step=3)  # type: ignore[call-arg]
+    assert "did you mean" not in str(caught.value)
+    assert "it has replicas, " in str(caught.value)
+
+
+def test_an_element_type_is_refused_when_it_is_said() -> None:
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"dtype 'fp32' cannot be stored.*Known dtypes: .*float32"):
+        xla_ckpt.ArraySpec((2,), "fp32")
+    with pytest.raises(xla_ckpt.UsageError, match="dtype of an ArraySpec is none"):
+        xla_ckpt.ArraySpec((2,), 7)

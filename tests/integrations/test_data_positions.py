@@ -241,6 +241,27 @@ def changes_nothing(rank: int, root: Path) -> list[tuple[str, str]]:
     return [refused(member) for member in (PerRank(Unknown()), wrong, PerRank(sampler, reshard=fails_on_one))]
 
 
+def leaves_alone(rank: int, root: Path) -> list[str]:
+    """What a load that is not strict skips, where a position cannot be dealt out."""
+    sampler, model = Turns(Numbers(), 4, rank), torch.nn.Linear(2, 2)  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    xla_ckpt.save_checkpoint(root, "dp", model, extras={"data": PerRank(sampler)})
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    extras = {"data": PerRank(sampler, position="step")}
+    loaded = xla_ckpt.load_checkpoint(root, "dp", model, extras=extras, mesh="dp=2,tp=2", strict=False)
+    assert (model.weight == 1.0).all()
+    assert sampler.state_dict() == {"epoch": 0, "index": 0}
+    return list(loaded.report.skipped)
+
+
+def test_a_load_that_is_not_strict_leaves_alone_what_cannot_be_dealt_out(tmp_path: Path) -> None:
+    for (skipped,) in run_on_ranks(leaves_alone, 4, tmp_path / "ckpt"):
+        assert skipped.startswith("extras/data: its position cannot be dealt out to other ranks")
+        assert "as many data-parallel ranks" in skipped
+
+
 class Unknown:
     """An object of which the library knows nothing."""
 

@@ -133,6 +133,10 @@ class ArraySpec:
 
     The element type decides what is made: a torch dtype (or its name) a CPU tensor, a numpy dtype a numpy array, and
     with a `sharding` from jax a jax array. Where torch is not installed, a name makes a numpy array.
+
+    Raises (on construction):
+        UnsupportedStateError: There is no such element type. The error names those that there are.
+        UsageError: The element type is none at all.
     """
 
     shape: tuple[int, ...]
@@ -146,6 +150,7 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
+        dtype(_name(self.dtype))  # not only when the restore makes room for it
 
     def target(self, placement: Placement) -> Target:
         """Memory for it.
@@ -181,7 +186,11 @@ def _name(element_type: Any) -> str:
         return str(element_type).removeprefix("torch.")
     import numpy as np
 
-    return str(np.dtype(element_type).name)
+    try:
+        return str(np.dtype(element_type).name)
+    except TypeError as error:
+        expected = 'torch.float32, "float32" or np.dtype("float32")'
+        raise UsageError("the dtype of an ArraySpec is none", expected=expected, found=repr(element_type)) from error
 
 
 def is_spec(value: Any) -> bool:

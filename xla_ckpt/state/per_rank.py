@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming
 from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import stateful
@@ -109,7 +109,13 @@ def load(stored: Stored, member: Any) -> Loading:
     rank, world = where.mesh.coordinates(where.rank)["dp"], where.mesh.dp
     if world == mesh.dp:
         return stateful.load(replicas[rank], inner)
-    return _load_made(replicas, inner, lambda states: deal(states, rank, world))
+    dealt = _load_made(replicas, inner, lambda states: deal(states, rank, world))
+    if not dealt.targets:  # plain values: a refusal is told with all that does not fit, or left alone as that
+        try:
+            deal([part.build() for part in replicas], rank, world)
+        except IncompatibleCheckpointError as error:
+            return _refused(stored, f"{error.problem}. {error.hint}")
+    return dealt
 
 
 def _refused(stored: Stored, why: str) -> Loading:
