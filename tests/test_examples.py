@@ -92,7 +92,9 @@ def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one(
     assert "model/net1.weight" in shown  # the command's
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.parametrize(
+    "kind", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow), pytest.param("xla", marks=pytest.mark.xla)]
+)
 def test_the_dcp_tutorial_with_another_import(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +152,9 @@ def test_a_script_for_neuronx_distributed_goes_on_where_it_stopped(tmp_path: Pat
         assert torch.load(root / tag / "user_content.pt", weights_only=True)["total_steps"] == step
 
 
-@pytest.mark.parametrize("form", [[], ["--full"]], ids=["partial", "full"])
+@pytest.mark.parametrize(
+    "form", [pytest.param([], id="partial"), pytest.param(["--full"], id="full", marks=pytest.mark.slow)]
+)
 def test_a_script_for_smp_goes_on_whatever_its_degrees_are(
     form: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.job.rounds import TIMEOUT
 from xla_ckpt.keywords import check_choice, known_fields
-from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.plan.parity import Parity
+from xla_ckpt.plan.replicas import Replicas
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.take import Mode
 from xla_ckpt.storage.door import PathLike, full_path

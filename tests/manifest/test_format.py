@@ -15,7 +15,8 @@ from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.regions import Region, Regions
 from xla_ckpt.manifest import digest, intseq, manifest_json
-from xla_ckpt.manifest.arrays import ArrayForm, ArrayRecord, Arrays, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record
+from xla_ckpt.manifest.forms import ArrayForm
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box

@@ -17,8 +17,9 @@ from tests.strategies import FakeArray, keys, same, trees
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import ValueCodec
-from xla_ckpt.tree.flatten import Unflattener, component, flatten
+from xla_ckpt.tree.flatten import component, flatten
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
+from xla_ckpt.tree.unflatten import Unflattener
 
 CODEC = ValueCodec()
 

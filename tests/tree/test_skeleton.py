@@ -10,8 +10,9 @@ import pytest
 from tests.strategies import FakeArray
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.tree.codec import Json, ValueCodec
-from xla_ckpt.tree.flatten import Unflattener, flatten
+from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.skeleton import Make, Weave
+from xla_ckpt.tree.unflatten import Unflattener
 
 CODEC = ValueCodec()
 

@@ -158,7 +158,7 @@ class OpenState:
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
         """See `xla_ckpt.layouts.base.StoredState`."""
         from xla_ckpt.state.values import CODEC, resolver
-        from xla_ckpt.tree.flatten import Unflattener
+        from xla_ckpt.tree.unflatten import Unflattener
 
         return Unflattener(
             array=array, codec=CODEC, object=partial(self.reader.object, trust=self.trust), resolve=resolver(self.trust)

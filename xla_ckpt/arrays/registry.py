@@ -15,7 +15,7 @@ from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.manifest.arrays import ArrayForm
+from xla_ckpt.manifest.forms import ArrayForm
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding

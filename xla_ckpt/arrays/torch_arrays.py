@@ -13,7 +13,7 @@ from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype, type_name
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
-from xla_ckpt.manifest.arrays import ArrayForm
+from xla_ckpt.manifest.forms import ArrayForm
 from xla_ckpt.sharding.local_array import LocalArray, whole
 
 if TYPE_CHECKING:

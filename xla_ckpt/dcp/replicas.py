@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from xla_ckpt.errors import DivergentReplicasError, UsageError
 from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS
-from xla_ckpt.plan.merge import Replicas, first_stored
+from xla_ckpt.plan.replicas import Replicas, first_stored
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import DivergentReplicasError, SaveError
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
-from xla_ckpt.plan.merge import DRIFTED, Duplicate, Replicas, first_stored, merge
+from xla_ckpt.plan.merge import Duplicate, merge
 from xla_ckpt.plan.record import Record
+from xla_ckpt.plan.replicas import DRIFTED, Replicas, first_stored
 from xla_ckpt.plan.same_arrays import check_same_arrays
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory

@@ -112,7 +112,7 @@ def _is_nested(members: Mapping[str, Any]) -> bool:
 def _parameters(optimizer: Mapping[str, Any]) -> list[Any]:
     """Names, or numbers, of the parameters of an optimizer."""
     if _is_nested(optimizer):
-        return schema.names_in_groups(optimizer)
+        return schema.grouped_names(optimizer)
     return list(
         dict.fromkeys(key.removeprefix(_GROUPS).rpartition(".")[0] for key in optimizer if key.startswith(_GROUPS))
     )
@@ -151,7 +151,7 @@ def _optimizer(members: Mapping[str, Any], model: Sequence[str], hints: Hints) -
     """The state of an optimizer by the names of the program, nested."""
     tree = _of_shards(members) if _is_nested(members) else _unflattened(members, model)
     state = tree.setdefault(schema.STATE, {})
-    stored = schema.names_in_groups(tree)
+    stored = schema.grouped_names(tree)
     if stored and all(type(name) is int for name in stored):
         # DCP writes all keys as strings.
         numbers = {str(name): name for name in stored if name not in state}

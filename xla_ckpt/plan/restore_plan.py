@@ -13,8 +13,9 @@ import numpy as np
 
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.lightweight import lightweight
-from xla_ckpt.manifest.arrays import ArrayForm, Frames
+from xla_ckpt.manifest.arrays import Frames
 from xla_ckpt.manifest.digest import block_size, block_sizes
+from xla_ckpt.manifest.forms import ArrayForm
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Flags, Ints

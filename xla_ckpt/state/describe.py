@@ -22,7 +22,7 @@ from xla_ckpt.engine import pickles
 from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Holding, Leaves, holding_of
-from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.plan.replicas import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
@@ -37,8 +37,9 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import APART, CODEC, resolver
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
-from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
+from xla_ckpt.tree.flatten import Flat, flatten
 from xla_ckpt.tree.skeleton import only, part_at, renumbered
+from xla_ckpt.tree.unflatten import Unflattener
 
 PACKAGE = __name__.partition(".")[0]
 """The package whose frames a warning does not show."""

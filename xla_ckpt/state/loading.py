@@ -14,7 +14,8 @@ from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
 from xla_ckpt.lightweight import lightweight
-from xla_ckpt.manifest.arrays import ArrayForm, ArrayRecord
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.forms import ArrayForm
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.sections import has_sections
@@ -24,8 +25,9 @@ from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
+from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
+from xla_ckpt.tree.unflatten import Resolve, Unflattener
 
 
 @lightweight()

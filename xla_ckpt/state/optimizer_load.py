@@ -169,7 +169,7 @@ def _matched(tree: Any, optimizer: Any, names: Names) -> _Match:
 
 def _called(tree: Any, optimizer: Any, names: Names) -> list[Any]:
     """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
-    stored_names = schema.names_in_groups(tree)
+    stored_names = schema.grouped_names(tree)
     if stored_names and all(type(n) is int for n in stored_names):  # saved as a plain state dict: torch's packed ids
         return list(range(len(parameters_in_order(optimizer))))
     if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):

@@ -51,7 +51,7 @@ class Own:
 
 def with_own_apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement) -> dict[str, Any]:
     """The state of an optimizer by name, with what this rank has its own of set apart."""
-    parameters = set(schema.names_in_groups(tree))
+    parameters = set(schema.grouped_names(tree))
     own: dict[Any, Any] = {}
     common: dict[Any, Any] = {}
     for name, members in tree[schema.STATE].items():

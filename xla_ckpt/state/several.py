@@ -71,7 +71,7 @@ def tree_of(several: Several, names: optimizers.Names) -> dict[str, Any]:
     for called, member in several.members.items():
         tree = optimizers.tree_of(member, names)
         _check_member(called, member, tree)
-        for name in schema.names_in_groups(tree):
+        for name in schema.grouped_names(tree):
             if name.startswith("#"):
                 raise _refused(
                     called, f"parameter {name} is none of the model's", "Give the model, too: names tell them apart."
@@ -138,7 +138,7 @@ def _not_by_name(several: Several, tree: Any) -> str | None:
         return "several optimizers are wanted; stored is the state of one of another structure than torch's"
     if schema.OWN in tree:
         return "several optimizers are wanted; stored is state that every rank has its own of"
-    stored_names = schema.names_in_groups(tree)
+    stored_names = schema.grouped_names(tree)
     if not all(isinstance(name, str) and not name.startswith("#") for name in stored_names):
         return "several optimizers are wanted; what is stored has numbers in place of the parameters' names"
     return None
@@ -146,7 +146,7 @@ def _not_by_name(several: Several, tree: Any) -> str | None:
 
 def _part(stored: Stored, tree: Any, several: Several, member: Any, own: set[str]) -> Stored:
     """The part of a stored optimizer that is one member's: groups keep their places, those of others are empty."""
-    parameters = set(schema.names_in_groups(tree))
+    parameters = set(schema.grouped_names(tree))
 
     def is_its(key: Any) -> bool:
         if key in parameters:

@@ -37,7 +37,7 @@ def stored_names(names: Mapping[Any, str], model: Any, optimizer: Any, aliases: 
         held: The stored optimizer, by name.
         aliases: Leaf path -> leaf path of the same array, in the tag.
     """
-    known = {name: name for name in schema.names_in_groups(optimizer) if isinstance(name, str)}
+    known = {name: name for name in schema.grouped_names(optimizer) if isinstance(name, str)}
     by_leaf = {_leaf(name, aliases): name for name in known}
     others = {called[0]: called for called in all_names(model)}
     own = {*names.values(), *(name for called in others.values() for name in called)}

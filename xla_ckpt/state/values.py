@@ -26,8 +26,9 @@ from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedO
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.classes import scalar_below
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec, ValueKind
-from xla_ckpt.tree.flatten import NAMESPACES, Resolve
+from xla_ckpt.tree.flatten import NAMESPACES
 from xla_ckpt.tree.nested import in_dicts_and_lists
+from xla_ckpt.tree.unflatten import Resolve
 
 
 def _numpy_scalar(kind: type) -> ValueKind:

@@ -291,10 +291,10 @@ def groups_of(optimizer: Any) -> list[Any] | None:
     return groups if all(isinstance(g, Mapping) and isinstance(g.get(PARAMS), list) for g in groups) else None
 
 
-def names_in_groups(optimizer: Mapping[str, Any]) -> list[Any]:
+def grouped_names(optimizer: Mapping[str, Any]) -> list[Any]:
     """What the groups of an optimizer's state call its parameters, in their order.
 
-    >>> names_in_groups({"param_groups": [{"params": ["w"]}, {"params": ["b", "c"]}]})
+    >>> grouped_names({"param_groups": [{"params": ["w"]}, {"params": ["b", "c"]}]})
     ['w', 'b', 'c']
     """
     return [name for group in optimizer[GROUPS] for name in group[PARAMS]]

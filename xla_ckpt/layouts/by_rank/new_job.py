@@ -156,7 +156,7 @@ class NewJob:
                 own_names.setdefault(self._stored_name(name), name)
         order = {name: i for i, name in enumerate(self._stages)}
         groups = [{**g, schema.PARAMS: in_stage(g[schema.PARAMS], own_names, order)} for g in tree[schema.GROUPS]]
-        others = set(schema.names_in_groups(tree)) - own_names.keys()
+        others = set(schema.grouped_names(tree)) - own_names.keys()
         optimizer = {**tree, schema.GROUPS: groups}
         for key in (schema.STATE, schema.MASTER):
             if key in tree:

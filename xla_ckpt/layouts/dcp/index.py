@@ -67,7 +67,7 @@ def _zip_of(item: Item, reader: TagReader, *, trust: bool) -> bytes:
     if is_object(item.part):
         return object_zip(reader.pickled(item.part["$object"]))  # already a pickle: nothing of it is run
     from xla_ckpt.state.values import CODEC, resolver
-    from xla_ckpt.tree.flatten import Unflattener
+    from xla_ckpt.tree.unflatten import Unflattener
 
     build = Unflattener(
         array=_no_array, codec=CODEC, object=partial(reader.object, trust=trust), resolve=resolver(trust)

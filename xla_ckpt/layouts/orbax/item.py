@@ -23,9 +23,9 @@ from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree.codec import Composite, Json
-from xla_ckpt.tree.flatten import Unflattener
 from xla_ckpt.tree.nested import Keys
 from xla_ckpt.tree.skeleton import part_at
+from xla_ckpt.tree.unflatten import Unflattener
 
 _CODES = {
     "bool": "|b1", "uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "int8": "|i1", "int16": "<i2",
