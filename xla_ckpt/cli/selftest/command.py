@@ -7,16 +7,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
 from xla_ckpt.errors import UsageError, storage_errors
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.undisturbed import undisturbed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from xla_ckpt.storage.base import Store
 
 SECONDS = 120.0
 """How long a selftest takes, at most, unless the storage keeps it waiting."""
@@ -36,6 +36,8 @@ def add_selftest(parser: argparse.ArgumentParser) -> None:
 
 def selftest(args: argparse.Namespace) -> int:
     """The command ``selftest``; returns its exit code."""
+    from xla_ckpt.storage.door import store_at
+
     answers = []
     for answer in _seen(store_at(args.path), args.seconds):
         answers.append(answer)
@@ -46,7 +48,9 @@ def selftest(args: argparse.Namespace) -> int:
     return int(any(answer["verdict"] == "does not hold" for answer in answers))
 
 
-def _line(answer: dict[str, Any]) -> Text:
+def _line(answer: dict[str, Any]) -> RenderableType:
+    from rich.text import Text
+
     styles = {"holds": "green", "does not hold": "bold red", "could not be seen": "yellow"}
     text = Text(f"{answer['verdict']:17}", style=styles[answer["verdict"]])
     return text.append(f"  {answer['check']}: {answer['promise']}. {answer['sentence']}", style="default")
@@ -57,6 +61,8 @@ def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
     from xla_ckpt.cli.selftest.checks import Site
     from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
     from xla_ckpt.cli.selftest.storage import storage_checks
+    from xla_ckpt.storage.door import store_at
+    from xla_ckpt.storage.undisturbed import undisturbed
 
     if store.object_store is None and not store.is_directory(""):
         raise UsageError("there is no such directory", path=store.path, hint="Make it, or name the one above.")
