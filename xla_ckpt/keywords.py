@@ -64,6 +64,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 Without this check a value of another kind fails from deep inside, with an error of Python's that names no argument."""
 
 
+_OWN_ERRORS = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
+"""Arguments whose functions refuse a value of another kind with an error of their own."""
+
+
 def _check_kind(name: str, value: Any, annotation: str) -> None:
     """Refuse a value that is not of the kind that an argument takes.
 
@@ -72,7 +76,7 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
     """
     kind = annotation.removesuffix(" | None")
     check, expected = _KINDS.get(kind.partition("[")[0], (None, ""))
-    if check is None or "tag" in name or (value is None and kind != annotation):  # a tag has an error of its own
+    if check is None or name in _OWN_ERRORS or (value is None and kind != annotation):
         return
     if not check(value):
         raise UsageError(f"{name} is not of the kind that it takes", expected=expected, found=reprlib.repr(value))
