@@ -42,7 +42,9 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
 def known_fields(kind: type[Value]) -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant."""
     fields = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
-    constructor = _checked(kind.__init__, {}, f": it has {fields}; others are arguments of the call itself")
+    constructor = _checked(
+        kind.__init__, {}, kinds=False, otherwise=f": it has {fields}; others are arguments of the call itself"
+    )
     kind.__init__ = constructor  # type: ignore[method-assign]
     return kind
 
@@ -83,11 +85,15 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
 
 
 def _checked(
-    call: Callable[Parameters, Result], fields: dict[str, tuple[str, type[Any]]], otherwise: str = ""
+    call: Callable[Parameters, Result],
+    fields: dict[str, tuple[str, type[Any]]],
+    *,
+    kinds: bool = True,  # a dataclass knows more of its fields than their kinds, and checks them itself
+    otherwise: str = "",
 ) -> Callable[Parameters, Result]:
     parameters = inspect.signature(call).parameters
     known = list(parameters)
-    annotations = {name: p.annotation for name, p in parameters.items() if isinstance(p.annotation, str)}
+    annotations = {name: p.annotation for name, p in parameters.items() if kinds and isinstance(p.annotation, str)}
     flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}
     called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
