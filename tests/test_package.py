@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,18 @@ def test_the_metadata_are_complete(wheel: Path) -> None:
     # Addresses of registries are those of the machine that built it; this project has no home page to name.
     assert not {"Home-page", "Download-URL", "Project-URL"} & set(metadata)
     assert not [need for need in metadata.get_all("Requires-Dist", []) if "://" in need]
+
+
+def test_the_oldest_leg_has_the_lower_bounds(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode()
+    bounds = dict(re.findall(r"^Requires-Dist: ([\w-]+)(?:<[\d.]+,)?>=([\d.]+)(?:,<[\d.]+)?$", text, re.MULTILINE))
+    bounds.pop("torch", None)  # that of the pins: an older one is another environment
+    oldest = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "tests/versions/oldest.txt").read_text(), re.MULTILINE))
+    assert {"numpy", "xxhash"} <= set(bounds)
+    for package, bound in bounds.items():
+        assert (oldest[package.replace("_", "-")] + ".").startswith(bound + "."), package
 
 
 def test_the_source_archive_can_be_built_from(source: Path, tmp_path: Path) -> None:
