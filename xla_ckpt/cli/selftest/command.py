@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from xla_ckpt.storage.base import Store
 
-SECONDS = 120.0
+LASTING = 120.0
 """How long a selftest takes, at most, unless the storage keeps it waiting."""
 
 REMOVAL = 10.0
@@ -29,7 +29,7 @@ def add_selftest(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``selftest``."""
     parser.add_argument("path", metavar="ROOT", help="a directory that is there, or s3://bucket/path")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, metavar="N", help="how long it may take (default: 120)"
+        "--seconds", type=float, default=LASTING, metavar="N", help="how long it may take (default: 120)"
     )
     options.add_json(parser)
 
@@ -58,7 +58,7 @@ def _line(answer: dict[str, Any]) -> RenderableType:
 
 def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
     """What each check has seen, one after the other. The folder is gone afterwards, also if this is given up."""
-    from xla_ckpt.cli.selftest.checks import Site
+    from xla_ckpt.cli.selftest.checks import Testbed
     from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
     from xla_ckpt.cli.selftest.storage import storage_checks
     from xla_ckpt.storage.door import store_at
@@ -74,7 +74,7 @@ def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
         for number, check in enumerate((*quick, *DEVICE_CHECKS, kill)):
             path = f"{store.path}/{name}/{number}"
             store_at(path).prepare()
-            yield {"check": check.name, "promise": check.promise, **asdict(check(Site(path, until)))}
+            yield {"check": check.name, "promise": check.promise, **asdict(check(Testbed(path, until)))}
     finally:
         with undisturbed():
             _remove(store, name)
