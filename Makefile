@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
 .PHONY: help setup demo demo-objects test test-all test-latest test-objects test-trainers check bench bench-short bench-check
-.PHONY: crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens lock clean
+.PHONY: test-versions crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -67,6 +67,9 @@ test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers,
 
 test-servers: $(SERVERS)/.ready ## s3:// against other servers than moto: ministack, and rclone, which is refused
 	$(BIN)/python -m pytest -q tests/buckets/test_other_servers.py
+
+test-versions: $(READY) ## some tests with the oldest dependencies, on Python 3.12 and 3.13, and on the newest of all. LEG=name
+	$(BIN)/python -m tests.versions $(if $(LEG),--leg $(LEG))
 
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
@@ -131,5 +134,5 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) .venv-313 $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS) $(SERVERS)
+	rm -rf $(VENV) .venv-313 $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS) $(SERVERS) .versions
 	rm -rf demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ ELSEWHERE = {
     "leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py",
     "tutorial.md": "its program and its commands run in tests/test_tutorial.py",
     "object-stores.md": "it needs a bucket: tests/buckets/test_documented.py",
+    "trackers.md": "it needs trackers: tests/integrations/test_trackers.py",
     "trainers.md": "it needs trainers: tests/integrations/test_documented.py",
 }
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")

@@ -172,27 +172,3 @@ def test_a_script_for_smp_goes_on_whatever_its_degrees_are(
     found += losses("run", "--steps", 2)
     assert found == unbroken
     assert len(found) == 6
-
-
-def test_reports_as_scalars_of_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    Commands.run(command("report_tensorboard.py", "--root", tmp_path, "--steps", 3), check=True)
-    board = EventAccumulator(str(tmp_path / "board")).Reload()
-    assert [e.step for e in board.Scalars("save/seconds")] == [1, 2, 3]
-    assert [e.value for e in board.Scalars("load/failed")] == [0.0]
-    assert {"save/stall in seconds", "save phases/write in seconds", "load phases/read in seconds"} <= {
-        *board.Tags()["scalars"]
-    }
-
-
-def test_reports_as_metrics_of_prometheus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed: pip install prometheus-client")
-    Commands.run(command("report_prometheus.py", "--root", tmp_path, "--steps", 3), check=True)
-    told = dict(line.rsplit(" ", 1) for line in capsys.readouterr().out.splitlines() if line.startswith("xla_ckpt"))
-    assert told['xla_ckpt_calls_total{kind="save",outcome="ok"}'] == "3.0"
-    assert told['xla_ckpt_calls_total{kind="load",outcome="NoCheckpointError"}'] == "1.0"
-    assert float(told['xla_ckpt_bytes_total{kind="save"}']) == 3 * 4 * 512 * 513
-    assert told['xla_ckpt_seconds_count{kind="save"}'] == "3.0"
-    assert float(told['xla_ckpt_phase_seconds_total{kind="save",phase="commit"}']) > 0

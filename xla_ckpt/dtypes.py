@@ -72,7 +72,7 @@ _TABLE = {
     )
 }
 
-NAMES = tuple(_TABLE)
+DTYPE_NAMES = tuple(_TABLE)
 """The names of all of them."""
 
 _BY_CODE = {d.safetensors: d for d in _TABLE.values() if d.safetensors is not None}

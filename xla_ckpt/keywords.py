@@ -6,8 +6,9 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from xla_ckpt.errors import UsageError
 
@@ -43,11 +44,18 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
 
 def known_fields(kind: type[Value]) -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant."""
+<<<<<<< HEAD
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in names:
         _OWNERS.setdefault(name, kind.__name__)
     fields = ", ".join(names)
     constructor = _checked(kind.__init__, {}, f": it has {fields}; others are arguments of the call itself")
+=======
+    fields = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    constructor = _checked(
+        kind.__init__, {}, kinds=False, otherwise=f": it has {fields}; others are arguments of the call itself"
+    )
+>>>>>>> selftest
     kind.__init__ = constructor  # type: ignore[method-assign]
     return kind
 
@@ -59,11 +67,47 @@ _FLAGS: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | Non
 """Annotation of an argument that is no more than yes or no -> its choices. Any text counts as true in Python."""
 
 
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: isinstance(value, SupportsIndex), "a whole number"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "Rules": (lambda value: isinstance(value, Iterable), "a list of (regular expression, spec)"),
+    "str | Sequence": (lambda value: isinstance(value, Sequence), "a name, or a list of names"),
+    "Sequence": (lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes), "a list"),
+    "Callable": (callable, "a function"),
+}
+"""Annotation of an argument, without what is in brackets -> whether a value is of that kind, and what is expected.
+
+Without this check a value of another kind fails from deep inside, with an error of Python's that names no argument."""
+
+
+_OWN_ERRORS = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
+"""Arguments whose functions refuse a value of another kind with an error of their own."""
+
+
+def _check_kind(name: str, value: Any, annotation: str) -> None:
+    """Refuse a value that is not of the kind that an argument takes.
+
+    Raises:
+        UsageError: It is not.
+    """
+    kind = annotation.removesuffix(" | None")
+    check, expected = _KINDS.get(kind.partition("[")[0], (None, ""))
+    if check is None or name in _OWN_ERRORS or (value is None and kind != annotation):
+        return
+    if not check(value):
+        raise UsageError(f"{name} is not of the kind that it takes", expected=expected, found=reprlib.repr(value))
+
+
 def _checked(
-    call: Callable[Parameters, Result], fields: dict[str, tuple[str, type[Any]]], otherwise: str = ""
+    call: Callable[Parameters, Result],
+    fields: dict[str, tuple[str, type[Any]]],
+    *,
+    kinds: bool = True,  # a dataclass knows more of its fields than their kinds, and checks them itself
+    otherwise: str = "",
 ) -> Callable[Parameters, Result]:
     parameters = inspect.signature(call).parameters
     known = list(parameters)
+    annotations = {name: p.annotation for name, p in parameters.items() if kinds and isinstance(p.annotation, str)}
     flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}
     called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
@@ -80,6 +124,8 @@ def _checked(
         for name, value in (*zip(known, args, strict=False), *kwargs.items()):
             if name in flags:
                 check_choice(name, value, flags[name])
+            elif name in annotations:
+                _check_kind(name, value, annotations[name])
         return call(*args, **kwargs)
 
     return checked

@@ -58,7 +58,7 @@ class LlamaJob:
     values are separate layers."""
 
     def __post_init__(self) -> None:
-        if self.hardware is not None and self.hardware not in HARDWARE:
+        if self.hardware not in (None, *HARDWARE):
             raise UsageError("no such hardware is known", expected=" or ".join(HARDWARE), found=self.hardware)
         count = self.kv_size_multiplier
         if count is not None and (type(count) is not int or count < 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import reprlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.rounds import TIMEOUT
+from xla_ckpt.keywords import known_options
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 
@@ -51,6 +53,7 @@ class PreemptionGuard:
         UsageError: It is not made in the main thread, or `every` is below 1.
     """
 
+    @known_options
     def __init__(
         self,
         *,
@@ -63,6 +66,11 @@ class PreemptionGuard:
     ) -> None:
         if every < 1:
             raise UsageError("a preemption guard meets in every so many calls", expected="1 or more", found=every)
+        unknown = [number for number in signals if number not in signal.valid_signals()]
+        if unknown:
+            raise UsageError(
+                "signals has what is no signal", expected="such as signal.SIGTERM", found=reprlib.repr(unknown)
+            )
         if signals and threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "a preemption guard is made in another thread than the main one, which alone receives signals",

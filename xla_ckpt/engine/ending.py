@@ -13,6 +13,7 @@ from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport, SaveReport
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
+from xla_ckpt.keywords import known_options
 from xla_ckpt.options import OnError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ LISTENERS = Listeners()
 """Those of this process."""
 
 
-def on_report(function: Listener) -> Callable[[], None]:
+@known_options
+def on_report(function: Callable[[SaveReport | LoadReport], object]) -> Callable[[], None]:
     """Have a function called with the report of each save and each load of this process, when it is done.
 
     Saves by `xla_ckpt.dcp` are told, too: their `path` is the directory above the checkpoint, and `tag` is its name.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_ckpt.errors import UsageError
+from xla_ckpt.keywords import known_options
 from xla_ckpt.sharding.mesh import Mesh
 
 HOME = "neuronx_distributed.parallel_layers.parallel_state"
@@ -15,6 +16,7 @@ HOME = "neuronx_distributed.parallel_layers.parallel_state"
 _sources: list[Callable[[], Mesh | None]] = []
 
 
+@known_options
 def add_mesh_source(source: Callable[[], Mesh | None]) -> None:
     """Have saves and loads without a ``mesh=`` ask a training library how it has arranged the ranks.
 

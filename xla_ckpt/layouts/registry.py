@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import reprlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -67,8 +68,11 @@ def register_layout(layout: L) -> L:
     """Add a layout; from now on it is found, opened, written and converted like the others.
 
     Raises:
-        UsageError: There is a layout of that name.
+        UsageError: There is a layout of that name, or this is no layout.
     """
+    if not isinstance(getattr(layout, "name", None), str):
+        hint = "Derive a class from xla_ckpt.Layout, and pass an object of it (docs/adding-a-layout.md)."
+        raise UsageError("layout is none", expected="an object with a name", found=reprlib.repr(layout), hint=hint)
     taken = {name for known in _layouts for name in (known.name, *known.other_names)}
     if not layout.name or taken & {layout.name, *layout.other_names}:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a check is: a promise of this library, and a function that looks whether it holds in a site."""
+"""What a check is: a promise of this library, and a function that looks whether it holds in a testbed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sighting:
 holds, broken, unseen = (partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen"))
 
 
-class Site:
+class Testbed:
     """A fresh folder, and the time (of `time.monotonic`) until which it may be used."""
 
     def __init__(self, path: str, until: float) -> None:
@@ -89,13 +89,13 @@ class Check:
 
     name: str
     promise: str
-    see: Callable[[Site], Sighting]
+    see: Callable[[Testbed], Sighting]
 
-    def __call__(self, site: Site) -> Sighting:
+    def __call__(self, testbed: Testbed) -> Sighting:
         """Look whether the promise holds."""
-        if not site.left:
+        if not testbed.left:
             return unseen("There was no time left: --seconds gives more.")
         try:
-            return self.see(site)
+            return self.see(testbed)
         except (CheckpointError, OSError) as error:
             return broken(f"{type(error).__name__}: {error}")

@@ -7,18 +7,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
 from xla_ckpt.errors import UsageError, storage_errors
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.undisturbed import undisturbed
 
-SECONDS = 120.0
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from xla_ckpt.storage.base import Store
+
+LASTING = 120.0
 """How long a selftest takes, at most, unless the storage keeps it waiting."""
 
 REMOVAL = 10.0
@@ -29,13 +29,15 @@ def add_selftest(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``selftest``."""
     parser.add_argument("path", metavar="ROOT", help="a directory that is there, or s3://bucket/path")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, metavar="N", help="how long it may take (default: 120)"
+        "--seconds", type=float, default=LASTING, metavar="N", help="how long it may take (default: 120)"
     )
     options.add_json(parser)
 
 
 def selftest(args: argparse.Namespace) -> int:
     """The command ``selftest``; returns its exit code."""
+    from xla_ckpt.storage.door import store_at
+
     answers = []
     for answer in _seen(store_at(args.path), args.seconds):
         answers.append(answer)
@@ -46,7 +48,9 @@ def selftest(args: argparse.Namespace) -> int:
     return int(any(answer["verdict"] == "does not hold" for answer in answers))
 
 
-def _line(answer: dict[str, Any]) -> Text:
+def _line(answer: dict[str, Any]) -> RenderableType:
+    from rich.text import Text
+
     styles = {"holds": "green", "does not hold": "bold red", "could not be seen": "yellow"}
     text = Text(f"{answer['verdict']:17}", style=styles[answer["verdict"]])
     return text.append(f"  {answer['check']}: {answer['promise']}. {answer['sentence']}", style="default")
@@ -54,9 +58,11 @@ def _line(answer: dict[str, Any]) -> Text:
 
 def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
     """What each check has seen, one after the other. The folder is gone afterwards, also if this is given up."""
-    from xla_ckpt.cli.selftest.checks import Site
+    from xla_ckpt.cli.selftest.checks import Testbed
     from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
     from xla_ckpt.cli.selftest.storage import storage_checks
+    from xla_ckpt.storage.door import store_at
+    from xla_ckpt.storage.undisturbed import undisturbed
 
     if store.object_store is None and not store.is_directory(""):
         raise UsageError("there is no such directory", path=store.path, hint="Make it, or name the one above.")
@@ -68,7 +74,7 @@ def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
         for number, check in enumerate((*quick, *DEVICE_CHECKS, kill)):
             path = f"{store.path}/{name}/{number}"
             store_at(path).prepare()
-            yield {"check": check.name, "promise": check.promise, **asdict(check(Site(path, until)))}
+            yield {"check": check.name, "promise": check.promise, **asdict(check(Testbed(path, until)))}
     finally:
         with undisturbed():
             _remove(store, name)

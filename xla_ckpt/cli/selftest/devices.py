@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import Check, Sighting, Site, broken, holds, unseen
-from xla_ckpt.dtypes import NAMES, dtype
+from xla_ckpt.cli.selftest.checks import Check, Sighting, Testbed, broken, holds, unseen
+from xla_ckpt.dtypes import DTYPE_NAMES, dtype
 
 OF_EACH_TYPE = 256
 """Elements of each type."""
@@ -30,11 +30,11 @@ MOVED = 1 << 22
 PROMISE = "its arrays come back byte for byte, and a save in the background has the values of its call"
 
 
-def _see(framework: str, site: Site) -> Sighting:
+def _see(framework: str, testbed: Testbed) -> Sighting:
     """What a process of its own says of the devices of a framework."""
     if importlib.util.find_spec(framework) is None:
         return unseen(f"{framework} is not installed.")
-    with site.child(framework, site.below(framework)) as (child, lines):
+    with testbed.child(framework, testbed.below(framework)) as (child, lines):
         answer = lines.readline()
         if not answer:
             return unseen(f"The process that uses {framework} ended with exit code {child.wait()}, and said nothing.")
@@ -88,7 +88,7 @@ def _say(
         return broken(f"{device}: a save in the background has bytes that were changed after its call.")
     if moved == value:
         return unseen(f"{device}: the steps changed nothing.")
-    left_out = sorted(set(NAMES) - set(arrays))
+    left_out = sorted(set(DTYPE_NAMES) - set(arrays))
     without = f" It does not take {', '.join(left_out)}." if left_out else ""
     return holds(f"{device}: {len(arrays)} types of elements, and {STEPS} steps beside a save.{without}")
 
@@ -104,7 +104,7 @@ def _torch(path: str, device: Any, after: Callable[[], object]) -> Sighting:
     import torch
 
     arrays = {}
-    for name in NAMES:
+    for name in DTYPE_NAMES:
         if (kind := getattr(torch, name, None)) is not None:
             try:
                 bits = torch.from_numpy(_bits(name).copy())
@@ -147,7 +147,7 @@ def see_jax(path: str) -> None:
 
     jax.config.update("jax_enable_x64", True)
     arrays = {}
-    for name in NAMES:
+    for name in DTYPE_NAMES:
         kind = getattr(np, "bool_" if name == "bool" else name, None) or getattr(ml_dtypes, name, None)
         if kind is not None:
             try:
