@@ -128,7 +128,8 @@ class SaveHandle:
     def uploaded(self, timeout: float | None = None) -> SaveReport:
         """As `result`; and wait until the tag is in the object store, too, if it was saved with ``local=``.
 
-        Rank 0 uploads. On other ranks, and after a save without ``local=``, there is nothing more to wait for.
+        The first rank of each disk uploads. On other ranks, and after a save without ``local=``, there is nothing more
+        to wait for.
 
         Args:
             timeout: Seconds to wait at most; None waits for as long as it takes.
