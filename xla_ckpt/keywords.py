@@ -19,6 +19,8 @@ Value = TypeVar("Value")
 def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, which says of an unknown keyword which one was probably meant, and refuses ``strict="no"``.
 
+    It refuses what is no number in the place of one, too.
+
     >>> known_options(check_choice)(nam="a")
     Traceback (most recent call last):
     TypeError: check_choice() has no argument 'nam': did you mean 'name'?
@@ -50,12 +52,24 @@ _FLAGS: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | Non
 """Annotation of an argument that is no more than yes or no -> its choices. Any text counts as true in Python."""
 
 
+_NUMBERS = {"int": ("__index__", "a whole number"), "float | None": ("__float__", "a number, or None")}
+"""Annotation of an argument that is a number -> what numbers of all libraries have, and what it is in words."""
+
+
+def _check_number(name: str, number: Any, annotation: str) -> None:
+    """Refuse what is no number: a dict in the place of `num_workers`, because an argument too many was given."""
+    method, words = _NUMBERS[annotation]
+    if not hasattr(number, method) and (number is not None or annotation == "int"):
+        raise UsageError(f"{name} is no number", expected=words, found=repr(number)[:80])
+
+
 def _checked(
     call: Callable[Parameters, Result], fields: dict[str, tuple[str, type[Any]]], otherwise: str = ""
 ) -> Callable[Parameters, Result]:
     parameters = inspect.signature(call).parameters
     known = list(parameters)
     flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}
+    numbers = {name: p.annotation for name, p in parameters.items() if p.annotation in _NUMBERS}
     called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(call)
@@ -71,6 +85,8 @@ def _checked(
         for name, value in (*zip(known, args, strict=False), *kwargs.items()):
             if name in flags:
                 check_choice(name, value, flags[name])
+            if name in numbers:
+                _check_number(name, value, numbers[name])
         return call(*args, **kwargs)
 
     return checked

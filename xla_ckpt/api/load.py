@@ -89,7 +89,8 @@ def load_checkpoint(
     trust_pickle: bool = False,
     options: LoadOptions | None = None,
 ) -> Loaded:
-    """Load a tag into the given objects, each of them optional.
+    """Load a tag into the given objects, each of them optional: with none it gives the user content back, as
+    neuronx-distributed's does (`restore` makes all that is stored anew).
 
     Everything is checked before anything is changed: names, shapes and dtypes first, then the digests of all bytes
     that would be overwritten in place.
