@@ -23,6 +23,8 @@ LIKE = 0.7
 def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, which says of an unknown keyword which one was probably meant, and refuses ``strict="no"``.
 
+    It refuses what is no number in the place of one, too.
+
     >>> known_options(check_choice)(nam="a")
     Traceback (most recent call last):
     TypeError: check_choice() has no argument 'nam': did you mean 'name'?
@@ -44,18 +46,13 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
 
 def known_fields(kind: type[Value]) -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant."""
-<<<<<<< HEAD
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in names:
         _OWNERS.setdefault(name, kind.__name__)
     fields = ", ".join(names)
-    constructor = _checked(kind.__init__, {}, f": it has {fields}; others are arguments of the call itself")
-=======
-    fields = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
     constructor = _checked(
         kind.__init__, {}, kinds=False, otherwise=f": it has {fields}; others are arguments of the call itself"
     )
->>>>>>> selftest
     kind.__init__ = constructor  # type: ignore[method-assign]
     return kind
 
@@ -69,6 +66,7 @@ _FLAGS: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | Non
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: isinstance(value, SupportsIndex), "a whole number"),
+    "float": (lambda value: hasattr(value, "__float__"), "a number"),
     "str": (lambda value: isinstance(value, str), "a text"),
     "Rules": (lambda value: isinstance(value, Iterable), "a list of (regular expression, spec)"),
     "str | Sequence": (lambda value: isinstance(value, Sequence), "a name, or a list of names"),

@@ -156,8 +156,9 @@ class SaveOptions:
     `finalize_checkpoint`, which waits for products."""
 
     local: PathLike | None = None
-    """Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, which all
-    hosts of the job see. The save commits there, and rank 0 uploads the tag in the background, after those before it.
+    """Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, on a
+    disk that all hosts of the job see, or on one of each host's own. The save commits there, and the first rank of each
+    disk uploads what the disk has in the background, after the tags before it.
     An upload that fails is logged, does not fail the save, and is repeated with the next one, in this process or a
     later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. Retention
     counts in both places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md)."""
@@ -194,7 +195,7 @@ class SaveOptions:
             "on_error": "a function" if callable(self.on_error) else self.on_error,
             "retention": self.retention,
             "products": self.products,
-            "local": None if self.local is None else full_path(self.local),
+            "local": self.local is not None,  # each host may have one of its own
         }
 
 
@@ -242,7 +243,7 @@ class LoadOptions:
         return {
             "replica_read": self.replica_read,
             "prove": self.prove,
-            "local": None if self.local is None else full_path(self.local),
+            "local": self.local is not None,  # each host may have one of its own
         }
 
 

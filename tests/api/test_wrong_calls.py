@@ -189,3 +189,37 @@ def test_an_element_type_is_refused_when_it_is_said() -> None:
         xla_ckpt.ArraySpec((2,), "fp32")
     with pytest.raises(xla_ckpt.UsageError, match="dtype of an ArraySpec is none"):
         xla_ckpt.ArraySpec((2,), 7)
+
+
+def test_what_is_no_number_is_refused(tmp_path: pathlib.Path) -> None:
+    handle = xla_ckpt.save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2), user_content={"step": 3})
+    for wait in (handle.result, handle.uploaded):
+        with pytest.raises(
+            xla_ckpt.UsageError, match="timeout is not of the kind .* a number, found '5'"
+        ):
+            wait(timeout="5")
+    with pytest.raises(
+        xla_ckpt.UsageError, match=r"num_workers is not of the kind .* found {'step': 0}"
+    ):
+        xla_ckpt.load_checkpoint(tmp_path, "a", None, None, None, {"step": 0})  # type: ignore[arg-type]
+    assert xla_ckpt.load_checkpoint(tmp_path).user_content == {"step": 3}, "without objects it gives this back"
+
+
+def test_a_user_content_in_the_place_of_the_scheduler_is_told(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, None, {"last_epoch": 1, "epoch": 1})
+    assert "user_content" not in caplog.text
+    xla_ckpt.save_checkpoint(tmp_path, "b", model, None, {"step": 3})
+    assert "the dict with step is saved as the scheduler" in caplog.text
+    assert "say user_content=: The order of the arguments is model, optimizer, scheduler" in caplog.text
+
+
+def test_the_path_of_a_tag_that_is_not_there_names_those_beside_it(tmp_path: pathlib.Path) -> None:
+    xla_ckpt.save(tmp_path, "step_4", {"w": torch.ones(3)})
+    for call in (xla_ckpt.restore, xla_ckpt.verify, xla_ckpt.load_checkpoint):
+        with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Nothing lies there\. In .* oldest first: step_4\."):
+            call(tmp_path / "step_5")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Nothing lies there\.$"):
+        xla_ckpt.restore(tmp_path / "step_5" / "deeper")

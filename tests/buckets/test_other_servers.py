@@ -24,18 +24,22 @@ from xla_ckpt.storage.remote_client import client_of
 
 SERVERS = Path(__file__).parents[2] / ".servers"
 
-pytestmark = pytest.mark.skipif(not (SERVERS / ".ready").exists(), reason="make test-servers brings these servers")
+S3RVER = Path(__file__).parents[2] / ".s3rver/node_modules/.bin/s3rver"
+
+needs_servers = pytest.mark.skipif(not (SERVERS / ".ready").exists(), reason="make test-servers brings these servers")
 
 TREE = {"w": torch.arange(1000.0), "v": torch.ones(3)}
 
 
 @contextmanager
-def served(command: list[str], port: int, monkeypatch: pytest.MonkeyPatch, **env: str) -> Iterator[str]:
+def served(
+    command: list[str], port: int, monkeypatch: pytest.MonkeyPatch, key: str = "testing", **env: str
+) -> Iterator[str]:
     """Start a server; the name of a bucket there."""
     url = f"http://127.0.0.1:{port}"
     path = os.pathsep.join(filter(None, (str(SERVERS), os.environ.get("PYTHONPATH"))))
     server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, **env}, stderr=subprocess.DEVNULL)
-    keys = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
+    keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": key, "AWS_REGION": "us-east-1"}
     try:
         for name, value in {**keys, "AWS_ENDPOINT_URL": url}.items():
             monkeypatch.setenv(name, value)
@@ -62,6 +66,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@needs_servers
 def test_ministack(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     env = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
@@ -81,6 +86,7 @@ def test_ministack(monkeypatch: pytest.MonkeyPatch) -> None:
             xla_ckpt.list_tags("s3://nobody-has-made-it/run")
 
 
+@needs_servers
 def test_rclone_ignores_conditions_and_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: S3Server
 ) -> None:
@@ -104,3 +110,27 @@ def test_rclone_ignores_conditions_and_is_refused(
         assert (tmp_path / bucket / "run/.ledger").read_bytes() == files["run/.ledger"]
         with pytest.raises(StorageError, match="sends all of a file where a part is asked for"):
             xla_ckpt.restore(root, "a")
+
+
+@pytest.mark.skipif(not S3RVER.exists(), reason="npm install --prefix .s3rver s3rver@3.7.1 brings it")
+def test_s3rver_ignores_conditions_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: S3Server
+) -> None:
+    """What another store has written is read from it."""
+    root = f"s3://{s3.new_bucket()}/run"
+    xla_ckpt.save(root, "a", TREE)
+    xla_ckpt.finalize_checkpoint()
+    kept = client_of("s3", root.split("/")[2])
+    files = {key: bytes(kept.read_version(key)[0]) for key in kept.below("run/")}
+    port = free_port()
+    command = [str(S3RVER), "--directory", str(tmp_path), "--address", "127.0.0.1", "--port", str(port), "--silent"]
+    with served(command, port, monkeypatch, key="S3RVER") as bucket:
+        there = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1")
+        for key, data in files.items():
+            there.put_object(Bucket=bucket, Key=key, Body=data)
+        root = f"s3://{bucket}/run"
+        assert xla_ckpt.list_tags(root) == ["a"]
+        with pytest.raises(UsageError, match=r"ignores the conditions of requests.*Save to a store that has"):
+            xla_ckpt.save(root, "b", TREE)
+        assert xla_ckpt.list_tags(root) == ["a"]
+        assert torch.equal(xla_ckpt.restore(root, "a").tree["w"], TREE["w"])

@@ -12,14 +12,18 @@ from typing import Any
 from xla_ckpt.api.load_steps import Load, LoadWish
 from xla_ckpt.api.tags import expect_commit, located, near_and_far
 from xla_ckpt.engine.background import SAVES, install_exit_hook
+from xla_ckpt.engine.disks import Disks, DiskWord, united_disks
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.unchanged import forget_saved
+from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import naming
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.current import current_job, job_alone
+from xla_ckpt.job.job import Job
+from xla_ckpt.job.verdict import agreed
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.options import LoadOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
@@ -85,7 +89,8 @@ def load_checkpoint(
     trust_pickle: bool = False,
     options: LoadOptions | None = None,
 ) -> Loaded:
-    """Load a tag into the given objects, each of them optional.
+    """Load a tag into the given objects, each of them optional: with none it gives the user content back, as
+    neuronx-distributed's does (`restore` makes all that is stored anew).
 
     Everything is checked before anything is changed: names, shapes and dtypes first, then the digests of all bytes
     that would be overwritten in place.
@@ -226,7 +231,8 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     phases = Phases(LOAD_PHASES, keep=file is not None)
     SAVES.settle(full_path(path))  # what this process saves there is a tag before anybody looks
     store, tag = located(path, tag)
-    near = None if options.local is None else near_and_far(path, options.local)[0]
+    uploader = None if options.local is None else UPLOADS.of(*near_and_far(path, options.local))
+    near = None if uploader is None else uploader.root
     install_exit_hook()
     if wish.alone:
         job = job_alone(options.timeout)
@@ -250,6 +256,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     load = Load(
         store=store,
         near=near,
+        several=False,
         job=job,
         content=content,
         wish=wish,
@@ -257,7 +264,13 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     )
     try:
         with naming(path=store.path), job.taking_part():
-            job.begin(call, partial(_wait, [store.path] if near is None else [store.path, near.path]))
+            waited_for = [store.path] if near is None else [store.path, near.path]
+            disks = Disks.from_json(job.begin(call, partial(_word, waited_for, job, uploader), _united))
+            if uploader is not None and disks.several:
+                load = replace(load, several=True)
+                with agreed(job.exchange, "uploading"):  # what no other host can read yet
+                    uploader.meet(disks)
+                    uploader.finish_all(leads=disks.led_by(job.exchange.rank))
             if job.exchange.size > 1 or store.path != full_path(path):
                 load = replace(load, store=store.look())  # what others saved meanwhile was not there yet
             if tag is None:
@@ -269,15 +282,21 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
         _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, traced)
         raise
     if job.exchange.rank == 0:
-        expect_commit(near or store)
+        expect_commit(near.store if near is not None else store)
     return value, _end(report, phases, traced)
 
 
-def _wait(paths: Sequence[str]) -> None:
-    """Wait for the saves that this load may not overtake."""
+def _word(paths: Sequence[str], job: Job, uploader: Uploader | None) -> Any:
+    """Wait for the saves that this load may not overtake; what this rank says of its disk then."""
     for path in paths:
         SAVES.wait(path)
     GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
+    alone = uploader is None or job.exchange.size == 1
+    return (DiskWord("") if alone or uploader is None else uploader.word(saves=False)).to_json()
+
+
+def _united(words: Sequence[Any]) -> Any:
+    return united_disks([DiskWord.from_json(word) for word in words]).to_json()
 
 
 def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:

@@ -44,9 +44,9 @@ from xla_ckpt.state.problems import Problem, incompatible
 from xla_ckpt.state.proof import Proof, prove
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
-from xla_ckpt.storage.base import FileSystem, Store
+from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.local_first import LocalFirst
 from xla_ckpt.tags.upload_rules import newest_first
 from xla_ckpt.tree import path as paths
 
@@ -81,8 +81,11 @@ class Load:
     """One load on one rank, and what it needs."""
 
     store: Store
-    near: FileSystem | None
+    near: LocalFirst | None
     """The directory of ``local=``, if there is one."""
+
+    several: bool
+    """Whether hosts have disks of their own there. Then all tags are in the object store, and a disk has parts."""
 
     job: Job
     content: Objects | Like
@@ -124,9 +127,11 @@ class Load:
 
     def _one(self, is_near: bool, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
         """Load one tag: open it, check it against the targets, plan, read and verify, install."""
-        store = self.near if is_near and self.near is not None else self.store
+        store = self.near.store if is_near and self.near is not None and not self.several else self.store
         with self.phases.timed("open"):
             reader = self._open(store, tag, exchange)
+            if is_near and self.near is not None and self.several:
+                reader.directory = self.near.nearer(reader.directory, tag, reader.manifest.head)
         with reader:
             self._check_version(reader, exchange)
             with self.phases.timed("check"):
@@ -200,7 +205,11 @@ class Load:
         return [(tag, is_near) for tag, is_near in of_lead(self.job.exchange, key, lambda: self._candidates(name))]
 
     def _candidates(self, name: str | None) -> list[Candidate]:
-        both = newest_first([] if self.near is None else root_of(self.near).entries(), self._listed())
+        near = [] if self.near is None else self.near.whole_entries()
+        far = self._listed()
+        # Where each disk has a part: first what the disks have, then all from the object store, if that is damaged.
+        parts = [(entry, is_near) for entry in reversed(far) for is_near in (True, False)]
+        both = parts if self.several else newest_first(near, far)
         return [(entry.tag, is_near) for entry, is_near in both if name in (None, entry.tag)]
 
     def _listed(self) -> list[TagEntry]:

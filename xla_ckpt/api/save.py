@@ -36,7 +36,7 @@ from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
 from xla_ckpt.tags.missing import check_is_no_tag
@@ -226,10 +226,11 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
             order = Order(
                 root=root,
                 tag=tag,
-                call=wish.call(root.path, tag, content, job.placement.mesh),
+                call=wish.call(full_path(path), tag, content, job.placement.mesh),
                 options=options,
                 pinned=wish.pinned,
                 num_kept=wish.num_kept,
+                uploader=uploader,
                 committed=follower(root, tag, options.products),
                 workers=max(1, wish.workers),
                 shown=wish.shown(job),
@@ -329,8 +330,8 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
 def finalize_checkpoint() -> None:
     """Wait for all saves in flight, those of `xla_ckpt.dcp` too, and free the memory that was kept for snapshots.
 
-    On rank 0 it waits for uploads, too (`SaveOptions.local`), and repeats those that failed; and for products
-    (`SaveOptions.products`).
+    It waits for uploads of this process, too (`SaveOptions.local`), and repeats those that failed; and on rank 0 for
+    products (`SaveOptions.products`).
 
     Raises:
         CheckpointError: A save failed, and nobody has been told yet; or a tag was not uploaded, or a product

@@ -17,6 +17,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, UsageError, from_json
 from xla_ckpt.job.job import leave
+from xla_ckpt.keywords import known_options
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.storage.undisturbed import undisturbed, waited
@@ -104,6 +105,7 @@ class SaveHandle:
         """
         return self._freezing is None or self._freezing.wait(timeout)
 
+    @known_options
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save, and say what it did.
 
@@ -125,10 +127,12 @@ class SaveHandle:
         assert self._report is not None
         return self._report
 
+    @known_options
     def uploaded(self, timeout: float | None = None) -> SaveReport:
         """As `result`; and wait until the tag is in the object store, too, if it was saved with ``local=``.
 
-        Rank 0 uploads. On other ranks, and after a save without ``local=``, there is nothing more to wait for.
+        The first rank of each disk uploads. On other ranks, and after a save without ``local=``, there is nothing more
+        to wait for.
 
         Args:
             timeout: Seconds to wait at most; None waits for as long as it takes.
@@ -138,10 +142,10 @@ class SaveHandle:
                 `finalize_checkpoint`.
             TimeoutError: It is still on its way.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        report = self.result(timeout)
+        began, report = time.monotonic(), self.result(timeout)
         if self._uploader is not None:
-            self._uploader.uploaded(report.sequence, None if until is None else max(until - time.monotonic(), 0.0))
+            left = None if timeout is None else max(began + timeout - time.monotonic(), 0.0)
+            self._uploader.uploaded(report.sequence, left)
         return report
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.seal import Ending, seal
@@ -34,6 +35,7 @@ def sealed_manifest(
     records: Sequence[Record],
     odd: Sequence[int],
     mesh: Mesh,
+    disks: Disks,
     ending: Ending,
 ) -> Manifest:
     """The manifest of what all ranks have written; with it, the tag needs nothing but its name.
@@ -44,6 +46,7 @@ def sealed_manifest(
         records: What each rank has written.
         odd: The ranks that have other arrays than the first of their pipeline stage.
         mesh: How the ranks are arranged.
+        disks: Which disks they see.
         ending: What the tag has besides.
 
     Raises:
@@ -52,7 +55,7 @@ def sealed_manifest(
     """
     directory = transaction.directory
     if directory.streaming is None:  # else all hosts have one store
-        for record in records:
+        for record in (record for record in records if disks.leader(record.rank) == 0):
             check_written(directory, record.rank, record.files)
     check_same_arrays([record.arrays for record in records], odd, mesh)
     head = new_head(order.root, order.tag, transaction.sequence, pinned=order.pinned)

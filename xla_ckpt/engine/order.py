@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.upload import Uploader
 from xla_ckpt.engine.write import WRITERS
 from xla_ckpt.job.call import Call
 from xla_ckpt.options import SaveOptions
@@ -28,6 +29,9 @@ class Order:
     pinned: bool | None = None
     num_kept: int | None = None
     """How many of the newest tags are kept, if `options` do not say it."""
+
+    uploader: Uploader | None = None
+    """What brings the tag to an object store from the directory in which it is committed."""
 
     committed: Callable[[int], object] = lambda number: None
     """Is called on rank 0 after the commit, with its number. Never raises."""

@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.crew import Crew
+from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.merged import sealed_manifest
+from xla_ckpt.engine.opening import AgreedSave, open_save
 from xla_ckpt.engine.order import Order, Timing
+from xla_ckpt.engine.other_disk import OTHERS_WAIT_FOR, OtherDisk, check_parity, commit_on_others, say_sealed
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases
 from xla_ckpt.engine.progress import Progress
@@ -39,7 +41,7 @@ from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.same_arrays import fingerprint, first_of_stage, odd_ones
+from xla_ckpt.plan.same_arrays import first_of_stage
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.plan.sharing import SharedPlan
 from xla_ckpt.sharding.mesh import Mesh
@@ -50,17 +52,6 @@ from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What all ranks know when a save has begun."""
-
-    odd: Sequence[int]
-    """Those that have other arrays than the first of their pipeline stage."""
-
-    united: Any
-    """What they have made of what each of them told (see `Agreeing`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +98,7 @@ class Save:
             self.exchange.waited = self.phases.waited
         try:
             with self.job.taking_part():
-                agreed = self._begin()
+                agreed = open_save(self.order, self.job, self._ready, self.phases)
                 with naming(path=self.order.root.path, tag=self.order.tag):
                     sequence, written = self._lead(agreed) if self.exchange.rank == 0 else self._follow(agreed)
             note_saved(self.order.root, self.order.tag, sequence, self._ready().fixed)
@@ -159,53 +150,34 @@ class Save:
                 level = logging.DEBUG if failed else logging.WARNING
                 logger.log(level, "could not clean up in %s after tag %s: %s", root.path, self.order.tag, error)
 
-    def _begin(self) -> _Agreed:
-        """Begin together with all ranks."""
-        if self.exchange.rank == 0:
-            self.order.root.expect()  # only now: the caller no longer waits
-        with self.phases.timed("meet"):
-            try:
-                return _Agreed(*self.job.begin(self.order.call, self._word, self._unite))
-            except RankFailedError as lost:
-                # Other errors are about calls that differ, perhaps in path and tag: all ranks say the same of them.
-                lost.at(path=self.order.root.path, tag=self.order.tag)
-                raise
-
-    def _word(self) -> list[Any]:
-        """What arrays this rank has, as far as its whole pipeline stage has the same; and what its files depend on."""
-        frozen = self._ready()
-        return [fingerprint(frozen.types(frozen.has_in_common)) if self.exchange.size > 1 else "", frozen.told]
-
-    def _unite(self, words: Sequence[Any]) -> list[Any]:
-        """Of rank 0: what `_Agreed` has, from the words of all ranks."""
-        odd = odd_ones([arrays for arrays, _ in words], self.mesh)
-        return [odd, self._ready().unite([word for _, word in words])]
-
     def _ready(self) -> Frozen:
         if isinstance(self.frozen, CheckpointError):
             raise self.frozen
         return self.frozen
 
-    def _lead(self, agreed: _Agreed) -> tuple[int, SharedPlan]:
+    def _lead(self, agreed: AgreedSave) -> tuple[int, SharedPlan]:
         """Rank 0's part: the transaction, the records of all, the commit."""
         exchange, transaction = self.exchange, Transaction(self.order.root, self.order.tag)
         try:
             with self._failing_on_all_ranks():
                 frozen = self._ready().agreed(agreed.united)
+                check_parity(disks := agreed.disks, self.order)
                 with self.phases.timed("commit"):
                     self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
                 earlier = earlier_tag(self.order, transaction.newest)
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
-                    exchange.say("begin", Begun(transaction.directory.name, earlier).to_json())
-                sharing = self._share(frozen, earlier, transaction.directory)
+                    begun = Begun(transaction.directory.name, transaction.sequence, earlier)
+                    exchange.say("begin", begun.to_json())
+                sharing = self._share(frozen, earlier, transaction.directory, disks)
                 record = self._write(frozen, sharing, transaction.directory)
                 parts = self._hear_parts(record, sharing.plan)
                 records = [part.record for part in parts]
                 parity = None if self._parity is None else partial(self._parity.lead, transaction.directory)
                 ending = Ending(index=frozen.writing.index, marks=frozen.writing.marks, parity=parity)
-                manifest = sealed_manifest(self.order, transaction, records, agreed.odd, self.mesh, ending)
-                self._commit(transaction, manifest, parts)
+                manifest = sealed_manifest(self.order, transaction, records, agreed.odd, self.mesh, disks, ending)
+                say_sealed(exchange, disks, transaction.directory)
+                self._commit(transaction, manifest, parts, disks)
         finally:
             transaction.abandon()
         if exchange.size > 1:
@@ -223,8 +195,9 @@ class Save:
             problem.at(path=self.order.root.path, tag=self.order.tag)
             if exchange.size > 1:
                 problem = exchange.decide(problem) or problem
-                if not exchange.has_said("begin"):
-                    exchange.say("begin", error=problem)
+                for key in ("begin", *OTHERS_WAIT_FOR):
+                    if not exchange.has_said(key):
+                        exchange.say(key, error=problem)
                 if self._parity is not None:
                     self._parity.give_up(problem)
                 exchange.say("verdict", error=problem)
@@ -233,7 +206,7 @@ class Save:
                 raise
             raise problem from error
 
-    def _commit(self, transaction: Transaction, manifest: Manifest, parts: Sequence[Part]) -> None:
+    def _commit(self, transaction: Transaction, manifest: Manifest, parts: Sequence[Part], disks: Disks) -> None:
         within = self.exchange.timeout * LEAD
         began = time.perf_counter()
         if self.order.root.await_ready(within):
@@ -243,6 +216,7 @@ class Save:
         if given_up is not None:
             raise given_up  # another rank, which has told its caller so
         began = time.perf_counter()
+        commit_on_others(self.exchange, disks)
         report = kept([part.measured for part in parts])
         retained = transaction.commit(retention=self.order.retention, report=report, within=within)
         ended = time.perf_counter()
@@ -251,16 +225,17 @@ class Save:
         remember(self.order.root, manifest)
         self.order.committed(transaction.sequence)
 
-    def _follow(self, agreed: _Agreed) -> tuple[int, SharedPlan]:
+    def _follow(self, agreed: AgreedSave) -> tuple[int, SharedPlan]:
         """The part of any other rank: write, report, hear the verdict."""
         exchange, root, sharing = self.exchange, self.order.root, SharedPlan(SavePlan(()))
         draft: str | None = None
+        disk = OtherDisk(self.order, exchange, agreed.disks.leader(exchange.rank))
         try:
             frozen = self._ready().agreed(agreed.united)
-            begun = Begun.from_json(exchange.hear("begin", 0))
+            begun = disk.begun(Begun.from_json(exchange.hear("begin", 0)), self.cancellation.check)
             directory = open_shared(root, draft := begun.draft)
             try:
-                sharing = self._share(frozen, begun.earlier, directory)
+                sharing = self._share(frozen, begun.earlier, directory, agreed.disks)
                 record = self._write(frozen, sharing, directory, tells_all=exchange.rank in agreed.odd)
                 directory.sync()
             finally:
@@ -272,11 +247,13 @@ class Save:
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)
             self._stages.tell_failure(problem)
+            disk.give_up(problem)
             draft = None  # rank 0 does not ask this rank for parity any more
             if isinstance(error, RankFailedError):
                 raise  # it is decided for all, rank 0 included: to wait for its verdict would take the timeout again
         if self._parity is not None and draft is not None:
             self._parity.follow(root, draft)
+        disk.end(failed=draft is None)
         with self.phases.timed("meet"):
             return hear_verdict(exchange).sequence, sharing
 
@@ -292,10 +269,11 @@ class Save:
     def _stages(self) -> Stages:
         return Stages(self.exchange, self.mesh)
 
-    def _share(self, frozen: Frozen, earlier: EarlierTag | None, directory: Directory) -> SharedPlan:
+    def _share(self, frozen: Frozen, earlier: EarlierTag | None, directory: Directory, disks: Disks) -> SharedPlan:
         """Decide what this rank writes, and share what need not be written."""
         root, plan = self.order.root, self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
-        plan = plan if root.store.object_store is None else plan.streamed()
+        if root.store.object_store is not None or disks.several:
+            plan = plan.streamed()  # the digests stand in the manifest: nobody there can read all files
         if not self.order.options.share:
             return SharedPlan(plan)
         crew = self._crew(lambda _: self.cancellation.check())

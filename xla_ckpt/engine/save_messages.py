@@ -30,6 +30,9 @@ class Begun(Message):
     draft: str
     """Name of the directory that is filled."""
 
+    sequence: int
+    """Number that the tag will have."""
+
     earlier: EarlierTag | None
     """With what they share; None if they do not."""
 

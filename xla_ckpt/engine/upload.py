@@ -2,45 +2,52 @@
 
 What goes up is looked for in the directory, and not handed over: a process that was killed leaves nothing but its tags
 and their journals, and the next one goes on with them. A file is sent whole, and compared with its digests on the way.
+
+Where hosts have disks of their own, each has a thread like this, and sends what its disk has into one attempt. That of
+the tag's first disk begins the attempt and commits it when all files are there; the others wait until it has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from xla_ckpt.engine.disks import Disks, DiskWord
+from xla_ckpt.engine.sent_part import DiskPart, WaitingTag, absent_disks
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
     ChangedTagError,
     CheckpointError,
     CorruptCheckpointError,
     NoCheckpointError,
+    RankFailedError,
     from_json,
     naming,
     storage_errors,
 )
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.manifest.digest import BlockDigester, JoinedDigest
-from xla_ckpt.storage.base import Directory, FileSystem, LocalFiles, ObjectStore, Source, size_of
-from xla_ckpt.storage.this_process import after_fork
+from xla_ckpt.storage.base import FileSystem, ObjectStore
+from xla_ckpt.storage.this_process import after_fork, this_process
 from xla_ckpt.storage.undisturbed import undisturbed, waited
-from xla_ckpt.tags.attempt import Attempt
-from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.ledger_rules import attempt_name
 from xla_ckpt.tags.local_first import LocalFirst, write_journal
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import WITHIN, Kind
-from xla_ckpt.tags.upload_rules import Journal, step_of
+from xla_ckpt.tags.root import WITHIN
+from xla_ckpt.tags.upload_rules import step_of, uploaded_as
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 1024 * 1024
-"""Bytes of a file that are read at a time."""
+FIRST_LOOK, LAST_LOOK = 0.2, 5.0
+"""Seconds between two looks at a tag that waits for files of other disks: at first, and in the end."""
+
+
+STAYS = (CorruptCheckpointError, ChangedTagError, RankFailedError)
+"""Errors of a tag that stays in the directory. This process does not try it again, and the others go up."""
 
 
 class Uploader:
@@ -56,9 +63,24 @@ class Uploader:
         self._reached = 0
         """Number of the newest tag that was dealt with; all older ones were, too."""
         self._dropped: dict[int, CheckpointError] = {}
+        self._present: frozenset[str] = frozenset()
+        """The disks of the job; empty where nobody knows them."""
+        self._waiting: dict[int, WaitingTag] = {}
+        """The tags of which this disk has sent its part, by their numbers."""
         self._error: CheckpointError | None = None
         """Why the last try ended early; None if it did not."""
         self._ends = threading.Event()
+
+    def word(self, *, saves: bool) -> DiskWord:
+        """What this process says of the disk when a save or a load begins."""
+        newest = max((entry.sequence for entry in self.root.entries()), default=0) if saves else 0
+        return DiskWord(self.root.disk(anew=True), this_process().token, newest)
+
+    def meet(self, disks: Disks) -> None:
+        """Hear which disks the job has."""
+        self.root.disks, self._present = disks.names, frozenset(disks.names)
+        self.root.number_above(disks.newest)
+        LEASES.share_with(disks.tokens)
 
     def wake(self, retention: Retention | None) -> None:
         """Have tags go up that are not in the object store, in the background.
@@ -86,7 +108,7 @@ class Uploader:
             CheckpointError: It has not, and why.
             TimeoutError: It is still on its way.
         """
-        self._wait(lambda: self._reached >= sequence, timeout)
+        self._wait(lambda: self._reached >= sequence and sequence not in self._waiting, timeout)
         if sequence in self._dropped:
             raise _again(self._dropped[sequence])
         if self._reached < sequence and self._error is not None:
@@ -105,6 +127,16 @@ class Uploader:
         if self._error is not None:
             raise _again(self._error)
 
+    def finish_all(self, *, leads: bool) -> None:
+        """Have all tags go up that can, and wait, if this process is the first one on its disk.
+
+        Raises:
+            CheckpointError: They have not, and why.
+        """
+        if leads:
+            self.wake(self._retention)
+            self.finish()
+
     def end(self) -> None:
         """Have the thread end soon: the next process goes on."""
         self._ends.set()
@@ -116,6 +148,7 @@ class Uploader:
                 raise TimeoutError(f"tags of {self.root.path} are still on their way to {self.root.remote.path}")
 
     def _work(self) -> None:
+        pause = FIRST_LOOK
         while True:
             with self._changed:
                 self._again = False
@@ -128,26 +161,34 @@ class Uploader:
                 logger.warning("an upload from %s is tried again with the next save: %s", self.root.path, error)
             with self._changed:
                 self._error = error
-                if not self._again or self._ends.is_set():
+                if error is None and self._waiting and not self._ends.is_set():
+                    if self._changed.wait_for(lambda: self._again or self._ends.is_set(), pause):
+                        pause = FIRST_LOOK
+                    pause = min(2 * pause, LAST_LOOK)
+                elif not self._again or self._ends.is_set():
                     self._thread = None
                     self._changed.notify_all()
                     return
 
     def _send_all(self) -> None:
-        holds = False
-        for entry in self.root.entries():
-            if entry.sequence not in self._dropped and not self.root.journal(entry).is_remote:
-                if not holds:
-                    self.root.remote.hold(WITHIN, self._check_ends)
-                    holds = True
+        entries = self.root.entries()
+        unsent = [e for e in entries if e.sequence not in self._dropped and not self.root.journal(e).is_remote]
+        if unsent:
+            self.root.remote.hold(WITHIN, self._check_ends)
+        for entry in unsent:  # before one is begun, which would give up those of a job that was killed
+            if not absent_disks(self.root.journal(entry), self._present):
+                self.root.remote.upload(entry.tag, uploaded_as(entry), begins=False)
+        for entry in entries:
+            if entry in unsent:
                 try:
                     with naming(path=self.root.path, tag=entry.tag), storage_errors("uploading a tag"):
                         self._send(entry)
                 except CheckpointError as error:
-                    if error is not entry.damage and not isinstance(error, CorruptCheckpointError | ChangedTagError):
+                    if error is not entry.damage and not isinstance(error, STAYS):
                         raise
                     # It stays here, and does not keep those from the object store that are newer.
                     self._dropped[entry.sequence] = error
+                    self._waiting.pop(entry.sequence, None)
                     logger.warning("a tag is not uploaded: %s", error)
             with self._changed:
                 self._reached = max(self._reached, entry.sequence)
@@ -168,97 +209,20 @@ class Uploader:
         with TagReader(directory, self.root.path, entry.tag) as reader:
             if reader.manifest.head.sequence != entry.sequence:
                 return  # a save has replaced it since it was listed, and has woken this thread
-            if step == "send":
-                self._fill(reader, directory, entry)
+            before = self._waiting.get(entry.sequence)
+            part = DiskPart(self.root, entry, directory, reader, self._present, self._check_ends, before)
+            waiting = part.send(self._retention) if step == "send" else None
+            if waiting is not None:
+                self._waiting[entry.sequence] = waiting
+                return
             journal = self.root.journal(entry)
             write_journal(directory, replace(journal, is_remote=True))
+        self._waiting.pop(entry.sequence, None)
         self.root.retire_sent(entry.tag, self._retention)
-
-    def _fill(self, reader: TagReader, directory: LocalFiles, entry: TagEntry) -> None:
-        """Send what is not there yet, the manifest last, and commit."""
-        files = [path for path in directory.files() if not path.startswith(UPLOAD) and path != MANIFEST]
-        sizes = {path: size_of(directory, path) for path in (*files, MANIFEST)}
-        remote, attempt = self.root.remote, self.root.journal(entry).attempt
-        resumed = remote.resume(entry.tag, attempt) if attempt.startswith(attempt_name(entry.tag, "")) else None
-        draft = remote.begin(entry.tag, Kind.UPLOAD) if resumed is None else resumed
-        sent = {} if resumed is None else self._sent(resumed, sizes)
-        name, nbytes = draft.directory.name, sum(sizes.values())
-        journal = Journal(address=remote.path, nbytes=nbytes, attempt=name, sent=sent)
-        write_journal(directory, journal)
-        numbers = {record.path: number for number, record in enumerate(reader.manifest.files)}
-        filled = draft.directory.streaming
-        assert filled is not None, "files of an object store are streamed"
-        try:
-            for path, size in sizes.items():
-                if path not in sent:
-                    pieces = _whole(directory, path) if path not in numbers else checked(reader, numbers[path])
-                    filled.stream(path, size, self._unless_ended(pieces))
-                    journal = replace(journal, sent={**journal.sent, path: size})
-                    write_journal(directory, journal)
-        except CorruptCheckpointError:
-            draft.abandon()
-            raise
-        # If it fails, the attempt stays: the next try goes on with it.
-        report = None if REPORT in sent else self.root.report_of(entry.tag)
-        draft.commit(retention=self._retention, report=report, within=WITHIN)
-
-    def _sent(self, attempt: Attempt, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The files that an earlier try has sent, with their sizes. They are whole: else they would not be there."""
-        sent = {path: size_of(attempt.directory, path) for path in attempt.directory.files()}
-        for path, size in sent.items():
-            if path in sizes and size != sizes[path]:  # a pin has changed the manifest since
-                self.root.remote.store.remove(f"{attempt.directory.name}/{path}")
-        return {path: size for path, size in sent.items() if size == sizes.get(path, size)}
-
-    def _unless_ended(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        for piece in pieces:
-            self._check_ends()
-            yield piece
 
     def _check_ends(self) -> None:
         if self._ends.is_set():
             raise InterruptedError("the process ends")
-
-
-def checked(reader: TagReader, number: int) -> Iterator[memoryview]:
-    """A file of a tag, in pieces, which are compared with its digests before the last one is over.
-
-    Raises:
-        CorruptCheckpointError: It is not what was saved.
-    """
-    record, source = reader.manifest.files[number], reader.source(number)
-    table = None if record.head == record.size else reader.digest_table(number)  # a file of pickles has no regions
-    damaged = CorruptCheckpointError("the file is not what was saved", file=record.path, hint=reader.hint)
-    regions = [] if table is None else list(zip(table.offset.tolist(), table.nbytes.tolist(), strict=True))
-    rest, at = JoinedDigest(), 0
-    for offset, nbytes in (*regions, (record.size, 0)):
-        for piece in _pieces(source, at, offset - at, damaged):
-            rest.add(rest.nbytes, piece)
-            yield piece
-        of_region = BlockDigester(nbytes)
-        for piece in _pieces(source, offset, nbytes, damaged):
-            of_region.update(piece)
-            yield piece
-        if table is not None and nbytes and tuple(of_region.digests) != table.of(offset, nbytes):
-            raise damaged
-        at = offset + nbytes
-    if rest.value != record.digest:
-        raise damaged
-
-
-def _pieces(source: Source, offset: int, nbytes: int, short: CheckpointError) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(PIECE_BYTES, nbytes)))
-    for at in range(offset, offset + nbytes, PIECE_BYTES):
-        piece = buffer[: min(PIECE_BYTES, offset + nbytes - at)]
-        if source.read_into(piece, at) < len(piece):
-            raise short
-        yield piece
-
-
-def _whole(directory: Directory, path: str) -> Iterator[memoryview]:
-    """A file that is not in the manifest, such as the manifest itself, which has a digest of its own."""
-    with contextlib.closing(directory.open(path)) as source:
-        yield from _pieces(source, 0, source.size, CorruptCheckpointError("the file is cut off", file=path))
 
 
 def _again(error: CheckpointError) -> CheckpointError:

@@ -16,7 +16,14 @@ from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, NoCheckpointError, UsageError, storage_errors
+from xla_ckpt.errors import (
+    ChangedTagError,
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    UsageError,
+    storage_errors,
+)
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
@@ -296,7 +303,19 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     elif (inside := named_itself(store)) is not None:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
+    elif not tags and not store.has("") and (beside := _tags_above(store)):
+        error.hint = f"Nothing lies there. {beside}"
     return error
+
+
+def _tags_above(root: Store) -> str:
+    """What tags there are in the directory above: where nothing lies, somebody may have named a tag by its path."""
+    try:
+        above, _ = door.above(root.path)
+        tags = tag_names(above.look())
+    except CheckpointError:
+        return ""  # it is only for a hint
+    return f"In {above.path} there are, oldest first: {', '.join(tags[-10:])}." if tags else ""
 
 
 def named_itself(root: Store) -> tuple[Store, str] | None:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COUNTS = frozenset({"step", "steps", "global_step", "epoch", "iteration"})
+"""Keys of what programs keep beside their objects."""
+
+_SCHEDULED = frozenset({"last_epoch", "base_lrs", "_step_count"})
+"""Keys that states of torch's schedulers have."""
+
 _PLACES = "The order of the arguments is model, optimizer, scheduler, user_content."
 
 
@@ -114,11 +120,22 @@ def check_is_no_class(value: Any, leaf: str) -> None:
 def check_scheduler(scheduler: Any) -> None:
     """Refuse the state of an optimizer in the place of a scheduler. Any other dict may be one of the program's own.
 
+    One that counts steps and has nothing that schedulers have is told of: it looks like a user content.
+
     Raises:
-        UsageError: It is one.
+        UsageError: It is the state of an optimizer.
     """
-    if isinstance(scheduler, Mapping) and schema.GROUPS in scheduler:
+    if not isinstance(scheduler, Mapping):
+        return
+    if schema.GROUPS in scheduler:
         raise _in_the_place_of("a scheduler", "the state of an optimizer", scheduler)
+    if not scheduler.keys().isdisjoint(_COUNTS) and scheduler.keys().isdisjoint(_SCHEDULED):
+        logger.warning(
+            "the dict with %s is saved as the scheduler. If it is the user content, which a load gives back, "
+            "say user_content=: %s",
+            ", ".join(map(str, list(scheduler)[:5])),
+            _PLACES,
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -79,6 +79,9 @@ class Attempt:
             facts = facts_of(self.record.store, rules.entries_in(after))
             return rules.retired(after, superfluous(facts, retention))
 
+        if retention is not None:
+            # What a policy reads of older tags is read now, and kept: an edit that takes long loses to those of others.
+            superfluous(facts_of(self.record.store, rules.entries_in(self.record.last())), retention)
         try:
             ledger = self.record.edit(change)
         except Unanswered as error:

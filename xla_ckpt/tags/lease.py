@@ -11,7 +11,7 @@ import datetime
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from xla_ckpt.errors import RootInUseError, UsageError
@@ -97,6 +97,17 @@ class Leases:
         """Roots where another user's lease lies, and who runs this has been told so."""
 
         self._watched: dict[str, _Watch] = {}
+        self._job = frozenset[str]()
+        """The tokens of the processes of this job that save to one root with this one."""
+
+    def share_with(self, tokens: Iterable[str]) -> None:
+        """Take the leases of these processes for leases of this one: they are one job, on several hosts."""
+        self._job = frozenset(tokens)
+
+    def _is_mine(self, owner: Owner) -> bool:
+        """Whether an owner is this process, one of its job, or one that started it, or that it has started."""
+        me = this_process()
+        return owner.token in (me.token, *self._job) or (owner.host == me.host and is_kin(owner.pid, owner.started))
 
     def hold(self, place: LeasePlace, within: float, check: Callable[[], object]) -> str | None:
         """Have the lease of a root. Waits until it is clear whether another process has it.
@@ -107,7 +118,7 @@ class Leases:
             check: Is called while this waits, and raises to end the wait.
 
         Returns:
-            The token of the process whose lease it is, this one or one of its kin; None if it saves without a lease.
+            The token of the process whose lease it is, this one or one of its job; None if it saves without a lease.
 
         Raises:
             RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.
@@ -190,7 +201,7 @@ class Leases:
             self._watched.pop(place.path, None)
             return None
         owner = owner_of(data)
-        if owner is not None and _is_mine(owner):
+        if owner is not None and self._is_mine(owner):
             return Sight(owner=owner, locked=None, mine=True)
         watch = self._watched.get(place.path)
         if watch is None or watch.token != (owner.token if owner else ""):
@@ -247,7 +258,7 @@ class Leases:
         all of the root, and nothing is in the way.
         """
         owner = owner_of(data) if data else None
-        if owner is not None and not _is_mine(owner):
+        if owner is not None and not self._is_mine(owner):
             taker = str(owner)
         elif data is None and (successor := lease.place.successor(lease.owner.token, sequence)) is not None:
             taker = successor
@@ -275,12 +286,6 @@ class Leases:
             f"{LEASE_VARIABLE}=take in its environment, this job saves there, and that one no more; with "
             f"{LEASE_VARIABLE}=off for both, two share it, under different tags.",
         )
-
-
-def _is_mine(owner: Owner) -> bool:
-    """Whether an owner is this process, or one that started it, or that it has started: they are one job."""
-    me = this_process()
-    return owner.token == me.token or (owner.host == me.host and is_kin(owner.pid, owner.started))
 
 
 def _now() -> str:

@@ -107,39 +107,67 @@ class LedgerRoot:
         return self.store.has(f"{name}/{LEDGER}")
 
     def begin(self, name: str, kind: Kind) -> Draft:
-        if kind not in (Kind.TAG, Kind.UPLOAD, Kind.REPAIR):
+        if kind not in (Kind.TAG, Kind.REPAIR):
             is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
             return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
+        return self._begin(name, kind, attempt_name(name, uuid.uuid4().hex))
+
+    def upload(self, tag: str, version: str, *, begins: bool) -> Attempt | None:
+        """Take part in the upload of a version of a tag (`upload_rules.uploaded_as`), whoever has begun it.
+
+        Args:
+            tag: Its name.
+            version: What its attempt is known by.
+            begins: Whether this begins it if nobody has, or if it was given up. What else was begun in an earlier
+                epoch is given up then: who goes on with other uploads takes part in those first.
+
+        Returns:
+            Where it is filled; None if nobody has begun it.
+        """
+        prefix = attempt_name(tag, version)
+        joined = self._attempt(tag, Kind.UPLOAD, prefix, None)
+        return self._begin(tag, Kind.UPLOAD, prefix + uuid.uuid4().hex) if joined is None and begins else joined
+
+    def fate(self, attempt: str) -> rules.Fate:
+        """What became of an attempt that another process commits."""
+        return rules.fate(self.read(), attempt)
+
+    def _begin(self, name: str, kind: Kind, attempt: str) -> Attempt:
         due = self._due()
         try:
             self._record.sweep(due)
         except OSError as error:  # who may write there and not delete can save all the same
             logger.warning("%s: files that nobody needs any more stay: %s", self.path, error)
-        attempt = self._attempt(name, kind, attempt_name(name, uuid.uuid4().hex), is_new=True)
-        assert attempt is not None, "a new one is begun"
-        return attempt
+        begun = self._attempt(name, kind, attempt, attempt)
+        assert begun is not None, "a new one is begun"
+        return begun
 
-    def resume(self, tag: str, attempt: str) -> Attempt | None:
-        """Go on with an upload that an earlier process, or this one, has begun; None if it was given up since.
+    def _attempt(self, name: str, kind: Kind, prefix: str, new: str | None) -> Attempt | None:
+        """The open attempt with a name that begins like this, or else the new one."""
+        added = set[str]()
 
-        Whoever calls it does so before anything else in the root is begun, which would give the upload up.
-        """
-        return self._attempt(tag, Kind.UPLOAD, attempt, is_new=False)
+        def named(ledger: Ledger) -> str | None:
+            return next((attempt for attempt in ledger.open if attempt.startswith(prefix)), new)
 
-    def _attempt(self, name: str, kind: Kind, attempt: str, *, is_new: bool) -> Attempt | None:
         def change(ledger: Ledger) -> Ledger:
             if self._epoch not in (None, ledger.epoch):
                 raise taken_over(self.path, ledger)
-            return rules.begun(ledger, attempt, self._writer) if is_new or attempt in ledger.open else ledger
+            attempt = named(ledger)
+            if attempt is None:
+                return ledger
+            added.update({attempt} - WRITING)
+            WRITING.add(attempt)
+            is_ours = attempt in ledger.open and ledger.open[attempt].epoch == ledger.epoch
+            return ledger if is_ours else rules.begun(ledger, attempt, self._writer)
 
-        WRITING.add(attempt)
         try:
             ledger = self._record.edit(change)
         except BaseException:
-            WRITING.discard(attempt)
+            WRITING.difference_update(added)
             raise
-        if attempt not in ledger.open:
-            WRITING.discard(attempt)
+        attempt = named(ledger)
+        WRITING.difference_update(added - {attempt})
+        if attempt is None:
             return None
         return Attempt(
             root=self,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import uuid
 from collections.abc import Callable
 
-from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.storage.base import FileSystem, LocalFiles
-from xla_ckpt.tags.cleaning import retire_older
-from xla_ckpt.tags.directories import DirectoryRoot
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.manifest.records import Head
+from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source, write_small
+from xla_ckpt.tags.cleaning import remove, retire_older
+from xla_ckpt.tags.directories import DirectoryDraft, DirectoryRoot
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
+from xla_ckpt.tags.names import DISK_MARK, NEW_PREFIX
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import go_on
+from xla_ckpt.tags.root import Kind, go_on
 from xla_ckpt.tags.upload_rules import Journal, address_in, parse_journal
 
 logger = logging.getLogger(__name__)
@@ -34,20 +39,73 @@ class LocalFirst(DirectoryRoot):
         super().__init__(store)
         self.remote = remote
         self._committed = committed
-        self._above: int | None = None
+        self._above = 0
+        self._asked = False
+        """Whether the object store was asked which numbers it has: once, since saves must not wait for it."""
+        self.disks: tuple[str, ...] = ()
+        """The disks that the processes see which save here, that of rank 0 first."""
+
+    def disk(self, *, anew: bool) -> str:
+        """What the disk is known by that this process sees; without `anew`, nothing if it has no such mark yet.
+
+        It lies on the disk itself, so it stays the same on whichever host the disk is, and in whichever order hosts
+        come.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        while not (marks := self.store.names(DISK_MARK)) and anew:
+            self.store.prepare()
+            draft = self.store.make(f"{NEW_PREFIX}{uuid.uuid4().hex}")
+            try:
+                draft.make(uuid.uuid4().hex)
+                draft.sync()
+                self.store.rename(draft.name, DISK_MARK)
+                self.store.sync()
+            except OSError as error:
+                remove(self.store, draft.name)
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another process was faster
+                    raise
+            finally:
+                draft.close()
+        return marks[0] if marks else ""
+
+    def begin(self, name: str, kind: Kind) -> DirectoryDraft:
+        draft = super().begin(name, kind)
+        if kind is Kind.TAG:
+            try:
+                write_small(draft.directory, UPLOAD, Journal(address=self.remote.path, disks=self.disks).to_json())
+            except BaseException:
+                draft.abandon()
+                raise
+        return draft
+
+    def whole_entries(self) -> list[TagEntry]:
+        """The tags of which this disk has all files, oldest first: the other ones can be read from here by nobody."""
+        disk = self.disk(anew=False)
+        return [entry for entry in self.entries() if self.journal(entry).is_whole_on(disk)]
+
+    def nearer(self, far: ReadDirectory, tag: str, head: Head) -> ReadDirectory:
+        """The files of a tag in the object store, of which those are read from this disk that it has."""
+        entry = self.entry(tag)
+        if entry is None or (entry.sequence, entry.created) != (head.sequence, head.created):
+            return far  # the disk has another version of it, or nothing
+        try:
+            return NearerFiles(far, self.open(tag))
+        except NoCheckpointError:
+            return far  # it was retired meanwhile
 
     def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         super().hold(within, check)
-        if self._above is None:
+        if not self._asked:
             self._check_is_its_directory()
-        if self._above is None:  # asked once: while the store is away, saves must not wait for it
             try:
                 self.have_seen(self.remote.entries())
             except CheckpointError as error:
                 if not self.entries():
                     raise  # nothing says which numbers there are
                 logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
-                self.have_seen([])
+            self._asked = True
 
     def _check_is_its_directory(self) -> None:
         """Refuse the directory of another root: its tags would go to this one, too, and be taken for newer ones.
@@ -69,10 +127,14 @@ class LocalFirst(DirectoryRoot):
 
     def have_seen(self, remote: list[TagEntry]) -> None:
         """Number the next tags above all that are in the object store."""
-        self._above = max((self.above(), *(entry.sequence for entry in remote)))
+        self.number_above(max((entry.sequence for entry in remote), default=0))
+
+    def number_above(self, sequence: int) -> None:
+        """Number the next tags above this number."""
+        self._above = max(self._above, sequence)
 
     def above(self) -> int:
-        return self._above or 0
+        return self._above
 
     def retire_older(self, tag: str, retention: Retention | None) -> float:
         """Retire nothing: tags go when they are in the object store (see `retire_sent`)."""
@@ -104,6 +166,34 @@ def _journal_data(store: FileSystem, entry: TagEntry) -> bytes:
         return store.start_of(f"{entry.directory}/{UPLOAD}", MAX_JOURNAL, links=False)
     except OSError:
         return b""  # no upload was begun, or the tag is gone
+
+
+class NearerFiles:
+    """The files of a tag in an object store, of which those are read from a disk that it has.
+
+    Args:
+        far: The tag in the object store.
+        near: The part of the same version of it that the disk has.
+    """
+
+    def __init__(self, far: ReadDirectory, near: ReadDirectory) -> None:
+        self._far, self._near = far, near
+        self.name, self.costs = far.name, far.costs
+
+    def open(self, path: str, size: int | None = None) -> Source:
+        with contextlib.suppress(FileNotFoundError):
+            return self._near.open(path, size)
+        return self._far.open(path, size)
+
+    def files(self) -> list[str]:
+        return self._far.files()
+
+    def is_at(self, name: str) -> bool:
+        return self._far.is_at(name)
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
 
 
 def write_journal(directory: LocalFiles, journal: Journal) -> None:

@@ -16,6 +16,9 @@ OLD_PREFIX = ".old-"
 LEASE = ".lease"
 """Who saves to the root directory."""
 
+DISK_MARK = ".disk"
+"""What tells the disk under a root directory from those that other hosts have under its name."""
+
 LEDGER = ".ledger"
 """The record in an object store that says which tags there are."""
 

@@ -2,6 +2,9 @@
 
 Each tag keeps a journal of its upload, which says what is there already. Numbers of commits are comparable in both
 places: a save takes one above all that it has seen, and an upload keeps it.
+
+Where each host of a job has a disk of its own, each disk has the manifest and a part of the files. All of them are sent
+into one attempt, and the first disk completes it: it has what only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.tags.entry import TagEntry
 
 UploadStep = Literal["send", "nothing", "drop"]
@@ -36,6 +40,17 @@ class Journal:
     is_remote: bool = False
     """Whether it was committed there."""
 
+    disks: tuple[str, ...] = ()
+    """The disks that have its files, that of rank 0 first; empty in tags of a version that knew of one disk only."""
+
+    def is_whole_on(self, disk: str) -> bool:
+        """Whether one disk has all of its files.
+
+        >>> Journal(address="s3://b/r", disks=("a", "b")).is_whole_on("a")
+        False
+        """
+        return set(self.disks) <= {disk}
+
     def to_json(self) -> bytes:
         """The file in which it is kept."""
         return json.dumps(asdict(self)).encode()
@@ -54,7 +69,8 @@ def parse_journal(data: bytes, address: str) -> Journal:
     """The journal in a file. One that is damaged, or of an upload to another place, says that nothing is there yet."""
     try:
         raw: Any = json.loads(data)
-        journal = Journal(**{**raw, "sent": {str(path): int(size) for path, size in raw["sent"].items()}})
+        sent = {str(path): int(size) for path, size in raw["sent"].items()}
+        journal = Journal(**{**raw, "sent": sent, "disks": tuple(map(str, raw.get("disks", ())))})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Journal(address=address)
     return journal if journal.address == address else Journal(address=address)
@@ -72,6 +88,11 @@ def address_in(data: bytes) -> str | None:
 def is_same(one: TagEntry, other: TagEntry | None) -> bool:
     """Whether two entries are the same version of a tag."""
     return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
+
+
+def uploaded_as(entry: TagEntry) -> str:
+    """What the attempt of this version of a tag is known by in the object store: its name begins so."""
+    return to_hex(digest(f"{entry.sequence} {entry.created}".encode()))
 
 
 def step_of(entry: TagEntry, remote: Iterable[TagEntry]) -> UploadStep:
