@@ -21,7 +21,7 @@ import xla_ckpt
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
 from xla_ckpt.cli.selftest import command, storage
-from xla_ckpt.cli.selftest.checks import Check, Sighting, Testbed, holds
+from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, holds
 from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
 from xla_ckpt.storage.local_file import LocalSink, LocalSource
@@ -33,7 +33,7 @@ DEVICES = {check.name: check for check in DEVICE_CHECKS}
 
 
 def seen(check: Check, path: object, seconds: float = 100) -> Sighting:
-    return check(Testbed(str(path), time.monotonic() + seconds))
+    return check(Bench(str(path), time.monotonic() + seconds))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What a check is: a promise of this library, and a function that looks whether it holds in a testbed."""
+"""What a check is: a promise of this library, and a function that looks whether it holds in a bench."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sighting:
 holds, broken, unseen = (partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen"))
 
 
-class Testbed:
+class Bench:
     """A fresh folder, and the time (of `time.monotonic`) until which it may be used."""
 
     def __init__(self, path: str, until: float) -> None:
@@ -89,13 +89,13 @@ class Check:
 
     name: str
     promise: str
-    see: Callable[[Testbed], Sighting]
+    see: Callable[[Bench], Sighting]
 
-    def __call__(self, testbed: Testbed) -> Sighting:
+    def __call__(self, bench: Bench) -> Sighting:
         """Look whether the promise holds."""
-        if not testbed.left:
+        if not bench.left:
             return unseen("There was no time left: --seconds gives more.")
         try:
-            return self.see(testbed)
+            return self.see(bench)
         except (CheckpointError, OSError) as error:
             return broken(f"{type(error).__name__}: {error}")

@@ -58,7 +58,7 @@ def _line(answer: dict[str, Any]) -> RenderableType:
 
 def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
     """What each check has seen, one after the other. The folder is gone afterwards, also if this is given up."""
-    from xla_ckpt.cli.selftest.checks import Testbed
+    from xla_ckpt.cli.selftest.checks import Bench
     from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
     from xla_ckpt.cli.selftest.storage import storage_checks
     from xla_ckpt.storage.door import store_at
@@ -74,7 +74,7 @@ def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
         for number, check in enumerate((*quick, *DEVICE_CHECKS, kill)):
             path = f"{store.path}/{name}/{number}"
             store_at(path).prepare()
-            yield {"check": check.name, "promise": check.promise, **asdict(check(Testbed(path, until)))}
+            yield {"check": check.name, "promise": check.promise, **asdict(check(Bench(path, until)))}
     finally:
         with undisturbed():
             _remove(store, name)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import Check, Sighting, Testbed, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, unseen
 from xla_ckpt.dtypes import DTYPE_NAMES, dtype
 
 OF_EACH_TYPE = 256
@@ -30,11 +30,11 @@ MOVED = 1 << 22
 PROMISE = "its arrays come back byte for byte, and a save in the background has the values of its call"
 
 
-def _see(framework: str, testbed: Testbed) -> Sighting:
+def _see(framework: str, bench: Bench) -> Sighting:
     """What a process of its own says of the devices of a framework."""
     if importlib.util.find_spec(framework) is None:
         return unseen(f"{framework} is not installed.")
-    with testbed.child(framework, testbed.below(framework)) as (child, lines):
+    with bench.child(framework, bench.below(framework)) as (child, lines):
         answer = lines.readline()
         if not answer:
             return unseen(f"The process that uses {framework} ended with exit code {child.wait()}, and said nothing.")

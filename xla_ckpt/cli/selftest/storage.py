@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import Check, Sighting, Testbed, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, unseen
 from xla_ckpt.cli.selftest.child import REFUSED, TAKEN
 from xla_ckpt.snapshot.memory import Bytes, allocate
 from xla_ckpt.storage.base import Directory, FileSystem, read_whole, write_small
@@ -38,22 +38,22 @@ INSTANTS = (0.5, 0.25, 0.75, 0.1, 0.9, 0.4, 0.6, 0.98)
 """When a process is killed, as parts of the length of its save before."""
 
 
-def _names(testbed: Testbed) -> Sighting:
+def _names(bench: Bench) -> Sighting:
     names = ("tag", "Tag", "caf\u00e9", "cafe\u0301", "t" * 200)
     for name in names:
-        with testbed.folder(name) as folder:
+        with bench.folder(name) as folder:
             write_small(folder, "name", name.encode())
     for name in names:
-        with contextlib.closing(testbed.store.open(name, lock=False)) as directory:
+        with contextlib.closing(bench.store.open(name, lock=False)) as directory:
             if read_whole(directory, "name") != name.encode():
                 return broken(f"What was written as {name!r} is something else.")
     return holds("Names that differ in case or in how an accent is spelt, and one of 200 letters, stay apart.")
 
 
-def _rename(testbed: Testbed) -> Sighting:
-    system = _file_system(testbed)
+def _rename(bench: Bench) -> Sighting:
+    system = _file_system(bench)
     for name in ("one", "other"):
-        with testbed.folder(name) as folder:
+        with bench.folder(name) as folder:
             write_small(folder, name, b"")
     with contextlib.suppress(OSError):
         system.rename("one", "other")
@@ -75,14 +75,14 @@ def _rename(testbed: Testbed) -> Sighting:
     return holds("None replaces what is not empty. Two names were exchanged 200 times, and were always there.")
 
 
-def _file_system(testbed: Testbed) -> FileSystem:
-    assert testbed.store.file_system is not None, "only file systems have this check"
-    return testbed.store.file_system
+def _file_system(bench: Bench) -> FileSystem:
+    assert bench.store.file_system is not None, "only file systems have this check"
+    return bench.store.file_system
 
 
-def _fsync(testbed: Testbed) -> Sighting:
+def _fsync(bench: Bench) -> Sighting:
     times = []
-    with testbed.folder("synced") as folder:
+    with bench.folder("synced") as folder:
         for number in range(20):
             sink = folder.create(str(number), 4096)
             sink.write(memoryview(os.urandom(4096)), 4096, 0)
@@ -96,9 +96,9 @@ def _fsync(testbed: Testbed) -> Sighting:
     return unseen(f"{sentence}, so it waits for something. Whether that outlasts a loss of power, no program can see.")
 
 
-def _conditions(testbed: Testbed) -> Sighting:
-    assert testbed.store.object_store is not None, "only object stores have this check"
-    testbed.store.object_store.check_conditions()
+def _conditions(bench: Bench) -> Sighting:
+    assert bench.store.object_store is not None, "only object stores have this check"
+    bench.store.object_store.check_conditions()
     return holds("A write was refused whose condition was not met: of a new file, of a changed one, of an absent one.")
 
 
@@ -114,9 +114,9 @@ def _read(folder: Directory, path: str, into: Bytes) -> None:
         source.read_once(into.data, 0, allocate(1 << 23).data)
 
 
-def _bytes(testbed: Testbed) -> Sighting:
+def _bytes(bench: Bench) -> Sighting:
     data, again = _random(), allocate(MEASURED)
-    with testbed.folder("bytes") as folder:
+    with bench.folder("bytes") as folder:
         write_small(folder, "file", data.data)
         _read(folder, "file", again)
     if not np.array_equal(data, again):
@@ -124,8 +124,8 @@ def _bytes(testbed: Testbed) -> Sighting:
     return holds(f"{size(MEASURED)} were read as they were written, around the page cache where that can be done.")
 
 
-def _room(testbed: Testbed) -> Sighting:
-    with testbed.folder("room") as folder:
+def _room(bench: Bench) -> Sighting:
+    with bench.folder("room") as folder:
         write_small(folder, "file", b"")
         free = folder.free()
     if free is None:
@@ -133,11 +133,11 @@ def _room(testbed: Testbed) -> Sighting:
     return (holds if free >= ROOM else broken)(f"{size(free)} may be written; a selftest takes {size(ROOM)} at most.")
 
 
-def _clock(testbed: Testbed) -> Sighting:
+def _clock(bench: Bench) -> Sighting:
     begin = time.time()
-    with testbed.folder("clock") as folder:
+    with bench.folder("clock") as folder:
         write_small(folder, "file", b"now")
-    modified = testbed.store.modified("clock/file")
+    modified = bench.store.modified("clock/file")
     if modified is None:
         return unseen("The storage does not say when a file was written.")
     sentence = f"They differ by {abs(modified / 1e9 - begin):.1f} s"
@@ -146,30 +146,30 @@ def _clock(testbed: Testbed) -> Sighting:
     return holds(f"{sentence}.")
 
 
-def _lease(testbed: Testbed) -> Sighting:
-    path = testbed.below("lease")
-    with testbed.child("save", path) as (_, lines):
+def _lease(bench: Bench) -> Sighting:
+    path = bench.below("lease")
+    with bench.child("save", path) as (_, lines):
         if not lines.readline():
             return broken("The process that was to save ended before its first commit.")
-        with testbed.child("hold", path, "10") as (_, answer):
+        with bench.child("hold", path, "10") as (_, answer):
             if (word := answer.readline().strip()) != REFUSED:
                 return broken(f"A second process that wanted to save there was not refused: {word or 'it ended'}.")
     begin = time.monotonic()
-    silence = DIRECTORY_SILENCE if testbed.store.object_store is None else RECORD_SILENCE
-    with testbed.child("hold", path, str(silence + 10)) as (_, answer):
+    silence = DIRECTORY_SILENCE if bench.store.object_store is None else RECORD_SILENCE
+    with bench.child("hold", path, str(silence + 10)) as (_, answer):
         word = answer.readline().strip()
     if word == TAKEN:
         return holds(f"A second process was refused, and had the lease {time.monotonic() - begin:.1f} s after a kill.")
-    if not testbed.left:
+    if not bench.left:
         return unseen("A second process was refused. There was no time to wait for the lease of a killed one.")
     return broken("After the first process was killed, another one did not get its lease.")
 
 
-def _speed(testbed: Testbed) -> Sighting:
-    data, again, path = _random(), allocate(MEASURED), testbed.below("speed")
+def _speed(bench: Bench) -> Sighting:
+    data, again, path = _random(), allocate(MEASURED), bench.below("speed")
     xla_ckpt.save(path, "first", {"w": data[:1024]})  # from now on the process runs that commits
     best = dict.fromkeys(("write", "save", "read", "load"), float("inf"))
-    with testbed.folder("raw") as folder:
+    with bench.folder("raw") as folder:
         for file in map(str, range(3)):
             actions: dict[str, Callable[[], object]] = {
                 "write": partial(write_small, folder, file, data.data),
@@ -181,7 +181,7 @@ def _speed(testbed: Testbed) -> Sighting:
                 begin = time.perf_counter()
                 action()
                 best[what] = min(best[what], time.perf_counter() - begin)
-            if testbed.left < 2 * sum(best.values()):
+            if bench.left < 2 * sum(best.values()):
                 break
     save, load = best["save"] / best["write"], best["load"] / best["read"]
     rates = ", ".join(f"{what} {size(int(MEASURED / seconds))}/s" for what, seconds in best.items())
@@ -190,13 +190,13 @@ def _speed(testbed: Testbed) -> Sighting:
     )
 
 
-def _killed(testbed: Testbed) -> Sighting:
+def _killed(bench: Bench) -> Sighting:
     begin, kills = time.monotonic(), 0
     for instant in INSTANTS:
-        if kills and testbed.left < 2 * (time.monotonic() - begin) / kills:
+        if kills and bench.left < 2 * (time.monotonic() - begin) / kills:
             break
-        path = testbed.below(f"killed-{kills}")
-        with testbed.child("save", path) as (child, lines):
+        path = bench.below(f"killed-{kills}")
+        with bench.child("save", path) as (child, lines):
             times, said = [], []
             for _ in range(3):
                 said.append(lines.readline())
@@ -210,7 +210,7 @@ def _killed(testbed: Testbed) -> Sighting:
             return broken(f"After a kill -9 at {instant:.0%} of a save, {problem}.")
         kills += 1
     if not kills:
-        return (broken if testbed.left else unseen)("The process that saves ended before its third commit.")
+        return (broken if bench.left else unseen)("The process that saves ended before its third commit.")
     return holds(f"A process was killed in mid-save, {count(kills, 'time')}: all tags were whole, and none was lost.")
 
 
