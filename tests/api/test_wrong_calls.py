@@ -194,13 +194,9 @@ def test_an_element_type_is_refused_when_it_is_said() -> None:
 def test_what_is_no_number_is_refused(tmp_path: pathlib.Path) -> None:
     handle = xla_ckpt.save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2), user_content={"step": 3})
     for wait in (handle.result, handle.uploaded):
-        with pytest.raises(
-            xla_ckpt.UsageError, match="timeout is not of the kind .* a number, found '5'"
-        ):
+        with pytest.raises(xla_ckpt.UsageError, match="timeout is not of the kind .* a number, found '5'"):
             wait(timeout="5")
-    with pytest.raises(
-        xla_ckpt.UsageError, match=r"num_workers is not of the kind .* found {'step': 0}"
-    ):
+    with pytest.raises(xla_ckpt.UsageError, match=r"num_workers is not of the kind .* found {'step': 0}"):
         xla_ckpt.load_checkpoint(tmp_path, "a", None, None, None, {"step": 0})  # type: ignore[arg-type]
     assert xla_ckpt.load_checkpoint(tmp_path).user_content == {"step": 3}, "without objects it gives this back"
 

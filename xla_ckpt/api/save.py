@@ -9,6 +9,7 @@ from typing import Any
 
 from xla_ckpt.api.freezing import freeze
 from xla_ckpt.api.products import check_products, follower
+from xla_ckpt.api.replacing import check_replaceable
 from xla_ckpt.api.tags import near_and_far
 from xla_ckpt.api.wish import Wish, chosen_layouts
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
@@ -297,11 +298,12 @@ def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
     )
 
 
-def _prepare(store: Store) -> None:
+def _prepare(store: Store, tag: str) -> None:
     """Fail early where a save could not even begin."""
     if store.file_system is not None:  # `LedgerRoot.hold` asks an object store: the caller does not wait for that
         # Retention would remove the tags in the directory of a tag with the one that it is.
         check_is_no_tag(store.path, root_of)
+    check_replaceable(store, tag)
     try:
         store.prepare()
     except (FileExistsError, NotADirectoryError) as error:
@@ -322,7 +324,7 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0:
-        _prepare(order.root.store)
+        _prepare(order.root.store, order.tag)
     with collector_paused():
         return freeze(state, placement, phases, wish)
 

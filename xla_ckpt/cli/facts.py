@@ -12,10 +12,9 @@ from typing import Any
 from xla_ckpt.api.summaries import fields_of, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
-from xla_ckpt.layouts.registry import find_foreign, no_tag
+from xla_ckpt.layouts.registry import check_lies_there, find_foreign
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.listing import names_in
-from xla_ckpt.tags.roots import root_of
 
 MAX_DEPTH = 3
 """Levels below a directory at which roots are looked for."""
@@ -57,8 +56,7 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
         both = summaries_of_both(*near_and_far(root, local))
         return {"path": root, "tags": [fields_of(summary) for summary in both], "roots": []}
     store = store_at(root).look()
-    if not root_of(store).is_certain() and not store.is_directory(""):
-        raise no_tag(store, None)
+    check_lies_there(store)
     tags = [fields_of(summary) for summary in summaries(store)]
     return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
 from xla_ckpt.errors import UsageError, storage_errors
+from xla_ckpt.tables.texts import size
 
 if TYPE_CHECKING:
     from xla_ckpt.view.site import ViewedRoot
@@ -35,6 +36,7 @@ def view(args: argparse.Namespace) -> int:
         page = site.one_document(address)
         with storage_errors("writing the page", path=args.html):
             Path(args.html).write_bytes(page)
+        print(f"{args.html}: {size(len(page))}")
         return 0
     if address:
         raise UsageError("pages that are served ask for this themselves", expected="--html FILE with it")

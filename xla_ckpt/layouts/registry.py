@@ -293,6 +293,16 @@ def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
     return _better(no_such_tag(root_of(store), tag), store)
 
 
+def check_lies_there(store: Store) -> None:
+    """Refuse a root where nothing lies at all: a listing of it would look like that of a root without tags.
+
+    Raises:
+        NoCheckpointError: Nothing does.
+    """
+    if not root_of(store).is_certain() and not store.is_directory(""):
+        raise no_tag(store, None)
+
+
 def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
     tags = all_tags(store)

@@ -41,7 +41,7 @@ def check_is_text(tag: object, path: str | None = None) -> str:
             path=path,
             expected="a str, such as 'step_10'",
             found=type(tag).__name__,
-            hint="The tag is the argument after the path: save_checkpoint(path, tag, model).",
+            hint="The tag is the argument after the path. A load without one takes the newest: say model=..., by name.",
         )
     return tag
 

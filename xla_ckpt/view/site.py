@@ -12,6 +12,7 @@ from xla_ckpt.api.summaries import fields_of
 from xla_ckpt.api.tags import located
 from xla_ckpt.engine.difference import Distance
 from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.layouts.registry import check_lies_there
 from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.tables.texts import size
@@ -41,6 +42,8 @@ class ViewedRoot:
 
     def __init__(self, path: str, shardings: Rules | None = None) -> None:
         store, self.only = located(path, None)
+        if self.only is None:
+            check_lies_there(store)
         self.root = Checkpoints(store.path)
         self.shardings = shardings
 

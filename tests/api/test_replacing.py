@@ -1,0 +1,82 @@
+"""A save replaces a tag of its name, and nothing else that has the name."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import xla_ckpt
+
+
+def _content(root: pathlib.Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def _a_root(place: pathlib.Path) -> None:
+    xla_ckpt.save(place, "step_1", {"w": torch.ones(2)})
+
+
+def _sources(place: pathlib.Path) -> None:
+    (place / "pkg").mkdir(parents=True)
+    (place / "pkg" / "a.py").write_text("x = 1")
+
+
+def _a_file(place: pathlib.Path) -> None:
+    place.write_text("notes")
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "cure"),
+    [
+        (_a_root, "a root with step_1", "pass .*/lm as the path"),
+        (_sources, "a directory with pkg", "Give the tag another name"),
+        (_a_file, "a file", "Give the tag another name"),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_no_tag_is_not_replaced(
+    tmp_path: pathlib.Path, make: object, found: str, cure: str, asynchronous: bool
+) -> None:
+    assert callable(make)
+    make(tmp_path / "lm")
+    before = _content(tmp_path)
+    with pytest.raises(xla_ckpt.UsageError, match=f"is no tag, and would be lost.*{found}.*{cure}"):
+        xla_ckpt.save_checkpoint(tmp_path, "lm", torch.nn.Linear(2, 2), async_save=asynchronous).result()
+    assert _content(tmp_path) == before
+
+
+def test_a_conversion_does_not_replace_it_either(tmp_path: pathlib.Path) -> None:
+    _sources(tmp_path / "to" / "lm")
+    xla_ckpt.save(tmp_path / "from", "step_1", {"w": torch.ones(2)})
+    before = _content(tmp_path)
+    with pytest.raises(xla_ckpt.UsageError, match="is no tag, and would be lost.*a directory with pkg"):
+        xla_ckpt.convert(tmp_path / "from", tmp_path / "to", "step_1", to="xser", as_tag="lm")
+    assert _content(tmp_path) == before
+
+
+def test_an_empty_directory_and_a_tag_are_replaced(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").mkdir()
+    for number in (1.0, 2.0):
+        xla_ckpt.save(tmp_path, "a", {"w": torch.full((2,), number)})
+        assert xla_ckpt.restore(tmp_path).tree["w"][0] == number
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tag_of_another_library_is_replaced_and_told(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    xla_ckpt.save(tmp_path, "step-1", {"w": torch.zeros(2)})
+    assert "tag step-1, which" in caplog.text and "will be replaced" in caplog.text
+    assert xla_ckpt.restore(tmp_path).tree["w"][0] == 0
+
+
+def test_a_path_and_a_tag_that_are_swapped_are_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    xla_ckpt.save("runs", "step_1", {"w": torch.ones(2)})
+    with pytest.raises(xla_ckpt.UsageError, match="the path and the tag seem to be swapped.*runs is a directory with"):
+        xla_ckpt.save_checkpoint("step_2", "runs", torch.nn.Linear(2, 2))
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
