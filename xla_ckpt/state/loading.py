@@ -287,9 +287,7 @@ def absent_part(stored: Stored, what: str) -> Loading:
     loading = Loading()
     below = children(stored.skeleton) or {}
     members = ", ".join(below) or "nothing"
-    if "params" in below:
-        members += " (are they those of a model of jax? xla_ckpt.register_names)"
     if not {"params", "token_embedder", "base"}.isdisjoint(below):
-        members += " (are they those of MaxText? xla_ckpt.register_names(xla_ckpt.maxtext_names(rope=...)))"
+        members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
     loading.add_problem(what, f"not in the checkpoint, which holds {members}")
     return loading

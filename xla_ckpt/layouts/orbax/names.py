@@ -185,7 +185,9 @@ class Renaming:
         axes = [axis for group in self.rule.before for axis in group]
         if (factor := self.factor) != 1:
             wide = np.result_type(elements.dtype, np.float32)  # a product of two bfloat16 would be rounded twice
-            elements = (elements.astype(wide) * wide.type(factor)).astype(elements.dtype)
+            product = elements.astype(wide)
+            product *= wide.type(factor)
+            elements = product.astype(elements.dtype)
         return elements.reshape([len(extents[axis]) for axis in axes]).transpose([axes.index(a) for a in self.order])
 
     def parts(self, chunk: Box) -> Iterator[tuple[str, Box]]:
