@@ -22,7 +22,7 @@ from xla_ckpt.sharding.box import Box
 _GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
 _AXIS = re.compile(r"([a-z_]\w*)(?::([1-9]\d*))?", re.IGNORECASE)
 _PLACE = re.compile(r"\\\{(\w+)\\\}")
-_ROOT = re.compile(r"\s*sqrt\(([^()]*)\)\s*")
+_ROOT = re.compile(r"\s*sqrt\(([^()]*\w[^()]*)\)\s*")
 
 _EXAMPLE = "('params/layers/query/kernel', 'layers.{layer}.q.weight', 'embed layer head dim -> (head dim) embed')"
 
