@@ -286,7 +286,8 @@ def absent_part(stored: Stored, what: str) -> Loading:
     """The loading of a part that is not stored at all."""
     loading = Loading()
     below = children(stored.skeleton) or {}
-    of_jax = " (are they those of a model of jax? xla_ckpt.register_names)" if "params" in below else ""
     members = ", ".join(below) or "nothing"
-    loading.add_problem(what, f"not in the checkpoint, which holds {members}{of_jax}")
+    if not {"params", "token_embedder", "base"}.isdisjoint(below):
+        members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
+    loading.add_problem(what, f"not in the checkpoint, which holds {members}")
     return loading

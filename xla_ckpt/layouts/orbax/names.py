@@ -1,8 +1,8 @@
 """How a program of jax calls a model's arrays, and how they lie: rules by which they are those of a torch model. Pure.
 
 jax's kernels are (in, out) where torch's are (out, in), heads may be a dim of their own, and the layers of a model may
-be one array with a dim of layers. A rule names the dims before and after, as einops does. No element is computed: a
-chunk is decoded, its dims are put into another order, and the manifest says which part of it is which array.
+be one array with a dim of layers. A rule names the dims before and after, as einops does, and may multiply. A chunk is
+decoded, its dims are put into another order, and the manifest says which part of it is which array.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.sharding.box import Box
 
 _GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
 _AXIS = re.compile(r"([a-z_]\w*)(?::([1-9]\d*))?", re.IGNORECASE)
 _PLACE = re.compile(r"\\\{(\w+)\\\}")
+_ROOT = re.compile(r"\s*sqrt\(([^()]*\w[^()]*)\)\s*")
 
 _EXAMPLE = "('params/layers/query/kernel', 'layers.{layer}.q.weight', 'embed layer head dim -> (head dim) embed')"
 
@@ -45,6 +48,9 @@ class NameRule:
     sizes: Mapping[str, int]
     """Those that the rule says."""
 
+    factor: float | Axes
+    """What elements are multiplied by: a number, or the axes of whose sizes it is the root."""
+
     @property
     def numbering(self) -> Axes:
         """The axes that are numbers in names."""
@@ -65,16 +71,20 @@ def _parsed(rule: tuple[str, str, str]) -> NameRule:
     try:
         path, name, pattern = rule
         left, right = pattern.split("->")
+        right, times, by = right.partition("*")
         sizes: dict[str, int] = {}
         before, after = _axes(left, sizes), _axes(right, {})
+        factor = _factor(by) if times else 1.0
         numbers = set(_PLACE.findall(re.escape(path)))
-        parsed = NameRule(re.compile(_PLACE.sub(r"(?P<\1>\\d+)", re.escape(path))), name, before, after, sizes)
+        parsed = NameRule(re.compile(_PLACE.sub(r"(?P<\1>\\d+)", re.escape(path))), name, before, after, sizes, factor)
         name.format(**dict.fromkeys((*numbers, *parsed.numbering), 0))
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, re.error) as error:
         raise _senseless(rule, str(error)) from error
     one, other = ([axis for group in groups for axis in group] for groups in (before, after))
     if len(set(one)) < len(one) or len(set(other)) < len(other) or not set(other) <= set(one):
         raise _senseless(rule, "each axis behind the arrow stands before it, and none stands twice")
+    if isinstance(factor, tuple) and not set(factor) <= set(one):
+        raise _senseless(rule, "each axis of the factor stands before the arrow")
     if missing := [axis for axis in parsed.numbering if f"{{{axis}}}" not in name]:
         raise _senseless(rule, f"the axis {missing[0]} is neither behind the arrow nor in the name")
     return parsed
@@ -101,6 +111,15 @@ def _axes(text: str, sizes: dict[str, int]) -> tuple[Axes, ...]:
     return tuple(groups)
 
 
+def _factor(text: str) -> float | Axes:
+    if (root := _ROOT.fullmatch(text)) is not None:
+        return tuple(root[1].split())
+    number = float(text)
+    if not math.isfinite(number) or not number:
+        raise ValueError(f"{text.strip()} is no factor")
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class Renaming:
     """A stored array as arrays of a model."""
@@ -120,6 +139,12 @@ class Renaming:
     def shape(self) -> tuple[int, ...]:
         """The shape of each array of the model."""
         return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.rule.after)
+
+    @property
+    def factor(self) -> float:
+        """What each element is multiplied by."""
+        said = self.rule.factor
+        return said if isinstance(said, float) else math.sqrt(math.prod(self.sizes[axis] for axis in said))
 
     @property
     def outer(self) -> Axes:
@@ -155,9 +180,14 @@ class Renaming:
         return extents
 
     def ordered(self, elements: Any, chunk: Box) -> Any:
-        """The elements of a chunk, an array of numpy's, with the axes in `order`."""
+        """The elements of a chunk, an array of numpy's, multiplied, with the axes in `order`."""
         extents = self.extents(chunk)
         axes = [axis for group in self.rule.before for axis in group]
+        if (factor := self.factor) != 1:
+            wide = np.result_type(elements.dtype, np.float32)  # a product of two bfloat16 would be rounded twice
+            product = elements.astype(wide)
+            product *= wide.type(factor)
+            elements = product.astype(elements.dtype)
         return elements.reshape([len(extents[axis]) for axis in axes]).transpose([axes.index(a) for a in self.order])
 
     def parts(self, chunk: Box) -> Iterator[tuple[str, Box]]:
@@ -229,7 +259,9 @@ def register_names(rules: Iterable[tuple[str, str, str]]) -> None:
     Args:
         rules: (path, name, pattern). The path is the array's in the tree, with slashes; ``{number}`` in it is any
             number. The pattern names the dims of the array, and those of the model's, as einops does. A dim of which
-            there is nothing behind the arrow numbers arrays: ``{layer}`` in the name is its index.
+            there is nothing behind the arrow numbers arrays: ``{layer}`` in the name is its index. Elements are
+            multiplied by what stands behind ``*``: a number, or the root of the product of some sizes, as in
+            ``embed head dim -> (head dim) embed * sqrt(dim)``.
 
     Raises:
         UsageError: A rule makes no sense.

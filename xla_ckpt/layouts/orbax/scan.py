@@ -116,6 +116,10 @@ class _Model:
         array.renaming = renaming(self.rules, path, array.shape, array.grid, leaf.name) if self.rules else None
         if array.renaming is None:
             return False
+        if array.renaming.factor != 1 and not array.dtype.floating:
+            raise IncompatibleCheckpointError(
+                "a rule multiplies elements that are no floating-point numbers", leaf=leaf.name, found=array.dtype.name
+            )
         for name, shard in array.parts(file):
             dtype, shape, shards = self.parts.setdefault(name, (array.dtype, array.renaming.shape, []))
             if (dtype, shape) != (array.dtype, array.renaming.shape):
