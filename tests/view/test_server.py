@@ -105,10 +105,13 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(root: Path, tmp_pat
 
 def test_the_command_writes_one_file(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.html"
-    assert call(capsys, "view", root, "--html", file, "--leaf", "w") == (0, "", "")
+    code, out, err = call(capsys, "view", root, "--html", file, "--leaf", "w")
+    assert (code, out.startswith(f"{file}: "), err) == (0, True, "")
     parsed = Parsed(file.read_text())
     parsed.check_harmless()
     assert {"Tag a&b", "All 3 values were read."} <= set(parsed.texts)
     code, _, err = call(capsys, "view", root, "--html", tmp_path / "nowhere" / "run.html")
     assert (code, "writing the page" in err) == (1, True)
     assert call(capsys, "view", root, "--mesh", "tp=2")[0] == 1
+    code, _, err = call(capsys, "view", tmp_path / "nothing", "--html", file)
+    assert (code, "Nothing lies there" in err) == (1, True)

@@ -14,7 +14,7 @@ from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED = 5
+MAX_SHOWN_NAMES = 5
 """Names of what lies there that an error has."""
 
 
@@ -60,5 +60,5 @@ def check_replaceable(store: Store, tag: str) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = sorted(names, key=lambda name: (not is_tag_name(name), name))[:MAX_NAMED]
+    shown = sorted(names, key=lambda name: (not is_tag_name(name), name))[:MAX_SHOWN_NAMES]
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

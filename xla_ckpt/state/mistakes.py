@@ -153,8 +153,8 @@ def _check_optimizer(optimizer: Any) -> None:
             leaf=schema.OPTIMIZER,
             expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
-            hint="Give several as a dict, each by a name. xla_ckpt.save takes any tree, and extras do, such as the "
-            "state of one of optax.",
+            hint="Give several as a dict, each by a name. The state of one of optax goes to extras, in a dict: "
+            "extras={'optax': {'state': ...}}.",
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(

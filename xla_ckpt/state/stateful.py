@@ -43,8 +43,8 @@ def tree_of(member: Any, name: str) -> Any:
         raise UnsupportedStateError(
             f"an object of the class {type(member).__name__} has no state_dict() and load_state_dict()",
             leaf=name,
-            hint="Pass an object that has both, or put plain values into user_content. The order of the arguments is "
-            "model, optimizer, scheduler, user_content.",
+            hint="Pass an object that has both, or a dict, which may hold any tree: {'state': ...}. Plain values of a "
+            "save go into user_content; the order of the arguments is model, optimizer, scheduler, user_content.",
         )
     return member.state_dict()
 
