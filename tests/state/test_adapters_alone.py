@@ -173,7 +173,7 @@ def test_patterns_name_what_is_saved(tmp_path: Path) -> None:
         ("model", "no such parameter"),
         ([], "says nothing that could be saved"),
         (["adapters", ""], "says nothing that could be saved"),
-        (7, "says nothing that could be saved"),
+        (7, "expected a name, or a list of names, found 7"),
     ],
 )
 def test_patterns_that_make_no_sense_are_refused(tmp_path: Path, only: Any, says: str) -> None:

@@ -235,13 +235,16 @@ class Zip:
         """Read all of it, and compare each record with its CRC-32, where it has one.
 
         Raises:
-            CorruptCheckpointError: A record is not what was written.
+            CorruptCheckpointError: A record is not what was written, or is packed as torch.save packs none.
         """
         for name, record in self.records.items():
+            if not record.plain:  # a load that needs it would refuse it; torch.save compresses nothing
+                raise CorruptCheckpointError(
+                    f"the zip's directory says of the record {name} that it is compressed or encrypted", file=self.file
+                )
             start, size, crc = self._record(name)
             # torch writes 0 where it was told to leave CRC-32s out.
-            known = crc if crc and record.plain else None
-            check_crc32(self.ahead.source.read_into, self.file, f"the record {name}", start, size, known)
+            check_crc32(self.ahead.source.read_into, self.file, f"the record {name}", start, size, crc or None)
 
     def _broken(self, why: str) -> CorruptCheckpointError:
         zipped = bytes(self._head[:2]) == b"PK"
