@@ -15,6 +15,7 @@ import xla_ckpt
 from tests.pages import HOSTILE, Parsed
 from tests.view import demo
 from xla_ckpt.engine import statistics
+from xla_ckpt.errors import NoCheckpointError
 from xla_ckpt.view import pages, site
 from xla_ckpt.view.document import document, one_document
 from xla_ckpt.view.pages import Pages
@@ -107,7 +108,8 @@ def test_what_makes_no_sense_is_told(root: Path) -> None:
         parsed = page(root, address)
         assert text in parsed.text, (text, parsed.text[-300:])
         assert "alert" in [p.get("role") for p in parsed.all("p")]
-    assert "Checkpoints in" in page(root / "nothing", {}).text
+    with pytest.raises(NoCheckpointError, match="Nothing lies there"):
+        page(root / "nothing", {})
 
 
 def test_pages_read_and_show_a_bounded_part(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
