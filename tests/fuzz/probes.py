@@ -173,8 +173,9 @@ class Case:
 ROOM = 1 << 32
 """Address space that the threads of a save may take besides (bytes)."""
 
-MARGIN = 1 << 29
-"""Address space that a worker may take beside what it has when it is warm (bytes)."""
+MARGIN = 1 << 30
+"""Address space that a worker may take beside what it has when it is warm (bytes). tensorstore begins a dozen threads
+when an input has it read several chunks at once, which reserve half of this."""
 
 CHEAP = ("listing", "load", "verify", "show", "ls", "explain")
 
