@@ -86,17 +86,21 @@ def test_ministack(monkeypatch: pytest.MonkeyPatch) -> None:
             xla_ckpt.list_tags("s3://nobody-has-made-it/run")
 
 
+def objects_of_a_run(s3: S3Server) -> dict[str, bytes]:
+    """The objects of a root with one tag, which a server that keeps conditions has got: key -> content."""
+    root = f"s3://{s3.new_bucket()}/run"
+    xla_ckpt.save(root, "a", TREE)
+    xla_ckpt.finalize_checkpoint()
+    kept = client_of("s3", root.split("/")[2])
+    return {key: bytes(kept.read_version(key)[0]) for key in kept.below("run/")}
+
+
 @needs_servers
 def test_rclone_ignores_conditions_and_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: S3Server
 ) -> None:
     """Loads fail, too: where a part is asked for that is as long as the file, it sends the file with status 200."""
-    root = f"s3://{s3.new_bucket()}/run"
-    xla_ckpt.save(root, "a", TREE)
-    xla_ckpt.finalize_checkpoint()
-    kept = client_of("s3", root.split("/")[2])
-    files = {key: bytes(kept.read_version(key)[0]) for key in kept.below("run/")}
-    port = free_port()
+    files, port = objects_of_a_run(s3), free_port()
     command = [str(SERVERS / "bin/rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key"]
     with served([*command, "testing,testing", str(tmp_path)], port, monkeypatch) as bucket:
         for key, data in files.items():
@@ -117,12 +121,7 @@ def test_s3rver_ignores_conditions_and_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: S3Server
 ) -> None:
     """What another store has written is read from it."""
-    root = f"s3://{s3.new_bucket()}/run"
-    xla_ckpt.save(root, "a", TREE)
-    xla_ckpt.finalize_checkpoint()
-    kept = client_of("s3", root.split("/")[2])
-    files = {key: bytes(kept.read_version(key)[0]) for key in kept.below("run/")}
-    port = free_port()
+    files, port = objects_of_a_run(s3), free_port()
     command = [str(S3RVER), "--directory", str(tmp_path), "--address", "127.0.0.1", "--port", str(port), "--silent"]
     with served(command, port, monkeypatch, key="S3RVER") as bucket:
         there = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1")

@@ -217,15 +217,21 @@ def test_ranks_that_read_the_same_samples_count_as_one(tmp_path: Path) -> None:
     assert run_on_ranks(stands, 4, tmp_path / "ckpt") == [10, 11, 10, 11]
 
 
-def changes_nothing(rank: int, root: Path) -> list[tuple[str, str]]:
-    """Loads that are refused, for one rank's reason or all ranks': what each of them raises."""
-    options = xla_ckpt.LoadOptions(timeout=60)
+def saved_and_changed(rank: int, root: Path) -> tuple[Turns, torch.nn.Linear]:
+    """A sampler and a model of ones that are saved; then the model has twos."""
     sampler, model = Turns(Numbers(), 4, rank), torch.nn.Linear(2, 2)  # type: ignore[arg-type]
     with torch.no_grad():
         model.weight.fill_(1.0)
     xla_ckpt.save_checkpoint(root, "dp", model, extras={"data": PerRank(sampler)})
     with torch.no_grad():
         model.weight.fill_(2.0)
+    return sampler, model
+
+
+def changes_nothing(rank: int, root: Path) -> list[tuple[str, str]]:
+    """Loads that are refused, for one rank's reason or all ranks': what each of them raises."""
+    options = xla_ckpt.LoadOptions(timeout=60)
+    sampler, model = saved_and_changed(rank, root)
 
     def fails_on_one(_states: list[Any], of: int, _world: int) -> Any:
         return {"epoch": 0, "index": 1 // (1 - of)}
@@ -243,12 +249,7 @@ def changes_nothing(rank: int, root: Path) -> list[tuple[str, str]]:
 
 def leaves_alone(rank: int, root: Path) -> list[str]:
     """What a load that is not strict skips, where a position cannot be dealt out."""
-    sampler, model = Turns(Numbers(), 4, rank), torch.nn.Linear(2, 2)  # type: ignore[arg-type]
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    xla_ckpt.save_checkpoint(root, "dp", model, extras={"data": PerRank(sampler)})
-    with torch.no_grad():
-        model.weight.fill_(2.0)
+    sampler, model = saved_and_changed(rank, root)
     extras = {"data": PerRank(sampler, position="step")}
     loaded = xla_ckpt.load_checkpoint(root, "dp", model, extras=extras, mesh="dp=2,tp=2", strict=False)
     assert (model.weight == 1.0).all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from xla_ckpt.job.messages import Message
 
@@ -63,8 +64,9 @@ class Disks(Message):
         return self.leader(rank) == rank
 
 
-def united_disks(words: Sequence[DiskWord]) -> Disks:
-    """What rank 0 makes of the words of all ranks, in their order."""
+def united_disks(said: Sequence[Any]) -> Any:
+    """What rank 0 makes of the words of all ranks, in their order: `Disks` of `DiskWord`, both as plain JSON."""
+    words = [DiskWord.from_json(word) for word in said]
     names = list(dict.fromkeys(word.disk for word in words))
     disks = [word.disk for word in words]
     leaders = [disks.index(name) for name in names]
@@ -75,4 +77,4 @@ def united_disks(words: Sequence[DiskWord]) -> Disks:
         tuple(words[rank].token for rank in leaders),
         tuple(number[disk] for disk in disks) if len(names) > 1 else (),
         max(word.newest for word in words),
-    )
+    ).to_json()

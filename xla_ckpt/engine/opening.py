@@ -46,7 +46,7 @@ def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phase
     def united(words: Sequence[Any]) -> list[Any]:
         arrays, files, disks = zip(*words, strict=True)
         odd = odd_ones(arrays, job.placement.mesh)
-        return [odd, ready().unite(list(files)), united_disks([DiskWord.from_json(said) for said in disks]).to_json()]
+        return [odd, ready().unite(list(files)), united_disks(disks)]
 
     if job.exchange.rank == 0:
         order.root.expect()  # only now: the caller no longer waits
