@@ -1,6 +1,6 @@
-"""Stock orbax restores an item onto eight devices of jax: python -m tests.layouts.orbax_restores ITEM RESULT.
+"""Stock orbax restores a tree onto eight devices of jax: python -m tests.layouts.orbax_restores TAG RESULT [ITEM].
 
-Each way to restore is tried: v0 and v1, with a target of sharded arrays and without one.
+Each way to restore is tried: v0 and v1, with a target of sharded arrays and without one. v0 wants the item in a step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tests.layouts.orbax_saves import eight_devices
 from tests.runs import ROOT
 
 
-def restored(item: Path, result: Path) -> dict[str, Any]:
+def restored(tag: Path, result: Path, item: str = "") -> dict[str, Any]:
     """Name of each way -> the tree that a process of eight devices has restored, with arrays of numpy's."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.layouts.orbax_restores", str(item), str(result)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.layouts.orbax_restores", str(tag), str(result), item]
     done = subprocess.run(command, cwd=ROOT, env=eight_devices(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     trees: dict[str, Any] = pickle.loads(result.read_bytes())
     return trees
 
 
-def main(item: Path, result: Path) -> None:
+def main(tag: Path, result: Path, name: str) -> None:
     """Restore it in all ways."""
     import jax
     import orbax.checkpoint as v0
@@ -42,14 +42,15 @@ def main(item: Path, result: Path) -> None:
         axes = [axis if n % size == 0 else None for n, (axis, size) in zip(leaf.shape, (("x", 4), ("y", 2)))]
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
+    item = tag / name
     plain = v0.StandardCheckpointer().restore(item)
     like = jax.tree.map(target, plain)
     trees = {
         "v0": plain,
         "v0 PyTree": v0.PyTreeCheckpointer().restore(item),
-        "v1": v1.load(item),
+        "v1": v1.load(tag),
         "v0 with a target": v0.StandardCheckpointer().restore(item, like),
-        "v1 with a target": v1.load(item, like),
+        "v1 with a target": v1.load(tag, like),
     }
     for name, tree in trees.items():
         leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
@@ -60,4 +61,4 @@ def main(item: Path, result: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

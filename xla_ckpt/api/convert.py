@@ -108,8 +108,10 @@ def convert(
         to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts, which lie in an
             object store where its own reader looks, so that such a tag is neuronx-distributed's there; ``"smp"``,
             which SageMaker model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads;
-            ``"torchtitan"``, the same under torchtitan's keys; ``"safetensors"``, the model alone, as `export_hf`
-            writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for torch.load.
+            ``"torchtitan"``, the same under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and
+            ``"orbax-v1"``, steps of orbax's own managers of checkpoints; ``"safetensors"``, the model alone, as
+            `export_hf` writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for
+            torch.load.
         part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
             ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
@@ -169,6 +171,7 @@ def convert(
         if layout.tagged:
             target = NewTag(store_at(destination), called, topology.mesh, parity, layout.first_mark)
             target.check_free(store, tag)
+            layout.check_findable(target.store, called)
         # An error names the tag that is read. Only an error of the storage names the tag that is written.
         with (
             naming(path=store.path, tag=tag),

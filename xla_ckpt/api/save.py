@@ -101,8 +101,9 @@ def save_checkpoint(
             anew stays pinned, and a new one is not.
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
-            under torchtitan's keys; ``"orbax"``, which orbax reads; or several of them, of which the first that can
-            hold the state is written.
+            under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and ``"orbax-v1"``, steps of
+            orbax's own managers of checkpoints; or several of them, of which the first that can hold the state is
+            written.
         only: ``"adapters"`` leaves out the parameters of the model that have ``requires_grad=False`` and no ``lora_``
             in their names. Patterns of a shell leave out those whose leaf paths are like none of them:
             ``["model/*.lora_*", "model/head"]``. The tag names what is left out, with digests, and a load is refused if
@@ -319,6 +320,8 @@ def _prepare(store: Store, tag: str) -> None:
 def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What this rank saves. Mistakes of the program are found before the root directory is made."""
     check_tag(order.tag, order.root.path)
+    for layout in wish.layouts:
+        layout.check_findable(order.root.store, order.tag)
     policy_of(order.num_kept, order.options.retention)
     check_products(order.options.products, order.root.path)
     with phases.timed("describe"), collector_paused():

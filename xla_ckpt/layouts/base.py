@@ -164,6 +164,14 @@ class Layout:
     """That one of them which its own library writes before all else, if it knows its tags by their names alone. So an
     object store, where ours lie under names of their own, gets a converted tag where that library looks for it."""
 
+    def check_findable(self, store: Store, tag: str) -> None:
+        """Refuse a new tag that the readers of the layout would not find under this name, or in this store.
+
+        Raises:
+            InvalidTagError: They look for other names.
+            UsageError: They look nowhere in such a store.
+        """
+
     def wrote(self, manifest: Manifest) -> bool:
         """Whether a tag of ours, given its manifest, was written in this layout."""
         return False

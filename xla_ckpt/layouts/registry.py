@@ -62,7 +62,9 @@ _layouts: list[Layout] = [
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
-    Orbax(),
+    Orbax("orbax"),
+    Orbax("orbax-manager", item="default"),  # the items that orbax's own managers look for, unless a program names one
+    Orbax("orbax-v1", item="state"),
     TorchCheckpointing(),
     HuggingFace(),
     Peft(),

@@ -18,6 +18,9 @@ UPLOAD = "upload.json"
 COMMITTED = "commit_success.txt"
 """orbax's mark of a committed directory."""
 
+TREE_METADATA = "_METADATA"
+"""orbax's file that says which arrays an item has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagEntry:

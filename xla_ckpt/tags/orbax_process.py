@@ -25,7 +25,7 @@ from typing import Any
 from xla_ckpt.errors import CheckpointError, SaveError
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.program import jobs
-from xla_ckpt.tags.entry import COMMITTED
+from xla_ckpt.tags.entry import COMMITTED, TREE_METADATA
 from xla_ckpt.tags.listing import ORBAX_METADATA
 from xla_ckpt.tags.placing import place
 
@@ -101,7 +101,11 @@ def committer() -> Commit:
             return self.get()
 
         async def finalize(self) -> None:
-            metadata.update(self.get() / ORBAX_METADATA, commit_timestamp_nsecs=time.time_ns())
+            about: dict[str, Any] = {"commit_timestamp_nsecs": time.time_ns()}
+            if items := items_of(self.get()):
+                # By the name of a handler, as orbax has it for a payload of ours, no item of a step is found.
+                about["item_handlers"] = dict.fromkeys(items, ocp.StandardCheckpointHandler.typestr())
+            metadata.update(self.get() / ORBAX_METADATA, **about)
             Path(self.get(), COMMITTED).write_text(f"Checkpoint commit was successful to {self.get_final()}")
             for name in (ORBAX_METADATA, COMMITTED, "."):
                 _sync(name, self.directory)
@@ -143,6 +147,13 @@ def committer() -> Commit:
         return old
 
     return commit
+
+
+def items_of(draft: str | os.PathLike[str]) -> list[str]:
+    """The items of a draft that is a step of a `CheckpointManager`: none, if it is anything else."""
+    if Path(draft, TREE_METADATA).is_file():
+        return []
+    return sorted(path.parent.name for path in Path(draft).glob(f"*/{TREE_METADATA}") if path.is_file())
 
 
 def _sync(name: str, directory: int) -> None:

@@ -18,10 +18,10 @@ from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.metadata import OrbaxLeaf, is_inside
-from xla_ckpt.layouts.orbax.tags import TREE_METADATA
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.tags.entry import TREE_METADATA
 from xla_ckpt.tree.codec import Composite, Json
 from xla_ckpt.tree.nested import Keys
 from xla_ckpt.tree.skeleton import part_at
@@ -59,8 +59,8 @@ class OrbaxTree:
         """What orbax calls each array -> its leaf path."""
         return {leaf.name: value.leaf for leaf, value in self.values.items() if isinstance(value, _At)}
 
-    def small_files(self, manifest: Manifest) -> dict[str, bytes]:
-        """Name -> bytes of all files but the chunks of arrays, which this manifest finds."""
+    def small_files(self, manifest: Manifest, below: str) -> dict[str, bytes]:
+        """Path -> bytes of all files but the chunks of arrays, which this manifest finds, below a directory."""
         files: dict[str, bytes] = {}
         texts = {leaf.name: value for leaf, value in self.values.items() if leaf.kind == metadata.STRING}
         for leaf, value in self.values.items():
@@ -73,7 +73,8 @@ class OrbaxTree:
             files[f"{name}/.zarray"] = _header(record.dtype, record.shape, _chunk_shape(record))
         if texts:
             files[metadata.TEXTS] = json.dumps(texts).encode()
-        return {**files, TREE_METADATA: _tree([*self.values])}
+        files[TREE_METADATA] = _tree([*self.values])
+        return {below + name: data for name, data in files.items()}
 
 
 def item_of(skeleton: Json, part: str, *, trust: bool) -> OrbaxTree:

@@ -1,4 +1,7 @@
-"""orbax as a layout: its checkpoints are found, opened and read; what is made of them has digests."""
+"""orbax as layouts: its checkpoints are found, opened and read; what is made of them has digests.
+
+Saves and conversions write an item by itself, or a step of orbax's managers of checkpoints, in which items lie.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import InvalidTagError, UsageError
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.orbax.tags import TREE_METADATA, find_orbax_tag, orbax_tags
+from xla_ckpt.layouts.orbax.tags import find_orbax_tag, is_step, orbax_tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.orbax.writing import OrbaxWriting
@@ -22,30 +26,57 @@ class Orbax(Layout):
     """Checkpoints of orbax's, v0 and v1: with OCDBT or a directory for each array, zarr version 2 or 3.
 
     They have no digests, so that a load finds what cannot be decoded, and no other damage.
+
+    Args:
+        name: What callers call it.
+        item: The item of a step in which the tree lies; empty if the tag itself is an item. The object with an empty
+            one answers for all that orbax wrote, so that no tag is listed twice.
     """
 
-    name = "orbax"
-    origin = "orbax"
     saves = True
 
+    def __init__(self, name: str, *, item: str = "") -> None:
+        self.name, self._below = name, f"{item}/" if item else ""
+        self.origin = "" if item else "orbax"
+
+    def check_findable(self, store: Store, tag: str) -> None:
+        if not self._below:
+            return
+        if not is_step(tag):
+            raise InvalidTagError(
+                "a manager of orbax's would not find a tag of this name",
+                path=store.path,
+                tag=tag,
+                expected="the number of a step, as in '100' or 'step_100'",
+                hint='layout="orbax" writes tags of any name.',
+            )
+        if store.object_store is not None:
+            raise UsageError(
+                f"the layout {self.name} is for directories: in an object store the files of a tag lie below another "
+                "name, which a manager of orbax's would not find",
+                path=store.path,
+                tag=tag,
+                hint="Save to a disk.",
+            )
+
     def wrote(self, manifest: Manifest) -> bool:
-        return any(file.path == TREE_METADATA for file in manifest.files)
+        return any(file.path == self._below + TREE_METADATA for file in manifest.files)
 
     def writing(self, description: Description) -> OrbaxWriting:
         from xla_ckpt.layouts.orbax.writing import OrbaxWriting
 
-        return OrbaxWriting(description).checked()
+        return OrbaxWriting(description, self._below).checked()
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         from xla_ckpt.layouts.orbax.writing import rewriting_of
 
-        return rewriting_of(stored)
+        return rewriting_of(stored, self._below)
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        return orbax_tags(store, names)
+        return [] if self._below else orbax_tags(store, names)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        return find_orbax_tag(store, tag)
+        return None if self._below else find_orbax_tag(store, tag)
 
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         from xla_ckpt.layouts.orbax.scan import open_orbax

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
-from xla_ckpt.layouts.orbax.tags import TREE_METADATA
+from xla_ckpt.tags.entry import TREE_METADATA
 from xla_ckpt.tree.json_object import json_object
 from xla_ckpt.tree.nested import Keys
 

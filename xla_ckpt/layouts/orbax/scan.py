@@ -14,14 +14,14 @@ from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_s3, on_disk
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
 from xla_ckpt.layouts.orbax.names import registered_names, renaming
-from xla_ckpt.layouts.orbax.tags import OCDBT, TREE_METADATA, items_of, json_items_of
+from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
-from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import flatten

@@ -11,17 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
+from xla_ckpt.tags.listing import ORBAX_METADATA
 from xla_ckpt.tags.names import TMP_SUFFIX
-
-TREE_METADATA = "_METADATA"
-"""The file that says which arrays an item has."""
 
 OCDBT = "manifest.ocdbt"
 """The index of an item whose arrays lie together in one database. Older versions of orbax wrote it alone."""
-
-CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
-"""What orbax says of a whole checkpoint."""
 
 _OF_PROCESS = "ocdbt.process_"
 """Begins the name of what one process wrote of an item: it is a database, too, and holds a part of the arrays."""
@@ -36,10 +31,23 @@ def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
             inside = (f"{tag}/{name}" for name in store.names(tag) if _may_be_named(name))
             if not any(store.is_directory(name) and _is_below(store, name) for name in inside):
                 return None
-        time = store.modified(f"{tag}/{CHECKPOINT_METADATA}") or store.modified(tag)
+        time = store.modified(f"{tag}/{ORBAX_METADATA}") or store.modified(tag)
     except OSError:
         return None
     return TagEntry(tag=tag, created=time_text(time or 0), directory=tag)
+
+
+def is_step(tag: str) -> bool:
+    """Whether a manager of orbax's may take this for the name of a step, given its options.
+
+    They are ``step_prefix``, which an underscore follows, and ``step_format_fixed_length``, which is about zeros before
+    the number. (orbax/checkpoint/_src/path/step.py, 0.12)
+
+    >>> is_step("100"), is_step("step_0100"), is_step("best"), is_step("step100")
+    (True, True, False, False)
+    """
+    prefix, _, number = tag.rpartition("_")
+    return number.isdecimal() and number.isascii() and (bool(prefix) or tag == number)
 
 
 def _may_be_named(name: str) -> bool:
@@ -53,7 +61,7 @@ def _is_item(store: Store, directory: str) -> bool:
 
 def _is_below(store: Store, directory: str) -> bool:
     """Whether a directory is an item of the checkpoint that it lies in; else it may be one by itself, in its root."""
-    return _is_item(store, directory) and not store.has(f"{directory}/{CHECKPOINT_METADATA}")
+    return _is_item(store, directory) and not store.has(f"{directory}/{ORBAX_METADATA}")
 
 
 def orbax_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from xla_ckpt.state.describe import Description
 
 
-def rewriting_of(stored: StoredState) -> Rewriting:
-    """The files of a stored state, or of the part of it that is wanted.
+def rewriting_of(stored: StoredState, below: str) -> Rewriting:
+    """The files of a stored state, or of the part of it that is wanted. `below` is what their paths begin with.
 
     Raises:
         UnsupportedStateError: orbax has no place for something in it.
@@ -44,8 +44,8 @@ def rewriting_of(stored: StoredState) -> Rewriting:
         target, whole = manifest.aliases.get(leaf, leaf), Box.whole(record.shape)
         copy = target in written
         written.add(target)
-        files += chunk_files(name, target, whole, record.dtype.itemsize, chunk=chunk, source=None, copy=copy)
-    return Rewriting([tuple(files)], index=lambda reader: item.small_files(reader.manifest))
+        files += chunk_files(below + name, target, whole, record.dtype.itemsize, chunk=chunk, source=None, copy=copy)
+    return Rewriting([tuple(files)], index=lambda reader: item.small_files(reader.manifest, below))
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class OrbaxWriting(Agreeing):
     """What one rank writes in this layout."""
 
     description: Description
+    below: str
+    """What the paths of the files begin with: the item in which the tree lies."""
+
     cuts: JobCuts | None = None
     """How all ranks cut the arrays; None until they have told."""
 
@@ -109,7 +112,7 @@ class OrbaxWriting(Agreeing):
             suffix = "" if cuts.first.get((leaf, own.box), rank) == rank else f".of-rank-{rank}"
             for number, name in enumerate(names[leaf]):
                 files += chunk_files(
-                    name,
+                    self.below + name,
                     leaf,
                     own.box,
                     itemsize,
@@ -123,4 +126,6 @@ class OrbaxWriting(Agreeing):
     @property
     def index(self) -> Index:
         """See `Writing`."""
-        return lambda reader: item_of(reader.manifest.skeleton, paths.ROOT, trust=True).small_files(reader.manifest)
+        return lambda reader: item_of(reader.manifest.skeleton, paths.ROOT, trust=True).small_files(
+            reader.manifest, self.below
+        )
