@@ -84,6 +84,8 @@ def prepare(name: str, device: str, gb: float, count: int, directory: str) -> st
 def load(name: str, device: str, gb: float, count: int, digest: str, is_warm: bool, directory: str) -> Figures:
     """A load into a live state; seconds until a byte of every page has been read, and the rise of memory meanwhile.
 
+    A second look at the same pages, which are there by then, takes what the first one took by itself: it is taken off.
+
     The digest of all values is compared after that.
     """
     folder = Path(directory)
@@ -95,7 +97,9 @@ def load(name: str, device: str, gb: float, count: int, digest: str, is_warm: bo
     contender(state, folder)
     wait_for_device(device)
     state.touch()
-    seconds = time.perf_counter() - began
+    ended = time.perf_counter()
+    state.touch()  # what the look itself takes is no part of a load
+    seconds = ended - began - (time.perf_counter() - ended)
     found = state.digest()
     if found != digest:
         raise WrongError(f"the digest of what was loaded is {found}, and of what was saved {digest}")

@@ -40,8 +40,8 @@ NOTES: dict[str, str] = {
     "in place, and into new memory": "In place, tensors of a live module are filled; what brings tensors of its own "
     "is followed by a copy into them. Into new memory, a mapped file is cloned; other values are taken as they are.",
     "load": "The clock stops when a byte of every page of the values on the device has been read, so that nobody is "
-    "done by mapping a file. Then the digest of all values is compared with that of the saved state: a contender that "
-    "loads something else has no time.",
+    "done by mapping a file. What this look takes by itself, which a second one shows, is taken off. Then the digest "
+    "of all values is compared with that of the saved state: a contender that loads something else has no time.",
     '`snapshot="overlap"`': "No step follows in these rows before the save is done; a step that comes earlier waits "
     "for what is not copied yet, which is stall, too.",
     "simulated accelerator": f"The device of tests/device, in the processor, with a link of {LINK:g} GB/s to the host: "

@@ -90,7 +90,7 @@ class State:
 
     def touch(self) -> int:
         """Read a byte of every page of all values, so that a loader that only mapped a file, or began a copy, has to
-        bring everything here. It takes each contender the same, and hardly any time."""
+        bring everything here."""
         return sum(int(part[::PAGE].sum()) for part in self.host_bytes())
 
     def digest(self) -> str:
