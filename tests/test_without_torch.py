@@ -132,5 +132,12 @@ def test_what_needs_torch_says_so(packages: Path, tmp_path: Path) -> None:
     for layout in ("xser", "pt"):
         save = lambda: xla_ckpt.save_checkpoint(root, "b", {"w": np.ones(2)}, layout=layout)
         refused(save, xla_ckpt.UsageError, f"layout {layout}")
+    xla_ckpt.save(root + "/native", "1", {"model": {"w": np.ones(2)}})
+    for layout in ("xser", "smp", "dcp", "torch"):
+        convert = lambda: xla_ckpt.convert(root + "/native", root + "/other", to=layout)
+        refused(convert, xla_ckpt.UsageError, f"layout {layout}")
+    def imported():
+        import xla_ckpt.dcp
+    refused(imported, ModuleNotFoundError, "xla_ckpt.dcp")
     """
     run_without(packages, "-c", program(text), tmp_path, SMALL / "tp2_dp2_z1m/ckpt")

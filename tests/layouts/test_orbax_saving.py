@@ -120,6 +120,44 @@ def sharded(rank: int, root: Path) -> list[str]:
     return xla_ckpt.list_tags(root)
 
 
+def overlapping(rank: int, root: Path) -> tuple[str, list[str]]:
+    """Each pair of ranks has all of an array, and does not know of the other pair, which cuts it otherwise."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor = distribute_tensor(torch.arange(96.0).reshape(12, 8), two["tp"], [Shard(0 if rank < 2 else 1)])
+    options = xla_ckpt.SaveOptions(timeout=60)
+    with pytest.raises(xla_ckpt.UnsupportedStateError) as refused:
+        xla_ckpt.save(root, "a", {"deep": {"w": tensor}}, layout="orbax", options=options)
+    assert refused.value.leaf == "deep/w"
+    return str(refused.value), [path.name for path in root.iterdir() if path.name != ".lease"]
+
+
+def test_parts_that_overlap_are_refused_by_all_ranks_alike(tmp_path: Path) -> None:
+    (text, left), *others = run_on_ranks(overlapping, 4, tmp_path / "run")
+    assert others == [(text, left)] * 3
+    assert "[0:6, 0:8] on rank 0 and [0:12, 0:4] on rank 2" in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "apart"),
+    [
+        ([[[0], [4]], [[4], [8]]], True),
+        ([[[0], [4]], [[0], [4]]], True),
+        ([[[0], [8]], [[0], [4]]], False),
+        ([[[0], [6]], [[4], [8]]], False),
+        ([[[2], [6]], [[4], [10]]], False),
+        ([[[0], [4]], [[6], [10]]], True),
+    ],
+)
+def test_overlaps(parts: list[Any], apart: bool) -> None:
+    words = [{"w": [[10], [part]]} for part in parts]
+    if apart:
+        JobCuts.of(words)
+        return
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="overlap"):
+        JobCuts.of(words)
+
+
 def test_parts_that_are_short_and_copies_that_nobody_knows(tmp_path: Path) -> None:
     from orbax.checkpoint import v1
 

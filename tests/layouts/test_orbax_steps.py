@@ -85,14 +85,14 @@ def test_onto_eight_devices_from_many_ranks(tmp_path: Path, monkeypatch: pytest.
 
     def save(rank: int) -> None:
         at = mesh.coordinates(rank)["tp"] * 6
-        state = {"w": whole[at : at + 6].copy(), "name": "run"}
+        state = {"w": whole[at : at + 6].copy(), "step": 7}
         xla_ckpt.save(tmp_path / "run", "7", state, mesh=mesh, shardings=[("w", ("tp",))], layout=layout).result()
 
     as_job(monkeypatch, mesh, "save", save)
     assert xla_ckpt.verify(tmp_path / "run").ok
     trees = orbax_restores.restored(tmp_path / "run" / "7", tmp_path / "result", ITEMS[layout])
     for tree in trees.values():
-        assert_equal(tree, {"w": whole, "name": "run"})
+        assert_equal(tree, {"w": whole, "step": 7})
 
 
 @pytest.mark.parametrize("layout", ITEMS)

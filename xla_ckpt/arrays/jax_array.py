@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from xla_ckpt.arrays.numpy_array import bytes_of_array
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import ComposedTarget, Target
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
@@ -28,8 +29,35 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def _boxes(sharding: Any, shape: tuple[int, ...]) -> list[Box]:
-    """What each device of this process holds of an array."""
-    return [_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()]
+    """What each device of this process holds of an array.
+
+    Raises:
+        UsageError: The sharding does not fit to the shape.
+    """
+    try:
+        indices = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise _unfit(sharding, shape, error) from error
+    return [_box(index, shape) for index in indices.values()]
+
+
+def _unfit(sharding: Any, shape: tuple[int, ...], error: ValueError) -> UsageError:
+    """The error for an array that a sharding cannot split."""
+    expected = f"what fits to it: {error}"
+    spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
+    for dim, (size, axes) in enumerate(zip(shape, spec, strict=False)):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        count = math.prod(sharding.mesh.shape[name] for name in names)
+        if size % count:
+            of_axes = " and ".join(f"{name!r} of {sharding.mesh.shape[name]}" for name in names)
+            expected = f"dim {dim}, which the mesh splits along {of_axes}, to be a multiple of {count}"
+            break
+    return UsageError(
+        "the sharding of an array does not fit to its shape",
+        expected=expected,
+        found=f"shape {list(shape)}",
+        hint="Split another dim, or no dim: jax has no arrays of unequal parts.",
+    )
 
 
 @lightweight()

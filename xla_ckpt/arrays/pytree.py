@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import FormatError
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.tree.classes import class_name
 from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import flatten
@@ -74,6 +74,9 @@ def parts(value: Any, stored: Any) -> ValueParts | None:
 
     `stored` is the skeleton of what is stored in its place. Keys become as many as were saved, of the same kind. Where
     the pattern has as many, they lie where the pattern's do.
+
+    Raises:
+        IncompatibleCheckpointError: The pattern is a key, and an array is stored.
     """
     if is_key(value):
         return _parts_of_keys(value, stored)
@@ -85,12 +88,37 @@ def parts(value: Any, stored: Any) -> ValueParts | None:
 
 
 def _parts_of_keys(value: Any, stored: Any) -> ValueParts | None:
-    composite = stored.get("$composite") if isinstance(stored, dict) else None
-    if composite is None or composite[0] != KEY:
+    if isinstance(stored, dict) and "$array" in stored:
+        raise IncompatibleCheckpointError(
+            "a typed key of jax's random numbers is wanted, and an array is stored in its place",
+            expected="a key, as jax.random.key makes it",
+            found="an array, such as the numbers that jax.random.key_data and jax.random.PRNGKey give",
+            hint="Restore the array, and make the key of it: jax.random.wrap_key_data(array).",
+        )
+    if _name_of(stored) != KEY:
         return None
+    composite = stored["$composite"]
     wrap, impl = _jax().random.wrap_key_data, composite[2]["impl"]
     rows = KeyRows(value.shape, getattr(value, "sharding", None))
     return {"data": rows}, lambda members: wrap(members["data"], impl=impl)
+
+
+def key_in_place_of_array(stored: Any) -> IncompatibleCheckpointError | None:
+    """The error for an array that is wanted where typed keys are stored; None where something else is."""
+    if _name_of(stored) != KEY:
+        return None
+    return IncompatibleCheckpointError(
+        "an array is wanted, and a typed key of jax's random numbers is stored in its place",
+        expected="an array",
+        found="a key, as jax.random.key makes it",
+        hint="Put a key into `like`, and take the numbers of what comes: jax.random.key_data(key).",
+    )
+
+
+def _name_of(stored: Any) -> str | None:
+    """What the skeleton calls a value of several parts; None if it is none."""
+    composite = stored.get("$composite") if isinstance(stored, dict) else None
+    return None if composite is None else composite[0]
 
 
 def _taken(value: Any) -> tuple[dict[str, Any], Any] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
-from xla_ckpt.arrays.pytree import KeyRows, is_key
+from xla_ckpt.arrays.pytree import KeyRows, is_key, key_in_place_of_array
 from xla_ckpt.arrays.torch_objects import is_of, is_torch_tensor, torch_is_installed, torch_is_loaded
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
@@ -26,13 +25,6 @@ if TYPE_CHECKING:
     from xla_ckpt.arrays.torch_arrays import TorchAdapters
 
 _NUMPY: ArrayAdapter = Numpy()
-
-
-@functools.cache
-def _jax() -> ArrayAdapter:
-    from xla_ckpt.arrays.jax_array import Jax
-
-    return Jax()
 
 
 def _torch_adapters() -> TorchAdapters | None:
@@ -55,6 +47,8 @@ class Adapters:
 
     def __init__(self) -> None:
         self._torch = _torch_adapters()
+        self._jax: ArrayAdapter | None = None
+        """Made for the first array of jax's: it knows where the arrays of this call lie, and goes with the call."""
 
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
@@ -62,8 +56,12 @@ class Adapters:
             return adapter
         if _NUMPY.accepts(value):
             return _NUMPY
-        if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
-            return _jax()
+        if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")):
+            if self._jax is None:
+                from xla_ckpt.arrays.jax_array import Jax
+
+                self._jax = Jax()
+            return self._jax if self._jax.accepts(value) else None
         return None
 
     def whole_target(self, value: Any, form: ArrayForm, *, owned: bool) -> Target | None:
@@ -198,21 +196,27 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, ArraySpec | KeyRows) or (type(value).__name__ == "ShapeDtypeStruct" and not is_key(value))
 
 
-def number_like(pattern: Any, number: float) -> Any:
-    """A plain number as an array without dims, like `pattern`; NotImplemented if that has dims.
+def array_instead(pattern: Any, stored: Any) -> Any:
+    """An array like `pattern`, where something is stored that is none; NotImplemented where that makes no such array.
 
-    jax counts steps in a number until a step has been compiled, and in an array from then on.
+    A plain number is an array without dims: jax counts steps in a number until a step has been compiled, and in an
+    array from then on.
+
+    Raises:
+        IncompatibleCheckpointError: What is stored is a typed key.
     """
-    if tuple(pattern.shape):
+    if (problem := key_in_place_of_array(stored)) is not None:
+        raise problem
+    if type(stored) not in (bool, int, float) or tuple(pattern.shape):
         return NotImplemented
     kind = pattern._kind if isinstance(pattern, ArraySpec) else None
     if is_torch_tensor(pattern) or kind == "torch":
         from xla_ckpt.arrays.torch_arrays import number_tensor
 
-        return number_tensor(pattern, number)
+        return number_tensor(pattern, stored)
     import numpy as np
 
-    array = np.asarray(number, numpy_dtype(dtype(_name(pattern.dtype))))
+    array = np.asarray(stored, numpy_dtype(dtype(_name(pattern.dtype))))
     if isinstance(pattern, np.ndarray) or kind == "numpy":
         return array
     import jax

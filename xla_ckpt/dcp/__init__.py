@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed import checkpoint as _stock
+from xla_ckpt.arrays.torch_objects import INSTALL
+
+try:
+    from torch.distributed import checkpoint as _stock
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        f"xla_ckpt.dcp needs the package torch, which is not installed. {INSTALL}", name="torch"
+    ) from error
 from torch.distributed.checkpoint import default_planner, metadata, planner, staging, state_dict, stateful, storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from xla_ckpt.arrays import pytree
-from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
-from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.arrays.registry import array_instead, is_spec, target_of_spec
+from xla_ckpt.errors import IncompatibleCheckpointError, naming
 from xla_ckpt.keywords import nearest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
@@ -289,17 +289,19 @@ class Like:
         if self.like is None:
             return Loadings([loading], whole(_part_at(stored.skeleton, self.part), self.part))
 
+        kind = stored.shardings.adapters.kind
         weave = Weave(
-            lambda v: array_kind(v) is not None or is_spec(v),
+            lambda v: kind(v) is not None or is_spec(v),
             CODEC,
             whole,
             parts=pytree.parts,
-            number=number_like,
+            instead=array_instead,
         )
         make = weave.visit(self.like, stored.skeleton)
         placement = stored.shardings.placement
         for leaf, wanted in weave.wanted.items():
             form = stored.form(leaf)
-            target = target_of_spec(wanted, placement, form) if is_spec(wanted) else stored.like(leaf, wanted)
+            with naming(leaf=leaf):
+                target = target_of_spec(wanted, placement, form) if is_spec(wanted) else stored.like(leaf, wanted)
             loading.want(leaf, target, form)
         return Loadings([loading], make)

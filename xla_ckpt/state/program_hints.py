@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.arrays.registry import array_kind, is_meta, is_spec, require
+from xla_ckpt.arrays.registry import is_meta, is_spec
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.rules import decided
 from xla_ckpt.sharding.sharding import Sharding
@@ -34,7 +34,7 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
     arrays = {
         str(name): _hint(schema.weight(str(name)), value, shardings)
         for name, value in (entries.items() if isinstance(entries, Mapping) else ())
-        if array_kind(value) is not None or is_spec(value)
+        if shardings.adapters.kind(value) is not None or is_spec(value)
     }
     names = module.parameter_names(model)
     groups = _groups(optimizer, names)
@@ -72,7 +72,7 @@ def _hint(path: str, value: Any, shardings: StateShardings) -> ArrayHint:
         spec = getattr(value, "sharding", None)
         named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
         return ArrayHint(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."), sharding=named)
-    adapter = require(value, path)
+    adapter = shardings.adapters.require(value, path)
     # Where a rule decides, attributes are not looked at: they may be wrong.
     ruled = decided(shardings.rules, path, schema.below_member(path)) is not None
     named = None if ruled else shardings.layers.get(id(value)) or declared_sharding(value, path)

@@ -102,7 +102,7 @@ def committer() -> Commit:
 
         async def finalize(self) -> None:
             about: dict[str, Any] = {"commit_timestamp_nsecs": time.time_ns()}
-            if items := items_of(self.get()):
+            if items := items_in_step(self.get()):
                 # By the name of a handler, as orbax has it for a payload of ours, no item of a step is found.
                 about["item_handlers"] = dict.fromkeys(items, ocp.StandardCheckpointHandler.typestr())
             metadata.update(self.get() / ORBAX_METADATA, **about)
@@ -149,7 +149,7 @@ def committer() -> Commit:
     return commit
 
 
-def items_of(draft: str | os.PathLike[str]) -> list[str]:
+def items_in_step(draft: str | os.PathLike[str]) -> list[str]:
     """The items of a draft that is a step of a `CheckpointManager`: none, if it is anything else."""
     if Path(draft, TREE_METADATA).is_file():
         return []

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, naming
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Json, ValueCodec
 from xla_ckpt.tree.flatten import CONTENT, MAX_DEPTH, component
@@ -190,15 +190,15 @@ class Weave:
         whole: Callable[[Json, str], Make],
         *,
         parts: Callable[[Any, Json], ValueParts | None] = lambda pattern, stored: None,
-        number: Callable[[Any, float], Any] = lambda pattern, number: NotImplemented,
+        instead: Callable[[Any, Json], Any] = lambda pattern, stored: NotImplemented,
     ) -> None:
         self.is_array = is_array
         self.codec = codec
         self.parts = parts
         """Takes a pattern apart that is a container of a class which the skeleton has no name for; else None. It is
         given what is stored in its place, too."""
-        self.number = number
-        """Makes an array like the pattern's of a stored number; NotImplemented where that makes none."""
+        self.instead = instead
+        """Makes an array like the pattern's of what is stored and is none; NotImplemented where that makes none."""
         self.whole = whole
         """Called for a stored part that the pattern takes as it is."""
         self.wanted: dict[str, Any] = {}
@@ -212,7 +212,9 @@ class Weave:
         """
         if self.is_array(pattern):
             return self._array(pattern, stored, path)
-        if (taken := self.parts(pattern, stored)) is not None:
+        with naming(leaf=path):
+            taken = self.parts(pattern, stored)
+        if taken is not None:
             return self._parts(taken, stored, path)
         if isinstance(pattern, Mapping):
             return self._mapping(pattern, stored, path)
@@ -224,7 +226,8 @@ class Weave:
 
     def _array(self, pattern: Any, stored: Json, path: str) -> Make:
         if not (isinstance(stored, dict) and "$array" in stored):
-            array = self.number(pattern, stored) if type(stored) in (bool, int, float) else NotImplemented
+            with naming(leaf=path):
+                array = self.instead(pattern, stored)
             if array is NotImplemented:
                 raise _mismatch(path, "an array", stored)
             return lambda arrays: array

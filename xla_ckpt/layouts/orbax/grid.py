@@ -61,6 +61,9 @@ class JobCuts:
     def of(cls, words: Sequence[OwnParts]) -> JobCuts:
         """That of ranks which have told this, in their order.
 
+        Raises:
+            UnsupportedStateError: Parts of two ranks overlap and are not the same: both would write some chunks.
+
         >>> cuts = JobCuts.of([{"w": [[8], [[[0], [4]]]]}, {"w": [[8], [[[4], [8]]]]}, {"w": [[8], [[[4], [8]]]]}])
         >>> cuts.steps, [(str(box), rank) for (_, box), rank in cuts.first.items()]
         ({'w': (4,)}, [('[4:8]', 1)])
@@ -73,6 +76,11 @@ class JobCuts:
                     for start, stop in parts:
                         ranks.setdefault(leaf, {}).setdefault(Box(tuple(start), tuple(stop)), []).append(rank)
         steps = {leaf: steps_of(boxes, shapes[leaf]) for leaf, boxes in ranks.items()}
+        for leaf, boxes in ranks.items():
+            if len(boxes) > 1:
+                _check_apart(
+                    leaf, boxes, [step or max(n, 1) for step, n in zip(steps[leaf], shapes[leaf], strict=True)]
+                )
         return cls(
             steps={leaf: of_leaf for leaf, of_leaf in steps.items() if any(of_leaf)},
             first={(leaf, box): by[0] for leaf, boxes in ranks.items() for box, by in boxes.items() if len(by) > 1},
@@ -90,6 +98,25 @@ class JobCuts:
             steps={leaf: tuple(of_leaf) for leaf, of_leaf in steps.items()},
             first={(leaf, Box(tuple(start), tuple(stop))): rank for leaf, start, stop, rank in first},
         )
+
+
+def _check_apart(leaf: str, boxes: Mapping[Box, Sequence[int]], cell: Sequence[int]) -> None:
+    """Refuse parts (-> the ranks that have them) of which two overlap. All of them consist of cells of this shape."""
+    seen: dict[tuple[int, ...], Box] = {}
+    for box in boxes:
+        spans = [range(a // n, -(-b // n)) for a, b, n in zip(box.start, box.stop, cell, strict=True)]
+        if math.prod(map(len, spans)) > MAX_RUNS:
+            continue  # the rank that has it refuses to write it, by `chunk_files`
+        for at in itertools.product(*spans):
+            if (other := seen.setdefault(at, box)) is not box:
+                parts = " and ".join(f"{part} on rank {boxes[part][0]}" for part in (other, box))
+                raise UnsupportedStateError(
+                    "parts of this array overlap and are not the same: two ranks would write some of its chunks",
+                    leaf=leaf,
+                    expected="parts that are the same, or have no element in common",
+                    found=parts,
+                    hint="Split it over one mesh on all ranks; or let one of the groups save it under another name.",
+                )
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int, steps: Steps) -> tuple[int, ...]:
