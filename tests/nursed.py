@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import helper, nursery
-from tests.nursery import MESSAGE, MODULES, TRAINERS, Call, Commits, ProcessError, Program
+from tests.nursery import MESSAGE, MODULES, TRAINERS, Bears, Call, Commits, ProcessError, Program
 from xla_ckpt.tags import orbax_commit
 
 
@@ -208,17 +208,24 @@ def _parts(package: str) -> list[str]:
 
 
 def main(descriptor: int, modules: Sequence[str]) -> None:
-    """Be a nursery."""
-    MODULES.extend(modules)
+    """Be a nursery, and in each process that is forked here what was asked for, which may be another nursery."""
+    request: dict[str, Any] | None = {"what": Bears(tuple(modules)), "outcome": descriptor}
+    while request is not None and isinstance(request["what"], Bears):
+        request = _nurse(request["outcome"], request["what"].modules)
+    if request is not None:
+        _run(request)
+
+
+def _nurse(descriptor: int, modules: Sequence[str]) -> dict[str, Any] | None:
+    """Be a nursery, as `_serve` is, when all is imported."""
+    MODULES[:] = modules
     import_all(modules)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's, which take its operators apart one by one when the process ends
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=descriptor) as door:
-        request = _serve(door)
-    if request is not None:
-        _run(request)
+        return _serve(door)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Where the processes of the tests are born: forked from a process that has imported what they all import.
 
 A rank is a process of its own, as under torchrun; only its imports, which take longer than most tests do, lie before.
-There are two such nurseries, and the second has torch_xla: a process without it must not seem to use it.
+There are two such nurseries. The second is forked from the first and has torch_xla, too: a process without it must not
+seem to use it.
 `tests/nursed.py` is what runs in them.
 """
 
@@ -21,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from tests.runs import ROOT, environment
 from tests.xla import HAS_XLA
@@ -83,6 +84,13 @@ class Call:
 @dataclass(frozen=True)
 class Commits:
     """Doing what orbax's process does for another process, which has the other end of a channel."""
+
+
+@dataclass(frozen=True)
+class Bears:
+    """Forking others on request of the test process, which has the other end of a door, with more modules."""
+
+    modules: tuple[str, ...]
 
 
 def function_of(module: str, name: str) -> Callable[..., Any]:
@@ -202,7 +210,8 @@ def bear(
     """
     if xla and not HAS_XLA:
         raise NurseryError("torch_xla is not installed, and this process would begin with it: mark the test with xla")
-    return _nursery(WITH_XLA if xla else LIGHT).bear(_request(what, env, cwd, end), live)
+    nursery = _with_xla() if xla else _nursery()
+    return nursery.bear(_request(what, env, cwd, end), live)
 
 
 def bear_elsewhere(python: str, call: Call, env: Mapping[str, str]) -> Born:
@@ -210,7 +219,7 @@ def bear_elsewhere(python: str, call: Call, env: Mapping[str, str]) -> Born:
 
     Raises OSError if there is no such interpreter.
     """
-    return _nursery(LIGHT, python).bear(_request(call, env, None, "soon"), live=False)
+    return _nursery(python).bear(_request(call, env, None, "soon"), live=False)
 
 
 def bear_committer(channel: socket.socket, output: IO[bytes]) -> tuple[int, socket.socket]:
@@ -220,7 +229,7 @@ def bear_committer(channel: socket.socket, output: IO[bytes]) -> tuple[int, sock
     """
     printed = output.fileno()
     request = _request(Commits(), None, None, "at once")
-    line, pid = _ask(DOOR or _nursery(LIGHT).door, request, printed, printed, channel.fileno())
+    line, pid = _ask(DOOR or _nursery().door, request, printed, printed, channel.fileno())
     if pid is None:
         raise ConnectionResetError("the nursery has ended")
     return pid, line
@@ -243,36 +252,60 @@ def _ask(door: socket.socket, request: bytes, out: int, err: int, outcome: int) 
 
 
 def _request(
-    what: Program | Call | Commits, env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, end: End
+    what: Program | Call | Commits | Bears, env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, end: End
 ) -> bytes:
     place = {"env": environment() if env is None else dict(env), "cwd": str(cwd or os.getcwd())}
     return pickle.dumps({"what": what, **place, "end": end})
 
 
+class _Waited(Protocol):
+    """A process that can be waited for, as `subprocess.Popen` has it."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class _Forked:
+    """A process that a nursery has forked, with the line on which its end is told."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; raises subprocess.TimeoutExpired, or NurseryError if nobody knows it."""
+        self._line.settimeout(timeout)
+        try:
+            said = self._line.recv(MESSAGE)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("a nursery", timeout or 0) from None
+        self._line.close()
+        if not said:
+            raise NurseryError("the process from which the tests fork others has ended, and so has its parent")
+        return int(json.loads(said))
+
+
 class _Nursery:
     """A process that forks on request."""
 
-    def __init__(self, modules: tuple[str, ...], python: str = sys.executable) -> None:
+    def __init__(self, modules: tuple[str, ...], start: Callable[[int, int, tuple[str, ...]], _Waited]) -> None:
         self._modules = modules
         self.door, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._over: str | None = None
         with its:
-            command = [python, "-m", "tests.nursed", str(its.fileno()), *modules]
-            env = environment({"OMP_NUM_THREADS": "1"})
             try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=[its.fileno()], env=env, cwd=ROOT, stderr=self._errors.fileno()
-                )
-            except OSError:  # there is no such interpreter
+                self._process = start(its.fileno(), self._errors.fileno(), modules)
+            except (OSError, NurseryError):  # there is no such interpreter, or no nursery to fork it from
                 self.door.close()
                 self._errors.close()
                 raise
 
+    def fork(self, door: int, errors: int, modules: tuple[str, ...]) -> _Waited:
+        """Have a nursery forked that imports more modules."""
+        line, _ = self._fork(_request(Bears(modules), None, None, "at once"), errors, errors, door)
+        return _Forked(line)
+
     def bear(self, request: bytes, live: bool) -> Born:
         """Have a process forked."""
-        if self._over is not None:
-            raise NurseryError(self._over)
         out, err = (tempfile.TemporaryFile("w+", errors="replace") for _ in range(2))  # noqa: SIM115
         outcome = tempfile.TemporaryFile("w+b")  # noqa: SIM115
         printed = out.fileno()
@@ -280,18 +313,24 @@ class _Nursery:
             out.close()
             end, printed = os.pipe()
             out = open(end, errors="replace")  # noqa: SIM115
-        pid = None
         try:
-            line, pid = _ask(self.door, request, printed, err.fileno(), outcome.fileno())
+            line, pid = self._fork(request, printed, err.fileno(), outcome.fileno())
+        except BaseException:
+            for file in (out, err, outcome):
+                file.close()
+            raise
         finally:
             if live:
                 os.close(printed)
-            if pid is None:
-                for file in (out, err, outcome):
-                    file.close()
+        return Born(line, pid, out, err, outcome)
+
+    def _fork(self, request: bytes, out: int, err: int, outcome: int) -> tuple[socket.socket, int]:
+        if self._over is not None:
+            raise NurseryError(self._over)
+        line, pid = _ask(self.door, request, out, err, outcome)
         if pid is None:
             raise NurseryError(self._why())
-        return Born(line, pid, out, err, outcome)
+        return line, pid
 
     def _why(self) -> str:
         """What keeps it from forking; if it has ended it is not asked again."""
@@ -312,6 +351,18 @@ class _Nursery:
         return self._errors.read()[-4000:]
 
 
+def _of_python(python: str, door: int, errors: int, modules: tuple[str, ...]) -> _Waited:
+    """Start a nursery from nothing."""
+    command = [python, "-m", "tests.nursed", str(door), *modules]
+    env = environment({"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(command, pass_fds=[door], env=env, cwd=ROOT, stderr=errors)
+
+
 @functools.cache
-def _nursery(modules: tuple[str, ...], python: str = sys.executable) -> _Nursery:
-    return _Nursery(modules, python)
+def _nursery(python: str = sys.executable) -> _Nursery:
+    return _Nursery(LIGHT, functools.partial(_of_python, python))
+
+
+@functools.cache
+def _with_xla() -> _Nursery:
+    return _Nursery(WITH_XLA, _nursery().fork)

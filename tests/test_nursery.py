@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import select
@@ -132,10 +133,12 @@ def test_a_program_runs_where_and_as_what_it_is_told(tmp_path: Path) -> None:
 
 
 def test_a_nursery_that_cannot_begin_says_what_is_missing() -> None:
-    broken = nursery._Nursery(("no_such_module",))
-    for _ in range(2):  # and says it again, in place of errors of a pipe
-        with pytest.raises(NurseryError, match=r"(?s)exit code 1.*imports no_such_module.*ModuleNotFoundError"):
-            broken.bear(b"", live=False)
+    alone = functools.partial(nursery._of_python, sys.executable)
+    for start in (alone, nursery._nursery().fork):
+        broken = nursery._Nursery(("no_such_module",), start)
+        for _ in range(2):  # and says it again, in place of errors of a pipe
+            with pytest.raises(NurseryError, match=r"(?s)exit code 1.*imports no_such_module.*ModuleNotFoundError"):
+                broken.bear(b"", live=False)
 
 
 def test_where_torch_xla_is_missing_nothing_is_forked_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +148,11 @@ def test_where_torch_xla_is_missing_nothing_is_forked_that_needs_it(monkeypatch:
 
 
 def test_a_nursery_that_dies_says_so() -> None:
-    mine = nursery._Nursery(("json",))
-    mine._process.kill()
-    mine._process.wait()
+    alone = nursery._Nursery(("json",), functools.partial(nursery._of_python, sys.executable))
+    os.kill(int(alone._process.pid), signal.SIGKILL)
+    alone._process.wait()
     for _ in range(2):
         with pytest.raises(NurseryError, match="exit code -9"):
-            mine.bear(b"", live=False)
+            alone.bear(b"", live=False)
+        with pytest.raises(NurseryError, match="exit code -9"):
+            nursery._Nursery(("json", "csv"), alone.fork)
