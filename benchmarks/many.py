@@ -61,7 +61,10 @@ def changed(module: Any) -> Callable[[Any], None]:
 
 
 def arrays(args: argparse.Namespace, root: str) -> None:
-    """Arrays of 1 KiB on the XLA device."""
+    """Arrays of 1 KiB on the XLA device, loaded there and on the CPU."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     import xla_ckpt
 
     module, n = xla_module([(256,)] * args.arrays), args.arrays
@@ -71,6 +74,16 @@ def arrays(args: argparse.Namespace, root: str) -> None:
     row("save of 1 x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "b", one), args.rounds, changed(one))
     row(f"first load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), 1)
     row(f"load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), args.rounds)
+    on_cpu = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(256)) for _ in range(n))
+    row(f"load of {n} x 1 KiB on the CPU, in place", lambda: xla_ckpt.load_checkpoint(root, "a", on_cpu), args.rounds)
+    row(f"restore of {n} x 1 KiB into new CPU memory", lambda: xla_ckpt.restore(root, "a"), args.rounds)
+    file = f"{root}.safetensors"
+    save_file(on_cpu.state_dict(), file)
+    row(
+        "the same by safetensors, with a copy",
+        lambda: {key: value.clone() for key, value in load_file(file).items()},
+        args.rounds,
+    )
 
 
 def stall(args: argparse.Namespace, root: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -236,17 +237,24 @@ def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Targe
 
 
 def new_array(element: DType, local: LocalArray, kind: str, device: torch.device | None = None) -> Target:
-    """A target that makes a new array of a kind, in host memory unless a torch device is named.
+    """A target that makes a new array (see `making_new`)."""
+    return making_new(element, local, kind, device)()
 
-    A torch tensor becomes one again if torch is installed and has the type, and a jax array if jax is loaded and has
-    it; else they become numpy arrays.
+
+def making_new(
+    element: DType, local: LocalArray, kind: str, device: torch.device | None = None
+) -> Callable[[], Target]:
+    """What makes targets, each of them for a new array of a kind, in host memory unless a torch device is named.
+
+    What the arrays become is decided once for all that are alike: a torch tensor becomes one again if torch is
+    installed and has the type, and a jax array if jax is loaded and has it; else they become numpy arrays.
     """
     shape = tuple(max((p.local.stop[d] for p in local.pieces), default=0) for d in range(len(local.shape)))
     if kind == "torch" and torch_is_installed():
-        from xla_ckpt.arrays.torch_arrays import new_tensor
+        from xla_ckpt.arrays.torch_arrays import making_new_tensors
 
-        if (target := new_tensor(element, shape, local, device)) is not None:
-            return target
+        if (making := making_new_tensors(element, shape, local, device)) is not None:
+            return making
     if kind == "jax" and "jax" in sys.modules:
         import jax
 
@@ -254,5 +262,5 @@ def new_array(element: DType, local: LocalArray, kind: str, device: torch.device
 
         numpy_type = numpy_dtype(element)
         if jax.dtypes.canonicalize_dtype(numpy_type) == numpy_type:
-            return fresh_jax(local.shape, numpy_type, None)
-    return fresh_numpy(element, shape, numpy_dtype(element), local)
+            return functools.partial(fresh_jax, local.shape, numpy_type, None)
+    return functools.partial(fresh_numpy, element, shape, numpy_dtype(element), local)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.composite import name_of
-from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype, type_name
+from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, is_plain, is_xla, making_tensors, torch_dtype, type_name
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.forms import ArrayForm
@@ -102,24 +103,27 @@ class TorchAdapters:
         if facts is None:
             facts = self._facts[dtype, shape] = (type_name(dtype), whole(tuple(shape)))
         name, local = facts
-        if name != form.dtype.name or local.shape != form.shape or not value.numel():
+        if name != form.dtype.name or local.shape != form.shape or 0 in local.shape:
             return None
         adapter = _TORCH_HOST if value.is_cpu else _xla(self._spmd) if is_xla(value) else None
         return None if adapter is None else adapter.over_whole(value, form.dtype, local, owned=owned)
 
 
-def new_tensor(
+def making_new_tensors(
     element: DType, shape: tuple[int, ...], local: LocalArray, device: torch.device | None = None
-) -> Target | None:
-    """A target that makes a new tensor, in host memory unless a device is named; None if torch has no such type."""
+) -> Callable[[], Target] | None:
+    """What makes targets, each of them for a new tensor, in host memory unless a device is named.
+
+    None if torch has no such type.
+    """
     torch_type = torch_dtype(element)
     if torch_type is None:
         return None
     if device is not None and device.type == "xla":
         from xla_ckpt.arrays.xla import fresh_xla
 
-        return fresh_xla(element, shape, torch_type, device, local)
-    return fresh_torch(element, shape, torch_type, device, local)
+        return functools.partial(fresh_xla, element, shape, torch_type, device, local)
+    return making_tensors(element, shape, torch_type, device, local)
 
 
 def number_tensor(pattern: Any, number: float) -> torch.Tensor:

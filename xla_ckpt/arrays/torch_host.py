@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -154,9 +154,9 @@ class WholeTensors(ABC):
 
     @abstractmethod
     def over_whole(self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool) -> Target | None:
-        """The target that overwrites a dense tensor that is the whole array; None if that takes more.
+        """The target that overwrites a dense tensor that is the whole array, and has elements; None if that takes more.
 
-        A load asks this of each of its arrays.
+        A load asks this of each of its arrays, and only of those that lie where tensors of this kind do.
         """
 
 
@@ -165,9 +165,7 @@ class TorchHost(WholeTensors):
 
     def over_whole(self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool) -> Target | None:
         in_order = value.layout is torch.strided and value.is_contiguous() and not value.is_nested
-        if not value.is_cpu or not in_order or value.is_conj() or value.is_neg():
-            return None
-        return InPlace(dtype, local, value)
+        return InPlace(dtype, local, value) if in_order and not (value.is_conj() or value.is_neg()) else None
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
@@ -222,7 +220,7 @@ class TorchHost(WholeTensors):
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
-        return fresh_torch(element, tuple(value.shape), torch_type(element, value), value.device, local)
+        return making_tensors(element, tuple(value.shape), torch_type(element, value), value.device, local)()
 
 
 def check_writable(value: torch.Tensor) -> None:
@@ -342,12 +340,13 @@ class NewTensor(Target):
 
     dtype: DType
     local: LocalArray
+    tensor_shape: tuple[int, ...]
     torch_type: torch.dtype
     value: torch.Tensor | None = None
     live = False
 
     def memory(self, slabs: Slabs) -> list[memoryview]:
-        self.value = torch.empty(self.local.pieces[0].box.shape, dtype=self.torch_type)
+        self.value = torch.empty(self.tensor_shape, dtype=self.torch_type)
         return [bytes_of(self.value)]
 
     def install(self) -> torch.Tensor:
@@ -355,12 +354,19 @@ class NewTensor(Target):
         return self.value
 
 
-def fresh_torch(
+def making_tensors(
+    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
+) -> Callable[[], Target]:
+    """What makes targets, each of them for a new tensor of a local shape; its padding is zero."""
+    if local.fills(shape) and (device is None or device.type == "cpu"):
+        return functools.partial(NewTensor, dtype, local, shape, torch_type)
+    return functools.partial(_padded, dtype, shape, torch_type, device, local)
+
+
+def _padded(
     dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
-    """A target that makes a new tensor of a local shape; its padding is zero."""
-    if local.fills(shape) and (device is None or device.type == "cpu"):
-        return NewTensor(dtype, local, torch_type)
+    """A target that makes a new tensor out of any pieces, on any device."""
     spread, tensor = Spread(local), torch.empty(0)
 
     def memory(_: Slabs) -> list[memoryview]:

@@ -237,8 +237,9 @@ def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
     slabs = Slabs()
     of_each = by_kind(targets.values(), lambda kind, some: kind.memory_of(some, slabs))
     for (path, target), memories in zip(targets.items(), of_each, strict=True):
+        is_live = target.live
         for box, memory in zip(target.boxes, memories, strict=True):
-            if target.live:
+            if is_live:
                 live.add(len(slots))
             wants.append(Want(path, box, len(slots)))
             slots.append(memory)

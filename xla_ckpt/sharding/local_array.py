@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import sub
 
 from xla_ckpt.sharding.box import Box
@@ -79,10 +79,12 @@ class LocalArray:
     spec: tuple[object, ...] | None = None
     """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""
 
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The regions of the global array that the pieces are, each of them once."""
-        return tuple(dict.fromkeys(piece.box for piece in self.pieces))
+    boxes: tuple[Box, ...] = field(init=False, repr=False, compare=False)
+    """The regions of the global array that the pieces are, each of them once. A load asks for them several times an
+    array."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "boxes", tuple(dict.fromkeys(piece.box for piece in self.pieces)))
 
     def fills(self, shape: Sequence[int]) -> bool:
         """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.casting import can_cast, cast
-from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
+from xla_ckpt.arrays.registry import array_kind, check_memory, making_new, new_array
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
@@ -137,6 +137,22 @@ class Stored:
                 targets[path] = target
         return targets
 
+    def new_whole(self, kinds: Mapping[str, str]) -> dict[str, Target]:
+        """The targets, by leaf path, that make some arrays anew, whole and in host memory; `kinds` says which kind.
+
+        Raises:
+            IncompatibleCheckpointError: One of them is not stored.
+        """
+        alike: dict[tuple[int, str], Callable[[], Target]] = {}
+        targets: dict[str, Target] = {}
+        for path, kind in kinds.items():
+            form = self.form(path)
+            make = alike.get((id(form), kind))
+            if make is None:
+                make = alike[id(form), kind] = making_new(form.dtype, whole(form.shape), kind)
+            targets[path] = make()
+        return targets
+
     def like(self, path: str, value: Any) -> Target:
         """A target that makes a new array like one of the program.
 
@@ -255,6 +271,8 @@ def plan_arrays(
     """
     paths_and_kinds = array_paths(stored.skeleton, stored.prefix)
     usual = stored.over_whole({path: current[path] for path in paths_and_kinds if path in current}, owned=owned)
+    if new is None:
+        usual |= stored.new_whole({path: kind for path, kind in paths_and_kinds.items() if path not in current})
     loading.targets.update(usual)
     for path, kind in paths_and_kinds.items():
         if path in usual:

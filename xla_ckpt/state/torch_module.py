@@ -57,8 +57,8 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     loading.problems += of_other_ranks.values()
     owned = {id(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())}
     kind = stored.shardings.adapters.kind
-    arrays_of_module = [v for k, v in entries.items() if not is_extra(k) and kind(v)]
-    direct = not _has_load_logic(module) and all(id(v) in owned for v in arrays_of_module)
+    strangers = [key for key, value in entries.items() if id(value) not in owned]
+    direct = not _has_load_logic(module) and not any(kind(entries[key]) for key in strangers if not is_extra(key))
     path_of = {key: paths.join(stored.prefix, paths.escape(key)) for key in entries if key in stored_entries}
     if direct:
         arrays = {path: entries[key] for key, path in path_of.items() if isinstance(stored_entries[key], ArrayAt)}

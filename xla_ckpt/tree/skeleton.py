@@ -103,12 +103,15 @@ def leaves_below(skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Iter
         yield path, skeleton
         return
     for part, child in below.items():
-        yield from leaves_below(child, paths.join(path, part), depth + 1)
+        if is_array(child):  # as nearly every leaf of a large state is
+            yield paths.join(path, part), child
+        else:
+            yield from leaves_below(child, paths.join(path, part), depth + 1)
 
 
 def is_array(part: Json) -> bool:
     """Whether a part of a skeleton stands for an array."""
-    return isinstance(part, dict) and set(part) == {"$array"}
+    return isinstance(part, dict) and len(part) == 1 and "$array" in part
 
 
 def plain_values(skeleton: Json) -> dict[str, Json]:
