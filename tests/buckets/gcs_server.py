@@ -1,9 +1,10 @@
-"""A server that answers as Google Cloud Storage does, as far as obstore asks it: no package of the registries does.
+"""A server that answers as Google Cloud Storage does, as far as obstore and tensorstore ask it.
 
-It follows the documentation of the XML API (https://cloud.google.com/storage/docs/xml-api/reference-methods), and keeps
-to what matters for a root of tags: each version of an object has a generation, and ``x-goog-if-generation-match`` is
-minded by whoever writes one. It has no credentials and keeps everything in memory. That the real service answers alike
-is not verified.
+No package of the registries does. It follows the documentation of the XML API
+(https://cloud.google.com/storage/docs/xml-api/reference-methods), and keeps to what matters for a root of tags: each
+version of an object has a generation, and ``x-goog-if-generation-match`` is minded by whoever writes one. tensorstore
+reads and lists by the JSON API (https://cloud.google.com/storage/docs/json_api/v1/objects). It has no credentials and
+keeps everything in memory. That the real service answers alike is not verified.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from wsgiref.handlers import format_date_time
 from xml.sax.saxutils import escape
 
 from werkzeug.serving import make_server
+
+JSON_API = "v1/b/"
+"""Begins the names of what is asked for by the JSON API, below ``storage``."""
 
 MODIFIED = "2026-01-01T00:00:00.000Z"
 
@@ -100,6 +104,9 @@ class GcsServer:
         return [answer.body]
 
     def _answer(self, method: str, key: str, query: dict[str, str], environ: dict[str, Any], body: bytes) -> Answer:
+        if key.startswith(JSON_API) and method == "GET":
+            name = key.partition("/o/")[2]
+            return self._read(method, name, environ) if name else self._names(query)
         if method == "GET" and not key:
             return self._listing(query)
         if method in ("GET", "HEAD"):
@@ -157,6 +164,16 @@ class GcsServer:
             return refusal("416 Range Not Satisfiable", "InvalidRange")
         where = ("Content-Range", f"bytes {low}-{high}/{len(thing.data)}")
         return Answer("206 Partial Content", thing.data[low : high + 1], [*thing.headers, where])
+
+    def _names(self, query: dict[str, str]) -> Answer:
+        """All names from one on, and before another one."""
+        low, high = query.get("startOffset", ""), query.get("endOffset")
+        things = [
+            (key, self.objects[key]) for key in sorted(self.objects) if low <= key and (high is None or key < high)
+        ]
+        items = [{"name": k, "size": str(len(t.data)), "generation": str(t.generation)} for k, t in things]
+        body = json.dumps({"kind": "storage#objects", "items": items}).encode()
+        return Answer(body=body, headers=[("Content-Type", "application/json")])
 
     def _listing(self, query: dict[str, str]) -> Answer:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 import xla_ckpt
-from tests.buckets.gcs_server import GcsServer
+from tests.buckets.gcs_server import GcsServer, Thing
+from tests.layouts import orbax_saves
+from tests.layouts.test_orbax import assert_equal
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.door import store_at
@@ -58,6 +63,35 @@ def test_a_generation_decides(gcs: GcsServer) -> None:
             store.write_record("r", b"3", stale)
     assert (store.read_record("r") or (b"", ""))[0] == b"2"
     assert data == b"1"
+
+
+@pytest.fixture(scope="module")
+def by_orbax(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with all checkpoints of `orbax_saves`."""
+    folder = tmp_path_factory.mktemp("orbax")
+    orbax_saves.save_all(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["manager/12", "pytree-files", "v1"])
+def test_what_orbax_wrote_is_read_where_it_lies(gcs: GcsServer, by_orbax: Path, tmp_path: Path, name: str) -> None:
+    for number, file in enumerate(sorted(path for path in (by_orbax / name).rglob("*") if path.is_file()), 1):
+        gcs.objects[f"run/7/{file.relative_to(by_orbax / name)}"] = Thing(file.read_bytes(), number)
+    assert xla_ckpt.list_tags("gs://bucket/run") == ["7"]
+    # tensorstore looks at the environment once in a process.
+    address = {"GOOGLE_BASE_URL": gcs.url, "TENSORSTORE_GCS_HTTP_URL": gcs.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "its"}
+    command = [sys.executable, "-m", "xla_ckpt", "convert", "gs://bucket/run", str(tmp_path / "run"), "--to", "native"]
+    done = subprocess.run(command, env={**os.environ, **address}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_equal(xla_ckpt.restore(tmp_path / "run").tree, orbax_saves.tree())
+    assert "Bearer its" in gcs.authorizations
+
+
+def test_tensorstore_is_told_of_the_same_server(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    gcs.objects["run/7/_METADATA"] = Thing(b"{}", 1)
+    monkeypatch.setenv("GOOGLE_BASE_URL", gcs.url)
+    with pytest.raises(UsageError, match="TENSORSTORE_GCS_HTTP_URL=''"):
+        xla_ckpt.restore("gs://bucket/run")
 
 
 KEY = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()

@@ -306,6 +306,8 @@ def server_of(scheme: str) -> dict[str, str]:
         UsageError: What it says makes no sense.
     """
     options: dict[str, str] = {}
+    if scheme == "gs":
+        _check_one_server()
     if scheme != "s3":
         return options
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -321,6 +323,21 @@ def server_of(scheme: str) -> dict[str, str]:
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         options["region"] = region
     return options
+
+
+def _check_one_server() -> None:
+    """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed.
+
+    Raises:
+        UsageError: The environment names two.
+    """
+    here, there = os.environ.get("GOOGLE_BASE_URL", ""), os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
+    if here.rstrip("/") != there.rstrip("/"):
+        raise UsageError(
+            "the environment names another server of gs:// to tensorstore than to this library",
+            expected="both variables, with the same address, or none of them",
+            found=f"GOOGLE_BASE_URL={here!r}, TENSORSTORE_GCS_HTTP_URL={there!r}",
+        )
 
 
 def _s3_options() -> dict[str, Any]:

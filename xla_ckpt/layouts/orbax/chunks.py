@@ -314,8 +314,17 @@ def on_disk(directory: LocalFiles) -> dict[str, Any]:
     return {"driver": "file", "path": f"/proc/self/fd/{directory.fd}/"}
 
 
-def in_s3(place: InBucket) -> dict[str, Any]:
-    """A directory in a bucket of S3's as tensorstore's key-value store. Credentials are found by the SDK of AWS."""
+def in_bucket(place: InBucket) -> dict[str, Any] | None:
+    """A directory in a bucket as tensorstore's key-value store; None where tensorstore has no access to it.
+
+    Credentials are found by the SDK of AWS for S3, and by tensorstore for Google's. Another server than Google's is
+    named to tensorstore by the environment alone, ``TENSORSTORE_GCS_HTTP_URL``.
+    """
+    at = {"bucket": place.bucket, "path": place.prefix}
+    if place.scheme == "gs":
+        return {"driver": "gcs", **at}
+    if place.scheme != "s3":
+        return None
     options = {"endpoint": place.endpoint, "aws_region": place.region}
     known = {name: value for name, value in options.items() if value is not None}
-    return {"driver": "s3", "bucket": place.bucket, "path": place.prefix, **known}
+    return {"driver": "s3", **at, **known}

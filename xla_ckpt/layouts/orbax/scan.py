@@ -11,7 +11,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, naming
 from xla_ckpt.layouts.orbax import metadata
-from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_s3, on_disk
+from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_bucket, on_disk
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
 from xla_ckpt.layouts.orbax.names import registered_names, renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
@@ -67,15 +67,15 @@ def _decoded(store: Store, name: str) -> DecodedFiles:
         directory = files.open(name, lock=False)
         return DecodedFiles(directory, on_disk(directory))
     assert store.object_store is not None, "a store is one or the other"
-    place = store.object_store.in_bucket(name)
-    if place.scheme != "s3":
+    place = in_bucket(store.object_store.in_bucket(name))
+    if place is None:
         raise UsageError(
-            "orbax's checkpoints are read from file systems and from s3:// only",
+            "orbax's checkpoints are read from file systems, s3:// and gs:// only",
             path=store.path,
             tag=name,
             hint="Copy it to a disk of this machine.",
         )
-    return DecodedFiles(store.open(name, lock=False), in_s3(place))
+    return DecodedFiles(store.open(name, lock=False), place)
 
 
 def _kind(value: Any) -> str | None:
