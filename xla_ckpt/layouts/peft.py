@@ -18,7 +18,7 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, nami
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.hugging_face import HuggingFace, scanned_model
-from xla_ckpt.layouts.peft_names import PREFIX, is_of_peft, names_in_files, own_config
+from xla_ckpt.layouts.peft_names import PREFIX, config_to_run, is_of_peft, names_in_files
 from xla_ckpt.layouts.scanned import MAX_JSON, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
@@ -73,7 +73,7 @@ class Peft(HuggingFace):
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         names = _names_of(stored.manifest)
         if is_of_peft(names.values()):
-            text = own_config(stored.beside(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG), ADAPTER_CONFIG)
+            text = config_to_run(stored.beside(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG), ADAPTER_CONFIG)
             called = names_in_files(names.values())
             chosen = [leaf for leaf, name in names.items() if name in called]
         else:

@@ -68,7 +68,7 @@ def names_in_files(names: Iterable[str]) -> dict[str, str]:
     return called
 
 
-def own_config(text: bytes | None, file: str) -> bytes:
+def config_to_run(text: bytes | None, file: str) -> bytes:
     """PEFT's own configuration, as it is for a model that is only run.
 
     Raises:
