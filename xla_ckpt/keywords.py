@@ -44,17 +44,23 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
     return lambda call: _checked(call, fields)
 
 
-def known_fields(kind: type[Value]) -> type[Value]:
-    """The same dataclass, whose constructor says of an unknown keyword which field was probably meant."""
+def known_fields(kind: type[Value], more: str = "") -> type[Value]:
+    """The same dataclass, whose constructor says of an unknown keyword which field was probably meant.
+
+    `more` is said behind the names of all fields, where none is like it.
+    """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in names:
         _OWNERS.setdefault(name, kind.__name__)
     fields = ", ".join(names)
-    constructor = _checked(
-        kind.__init__, {}, kinds=False, otherwise=f": it has {fields}; others are arguments of the call itself"
-    )
+    constructor = _checked(kind.__init__, {}, kinds=False, otherwise=f": it has {fields}{more}")
     kind.__init__ = constructor  # type: ignore[method-assign]
     return kind
+
+
+def options_of_calls(kind: type[Value]) -> type[Value]:
+    """`known_fields` for what is passed to calls that have further arguments of their own."""
+    return known_fields(kind, "; others are arguments of the call itself")
 
 
 _OWNERS: dict[str, str] = {}
@@ -68,14 +74,34 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: isinstance(value, SupportsIndex), "a whole number"),
     "float": (lambda value: hasattr(value, "__float__"), "a number"),
     "str": (lambda value: isinstance(value, str), "a text"),
+    "PathLike": (
+        lambda value: isinstance(value, str) or (hasattr(value, "__fspath__") and isinstance(value.__fspath__(), str)),
+        "a path, as a str or os.PathLike",
+    ),
     "Rules": (lambda value: isinstance(value, Iterable), "a list of (regular expression, spec)"),
     "str | Sequence": (lambda value: isinstance(value, Sequence), "a name, or a list of names"),
     "Sequence": (lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes), "a list"),
     "Callable": (callable, "a function"),
+    "Reshard": (callable, "a function of (states, rank, world)"),
 }
 """Annotation of an argument, without what is in brackets -> whether a value is of that kind, and what is expected.
 
 Without this check a value of another kind fails from deep inside, with an error of Python's that names no argument."""
+
+
+def as_texts(name: str, value: Any, expected: str) -> tuple[str, ...]:
+    """The texts that an argument gives: one, or a list of several.
+
+    >>> as_texts("layout", "native", "a layout"), as_texts("layout", ["xser", "native"], "layouts")
+    (('native',), ('xser', 'native'))
+
+    Raises:
+        UsageError: There are none, or something else.
+    """
+    texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise UsageError(f"{name} is not of the kind that it takes", expected=expected, found=reprlib.repr(value))
+    return texts
 
 
 _OWN_ERRORS = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
@@ -93,7 +119,14 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
     if check is None or name in _OWN_ERRORS or (value is None and kind != annotation):
         return
     if not check(value):
-        raise UsageError(f"{name} is not of the kind that it takes", expected=expected, found=reprlib.repr(value))
+        raise UsageError(
+            f"{name} is not of the kind that it takes",
+            expected=expected,
+            found=reprlib.repr(value),
+            hint="The order of the arguments is path, tag, and then what is saved or loaded."
+            if name == "path"
+            else None,
+        )
 
 
 def _checked(
@@ -105,6 +138,9 @@ def _checked(
 ) -> Callable[Parameters, Result]:
     parameters = inspect.signature(call).parameters
     known = list(parameters)
+    ordered = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+    others = [name for name in known if name not in ordered]
+    otherwise = otherwise or f": it has {', '.join(name for name in known if name != 'self')}"
     annotations = {name: p.annotation for name, p in parameters.items() if kinds and isinstance(p.annotation, str)}
     flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}
     called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
@@ -119,7 +155,12 @@ def _checked(
                 argument, kind = fields[name]
                 hint = f": say {argument}={kind.__name__}({name}=...)"
             raise TypeError(f"{called}() has no argument {name!r}{hint}")
-        for name, value in (*zip(known, args, strict=False), *kwargs.items()):
+        if others and len(args) > len(ordered):
+            raise TypeError(
+                f"{called}() takes no more than {', '.join(n for n in ordered if n != 'self') or 'nothing'} by order: "
+                f"say all others by name, {others[0]}=..."
+            )
+        for name, value in (*zip(ordered, args, strict=False), *kwargs.items()):
             if name in flags:
                 check_choice(name, value, flags[name])
             elif name in annotations:

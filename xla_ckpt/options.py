@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.job.rounds import TIMEOUT
-from xla_ckpt.keywords import check_choice, known_fields
+from xla_ckpt.keywords import check_choice, known_fields, options_of_calls
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.replicas import Replicas
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
@@ -46,10 +46,10 @@ class Product:
     """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
 
     Raises (on construction):
-        UsageError: `every` or `keep` makes no sense. What does not fit the layout is refused by the save.
+        UsageError: `every_n_steps` or `keep` makes no sense. What does not fit the layout is refused by the save.
 
     Example:
-        ``SaveOptions(products=(Product(to="hf/{tag}", every=1000, dtype="bfloat16"),))``
+        ``SaveOptions(products=(Product(to="hf/{tag}", every_n_steps=1000, dtype="bfloat16"),))``
     """
 
     to: PathLike
@@ -59,8 +59,9 @@ class Product:
     layout: str = "safetensors"
     """What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it."""
 
-    every: int = 1
-    """Of which tags: those whose step is a multiple of this. The step is the number at the end of the tag's name, or
+    every_n_steps: int = 1
+    """Of which tags: those whose step is a multiple of this. It counts steps and not saves, as `EveryNSteps` does: of a
+    run that saves each 100 steps, 200 takes each second tag. The step is the number at the end of the tag's name, or
     the number of its commit."""
 
     dtype: str | None = None
@@ -77,13 +78,13 @@ class Product:
     which it is known; others are not touched."""
 
     def __post_init__(self) -> None:
-        _check_number("every", self.every, "steps")
+        _check_number("every_n_steps", self.every_n_steps, "steps")
         full_path(self.to)
         if self.keep is not None:
             check_policy("keep", self.keep)
 
 
-@known_fields
+@options_of_calls
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How a save goes about its work, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
@@ -199,7 +200,7 @@ class SaveOptions:
         }
 
 
-@known_fields
+@options_of_calls
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """How a load goes about its work, for `load_checkpoint` and `restore`.
@@ -247,7 +248,7 @@ class LoadOptions:
         }
 
 
-@known_fields
+@options_of_calls
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """How tags are read and written anew without a job, for `convert`, `export_hf` and `diff`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,9 @@ def test_long_calls_have_a_bar_in_a_notebook(
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    with Progress("save x", 100, None) as bar:
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)  # as if it were not installed
+    with warnings.catch_warnings(), Progress("save x", 100, None) as bar:
+        warnings.simplefilter("error")
         bar(10)
         now[0] += 1.5
         bar(90)

@@ -43,7 +43,7 @@ def save(root: object, step: int, *products: Product, **more: Any) -> xla_ckpt.S
 @pytest.mark.parametrize("async_save", [False, True])
 def test_every_second_tag_becomes_a_directory_of_hugging_faces(tmp_path: Path, kind: str, async_save: bool) -> None:
     root = tmp_path / "run" if kind == "directory" else f"memory://{tmp_path}"
-    product = Product(to=tmp_path / "hf/{tag}", every=2, dtype="bfloat16")
+    product = Product(to=tmp_path / "hf/{tag}", every_n_steps=2, dtype="bfloat16")
     for step in (1, 2, 3, 4):
         save(root, step, product, async_save=async_save)
     xla_ckpt.finalize_checkpoint()
@@ -145,7 +145,7 @@ def test_an_error_fails_no_save_and_is_told_once(tmp_path: Path, caplog: pytest.
         ({"to": "run/{tag}/hf"}, "outside of the root directory"),
         ({"to": "hf/{tag}", "dtype": "bf16"}, "dtype= is no element type"),
         ({"to": "hf/{tag}", "llama": True}, "llama= is of another class"),
-        ({"to": "hf/{tag}", "every": 0}, "every is no number of steps"),
+        ({"to": "hf/{tag}", "every_n_steps": 0}, "every_n_steps is no number of steps"),
         ({"to": "dcp", "layout": "dcp", "keep": 3}, "keep is no policy"),
     ],
 )
@@ -158,6 +158,16 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
     assert [*tmp_path.iterdir()] == []
     with pytest.raises(UsageError, match=r"products= is no tuple of products"):
         SaveOptions(products=Product(to="hf/{tag}"))  # type: ignore[arg-type]
+
+
+def test_a_part_of_a_model_is_no_product_for_whole_models(tmp_path: Path) -> None:
+    """It was told when the product was made, in the background, after the commit."""
+    options = SaveOptions(products=(Product(to=tmp_path / "hf/{tag}"),))
+    with pytest.raises(UsageError, match=r"safetensors is a whole model.*found only=model/weight.*layout='peft'"):
+        xla_ckpt.save_checkpoint(
+            tmp_path / "run", "a", torch.nn.Linear(2, 2), only="model/weight", options=options, async_save=True
+        )
+    assert [*tmp_path.iterdir()] == []
 
 
 def dies_in_mid_product(root: Path) -> None:

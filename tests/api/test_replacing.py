@@ -81,3 +81,44 @@ def test_a_path_and_a_tag_that_are_swapped_are_told(tmp_path: pathlib.Path, monk
     with pytest.raises(xla_ckpt.UsageError, match="the path and the tag seem to be swapped.*runs is a directory with"):
         xla_ckpt.save_checkpoint("step_2", "runs", torch.nn.Linear(2, 2))
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+def _of_dcp(place: pathlib.Path) -> None:
+    dcp.save({"model": {"w": torch.ones(2)}, "step": 1}, checkpoint_id=place)
+
+
+def _of_torch_checkpointing(place: pathlib.Path) -> None:
+    xla_ckpt.save_checkpoint(place.parent, place.name, {"w": torch.ones(2)}, layout="torch_checkpointing")
+    (place / "manifest.json").unlink()
+    (place / "_CHECKPOINT_METADATA").unlink()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [_of_dcp, _of_torch_checkpointing])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_of_another_library_is_no_root(tmp_path: pathlib.Path, make: object, asynchronous: bool) -> None:
+    """Tags in it would hide it: it was the tag before, and a root without it then."""
+    assert callable(make)
+    make(tmp_path / "runs" / "step_7")
+    before = _content(tmp_path)
+    message = f"is a checkpoint that .* wrote, and no root of tags.*Pass {tmp_path}/runs, and the name of the new tag"
+    with pytest.raises(xla_ckpt.UsageError, match=message):
+        xla_ckpt.save_checkpoint(tmp_path / "runs" / "step_7", "a", torch.nn.Linear(2, 2), async_save=asynchronous)
+    with pytest.raises(xla_ckpt.UsageError, match=message):
+        xla_ckpt.convert(tmp_path / "runs", tmp_path / "runs" / "step_7", to="native", as_tag="a")
+    assert _content(tmp_path) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_root_stays_one_whatever_is_written_into_it(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "lm"
+    xla_ckpt.save_checkpoint(root, "step_1", torch.nn.Linear(2, 2))
+    xla_ckpt.export_hf(root, tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").rename(root / "model.safetensors")  # as a trainer's save_model does
+    assert xla_ckpt.load_checkpoint(root, model=torch.nn.Linear(2, 2)).report.tag == "step_1"
+    _of_dcp(root)
+    caplog.clear()
+    assert xla_ckpt.load_checkpoint(root, model=torch.nn.Linear(2, 2)).report.tag == "step_1"
+    assert "is a checkpoint of torch.distributed.checkpoint, and a root of tags, too: its tags are taken" in caplog.text
+    xla_ckpt.save_checkpoint(root, "step_2", torch.nn.Linear(2, 2))
+    assert xla_ckpt.restore(tmp_path, "lm").tree["extras"] == {"step": 1}, "which the warning says how to load"

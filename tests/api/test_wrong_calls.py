@@ -219,3 +219,78 @@ def test_the_path_of_a_tag_that_is_not_there_names_those_beside_it(tmp_path: pat
             call(tmp_path / "step_5")
     with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Nothing lies there\.$"):
         xla_ckpt.restore(tmp_path / "step_5" / "deeper")
+
+
+def test_an_optimizer_without_its_model_is_told_so(tmp_path: pathlib.Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, torch.optim.AdamW(model.parameters()))
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"Pass the optimizer's model, too \(model=\)"):
+        xla_ckpt.load_checkpoint(tmp_path, optimizer=fresh)
+    xla_ckpt.load_checkpoint(tmp_path, model=model, optimizer=fresh)
+
+
+def test_all_that_a_tree_wants_in_vain_is_named(tmp_path: pathlib.Path) -> None:
+    xla_ckpt.save(tmp_path, "a", {"m": {"w": torch.ones(2), "b": torch.ones(2)}, "step": 1})
+    one, names = torch.ones(1), [f"x{number}" for number in range(20)]
+    like = {"m": {"w": one, "v": one}, "step": {"of": 1}, "n": one}
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"4 differences.*Make like= as it was") as told:
+        xla_ckpt.restore(tmp_path, like=like)
+    lines = (told.value.details or "").splitlines()
+    assert "  m/v: wanted, but not stored; stored beside it: w, b" in lines
+    assert [line.split(":")[0].strip() for line in lines] == ["m/v", "step", "n", "m/w"]
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="20 differences") as told:
+        xla_ckpt.restore(tmp_path, like=dict.fromkeys(names, one))
+    assert "... and 8 more" in (told.value.details or "")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda _: xla_ckpt.verify("r", "a", 8), r"no more than path, tag by order: .* by name, num_workers=\.\.\."),
+        (lambda _: xla_ckpt.SaveOptions("equal"), r"no more than nothing by order: .* by name, replicas=\.\.\."),
+        (lambda _: xla_ckpt.load_checkpoint("r", user_content=1), "has no argument 'user_content': it has path, tag,"),
+        (lambda _: xla_ckpt.Mesh(data=2), r"Mesh\(\) has no argument 'data': it has pp, dp, ep, cp, tp$"),
+        (lambda _: xla_ckpt.LlamaJob(size_multiplier=2), "did you mean 'kv_size_multiplier'"),
+        (lambda _: xla_ckpt.Checkpoints(paht="r"), "did you mean 'path'"),
+        (lambda _: xla_ckpt.PerRank(1, positon="a"), "did you mean 'position'"),
+        (lambda r: r.pin(tga="a"), "has no argument 'tga': it has tag"),
+    ],
+)
+def test_python_would_say_less_of_such_arguments(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call(xla_ckpt.Checkpoints("r"))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: xla_ckpt.convert(5, r, to="native"), "source is not of the kind .*a path.* found 5"),
+        (lambda r: xla_ckpt.convert(r, b"x", to="native"), "destination is not of the kind .*found b'x'"),
+        (lambda r: xla_ckpt.diff(r, None), "b is not of the kind .*found None"),
+        (lambda r: xla_ckpt.list_tags(r, local=5), "local is not of the kind .*found 5"),
+        (lambda r: xla_ckpt.restore(5), "path is not of the kind .*found 5. The order of the arguments is path, tag"),
+        (lambda r: xla_ckpt.diff(r, r, leaf="x"), "no leaf .* like this.*found leaf='x'. Leaves begin with: model"),
+        (lambda r: xla_ckpt.export_hf(r, "new", part="x"), r"leaf x.*\(part=\).*begin with: model"),
+        (lambda r: xla_ckpt.export_hf(r, "new", max_shard_bytes=0), "max_shard_bytes= is no number of bytes.*found 0"),
+        (lambda r: xla_ckpt.save(r, "b", {"w": 1}, layout=["native", 5]), r"layout .*one of native.*\['native', 5\]"),
+        (lambda r: xla_ckpt.PerRank(1, reshard=5), "reshard is not of the kind .*found 5"),
+        (lambda _: xla_ckpt.ArraySpec(5, "float32"), r"shape of an ArraySpec .*\(4, 8\).*found 5"),
+        (lambda _: xla_ckpt.ArraySpec((4, -1), "float32"), r"shape of an ArraySpec .*found \(4, -1\)"),
+        (lambda _: xla_ckpt.PreemptionGuard(every=0), "every= is no number of calls: expected 1 or more, found 0"),
+    ],
+)
+def test_the_argument_the_value_and_the_cure(
+    call: Callable[[Any], Any], message: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    xla_ckpt.save_checkpoint("r", "a", torch.nn.Linear(2, 2))
+    with pytest.raises(xla_ckpt.UsageError, match=message):
+        call("r")
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+def test_a_tag_that_diff_does_not_find_is_no_failure_of_the_storage(tmp_path: pathlib.Path) -> None:
+    xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)})
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"no such checkpoint.*Tags there, oldest first: a\."):
+        xla_ckpt.diff(tmp_path, tmp_path, "a", "b")

@@ -18,8 +18,9 @@ from tests.buckets.uploads import SOON, Gate, listed, puts
 from tests.jobs import finish, run_on_ranks, start_on_ranks, torchrun
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine.upload import UPLOADS
-from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.engine import sent_part
+from xla_ckpt.engine.upload import UPLOADS, Uploader
+from xla_ckpt.errors import RankFailedError, StorageError, UsageError
 from xla_ckpt.tags.local_first import LocalFirst
 from xla_ckpt.tags.root import Transaction
 
@@ -185,6 +186,69 @@ def test_what_one_disk_refuses_is_an_error_on_all_ranks(at: str, root: str, tmp_
     assert run_on_ranks(fails_and_saves, 4, root, hosts, s3.environment, at) == [[2, [], 1]] * 4
     assert xla_ckpt.list_tags(root) == ["t1"]
     assert not [path for host in hosts for path in host.glob(".new-*")]
+
+
+def finds_a_folder(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> tuple[str, str | None]:
+    with pytest.raises(UsageError) as caught:
+        saved(rank, root, prepared(rank, hosts, environ), 1)
+    return caught.value.problem, caught.value.found
+
+
+def test_what_is_no_tag_is_replaced_on_no_disk(root: str, tmp_path: Path, s3: S3Server) -> None:
+    """Rank 0's disk was looked at alone."""
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    (hosts[1] / "t1").mkdir(parents=True)
+    (hosts[1] / "t1" / "notes").write_text("of somebody")
+    told = run_on_ranks(finds_a_folder, 4, root, hosts, s3.environment)
+    assert told == [("what has the name of the new tag is no tag, and would be lost", "a directory with notes")] * 4
+    assert (hosts[1] / "t1" / "notes").read_text() == "of somebody"
+    assert [xla_ckpt.list_tags(host) for host in hosts] == [[], []]
+
+
+def waits_for_a_disk(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> str:
+    """The second disk sends nothing; the first one's process has no patience with it."""
+    local = prepared(rank, hosts, environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sent_part, "PATIENCE_WITH_DISKS", 0.0)
+        if rank == 2:
+            patch.setattr(Uploader, "wake", lambda *_: None)
+        handle = saved(rank, root, local, 1)
+        if rank:
+            return ""
+        with pytest.raises(RankFailedError) as caught:
+            handle.uploaded(SOON)
+    return f"{caught.value.problem}: {caught.value.found}. {caught.value.hint}"
+
+
+def test_a_disk_that_sends_nothing_is_not_waited_for_for_ever(root: str, tmp_path: Path, s3: S3Server) -> None:
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    told = run_on_ranks(waits_for_a_disk, 4, root, hosts, s3.environment)
+    assert told[0].startswith("a part of this tag is on the disks of other hosts, which do not send it: files that are")
+    assert "It goes up when a job saves or loads that has all of these disks" in told[0]
+    assert xla_ckpt.list_tags(root) == []
+    assert run_on_ranks(loads, 4, root, hosts, s3.environment) == [("t1", whole(1), root)] * 4
+    assert xla_ckpt.verify(root).ok
+
+
+def loses_a_commit(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> Any:
+    """Each rank has a disk. The second one's commits, and the third one's does not."""
+    local = prepared(2 * rank, hosts, environ)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(Transaction, "commit", refuse)
+        with pytest.raises(StorageError) as caught:
+            saved(rank, root, local, 1)
+    tags = xla_ckpt.list_tags(local)
+    xla_ckpt.finalize_checkpoint()
+    return caught.value.rank, tags, saved(rank, root, local, 2).uploaded(SOON).tag
+
+
+def test_a_part_whose_save_fails_on_another_disk_is_not_waited_for(root: str, tmp_path: Path, s3: S3Server) -> None:
+    """It stayed, and its upload waited ten minutes for the other disks, and so did the end of the program."""
+    hosts = [tmp_path / f"host{number}" for number in range(3)]
+    assert run_on_ranks(loses_a_commit, 3, root, hosts, s3.environment) == [(2, [], "t2")] * 3
+    assert xla_ckpt.list_tags(root) == ["t2"]
+    assert xla_ckpt.verify(root).ok
 
 
 def wants_parity(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> str:

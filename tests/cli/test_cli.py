@@ -269,6 +269,30 @@ def test_ls_of_a_directory_above_the_roots(root: Path, tmp_path_factory: pytest.
     assert f"{above}/lm" in on_terminal(render.tag_table(found), 200)
 
 
+def test_ls_of_a_root_with_roots_beside_its_tags(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The roots were dropped."""
+    shutil.copytree(root, root.parent / "copy")
+    shutil.move(root.parent / "copy", root / "other")
+    found = facts.list_facts(str(root))
+    assert [t["tag"] for t in found["tags"]] == ["best", "step_2"]
+    assert [r["path"] for r in found["roots"]] == [f"{root}/other"]
+    shown = on_terminal(render.tag_table(found), 200)
+    assert "step_2" in shown.partition("Below it:")[0]
+    assert f"{root}/other" in shown.partition("Below it:")[2]
+    assert f"{root}/other" in call(capsys, "ls", root)[1]
+
+
+def test_a_tag_of_adapters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(requires_grad=False)
+    xla_ckpt.save_checkpoint(tmp_path, "whole", model)
+    xla_ckpt.save_checkpoint(tmp_path, "part", model, only="adapters")
+    assert [summary.note for summary in xla_ckpt.Checkpoints(tmp_path).summaries()] == ["", "without its base model"]
+    assert call(capsys, "ls", tmp_path)[1].count("without its base model") == 1
+    assert "without its base model" in call(capsys, "show", tmp_path, "part")[1]
+    assert "without its base model" not in call(capsys, "show", tmp_path, "whole")[1]
+
+
 LS = {
     60: """\
 /runs/lm

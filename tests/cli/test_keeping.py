@@ -239,3 +239,21 @@ def test_retain_refuses_what_makes_no_sense(
 def test_retain_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "retain", tmp_path / "none", "--newest", "1")
     assert (code, "there is no checkpoint" in err) == (1, True)
+
+
+def test_a_tag_may_be_named_by_its_path(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the commands that look at tags have it."""
+    assert call(capsys, "pin", root / "a")[0] == 0
+    assert call(capsys, "unpin", root / "a")[0] == 0
+    assert call(capsys, "rm", root / "a", "--yes")[0] == 0
+    assert xla_ckpt.list_tags(root) == ["b", "c"]
+
+
+@pytest.mark.parametrize("command", ["rm", "pin", "unpin"])
+def test_a_root_alone_names_no_tag(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, told = call(capsys, command, root)
+    assert code == 1
+    assert f"expected {root} TAG ..., or {root}/TAG" in told
+    assert "Tags there, oldest first: a, b, c" in told
+    assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
+    assert "there is no checkpoint" in call(capsys, command, root / "none")[2]

@@ -74,6 +74,64 @@ def test_what_peft_saves_is_loaded(converted: Path, tmp_path: Path) -> None:
     assert not differences({PREFIX + n: v for n, v in adapters(model).items()}, held, order=False)
 
 
+def test_peft_s_own_model_becomes_what_it_saves_itself(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PYTHONPATH names no folder with peft")
+    base = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0", "1"], modules_to_save=["2"]))
+    model.save_pretrained(tmp_path / "theirs")
+    for name, only in (("part", "adapters"), ("whole", None)):
+        xla_ckpt.save_checkpoint(tmp_path / name, "a", model, only=only)
+        model.peft_config["default"].save_pretrained(tmp_path / name)
+        xla_ckpt.convert(tmp_path / name, tmp_path / f"{name}_peft", to="peft")
+        ours, theirs = (load_file(tmp_path / folder / ARRAYS) for folder in (f"{name}_peft", "theirs"))
+        assert not differences(ours, theirs, order=False)
+        said, saying = (json.loads((tmp_path / f / CONFIG).read_text()) for f in (f"{name}_peft", "theirs"))
+        assert said == {**saying, "auto_mapping": None}, "PEFT's model says its class in it, its configuration does not"
+
+
+OF_PEFT = {
+    "0.base_layer.weight": None, "0.lora_A.default.weight": "0.lora_A.weight",
+    "0.lora_B.default.weight": "0.lora_B.weight", "0.lora_embedding_A.default": "0.lora_embedding_A",
+    "2.original_module.weight": None, "2.modules_to_save.default.weight": "2.weight", "3.bias": None,
+}  # fmt: skip
+"""Names in the state of a model of PEFT's -> in its file; None for what is not in that."""
+
+
+def saved_of_peft(root: Path, config: dict[str, Any] | None, *more: str) -> None:
+    names = [PREFIX + name for name in (*OF_PEFT, *more)]
+    xla_ckpt.save_checkpoint(root, "a", {name: torch.full((2,), float(i)) for i, name in enumerate(names)})
+    if config is not None:
+        (root / CONFIG).write_text(json.dumps(config))
+
+
+def test_names_of_peft_s_own_model(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 2, "rank_pattern": {"0": 1}, "inference_mode": False}
+    saved_of_peft(tmp_path / "run", config)
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "peft", to="peft")
+    files = {PREFIX + name: float(i) for i, name in enumerate(OF_PEFT.values()) if name is not None}
+    assert {name: value[0].item() for name, value in load_file(tmp_path / "peft" / ARRAYS).items()} == files
+    assert json.loads((tmp_path / "peft" / CONFIG).read_text()) == {**config, "inference_mode": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        (None, (), r"beside the tags.*peft_config\[.default.\]\.save_pretrained\(root\)"),
+        ({"peft_type": "LORA"}, ("0.lora_A.other.weight",), "one adapter in a directory.*found default, other"),
+        ({"peft_type": "LORA", "use_dora": True}, (), "what PEFT calls these adapters.*found use_dora"),
+        ({"peft_type": "LORA", "bias": "all"}, (), "found LORA, with bias 'all'.*save_pretrained"),
+        ({"peft_type": "IA3"}, (), "found IA3"),
+    ],
+)
+def test_what_nothing_says_of_peft_s_own_model(
+    tmp_path: Path, config: dict[str, Any] | None, more: tuple[str, ...], message: str
+) -> None:
+    saved_of_peft(tmp_path / "run", config, *more)
+    with pytest.raises(xla_ckpt.CheckpointError, match=message):
+        xla_ckpt.convert(tmp_path / "run", tmp_path / "peft", to="peft")
+    assert not (tmp_path / "peft").exists()
+
+
 def test_they_come_back_with_their_configuration(
     converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

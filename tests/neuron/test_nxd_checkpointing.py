@@ -18,11 +18,14 @@ import neuron_compat
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, checkpointing, load, parallel_state, save
+from tests import xla
 from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.layouts.gold import Gold, stage_of
 from xla_ckpt import Mesh
 
 pytestmark = pytest.mark.xla
+
+xla.begin()  # or a module whose backward passes run before leaves autograd without the device
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.strategies import FakeArray
-from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.tree.codec import Json, ValueCodec
 from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.skeleton import Make, Weave
@@ -30,6 +29,8 @@ def weave(pattern: Any, stored_tree: Any) -> tuple[Any, list[str]]:
 
     w = Weave(lambda v: isinstance(v, FakeArray), CODEC, whole)
     make = w.visit(pattern, flat.skeleton)
+    if w.refused:
+        raise LookupError(w.refused)
     return make({path: value.number for path, value in flat.arrays.items()}), list(w.wanted)
 
 
@@ -62,14 +63,21 @@ def test_placeholders_take_the_stored_value_whole() -> None:
 @pytest.mark.parametrize(
     ("pattern", "leaf", "words"),
     [
-        ({"model": {"v": ANY}}, "model/v", "no such leaf.*Stored beside it: w, b"),
-        ({"model": ANY}, "model", "expected an array, found 2 parts"),
-        ({"lr": {"x": 1}}, "lr", "expected a container, found 0.5"),
-        ({"opt": [None]}, "opt", "expected 1 items, found 2 parts"),
-        ({"lr": ANY}, "lr", "expected an array, found 0.5"),
+        ({"model": {"v": ANY}}, "model/v", "wanted, but not stored; stored beside it: w, b"),
+        ({"model": ANY}, "model", "2 parts stored, an array wanted"),
+        ({"lr": {"x": 1}}, "lr", "0.5 stored, a container wanted"),
+        ({"opt": [None]}, "opt", "2 parts stored, 1 items wanted"),
+        ({"lr": ANY}, "lr", "0.5 stored, an array wanted"),
     ],
 )
 def test_what_does_not_fit_is_named(pattern: Any, leaf: str, words: str) -> None:
-    with pytest.raises(IncompatibleCheckpointError, match=words) as caught:
+    with pytest.raises(LookupError) as caught:
         weave(pattern, STORED)
-    assert caught.value.leaf == leaf
+    assert caught.value.args == ({leaf: words},)
+
+
+def test_all_that_does_not_fit_is_named() -> None:
+    pattern = {"model": {"v": ANY, "w": ANY, "u": {"x": ANY}}, "lr": {"x": 1, "y": 2}, "opt": [None], "new": 1}
+    with pytest.raises(LookupError) as caught:
+        weave(pattern, STORED)
+    assert list(caught.value.args[0]) == ["model/v", "model/u", "lr", "opt", "new"]

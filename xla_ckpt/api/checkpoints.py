@@ -50,6 +50,7 @@ class Checkpoints:
         (['step_10'], 'step_10', [1.0, 1.0], 10)
     """
 
+    @known_options
     def __init__(self, path: PathLike) -> None:
         self.path = full_path(path)
         """Root directory."""
@@ -219,6 +220,7 @@ class Checkpoints:
         """
         deleting.delete(self._root_with_own(tag), tag, force=force)
 
+    @known_options
     def pin(self, tag: str) -> bool:
         """Exempt a tag from retention, as `save_checkpoint(..., pinned=True)` does; False if it was exempt already.
 
@@ -232,6 +234,7 @@ class Checkpoints:
         """
         return self._root_with_own(tag).pin(tag, True)
 
+    @known_options
     def unpin(self, tag: str) -> bool:
         """Undo `pin`; False if the tag was not pinned. The next save that retires tags may delete it.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.api.opened import Knowledge, opened
-from xla_ckpt.api.summaries import StoredFile, fields_of, stored_files
+from xla_ckpt.api.summaries import StoredFile, fields_of, note_of, stored_files
 from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import nearest
@@ -88,6 +88,9 @@ class TagContents:
     parity: str | None
     """What the tag survives: ``"block"``, ``"file"`` or nothing (docs/repair.md)."""
 
+    note: str
+    """What else is to be known about it, such as that it has adapters alone."""
+
     version: int
     """Of the format of its manifest."""
 
@@ -161,8 +164,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     values = {leaf: part for leaf, part in named.items() if not is_array(part)}
     leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *values]
     if not any(paths.is_like(leaf, pattern) for leaf in leaves):
-        tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
-        hint = f"Leaves begin with: {tops}."
+        hint = f"Leaves begin with: {paths.tops(leaves)}."
         problem = f"no leaf is like this{nearest(pattern or '', leaves)}"
         raise UsageError(problem, path=store.path, tag=tag, found=pattern, hint=hint)
     head, entry = manifest.head, foreign[1] if foreign is not None else root_of(store).entry(tag)
@@ -181,6 +183,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         created=head.created,
         pinned=head.pinned if entry is None else entry.pinned,
         parity=survives,
+        note=note_of(manifest),
         version=head.version,
         mesh=manifest.mesh,
         ranks=manifest.world,

@@ -10,7 +10,7 @@ from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, opened, source_of
 from xla_ckpt.engine.difference import Distance, distance
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.keywords import nearest, taking_values
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
@@ -125,13 +125,12 @@ def diff(
     options = chosen(ConvertOptions, options)
     about = Knowledge(rules=parse_rules(shardings), model=model, optimizer=optimizer, known=known_model(llama))
     sources = [source_of(path, tag) for path, tag in ((a, tag_a), (b, tag_b))]
-    try:
-        with opened(*sources[0], about) as one, opened(*sources[1], about) as other:
-            return _compared(one, other, leaf, options)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError.of(error, "comparing two tags") from error
+    with (
+        storage_errors("comparing two tags"),
+        opened(*sources[0], about) as one,
+        opened(*sources[1], about) as other,
+    ):
+        return _compared(one, other, leaf, options)
 
 
 def _compared(one: TagReader, other: TagReader, pattern: str | None, options: ConvertOptions) -> Difference:
@@ -140,7 +139,11 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, options: Co
     values_a, values_b = _values(one, pattern), _values(other, pattern)
     if not (arrays_a or arrays_b or values_a or values_b):
         names = [leaf for reader in (one, other) for leaf, _ in leaves_below(reader.manifest.skeleton)]
-        raise UsageError(f"no leaf of the two tags is like this{nearest(pattern or '', names)}", found=pattern)
+        raise UsageError(
+            f"no leaf of the two tags is like this{nearest(pattern or '', names)}",
+            found=f"leaf={pattern!r}",
+            hint=f"Leaves begin with: {paths.tops(names)}.",
+        )
     retyped: dict[str, tuple[str, str]] = {}
     moved: dict[str, Distance] = {}
     parts: dict[str, Distance] = {}

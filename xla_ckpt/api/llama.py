@@ -9,6 +9,7 @@ from typing import Any
 from xla_ckpt.engine.compare import same_bytes
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, storage_errors
+from xla_ckpt.keywords import known_fields
 from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
 from xla_ckpt.layouts.llama_heads import KeyCopies, unsaid_order
@@ -26,6 +27,7 @@ HARDWARE = {"trn1": False, "trn2": True}
 """Name of a device -> whether neighbouring ranks hold the same keys there."""
 
 
+@known_fields
 @dataclass(frozen=True, slots=True)
 class LlamaJob:
     """A Llama-like model, and how a job of neuronx-distributed's has it: what the files of a tag may not say.

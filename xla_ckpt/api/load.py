@@ -42,7 +42,8 @@ class Loaded:
     """What `load_checkpoint` returns; the objects that it was given have their state by then."""
 
     user_content: Any
-    """The `user_content` of the save; None if there was none."""
+    """The `user_content` of the save. Where none was saved, a dict of the plain values beside the objects, such as the
+    step in another library's checkpoint; None if there is neither."""
 
     report: LoadReport
     """Which tag it was, what was left out, and where the time went."""
@@ -120,8 +121,9 @@ def load_checkpoint(
         options: How the load goes about its work; by default those of `default_options`.
 
     Returns:
-        The `user_content` of the save, None if there was none, and a report: which tag was loaded, and what that took.
-        Single values of a directory of stock DCP's, such as a step, are no user content: `Checkpoints.read` gives them.
+        The `user_content` of the save, and a report: which tag was loaded, and what that took. Where none was saved, it
+        is a dict of the plain values in `extras` that `extras=` does not ask for, such as the step in a directory of
+        DCP's or in a file of torch.save; None if there are none. What has arrays in it is not among them.
 
     Raises:
         NoCheckpointError: There is no such tag, or none at all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from xla_ckpt.api.opened import OpenState
-from xla_ckpt.api.replacing import check_replaceable
+from xla_ckpt.api.replacing import check_place
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.merged import new_head
 from xla_ckpt.engine.parity import Covered, covered_files, write_alone
@@ -65,7 +65,7 @@ class NewTag:
                 tag=self.tag,
                 hint="Pass as_tag= (--as), or remove it first.",
             )
-        check_replaceable(self.store, self.tag)
+        check_place(self.store, self.tag)
         if self.parity is not None and self._in_place:
             raise UsageError(
                 "a tag in another library's place in an object store has no parity, which repairs could not use there",

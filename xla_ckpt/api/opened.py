@@ -19,10 +19,10 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.rank_numbers import without_numbers
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths, children, objects_in, part_at
+from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +119,7 @@ def check_whole_model(reader: TagReader) -> None:
     Raises:
         UsageError: The tag has no base.
     """
-    if schema.BASE in (children(reader.manifest.skeleton) or ()):
+    if schema.is_without_base(reader.manifest.skeleton):
         raise UsageError(
             "the tag has a part of its model alone (only=), which no reader would take for a model",
             leaf=schema.BASE,
@@ -154,6 +154,11 @@ class OpenState:
     def manifest(self) -> Manifest:
         """What is stored."""
         return self.reader.manifest
+
+    def beside(self, name: str, limit: int) -> bytes | None:
+        """See `xla_ckpt.layouts.base.StoredState`."""
+        root = store_at(self.reader.root)
+        return root.start_of(name, limit) if root.has(name) else None
 
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
         """See `xla_ckpt.layouts.base.StoredState`."""

@@ -65,7 +65,7 @@ class PreemptionGuard:
         timeout: float = TIMEOUT,
     ) -> None:
         if every < 1:
-            raise UsageError("a preemption guard meets in every so many calls", expected="1 or more", found=every)
+            raise UsageError("every= is no number of calls", expected="1 or more", found=every)
         unknown = [number for number in signals if number not in signal.valid_signals()]
         if unknown:
             raise UsageError(

@@ -10,6 +10,7 @@ from functools import partial
 
 from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
+from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.registry import layout_named, tag_names
 from xla_ckpt.options import PLACE, ConvertOptions, Product
 from xla_ckpt.storage.base import Directory
@@ -26,14 +27,25 @@ logger = logging.getLogger(__name__)
 SAFETENSORS = "safetensors"
 
 
-def check_products(products: Sequence[Product], path: str) -> None:
+def check_products(products: Sequence[Product], path: str, only: Sequence[str] = ()) -> None:
     """Refuse products that could not be made of the tags of a root directory.
+
+    Args:
+        products: The products.
+        path: The root directory.
+        only: What of the model is saved alone; nothing stands for all.
 
     Raises:
         UsageError: A field makes no sense.
     """
     for product in products:
         layout, to = layout_named(product.layout), full_path(product.to)
+        if only and layout.model_names is ModelNames.HUGGING_FACE:
+            raise UsageError(
+                f"a product in the layout {layout.name} is a whole model, and the save has a part of its model alone",
+                found=f"only={', '.join(only)}",
+                hint="Leave only= out; or take layout='peft' for the product, which is for adapters.",
+            )
         if layout.tagged and PLACE in to:
             raise UsageError(
                 f"a product in the layout {layout.name} is a tag: to= is its root directory, without {PLACE}", found=to
@@ -81,7 +93,7 @@ def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int
     def follow(sequence: int) -> None:
         step = TagFact(tag, sequence).step
         for product in products:
-            if step % product.every == 0:
+            if step % product.every_n_steps == 0:
                 directory: Directory | None = None
                 # Whoever makes the product meets the error, and tells it.
                 with contextlib.suppress(CheckpointError, OSError):

@@ -1,4 +1,4 @@
-"""What a new tag may replace: a tag of its name, and nothing else."""
+"""Where a new tag may go, and what it may replace: a tag of its name, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from xla_ckpt.errors import UsageError, storage_errors
-from xla_ckpt.layouts.registry import find_foreign
+from xla_ckpt.layouts.registry import find_foreign, named_itself
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.roots import root_of
 
@@ -18,15 +19,18 @@ MAX_SHOWN_NAMES = 5
 """Names of what lies there that an error has."""
 
 
-def check_replaceable(store: Store, tag: str) -> None:
-    """Refuse a tag whose name something else has than a tag: it would be lost.
+def check_place(store: Store, tag: str) -> None:
+    """Refuse a tag whose name something else has than a tag, which would be lost; and a root that is a tag itself.
 
     Raises:
-        UsageError: Something else has it; or the root is not there, and the tag's name is that of a root.
+        UsageError: Something else has it; or the root is a tag, or is not there, and the tag's name is that of a root.
         StorageError: It cannot be looked at.
     """
-    if store.file_system is None:  # a tag of an object store lies below a name that nobody else gives
+    if store.file_system is None:
+        # There a tag lies below a name that nobody else gives. `LedgerRoot.hold` looks whether the root is a tag: the
+        # caller does not wait for that.
         return
+    _check_is_root(store)
     if not store.has(tag):
         here = store_at(".")
         if not store.has("") and here.is_directory(tag) and root_of(here).is_root(tag):
@@ -57,6 +61,29 @@ def check_replaceable(store: Store, tag: str) -> None:
         found="a file" if names is None else f"{'a root with' if is_root else 'a directory with'} {_some(names)}",
         hint=f"To save in that root, pass {store.path}/{tag} as the path." if is_root else "Give the tag another name.",
     )
+
+
+def _check_is_root(store: Store) -> None:
+    """Refuse a root that is itself a tag.
+
+    Retention would remove the tags in a tag of ours with it. Those in a checkpoint of another library would hide it.
+
+    Raises:
+        UsageError: It is one.
+    """
+    check_is_no_tag(store.path, root_of)
+    if store.is_directory("") and root_of(store).is_root(""):
+        return  # most saves
+    if (itself := named_itself(store)) is None:
+        return
+    above, name = itself
+    foreign = find_foreign(above, name)
+    if foreign is not None and foreign[0].tagged:
+        raise UsageError(
+            f"this is a checkpoint that {foreign[0].origin} wrote, and no root of tags",
+            path=store.path,
+            hint=f"Pass {above.path}, and the name of the new tag; or a new directory.",
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.statistics import Statistics, statistics_of
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, storage_errors
+from xla_ckpt.keywords import nearest
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.restore_plan import Want, plan_restore
@@ -21,6 +22,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import pieces
 from xla_ckpt.storage.base import Store
+from xla_ckpt.tree import path as paths
 
 VALUE_BYTES = 64 << 20
 """Bytes of an array that are read for the numbers about its values, at most."""
@@ -93,7 +95,9 @@ def sample_of(store: Store, tag: str, leaf: str, about: Knowledge, max_bytes: in
     with opened(store, tag, about, part=leaf) as reader, storage_errors("reading an array", path=store.path, tag=tag):
         record = reader.manifest.array(leaf)
         if record is None:
-            raise IncompatibleCheckpointError("there is no such array", path=store.path, tag=tag, leaf=leaf)
+            problem = f"there is no such array{nearest(leaf, list(reader.manifest.arrays))}"
+            hint = f"Leaf paths of its arrays begin with: {paths.tops(reader.manifest.arrays)}."
+            raise IncompatibleCheckpointError(problem, path=store.path, tag=tag, leaf=leaf, hint=hint)
         return ArraySample(
             path=store.path,
             tag=tag,

@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_ckpt.api.freezing import freeze
 from xla_ckpt.api.products import check_products, follower
-from xla_ckpt.api.replacing import check_replaceable
+from xla_ckpt.api.replacing import check_place
 from xla_ckpt.api.tags import near_and_far
 from xla_ckpt.api.wish import Wish, chosen_layouts
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
@@ -25,10 +25,10 @@ from xla_ckpt.engine.save import Save
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.unchanged import forget_saved
 from xla_ckpt.engine.upload import UPLOADS, Uploader
-from xla_ckpt.errors import CheckpointError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.keywords import taking_values
+from xla_ckpt.keywords import as_texts, taking_values
 from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
@@ -40,12 +40,14 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
-from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import check_is_text, check_tag
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
+
+PATTERNS = '"adapters", or patterns of leaf paths such as ["model/*.lora_*", "model/head"]'
+"""What ``only=`` takes, for messages."""
 
 
 @taking_values(options=SaveOptions)
@@ -132,7 +134,7 @@ def save_checkpoint(
             scheduler=scheduler,
             user_content=user_content,
             extras=extras or {},
-            only=_patterns(only),
+            only=() if only is None else as_texts("only", only, PATTERNS),
         ),
         Wish(
             layouts=chosen_layouts(layout, use_xser=use_xser),
@@ -187,21 +189,6 @@ def save(
             options=chosen(SaveOptions, options),
         ),
     )
-
-
-def _patterns(only: Any) -> tuple[str, ...]:
-    """What a caller says is saved of the model; nothing stands for all.
-
-    Raises:
-        UsageError: It is no text, and no texts.
-    """
-    if only is None:
-        return ()
-    patterns = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, list | tuple) else ()
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        expected = '"adapters", or patterns of leaf paths such as ["model/*.lora_*", "model/head"]'
-        raise UsageError("only= says nothing that could be saved", expected=expected, found=repr(only)[:80])
-    return patterns
 
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> SaveHandle:
@@ -301,10 +288,7 @@ def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
 
 def _prepare(store: Store, tag: str) -> None:
     """Fail early where a save could not even begin."""
-    if store.file_system is not None:  # `LedgerRoot.hold` asks an object store: the caller does not wait for that
-        # Retention would remove the tags in the directory of a tag with the one that it is.
-        check_is_no_tag(store.path, root_of)
-    check_replaceable(store, tag)
+    check_place(store, tag)
     try:
         store.prepare()
     except (FileExistsError, NotADirectoryError) as error:
@@ -323,10 +307,10 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
     for layout in wish.layouts:
         layout.check_findable(order.root.store, order.tag)
     policy_of(order.num_kept, order.options.retention)
-    check_products(order.options.products, order.root.path)
+    check_products(order.options.products, order.root.path, content.only)
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
-    if placement.rank == 0:
+    if placement.rank == 0 or order.uploader is not None:  # with local=, each host may have a disk of its own
         _prepare(order.root.store, order.tag)
     with collector_paused():
         return freeze(state, placement, phases, wish)

@@ -10,10 +10,12 @@ from xla_ckpt.api.tags import both_places
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, layout_of, open_tag
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import parsed_policy, why_kept
+from xla_ckpt.tree import schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +121,14 @@ def _look(store: Store, layout: Layout | None, entry: TagEntry) -> tuple[TagSumm
         files=len(manifest.files),
         ranks=manifest.world,
         layout=layout_of(manifest).name,
+        note=", ".join(filter(None, (entry.note, note_of(manifest)))),
     )
     return known, manifest.retention
+
+
+def note_of(manifest: Manifest) -> str:
+    """What is to be known of a tag, as its manifest says it."""
+    return "without its base model" if schema.is_without_base(manifest.skeleton) else ""
 
 
 def stored_files(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from xla_ckpt.errors import UsageError
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.job import Job
+from xla_ckpt.keywords import as_texts
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import layout_named, saved
 from xla_ckpt.options import SaveOptions
@@ -58,9 +59,7 @@ def chosen_layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tup
         UsageError: There is no such layout, or `use_xser` contradicts it.
     """
     wanted = ("xser" if use_xser else "native",) if layout is None else layout
-    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
-    if not names:
-        raise UsageError("there is no such layout", expected=f"one of {', '.join(saved())}", found=str(layout))
+    names = as_texts("layout", wanted, f"one of {', '.join(saved())}")
     if use_xser and names[0] != "xser":
         raise UsageError("use_xser=True asks for another layout than layout=", expected="xser", found=str(layout))
     return tuple(layout_named(name, among=saved()) for name in names)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
@@ -135,7 +137,7 @@ class ArraySpec:
 
     Raises (on construction):
         UnsupportedStateError: There is no such element type. The error names those that there are.
-        UsageError: The element type is none at all.
+        UsageError: The shape is none, or the element type is none at all.
     """
 
     shape: tuple[int, ...]
@@ -148,7 +150,12 @@ class ArraySpec:
     """None, a jax sharding, or a spec such as ``("tp", None)``: then the array is this rank's part of it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+        sizes = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
+        if not all(isinstance(size, SupportsIndex) and operator.index(size) >= 0 for size in sizes):
+            raise UsageError(
+                "shape of an ArraySpec is none", expected="sizes such as (4, 8)", found=repr(self.shape)[:80]
+            )
+        object.__setattr__(self, "shape", sizes)
         dtype(_name(self.dtype))  # not only when the restore makes room for it
 
     def target(self, placement: Placement) -> Target:

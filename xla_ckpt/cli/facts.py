@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from xla_ckpt.api.summaries import fields_of, summaries, summaries_of_both, summary_of
@@ -58,11 +58,13 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     store = store_at(root).look()
     check_lies_there(store)
     tags = [fields_of(summary) for summary in summaries(store)]
-    return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
+    # An object store has what tags consist of beside them, under names of its own.
+    looks = not tags or store.file_system is not None
+    return {"path": root, "tags": tags, "roots": roots_below(root, {tag["tag"] for tag in tags}) if looks else []}
 
 
-def roots_below(path: str) -> list[dict[str, Any]]:
-    """The root directories of tags below a directory that has no tags itself, by path, with their newest tags.
+def roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:
+    """The root directories of tags below a directory, by path, with their newest tags. Its own tags are no roots.
 
     Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at.
     """
@@ -72,12 +74,14 @@ def roots_below(path: str) -> list[dict[str, Any]]:
         below: list[str] = []
         for directory in level:
             store = store_at(directory)
-            names = [n for n in names_in(store) if not n.startswith(".") and store.is_directory(n)][:left]
+            passed = tags if directory == path else ()
+            named = [n for n in names_in(store) if not n.startswith(".") and n not in passed]
+            names = [n for n in named if store.is_directory(n)][:left]
             left -= len(names)
             for name in names:
                 child = f"{directory.rstrip('/')}/{name}"
-                if tags := list_tags(child):
-                    roots.append({"path": child, "tags": len(tags), "newest": tags[-1]})
+                if its := list_tags(child):
+                    roots.append({"path": child, "tags": len(its), "newest": its[-1]})
                 else:
                     below.append(child)
         level = below
@@ -91,7 +95,7 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     if foreign is not None and not foreign[0].tagged:
         return {"path": root, "tags": [fields_of(summary_of(store, *foreign))], "roots": []}
     facts = list_facts(root)
-    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
+    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag], "roots": []}
 
 
 def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = False) -> dict[str, Any]:

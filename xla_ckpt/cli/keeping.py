@@ -22,9 +22,33 @@ UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 def add_tags(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``pin`` and ``unpin``."""
-    parser.add_argument("path", metavar="ROOT", help="root directory of tags")
-    parser.add_argument("tags", metavar="TAG", nargs="+", help="which tags")
+    parser.add_argument("path", metavar="PATH", help="root directory of tags, or one tag")
+    parser.add_argument("tags", metavar="TAG", nargs="*", help="which tags, if PATH is a root directory")
     options.add_json(parser)
+
+
+def _name_tags(args: argparse.Namespace) -> None:
+    """Have the path of a tag in the arguments say its root and its name, as commands that look at tags have it.
+
+    Raises:
+        UsageError: The path is a root, and no tag is named: all of them, or the newest, would be a guess.
+    """
+    from xla_ckpt.api.tags import located
+    from xla_ckpt.layouts.registry import no_tag, tag_names
+
+    if args.tags:
+        return
+    store, tag = located(args.path, None)
+    if tag is None:
+        if not (tags := tag_names(store)):
+            raise no_tag(store, None)
+        raise UsageError(
+            "nothing says which tags are meant",
+            path=store.path,
+            expected=f"{args.path} TAG ..., or {args.path.rstrip('/')}/TAG",
+            hint=f"Tags there, oldest first: {', '.join(tags[-10:])}.",
+        )
+    args.path, args.tags = store.path, [tag]
 
 
 def add_rm(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +64,7 @@ def rm(args: argparse.Namespace) -> int:
     from xla_ckpt.layouts.registry import no_tag
     from xla_ckpt.storage.door import store_at
 
+    _name_tags(args)
     root = Checkpoints(args.path)
     existing = root.tags()
     tags = [*dict.fromkeys(args.tags)]
@@ -164,6 +189,7 @@ def pin(args: argparse.Namespace) -> int:
     """The command ``pin``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
 
+    _name_tags(args)
     root = Checkpoints(args.path)
     return _each(args, args.tags, lambda tag: "pinned" if root.pin(tag) else "was pinned already")
 
@@ -172,6 +198,7 @@ def unpin(args: argparse.Namespace) -> int:
     """The command ``unpin``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
 
+    _name_tags(args)
     root = Checkpoints(args.path)
     return _each(args, args.tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
 

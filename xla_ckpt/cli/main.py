@@ -120,6 +120,7 @@ _COMMANDS: dict[str, _Command] = {
         add_arguments=keeping.add_rm,
         examples="""\
   xla-ckpt rm runs/lm step_10 step_20      asks first
+  xla-ckpt rm runs/lm/step_10              the same of one tag, named by its path
   xla-ckpt rm runs/lm best --yes --force   does not ask, and takes a pinned tag, too""",
     ),
     "retain": _Command(

@@ -6,17 +6,20 @@ so a tag that it lists is on all of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.order import Order
-from xla_ckpt.engine.save_messages import Begun
+from xla_ckpt.engine.save_messages import Begun, hear_verdict
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.storage.base import Directory, read_whole, write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Transaction
+
+logger = logging.getLogger(__name__)
 
 OTHERS_WAIT_FOR = ("manifest", "commit")
 """What rank 0 says to other disks, or an error in its place."""
@@ -51,7 +54,7 @@ def commit_on_others(exchange: Round, disks: Disks) -> None:
     """Have the other disks commit, as rank 0, which has decided that the save does.
 
     Raises:
-        CheckpointError: One of them did not. Its part may be there on others: it counts for nobody, as it is not whole.
+        CheckpointError: One of them did not. Others take their parts back when they hear of it.
     """
     if disks.several:
         exchange.say("commit")
@@ -76,6 +79,7 @@ class OtherDisk:
     def __init__(self, order: Order, exchange: Round, leader: int) -> None:
         self._order, self._exchange, self._leader = order, exchange, leader
         self._transaction = Transaction(order.root, order.tag) if leader == exchange.rank else None
+        self._has_committed = False
 
     def begun(self, begun: Begun, check: Callable[[], object]) -> Begun:
         """What rank 0 has begun, as it is on this disk.
@@ -122,6 +126,29 @@ class OtherDisk:
         finally:
             self._transaction.abandon()
 
+    def outcome(self) -> int:
+        """The number of the tag, when rank 0 has said that the save is committed.
+
+        Raises:
+            CheckpointError: It is not. Then the part of this disk is removed: its upload would wait for the others.
+        """
+        try:
+            return hear_verdict(self._exchange).sequence
+        except RankFailedError:
+            raise  # rank 0 may have committed
+        except CheckpointError:
+            if self._has_committed:
+                self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        root, tag = self._order.root, self._order.tag
+        try:
+            root.retire(tag)
+            root.clean()
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: a part of tag %s stays, which counts for nobody: %s", root.path, tag, error)
+
     def _seal(self, transaction: Transaction) -> None:
         manifest = self._exchange.hear("manifest", 0)
         write_small(transaction.directory, MANIFEST, manifest.encode())
@@ -132,3 +159,4 @@ class OtherDisk:
         self._order.root.await_ready(within)
         self._exchange.hear("commit", 0)
         transaction.commit(retention=self._order.retention, within=within)
+        self._has_committed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import threading
 import time
@@ -39,8 +40,9 @@ class Progress:
             if not self._wanted:
                 return
             if self._bar is None and time.monotonic() >= self._from:
-                # In a notebook it is a bar of ipywidgets, if they are installed.
-                kind = importlib.import_module("tqdm.auto" if _NOTEBOOK in sys.modules else "tqdm").tqdm
+                # tqdm.auto would warn in a notebook without ipywidgets, and take a bar of text then.
+                widgets = _NOTEBOOK in sys.modules and importlib.util.find_spec("ipywidgets") is not None
+                kind = importlib.import_module("tqdm.notebook" if widgets else "tqdm").tqdm
                 self._bar = kind(
                     desc=self._what, total=self._total, unit="B", unit_scale=True, initial=self.done - nbytes
                 )

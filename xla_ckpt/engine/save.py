@@ -28,7 +28,7 @@ from xla_ckpt.engine.phases import SAVE, Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save_messages import Begun, Committed, EarlierTag, Part, hear_verdict
+from xla_ckpt.engine.save_messages import Begun, Committed, EarlierTag, Part
 from xla_ckpt.engine.seal import Ending
 from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.engine.sharing import earlier_tag, share_files
@@ -255,7 +255,7 @@ class Save:
             self._parity.follow(root, draft)
         disk.end(failed=draft is None)
         with self.phases.timed("meet"):
-            return hear_verdict(exchange).sequence, sharing
+            return disk.outcome(), sharing
 
     @property
     def _parity(self) -> ParityRound | None:

@@ -172,6 +172,8 @@ class Uploader:
 
     def _send_all(self) -> None:
         entries = self.root.entries()
+        listed = {entry.sequence for entry in entries}
+        self._waiting = {n: tag for n, tag in self._waiting.items() if n in listed}  # others were deleted
         unsent = [e for e in entries if e.sequence not in self._dropped and not self.root.journal(e).is_remote]
         if unsent:
             self.root.remote.hold(WITHIN, self._check_ends)

@@ -71,6 +71,9 @@ class StoredState(Protocol):
     def part(self) -> str:
         """Leaf path of what is wanted of it: all of it, or a part, where a caller names one."""
 
+    def beside(self, name: str, limit: int) -> bytes | None:
+        """The first bytes of a file that lies in the root, beside the tags; None if there is none."""
+
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
         """A part of the state, with what `array` makes of (leaf path, kind) in place of each array.
 

@@ -60,7 +60,8 @@ def names_in_part(manifest: Manifest, part: str) -> dict[str, str]:
             manifest.array(leaf)  # this raises
             leaves[".".join(map(paths.unescape, paths.split(leaf)[depth:]))] = leaf
     if not leaves:
-        raise UsageError("the checkpoint holds no arrays there", leaf=part)
+        hint = f"Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}."
+        raise UsageError("the checkpoint holds no arrays there", leaf=part, hint=hint)
     return leaves
 
 

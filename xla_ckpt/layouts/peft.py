@@ -1,7 +1,8 @@
 """PEFT's layout: adapters alone, as one safetensors file and their configuration, for PEFT and transformers to load.
 
 neuronx-distributed's `LoraModel` gives its arrays PEFT's names, but for PEFT's prefix, and its configuration PEFT's
-words, but for a few. What it does not share with PEFT is refused.
+words, but for a few. What it does not share with PEFT is refused. The state of PEFT's own model has PEFT's names, with
+that of the adapter in them (`xla_ckpt.layouts.peft_names`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, nami
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.hugging_face import HuggingFace, scanned_model
+from xla_ckpt.layouts.peft_names import PREFIX, config_to_run, is_of_peft, names_in_files
 from xla_ckpt.layouts.scanned import MAX_JSON, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
@@ -34,9 +36,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 MAX_ADAPTER_CONFIG = 1_000_000
 """A larger configuration is not read (bytes)."""
-
-_PREFIX = "base_model.model."
-"""What PEFT's model has before the names of the model that the adapters are for."""
 
 _SHARED = ("lora_alpha", "lora_dropout", "bias", "use_rslora", "target_modules", "modules_to_save")
 """What both call the same, and mean by it."""
@@ -67,15 +66,24 @@ class Peft(HuggingFace):
             )
         arrays, files = scanned_model(directory, ARRAYS)
         # Under the names of the model that the adapters are for, and the configuration beside them.
-        model: dict[str, Any] = {name.removeprefix(_PREFIX): array for name, array in arrays.items()}
+        model: dict[str, Any] = {name.removeprefix(PREFIX): array for name, array in arrays.items()}
         model |= {} if config is None else {schema.LORA_CONFIG: config}
         return scanned_manifest(tag, flattened_model(model), files)[0]
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))
-        (file,) = plan_export(_adapters_of(stored.manifest, config), schema.MODEL, sys.maxsize)
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        return Rewriting([(_with_prefix(file),)], marks={ADAPTER_CONFIG: text.encode()})
+        names = _names_of(stored.manifest)
+        if is_of_peft(names.values()):
+            text = config_to_run(stored.beside(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG), ADAPTER_CONFIG)
+            called = names_in_files(names.values())
+            chosen = [leaf for leaf, name in names.items() if name in called]
+        else:
+            config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))
+            text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+            chosen = _adapters_of(names, config)
+            called = {names[leaf]: PREFIX + names[leaf] for leaf in chosen}
+        arrays = Arrays.of({leaf: stored.manifest.arrays[leaf] for leaf in chosen})
+        (file,) = plan_export(replace(stored.manifest, arrays=arrays), schema.MODEL, sys.maxsize)
+        return Rewriting([(_renamed(file, called),)], marks={ADAPTER_CONFIG: text})
 
 
 def parsed_config(text: bytes) -> dict[str, Any]:
@@ -135,14 +143,19 @@ def adapter_config(model: Any) -> dict[str, Any]:
     }
 
 
-def _adapters_of(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
-    """The arrays alone that belong to adapters.
+def _names_of(manifest: Manifest) -> dict[str, str]:
+    """Leaf path -> name of each array of the model."""
+    names = {leaf: paths.unescape(schema.below_member(leaf)) for leaf in manifest.arrays}
+    return {leaf: name for leaf, name in names.items() if schema.weight(name) == leaf}
+
+
+def _adapters_of(names: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+    """The leaf paths of the arrays that belong to adapters.
 
     Raises:
         UnsupportedStateError: The adapters of fused queries, keys and values, which PEFT has no place for.
     """
-    names = {leaf: paths.unescape(schema.below_member(leaf)) for leaf in manifest.arrays}
-    chosen = [leaf for leaf, name in names.items() if schema.weight(name) == leaf and _belongs(name, config)]
+    chosen = [leaf for leaf, name in names.items() if _belongs(name, config)]
     fused = next((leaf for leaf in chosen if _FUSED.search(names[leaf])), None)
     if fused is not None:
         raise UnsupportedStateError(
@@ -150,14 +163,14 @@ def _adapters_of(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
             leaf=fused,
             hint="Train adapters of separate layers, or save the merged weights (save_lora_base, merge_lora).",
         )
-    return replace(manifest, arrays=Arrays.of({leaf: manifest.arrays[leaf] for leaf in chosen}))
+    return chosen
 
 
-def _with_prefix(file: FilePlan) -> FilePlan:
+def _renamed(file: FilePlan, called: Mapping[str, str]) -> FilePlan:
     """The file of PEFT's name, with its names for the same arrays."""
     assert isinstance(file.codec, Safetensors)
     regions = file.codec.regions
-    named = replace(regions, names=[_PREFIX + name for name in regions.names])
+    named = replace(regions, names=[called[name] for name in regions.names])
     return replace(file, path=ARRAYS, codec=replace(file.codec, regions=named))
 
 

@@ -330,10 +330,19 @@ def _tags_above(root: Store) -> str:
     return f"In {above.path} there are, oldest first: {', '.join(tags[-10:])}." if tags else ""
 
 
+def _holds_tags(root: Store, layout: Layout) -> bool:
+    """Whether tags lie in what is a checkpoint of another library itself."""
+    if layout.may_hold_tags:
+        return bool(all_tags(root))
+    # Where a root of ours in an object store is one, this is certain, and nobody asks here.
+    return root.file_system is not None and root.is_directory("") and bool(root_of(root).entries())
+
+
 def named_itself(root: Store) -> tuple[Store, str] | None:
     """(root directory, tag) if a root is a tag itself, or (directory above, name) of what a tag is made of.
 
-    A directory in which there are tags is their root, whatever else lies in it, if its layout may hold tags.
+    A directory in which there are tags is their root, whatever else lies in it: tags of ours in any case, those of
+    another library if its layout may hold tags.
     """
     if root_of(root).is_certain():
         return None
@@ -345,6 +354,17 @@ def named_itself(root: Store) -> tuple[Store, str] | None:
     if root_of(above).is_ours(name):
         return above, name
     foreign = find_foreign(above, name)
-    if foreign is None or (foreign[0].may_hold_tags and all_tags(root)):
+    if foreign is None:
         return None
-    return above, name
+    layout = foreign[0]
+    if not _holds_tags(root, layout):
+        return above, name
+    if layout.tagged:
+        logger.warning(
+            "%s is a checkpoint of %s, and a root of tags, too: its tags are taken. For the other one say %s, tag %s",
+            root.path,
+            layout.origin,
+            above.path,
+            name,
+        )
+    return None

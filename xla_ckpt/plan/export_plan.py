@@ -44,7 +44,7 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
         UnsupportedStateError: An element type that safetensors has no name for, or two arrays of one name.
     """
     if max_shard_bytes < 1:
-        raise UsageError("files of an export hold at least one byte", found=max_shard_bytes)
+        raise UsageError("max_shard_bytes= is no number of bytes", expected="at least 1", found=max_shard_bytes)
     arrays: list[_Array] = []
     for leaf, record in manifest.arrays.items():
         if not paths.is_under(leaf, part) or leaf == part:
@@ -57,7 +57,8 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
             raise UnsupportedStateError(f"safetensors has no element type {written.name}", leaf=leaf)
         arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
-        raise UsageError("the checkpoint holds no arrays there", leaf=part)
+        hint = f"Name another part of it (part=). Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}."
+        raise UsageError("the checkpoint holds no arrays there", leaf=part, hint=hint)
     if len({array.region.name for array in arrays}) != len(arrays):
         raise UnsupportedStateError("two arrays would have the same name in the export", leaf=part)
     groups: list[list[_Array]] = [[]]

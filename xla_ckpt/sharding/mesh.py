@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from math import prod
 
 from xla_ckpt.errors import UsageError
+from xla_ckpt.keywords import known_fields
 
 AXES = ("pp", "dp", "cp", "tp")
 """Axes that make up the world, outermost first: neuronx-distributed's rank order."""
 
 
+@known_fields
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Ranks arranged by parallelism, in neuronx-distributed's order: pp outermost, then dp, cp, and tp innermost.

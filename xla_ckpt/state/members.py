@@ -6,7 +6,8 @@ into it, and what it knows about the arrays that it wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import is_names_only, unwrapped_model
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import Make, Weave, children, leaves_below, part_at
+from xla_ckpt.tree.skeleton import Make, Weave, children, is_array, is_object, leaves_below, part_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +172,8 @@ class Objects:
         return hints_of(model, optimizer, shardings)
 
     def loadings(self, stored: Stored) -> Loadings:
-        """Compare a stored state with them. The value of the load is the stored user content.
+        """Compare a stored state with them. The value of the load is the stored user content; where there is none, the
+        plain values beside the objects.
 
         Raises:
             UsageError: One of them is not what its place is for.
@@ -190,7 +192,8 @@ class Objects:
             parts += [absent_part(stored, path)] if part is None else load(part)
         content = stored.at(schema.USER_CONTENT)
         if content is None:
-            return Loadings(parts, lambda arrays: None, base)
+            beside = _plain_beside(stored, self.extras)
+            return Loadings(parts, lambda arrays: beside or None, base)
         fresh = Loading()
         try:
             content.build()  # an object that may not be loaded is found out before anything is changed
@@ -218,6 +221,26 @@ class Objects:
         return members
 
 
+def _plain_beside(stored: Stored, taken: Collection[str]) -> dict[str, Any]:
+    """The plain values in `extras` that no object of the call takes: a program that used another library has its step
+    there.
+
+    What has arrays in it is left out, as they may be large. So are pickled objects, which need trust, objects of
+    classes that this program does not have, and what each rank has its own of.
+    """
+    extras = stored.at(schema.EXTRAS)
+    plain: dict[str, Any] = {}
+    for part, skeleton in (children(extras.skeleton) or {}).items() if extras is not None else ():
+        name = paths.unescape(part)
+        of_ranks = schema.saved_by(skeleton) is not None
+        leaves = [leaf for _, leaf in leaves_below(skeleton)]
+        if name in taken or of_ranks or any(is_array(leaf) or is_object(leaf) for leaf in leaves):
+            continue
+        with contextlib.suppress(IncompatibleCheckpointError):  # nobody has asked for it
+            plain[name] = stored.part(skeleton, schema.in_extras(name)).build()
+    return plain
+
+
 _Load = Callable[[Stored], list[Loading]]
 """Prepares to load what is stored of a member."""
 
@@ -232,6 +255,7 @@ class Tree:
 
     tree: Any
     given: ClassVar[str] = "a tree"
+    only: ClassVar[tuple[str, ...]] = ()
 
     def state(self, placement: Placement) -> State:
         """The tree; its plain values are the same on all ranks.
@@ -273,11 +297,7 @@ class Like:
         return hints_of_tree(self.like, shardings)
 
     def loadings(self, stored: Stored) -> Loadings:
-        """Compare a stored state with it. The value of the load is the new tree.
-
-        Raises:
-            IncompatibleCheckpointError: It names something that is not stored.
-        """
+        """Compare a stored state with it. The value of the load is the new tree."""
         loading = Loading(cast=stored.cast)
 
         def whole(skeleton: Any, leaf: str) -> Make:
@@ -298,6 +318,8 @@ class Like:
             instead=array_instead,
         )
         make = weave.visit(self.like, stored.skeleton)
+        for leaf, why in weave.refused.items():
+            loading.add_problem(leaf, why)
         placement = stored.shardings.placement
         for leaf, wanted in weave.wanted.items():
             form = stored.form(leaf)

@@ -9,9 +9,10 @@ from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.arrays.torch_objects import is_module
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays
-from xla_ckpt.state.problems import ABSENT, UNWANTED, Problem
+from xla_ckpt.state.problems import UNWANTED, Problem
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.nested import leaves
+from xla_ckpt.tree.skeleton import ABSENT
 
 
 def tree_of(model: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming
+from xla_ckpt.keywords import known_options
 from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import stateful
@@ -43,6 +44,7 @@ class PerRank:
         UsageError: Both are given, or a member that is wrapped already.
     """
 
+    @known_options
     def __init__(self, member: Any, reshard: Reshard | None = None, *, position: str | None = None) -> None:
         if isinstance(member, PerRank):
             raise UsageError("a PerRank member is wrapped twice")

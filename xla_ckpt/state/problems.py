@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.tree import schema
+from xla_ckpt.tree.skeleton import ABSENT
 
 MAX_DIFFERENCES = 12
 """Differences that an error message lists before it only counts."""
 
-ABSENT = "wanted, but not stored"
 UNWANTED = "stored, but not wanted"
-"""Texts of problems with names."""
+"""The text of a problem with a name, as `ABSENT` is."""
+
+UNNAMED = "#"
+"""How the name of a parameter begins that has none but its place in the optimizer."""
 
 OTHER_BASE = "the adapters belong to another base model"
 """How the text of a problem begins with what a tag leaves out."""
@@ -50,10 +54,13 @@ def incompatible(
         shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
-    if any(p.text.startswith("shape") or p.text in (ABSENT, UNWANTED) for p in problems):
-        hints.append("Make the model as it was at the save: xla-ckpt show lists what is stored.")
+    if any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
+        target = "the model" if optional else "like="
+        hints.append(f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
     if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
+    if any(p.leaf.startswith(schema.state(UNNAMED)) for p in problems):
+        hints.append("Pass the optimizer's model, too (model=): the names of its parameters are those in the model.")
     if any(p.castable for p in problems):
         hints.append("cast=True converts floating-point values to the type that is wanted.")
     if any(p.text.startswith(OTHER_BASE) for p in problems):

@@ -294,9 +294,21 @@ def client_of(scheme: str, bucket: str) -> Client:
     try:
         return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
     except exceptions.BaseError as error:
+        if scheme == "az" and "Account must be specified" in str(error):
+            raise _no_account(bucket) from error
         problem = f"the settings for {scheme}:// in the environment make no sense"
         hint = "docs/object-stores.md has the names and the meaning of the variables."
         raise UsageError(problem, found=str(error).partition("\n")[0].rstrip("."), hint=hint) from error
+
+
+def _no_account(container: str) -> UsageError:
+    return UsageError(
+        "nothing says in which account of Azure's the container lies",
+        expected="the environment variable AZURE_STORAGE_ACCOUNT_NAME",
+        found=f"az://{container}",
+        hint="Set it, and beside it AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or AZURE_CLIENT_ID, "
+        "AZURE_CLIENT_SECRET and AZURE_TENANT_ID, unless this machine has an identity of Azure's.",
+    )
 
 
 def server_of(scheme: str) -> dict[str, str]:

@@ -20,9 +20,15 @@ MAX_RANKS = 16
 
 def tag_table(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``ls``."""
-    if facts["roots"]:
-        roots = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
-        return Rows(f"No tags in {facts['path']}; below it:", ("root", ">tags", "newest"), roots)
+    if not facts["roots"]:
+        return _tags(facts)
+    below = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
+    title = "\nBelow it:" if facts["tags"] else f"No tags in {facts['path']}; below it:"
+    roots = Rows(title, ("root", ">tags", "newest"), below)
+    return Group(_tags(facts), roots) if facts["tags"] else roots
+
+
+def _tags(facts: dict[str, Any]) -> RenderableType:
     if not facts["tags"]:
         return Text(f"No tags in {facts['path']}")
     rows = []
@@ -73,6 +79,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
         + (", pinned" if facts["pinned"] else "")
         + (f", parity: {facts['parity']}" if facts["parity"] else "")
+        + (f", {facts['note']}" if facts["note"] else "")
     )
     parts: list[RenderableType] = [Text.from_markup(about)]
     if facts["parts"]:

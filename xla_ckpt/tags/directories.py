@@ -35,13 +35,16 @@ from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.lease_places import LeaseDirectory
 from xla_ckpt.tags.missing import existing, no_such_tag
-from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, is_tag_name
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Cleaned, Kind, Transaction, go_on
 
 logger = logging.getLogger(__name__)
+
+_MAX_LOOKS = 8
+"""What has names of tags, and is looked at to see whether a directory is a root of tags, at most."""
 
 
 class DirectoryRoot:
@@ -84,7 +87,9 @@ class DirectoryRoot:
         return False
 
     def is_root(self, name: str) -> bool:
-        return any(self.store.has(f"{name}/{tag}/{MANIFEST}") for tag in self.store.names(name)[:3])
+        below = f"{name}/" if name else ""
+        tags = itertools.islice(filter(is_tag_name, self.store.names(name)), _MAX_LOOKS)
+        return any(self.store.has(f"{below}{tag}/{MANIFEST}") for tag in tags)
 
     def begin(self, name: str, kind: Kind) -> DirectoryDraft:
         self.store.prepare()

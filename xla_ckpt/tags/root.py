@@ -182,7 +182,7 @@ class Root(Protocol):
         """Whether something says that this is a root of tags, so that it is no checkpoint itself."""
 
     def is_root(self, name: str) -> bool:
-        """Whether a directory holds tags of ours itself, as far as few looks tell."""
+        """Whether a directory, or the root itself (""), holds tags of ours, as far as few looks tell."""
 
     def is_read(self, tag: str) -> bool:
         """Whether somebody reads this tag right now, or may do so."""

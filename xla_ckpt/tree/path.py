@@ -8,7 +8,7 @@ other dict key is ``~(`` its JSON ``)``, which no string key can look like.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 ROOT = ""
 """The path of the tree itself."""
@@ -70,6 +70,15 @@ def listed(leaves: Sequence[str]) -> str:
     """
     more = len(leaves) - MAX_LISTED
     return ", ".join(leaves[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def tops(leaves: Iterable[str]) -> str:
+    """The first parts of some leaf paths, as a sentence names them.
+
+    >>> tops(["model/a", "model/b", "step"])
+    'model, step'
+    """
+    return listed(list(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))) or "nothing"
 
 
 def is_under(path: str, prefix: str) -> bool:

@@ -264,6 +264,15 @@ def same_ranks(skeleton: Any, world: int, mesh: str) -> bool:
     return saved_by(skeleton) == world and skeleton.get(MESH, mesh) == mesh
 
 
+def is_without_base(skeleton: Any) -> bool:
+    """Whether a state has a part of its model alone, as adapters are one.
+
+    >>> is_without_base({"model": {}, "base": {"per_rank": 1}}), is_without_base({"model": {}})
+    (True, False)
+    """
+    return BASE in (children(skeleton) or ())
+
+
 def _below(path: str, *keys: Any) -> str:
     for key in keys:
         path = paths.join(path, component(key))

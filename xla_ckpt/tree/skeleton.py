@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, naming
+from xla_ckpt.errors import FormatError, naming
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Json, ValueCodec
 from xla_ckpt.tree.flatten import CONTENT, MAX_DEPTH, component
+
+ABSENT = "wanted, but not stored"
+"""How it is said of a leaf that there is none."""
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
 _ITEMS = frozenset({"$tuple", "$slice"})
@@ -206,12 +209,13 @@ class Weave:
         """Called for a stored part that the pattern takes as it is."""
         self.wanted: dict[str, Any] = {}
         """Leaf path -> the pattern's array (or description of one)."""
+        self.refused: dict[str, str] = {}
+        """Leaf path -> why the pattern does not fit there: it is not stored, or something else is."""
 
     def visit(self, pattern: Any, stored: Json, path: str = paths.ROOT) -> Make:
         """Check `pattern` against `stored`; a function from the restored arrays to the restored tree.
 
-        Raises:
-            IncompatibleCheckpointError: The pattern has a part that is not stored, or of another nature.
+        It may be called if nothing is `refused`.
         """
         if self.is_array(pattern):
             return self._array(pattern, stored, path)
@@ -232,7 +236,7 @@ class Weave:
             with naming(leaf=path):
                 array = self.instead(pattern, stored)
             if array is NotImplemented:
-                raise _mismatch(path, "an array", stored)
+                return self._refuse(path, _other("an array", stored))
             return lambda arrays: array
         self.wanted[path] = pattern
         return lambda arrays: arrays[path]
@@ -251,7 +255,7 @@ class Weave:
     def _sequence(self, pattern: Any, stored: Json, path: str) -> Make:
         below = children(stored)
         if below is None or len(below) != len(pattern):
-            raise _mismatch(path, f"{len(pattern)} items", stored)
+            return self._refuse(path, _other(f"{len(pattern)} items", stored))
         names = getattr(pattern, "_fields", range(len(pattern)))
         makers = [self._child(p, below, str(name), path, stored) for name, p in zip(names, pattern, strict=True)]
         return lambda arrays: _like_sequence(pattern, [make(arrays) for make in makers])
@@ -275,21 +279,21 @@ class Weave:
 
     def _child(self, pattern: Any, below: dict[str, Json] | None, part: str, path: str, stored: Json) -> Make:
         if below is None:
-            raise _mismatch(path, "a container", stored)
+            return self._refuse(path, _other("a container", stored))
         if part not in below:
             near = ", ".join(list(below)[:8]) or "nothing"
-            raise IncompatibleCheckpointError(
-                "the checkpoint has no such leaf", leaf=paths.join(path, part), hint=f"Stored beside it: {near}."
-            )
+            return self._refuse(paths.join(path, part), f"{ABSENT}; stored beside it: {near}")
         return self.visit(pattern, below[part], paths.join(path, part))
 
+    def _refuse(self, path: str, why: str) -> Make:
+        self.refused.setdefault(path or "(root)", why)
+        return lambda arrays: None
 
-def _mismatch(path: str, expected: str, stored: Json) -> IncompatibleCheckpointError:
+
+def _other(wanted: str, stored: Json) -> str:
     below = children(stored)
     nature = f"{len(below)} parts" if below is not None else str(stored)[:60]
-    return IncompatibleCheckpointError(
-        "the checkpoint holds something else at this place", leaf=path or "(root)", expected=expected, found=nature
-    )
+    return f"{nature} stored, {wanted} wanted"
 
 
 def _like_mapping(pattern: Any, members: dict[Any, Any]) -> Any:
