@@ -109,7 +109,8 @@ def launch(root: Path, init_method: str | None = None) -> None:
 
     from tests.topology.thread_ranks import train
 
-    torch_xla.launch(train, args=(str(root), init_method))
+    # A fork has done its imports; an interpreter that is spawned takes nine seconds for them.
+    torch_xla.launch(train, args=(str(root), init_method), start_method="fork")
 
 
 @pytest.mark.xla
