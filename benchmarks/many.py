@@ -173,6 +173,9 @@ def floor(args: argparse.Namespace, root: str) -> None:
     row("the number of each tensor", lambda: [lib._xla_get_tensor_id(v) for v in values], rounds)
     row("holding all buffers (DLPack)", lambda: [torch._C._from_dlpack(lib._to_dlpack(v)) for v in values], rounds)
     row("new CPU tensors", lambda: [torch.empty(256) for _ in range(n)], rounds)
+    rows = torch.zeros(n, 256)
+    row("new CPU tensors that are views of one", lambda: torch.empty(n, 256).unbind(), rounds)
+    row("new CPU tensors, copies of one's rows", lambda: torch.unbind_copy(rows), rounds)
     into, source = [torch.empty(256) for _ in range(n)], [torch.empty(256) for _ in range(n)]
     row("copying into CPU tensors, in one call", lambda: torch._foreach_copy_(into, source), rounds)
     row("the memory of each CPU tensor", lambda: [v.numpy().data.cast("B") for v in into], rounds)
