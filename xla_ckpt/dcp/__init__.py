@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed import checkpoint as _stock
+from xla_ckpt.extras import naming_extras
+
+with naming_extras("xla_ckpt.dcp"):
+    from torch.distributed import checkpoint as _stock
+
 from torch.distributed.checkpoint import default_planner, metadata, planner, staging, state_dict, stateful, storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
