@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Sighting, broken, holds, unseen
 from xla_ckpt.dtypes import DTYPE_NAMES, dtype
 from xla_ckpt.extras import is_installed
 
@@ -34,10 +34,10 @@ def _see(framework: str, bench: Bench) -> Sighting:
     """What a process of its own says of the devices of a framework."""
     if not is_installed(framework):
         return unseen(f"{framework} is not installed.")
-    with bench.child(framework, bench.below(framework)) as (child, lines):
-        answer = lines.readline()
+    with bench.child(framework, bench.below(framework)) as child:
+        answer = child.lines.readline()
         if not answer:
-            return unseen(f"The process that uses {framework} ended with exit code {child.wait()}, and said nothing.")
+            return unseen(f"The process that uses {framework} ended with {child.ending()}." if bench.left else NO_TIME)
     return Sighting(**json.loads(answer))
 
 
