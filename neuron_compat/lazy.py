@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
+from xla_ckpt.extras import naming_extras
+
 LIBPYTHON = (
     "torch_xla needs Python as a shared library. Debian and Ubuntu have it in the package libpython3.X, for instance "
     "`apt install libpython3.13`. Any other Python has it if it was built with --enable-shared."
@@ -19,11 +21,15 @@ LIBPYTHON = (
 def imported(module: str) -> Any:
     """A module, imported now. If Python's shared library is what torch_xla lacks, the error has a note that says so.
 
+    Raises:
+        xla_ckpt.MissingPackageError: It needs torch or torch_xla, which is not installed.
+
     >>> imported("json.decoder").__name__
     'json.decoder'
     """
     try:
-        return importlib.import_module(module)
+        with naming_extras(module):
+            return importlib.import_module(module)
     except ImportError as error:
         if "libpython" in str(error):
             error.add_note(LIBPYTHON)

@@ -152,6 +152,7 @@ _HOMES = {
         "IncompatibleCheckpointError",
         "InvalidTagError",
         "LoadError",
+        "MissingPackageError",
         "NoCheckpointError",
         "NotAFileError",
         "NotDurableError",

@@ -196,6 +196,10 @@ class UsageError(CheckpointError, ValueError):
     """An argument that makes no sense, or that ranks disagree about."""
 
 
+class MissingPackageError(UsageError, ImportError):
+    """What was asked for needs a package that is not installed. `hint` has the command that installs it."""
+
+
 class RemoteError(CheckpointError, RuntimeError):
     """Another rank met an error of a kind that this process does not know."""
 
@@ -252,6 +256,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         LoadError,
         UnprovenLoadError,
         UsageError,
+        MissingPackageError,
     )
 }
 """Every kind of error that can travel between ranks, by name."""

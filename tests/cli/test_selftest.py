@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -170,13 +171,43 @@ def test_kills_see_a_tag_that_is_torn_or_gone(tmp_path: Path) -> None:
 
 def test_an_impatient_person(tmp_path: Path) -> None:
     assert seen(CHECKS["names"], tmp_path, 0).verdict == "could not be seen"
-    assert seen(CHECKS["kill"], tmp_path, 0.01).verdict == "could not be seen"
+    for check in (CHECKS["lease"], CHECKS["kill"], DEVICES["torch"]):  # the process is killed when the time is over
+        sighting = seen(check, tmp_path, 0.01)
+        assert (sighting.verdict, "no time left" in sighting.sentence) == ("could not be seen", True), sighting
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("torch_xla", marks=pytest.mark.xla), "jax"])
 def test_devices(tmp_path: Path, name: str) -> None:
     sighting = seen(DEVICES[name], tmp_path)
     assert (sighting.verdict, "cpu" in sighting.sentence.lower()) == ("holds", True), sighting
+
+
+def test_a_full_disk_breaks_no_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LocalSink, "write", full)
+    for name in ("bytes", "speed"):
+        (tmp_path / name).mkdir()
+        sighting = seen(CHECKS[name], tmp_path / name)
+        assert (sighting.verdict, "There was no room" in sighting.sentence) == ("could not be seen", True), sighting
+
+
+@pytest.mark.parametrize("name", ["lease", "kill"])
+def test_a_process_that_ends_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("XLA_CKPT_LEASE", "perhaps")
+    sighting = seen(CHECKS[name], tmp_path)
+    assert (sighting.verdict, "exit code 1: " in sighting.sentence) == ("does not hold", True)
+    assert "perhaps" in sighting.sentence
+
+
+def test_where_nothing_commits_the_selftest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    code, _, err = call(capsys, "selftest", tmp_path)
+    assert (code, "pip install 'xla-ckpt[orbax]'" in err) == (1, True)
+    assert names_in(tmp_path) == []
 
 
 def test_a_framework_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,11 @@ from xla_ckpt.api.opened import (
     tell_divergent,
     without_rank_numbers,
 )
-from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError, naming, storage_errors
+from xla_ckpt.extras import naming_extras
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Layout, ModelNames, Topology
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
@@ -177,7 +177,7 @@ def convert(
         with (
             naming(path=store.path, tag=tag),
             storage_errors("converting", path=full_path(destination), tag=called),
-            naming_torch(f"a conversion to the layout {layout.name}"),
+            naming_extras(f"a conversion to the layout {layout.name}"),
         ):
             reader = without_rank_numbers(old_tag)
             to_hf = layout.model_names is ModelNames.HUGGING_FACE

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Sequence
 
 from xla_ckpt.api.wish import Wish
-from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.unchanged import Fixed
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.extras import naming_extras
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.sharding.placement import Placement
@@ -97,7 +97,7 @@ def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writ
     problem: UnsupportedStateError | None = None
     for layout in layouts:
         try:
-            with naming_torch(f"a save in the layout {layout.name}"):
+            with naming_extras(f"a save in the layout {layout.name}"):
                 writing = layout.writing(description)
         except UnsupportedStateError as error:
             problem = problem or error

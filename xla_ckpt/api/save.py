@@ -36,7 +36,6 @@ from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
-from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
@@ -286,8 +285,10 @@ def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
     )
 
 
-def _prepare(store: Store, tag: str) -> None:
+def _prepare(root: Root, tag: str) -> None:
     """Fail early where a save could not even begin."""
+    root.check_commits()
+    store = root.store
     check_place(store, tag)
     try:
         store.prepare()
@@ -311,7 +312,7 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0 or order.uploader is not None:  # with local=, each host may have a disk of its own
-        _prepare(order.root.store, order.tag)
+        _prepare(order.root, order.tag)
     with collector_paused():
         return freeze(state, placement, phases, wish)
 

@@ -1,26 +1,20 @@
 """Which objects are torch's, without torch: a program that has not imported it has none, and it is not imported here.
 
 This is the one place that asks whether torch is there. Modules that import torch at their top are imported where a
-program has one of its objects, or asks for one; else only inside of `naming_torch`.
+program has one of its objects, or asks for one; else only inside of `xla_ckpt.extras.naming_extras`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.extras import is_installed
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
-
-INSTALL = "Install it: pip install 'xla-ckpt[torch]'."
-"""What to do where torch is needed, and is not there."""
 
 
 def is_of(value: Any, module: str, name: str) -> bool:
@@ -77,19 +71,4 @@ def torch_is_loaded() -> bool:
 @functools.cache
 def torch_is_installed() -> bool:
     """Whether torch can be imported, for what a program asks for without having an object of torch's."""
-    return torch_is_loaded() or importlib.util.find_spec("torch") is not None
-
-
-@contextlib.contextmanager
-def naming_torch(what: str) -> Iterator[None]:
-    """Around what cannot be done without torch, and imports it.
-
-    Raises:
-        UsageError: It is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise UsageError(f"{what} needs the package torch, which is not installed", hint=INSTALL) from error
+    return torch_is_loaded() or is_installed("torch")

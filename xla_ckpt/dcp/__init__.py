@@ -11,16 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from xla_ckpt.arrays.torch_objects import INSTALL
+from xla_ckpt.extras import naming_extras
 
-try:
+with naming_extras("xla_ckpt.dcp"):
     from torch.distributed import checkpoint as _stock
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        f"xla_ckpt.dcp needs the package torch, which is not installed. {INSTALL}", name="torch"
-    ) from error
+
 from torch.distributed.checkpoint import default_planner, metadata, planner, staging, state_dict, stateful, storage
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner

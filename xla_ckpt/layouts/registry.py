@@ -12,7 +12,6 @@ import reprlib
 from collections.abc import Sequence
 from typing import TypeVar
 
-from xla_ckpt.arrays.torch_objects import naming_torch
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
@@ -22,8 +21,10 @@ from xla_ckpt.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
     UsageError,
+    naming,
     storage_errors,
 )
+from xla_ckpt.extras import naming_extras
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
@@ -219,7 +220,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     if foreign is not None and not has_manifest:
         layout, entry = foreign
         _tell_beside(store, tag, [other for other in _layouts if other is not layout])
-        with naming_torch(f"a tag in {layout.origin}'s layout {layout.name}"):
+        with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin}'s"):
             return layout.open(store, entry, Hints() if hints is None else hints)
     try:
         directory = store.open(tag) if has_manifest else root_of(store).open(tag)
@@ -267,7 +268,7 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
     foreign = find_foreign(store, tag)
     if foreign is not None and not _has_manifest(store, foreign[1]):
         layout, entry = foreign
-        with naming_torch(f"a tag in {layout.origin}'s layout {layout.name}"):
+        with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin}'s"):
             return layout.verify(store, entry, workers)
     try:
         with open_tag(store, tag) as reader:

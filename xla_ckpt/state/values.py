@@ -20,9 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from xla_ckpt.arrays import instance, pytree
-from xla_ckpt.arrays.torch_objects import INSTALL, is_torch_tensor, torch_is_installed, torch_is_loaded
+from xla_ckpt.arrays.torch_objects import is_torch_tensor, torch_is_installed, torch_is_loaded
 from xla_ckpt.engine import pickles
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
+from xla_ckpt.extras import how_to_install
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.classes import scalar_below
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec, ValueKind
@@ -209,7 +210,7 @@ def _check_torch(what: str) -> None:
     if not torch_is_installed():
         raise IncompatibleCheckpointError(
             f"the checkpoint holds {what}, and torch is not installed here",
-            hint=f"{INSTALL} Or name what is wanted of the checkpoint: only that is read.",
+            hint=f"{how_to_install('torch')} Or name what is wanted of the checkpoint: only that is read.",
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xla_ckpt.errors import UsageError
+from xla_ckpt.extras import naming_extras
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
 
@@ -267,18 +268,12 @@ def client_of(scheme: str, bucket: str) -> Client:
     """The client of a bucket. All roots in it share their connections.
 
     Raises:
-        UsageError: obstore is not installed, or the address names no bucket.
+        UsageError: obstore is not installed (`MissingPackageError`), or the address names no bucket.
     """
     if not bucket:
         raise UsageError("the address names no bucket", expected=f"{scheme}://bucket/path", found=f"{scheme}://")
-    try:
+    with naming_extras(f"{scheme}://"):
         from obstore import exceptions, store
-    except ImportError as error:
-        raise UsageError(
-            f"{scheme}:// needs the package obstore, which is not installed",
-            found=f"{scheme}://{bucket}",
-            hint="Install it: pip install 'xla-ckpt[objects]'.",
-        ) from error
     _check_process()  # before the store is made, which may begin a thread
     kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
     options = _s3_options() if scheme == "s3" else {}

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, MissingPackageError, NotDurableError, StorageError, UsageError, naming
+from xla_ckpt.extras import check_installed
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
@@ -92,6 +93,8 @@ class DirectoryRoot:
         return any(self.store.has(f"{below}{tag}/{MANIFEST}") for tag in tags)
 
     def begin(self, name: str, kind: Kind) -> DirectoryDraft:
+        if kind is Kind.TAG:
+            self.check_commits()
         self.store.prepare()
         clean(self.store, None if kind in (Kind.TAG, Kind.REPAIR) else name)
         entries = self.entries() if kind is Kind.TAG else []
@@ -203,8 +206,18 @@ class DirectoryRoot:
         self.store.prepare()
         LEASES.hold(LeaseDirectory(self.store), within, check)
 
+    def check_commits(self) -> None:
+        with naming(path=self.path):
+            check_installed("orbax", "a save into a directory")
+
     def expect(self) -> None:
-        COMMITTER.start()
+        try:
+            self.check_commits()
+        except MissingPackageError as error:
+            # A run that trains first would hear of it with its first save.
+            logger.warning("%s", error)
+        else:
+            COMMITTER.start()
 
     def await_ready(self, within: float) -> bool:
         return COMMITTER.await_ready(within)

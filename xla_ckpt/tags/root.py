@@ -128,6 +128,7 @@ class Root(Protocol):
 
         Raises:
             UsageError: Something has the name, and the storage cannot replace it.
+            MissingPackageError: See `check_commits`.
             OSError: The storage refused.
         """
 
@@ -234,6 +235,13 @@ class Root(Protocol):
             RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.
             UsageError: The environment variable has a value that means nothing.
             OSError: The storage refused.
+        """
+
+    def check_commits(self) -> None:
+        """Refuse a save that could not be committed in the end.
+
+        Raises:
+            MissingPackageError: What commits tags is not installed.
         """
 
     def expect(self) -> None:

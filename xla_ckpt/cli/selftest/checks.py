@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -26,7 +28,28 @@ class Sighting:
     sentence: str
 
 
+NO_TIME = "There was no time left: --seconds gives more."
+
 holds, broken, unseen = (partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen"))
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process of a selftest (`child.py`)."""
+
+    process: subprocess.Popen[str]
+    lines: IO[str]
+    """What it says."""
+
+    errors: IO[str]
+    """What it, or Python for it, prints as errors."""
+
+    def ending(self) -> str:
+        """How it ended, when it says no more: its exit code, and the last line of its errors."""
+        code = self.process.wait()
+        self.errors.seek(0)
+        last = self.errors.read().strip().rpartition("\n")[2]
+        return f"exit code {code}: {last}" if last else f"exit code {code}, and said nothing"
 
 
 class Bench:
@@ -57,17 +80,15 @@ class Bench:
             yield directory
 
     @contextlib.contextmanager
-    def child(self, *words: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-        """A process that does what the words say (`child.py`), and the lines that it says.
-
-        It is killed when the block ends, or the time does.
-        """
+    def child(self, *words: str) -> Iterator[Child]:
+        """A process that does what the words say (`child.py`). It is killed when the block ends, or the time does."""
         command = [sys.executable, "-P", "-m", "xla_ckpt.cli.selftest.child", *words]
+        errors = os.fdopen(os.memfd_create("errors of a child"), "w+", errors="replace")  # no disk can be full
         child = subprocess.Popen(  # noqa: S603  # this library's own program
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             env=importing_alike(),
             start_new_session=True,  # Ctrl-C is for its parent, which ends it
             text=True,
@@ -76,11 +97,12 @@ class Bench:
         timer.start()
         try:
             assert child.stdout is not None, "it has a pipe"
-            yield child, child.stdout
+            yield Child(child, child.stdout, errors)
         finally:
             timer.cancel()
             child.kill()
             child.communicate()
+            errors.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +113,16 @@ class Check:
     promise: str
     see: Callable[[Bench], Sighting]
 
+    share: float = 1.0
+    """The part of the time that is left which it may take."""
+
     def __call__(self, bench: Bench) -> Sighting:
         """Look whether the promise holds."""
         if not bench.left:
-            return unseen("There was no time left: --seconds gives more.")
+            return unseen(NO_TIME)
         try:
             return self.see(bench)
         except (CheckpointError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return unseen(f"There was no room: {error}")  # the storage has broken no promise
             return broken(f"{type(error).__name__}: {error}")

@@ -63,18 +63,24 @@ def _seen(store: Store, seconds: float) -> Iterator[dict[str, Any]]:
     from xla_ckpt.cli.selftest.storage import storage_checks
     from xla_ckpt.storage.door import store_at
     from xla_ckpt.storage.undisturbed import undisturbed
+    from xla_ckpt.tags.roots import root_of
 
     if store.object_store is None and not store.is_directory(""):
         raise UsageError("there is no such directory", path=store.path, hint="Make it, or name the one above.")
+    root_of(store).check_commits()
     until, name = time.monotonic() + seconds, f".selftest-{uuid.uuid4().hex}"
+    checks = (*storage_checks(objects=store.object_store is not None), *DEVICE_CHECKS)
     try:
-        with storage_errors("a selftest", path=store.path):
+        with storage_errors(
+            "making a folder for the selftest", path=store.path, hint="Name one in which this user may make files."
+        ):
             store_at(f"{store.path}/{name}").prepare()
-        *quick, kill = storage_checks(objects=store.object_store is not None)
-        for number, check in enumerate((*quick, *DEVICE_CHECKS, kill)):
+        for number, check in enumerate(checks):
             path = f"{store.path}/{name}/{number}"
             store_at(path).prepare()
-            yield {"check": check.name, "promise": check.promise, **asdict(check(Bench(path, until)))}
+            now = time.monotonic()
+            bench = Bench(path, now + (until - now) * check.share)
+            yield {"check": check.name, "promise": check.promise, **asdict(check(bench))}
     finally:
         with undisturbed():
             _remove(store, name)

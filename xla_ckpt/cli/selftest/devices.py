@@ -5,7 +5,6 @@ Each framework is looked at in a process of its own: two of them cannot have one
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Sighting, broken, holds, unseen
 from xla_ckpt.dtypes import DTYPE_NAMES, dtype
+from xla_ckpt.extras import is_installed
 
 OF_EACH_TYPE = 256
 """Elements of each type."""
@@ -32,12 +32,12 @@ PROMISE = "its arrays come back byte for byte, and a save in the background has 
 
 def _see(framework: str, bench: Bench) -> Sighting:
     """What a process of its own says of the devices of a framework."""
-    if importlib.util.find_spec(framework) is None:
+    if not is_installed(framework):
         return unseen(f"{framework} is not installed.")
-    with bench.child(framework, bench.below(framework)) as (child, lines):
-        answer = lines.readline()
+    with bench.child(framework, bench.below(framework)) as child:
+        answer = child.lines.readline()
         if not answer:
-            return unseen(f"The process that uses {framework} ended with exit code {child.wait()}, and said nothing.")
+            return unseen(f"The process that uses {framework} ended with {child.ending()}." if bench.left else NO_TIME)
     return Sighting(**json.loads(answer))
 
 

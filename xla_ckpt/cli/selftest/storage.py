@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Sighting, broken, holds, unseen
 from xla_ckpt.cli.selftest.child import REFUSED, TAKEN
 from xla_ckpt.snapshot.memory import Bytes, allocate
 from xla_ckpt.storage.base import Directory, FileSystem, read_whole, write_small
@@ -148,16 +148,18 @@ def _clock(bench: Bench) -> Sighting:
 
 def _lease(bench: Bench) -> Sighting:
     path = bench.below("lease")
-    with bench.child("save", path) as (_, lines):
-        if not lines.readline():
-            return broken("The process that was to save ended before its first commit.")
-        with bench.child("hold", path, "10") as (_, answer):
-            if (word := answer.readline().strip()) != REFUSED:
-                return broken(f"A second process that wanted to save there was not refused: {word or 'it ended'}.")
+    with bench.child("save", path) as child:
+        if not child.lines.readline():
+            ended = f"The process that was to save ended before its first commit, with {child.ending()}."
+            return broken(ended) if bench.left else unseen(NO_TIME)
+        with bench.child("hold", path, "10") as other:
+            if (word := other.lines.readline().strip()) != REFUSED:
+                said = word or f"it ended with {other.ending()}"
+                return broken(f"A second process that wanted to save there was not refused: {said}.")
     begin = time.monotonic()
     silence = DIRECTORY_SILENCE if bench.store.object_store is None else RECORD_SILENCE
-    with bench.child("hold", path, str(silence + 10)) as (_, answer):
-        word = answer.readline().strip()
+    with bench.child("hold", path, str(silence + 10)) as other:
+        word = other.lines.readline().strip()
     if word == TAKEN:
         return holds(f"A second process was refused, and had the lease {time.monotonic() - begin:.1f} s after a kill.")
     if not bench.left:
@@ -193,26 +195,28 @@ def _speed(bench: Bench) -> Sighting:
 
 
 def _killed(bench: Bench) -> Sighting:
-    begin, kills = time.monotonic(), 0
+    begin, kills, ended = time.monotonic(), 0, ""
     for instant in INSTANTS:
         if kills and bench.left < 2 * (time.monotonic() - begin) / kills:
             break
         path = bench.below(f"killed-{kills}")
-        with bench.child("save", path) as (child, lines):
+        with bench.child("save", path) as child:
             times, said = [], []
             for _ in range(3):
-                said.append(lines.readline())
+                said.append(child.lines.readline())
                 times.append(time.monotonic())
             if not said[-1]:
+                ended = child.ending()
                 break
             time.sleep(instant * (times[-1] - times[-2]))
-            child.kill()
-            said += lines.readlines()
+            child.process.kill()
+            said += child.lines.readlines()
         if (problem := torn(path, max(map(int, said)))) is not None:
             return broken(f"After a kill -9 at {instant:.0%} of a save, {problem}.")
         kills += 1
     if not kills:
-        return (broken if bench.left else unseen)("The process that saves ended before its third commit.")
+        saved = f"The process that saves ended before its third commit, with {ended}."
+        return broken(saved) if bench.left else unseen(NO_TIME)
     return holds(f"A process was killed in mid-save, {count(kills, 'time')}: all tags were whole, and none was lost.")
 
 
@@ -230,7 +234,7 @@ def torn(path: str, newest: int) -> str | None:
 
 
 def storage_checks(*, objects: bool) -> list[Check]:
-    """The checks of an object store, or of a file system; the quick ones come first."""
+    """The checks of an object store, or of a file system: first that of the room, and then the quick ones."""
     of_kind = [Check("conditional writes", "a record is replaced on its condition, or not at all", _conditions)]
     if not objects:
         of_kind = [
@@ -238,12 +242,12 @@ def storage_checks(*, objects: bool) -> list[Check]:
             Check("fsync", "what was synced outlasts a loss of power", _fsync),
         ]
     return [
+        Check("room", "there is room", _room),
         Check("names", "tags that differ in one letter are different tags", _names),
         *of_kind,
         Check("bytes", "what is read is what was written", _bytes),
-        Check("room", "there is room", _room),
         Check("clock", "the clocks of the storage and of this machine agree", _clock),
         Check("lease", "one job at a time saves to a root, and a killed one is no hindrance", _lease),
         Check("speed", f"a save and a load take at most {SLOWEST:g} times as long as plain files", _speed),
-        Check("kill", "a save is there wholly or not at all, whenever its process is killed", _killed),
+        Check("kill", "a save is there wholly or not at all, whenever its process is killed", _killed, share=0.5),
     ]
