@@ -274,6 +274,11 @@ def test_python_would_say_less_of_such_arguments(call: Callable[[Any], Any], mes
         (lambda r: xla_ckpt.export_hf(r, "new", part="x"), r"leaf x.*\(part=\).*begin with: model"),
         (lambda r: xla_ckpt.export_hf(r, "new", max_shard_bytes=0), "max_shard_bytes= is no number of bytes.*found 0"),
         (lambda r: xla_ckpt.save(r, "b", {"w": 1}, layout=["native", 5]), r"layout .*one of native.*\['native', 5\]"),
+        (
+            lambda r: xla_ckpt.restore(r, like=torch.nn.Linear(2, 2)),
+            "like= is a tree .*found Linear. load_checkpoint",
+        ),
+        (lambda r: xla_ckpt.restore(r, like={"model": torch.nn.Linear(2, 2)}), "leaf model.*found Linear"),
         (lambda r: xla_ckpt.PerRank(1, reshard=5), "reshard is not of the kind .*found 5"),
         (lambda _: xla_ckpt.ArraySpec(5, "float32"), r"shape of an ArraySpec .*\(4, 8\).*found 5"),
         (lambda _: xla_ckpt.ArraySpec((4, -1), "float32"), r"shape of an ArraySpec .*found \(4, -1\)"),
@@ -294,3 +299,9 @@ def test_a_tag_that_diff_does_not_find_is_no_failure_of_the_storage(tmp_path: pa
     xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)})
     with pytest.raises(xla_ckpt.NoCheckpointError, match=r"no such checkpoint.*Tags there, oldest first: a\."):
         xla_ckpt.diff(tmp_path, tmp_path, "a", "b")
+
+
+def test_a_member_of_extras_that_is_not_stored_names_those_that_are(tmp_path: pathlib.Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2), extras={"rng": xla_ckpt.RNGState()})
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="extras/loader: not in .* which holds extras/rng"):
+        xla_ckpt.load_checkpoint(tmp_path, extras={"loader": {"at": 0}})

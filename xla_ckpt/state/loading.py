@@ -304,7 +304,11 @@ def absent_part(stored: Stored, what: str) -> Loading:
     """The loading of a part that is not stored at all."""
     loading = Loading()
     below = children(stored.skeleton) or {}
-    members = ", ".join(below) or "nothing"
+    beside, _, name = what.rpartition("/")
+    near = stored.at(beside) if name and beside else None
+    members = (
+        ", ".join(below if near is None else (f"{beside}/{n}" for n in children(near.skeleton) or ())) or "nothing"
+    )
     if not {"params", "token_embedder", "base"}.isdisjoint(below):
         members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
     loading.add_problem(what, f"not in the checkpoint, which holds {members}")

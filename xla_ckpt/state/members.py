@@ -292,6 +292,9 @@ class Like:
 
     given: ClassVar[str] = "a tree"
 
+    def __post_init__(self) -> None:
+        mistakes.check_like(self.like)
+
     def hints(self, shardings: StateShardings) -> Hints:
         """What it knows about the arrays that it wants."""
         return hints_of_tree(self.like, shardings)

@@ -192,6 +192,23 @@ def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
     )
 
 
+def check_like(like: Any) -> None:
+    """Refuse a module or an optimizer where a tree says what is restored: it would count as a placeholder for anything.
+
+    Raises:
+        UsageError: It is one, or a dict has one.
+    """
+    for leaf, value in [("like", like), *(like.items() if isinstance(like, Mapping) else ())]:
+        if is_module(value) or _is_optimizer(value):
+            raise UsageError(
+                "like= is a tree of arrays, and makes a new one",
+                leaf=str(leaf),
+                expected="arrays, or ArraySpec",
+                found=_kind(value),
+                hint="load_checkpoint loads into a model and its optimizer. Or give the model's state_dict().",
+            )
+
+
 def check_no_stateful(members: Mapping[Any, Any], leaf: str) -> None:
     """Refuse a dict of objects that have states of their own: they would be pickled, and a load would not reach them.
 

@@ -72,6 +72,7 @@ def incompatible(
     nothing = "" if fits or not optional else ", and no array of it fits"
     return IncompatibleCheckpointError(
         f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
+        leaf=problems[0].leaf if len(problems) == 1 else None,
         hint=" ".join(hints) or None,
         details="\n".join(shown),
     )
