@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.nursery import Born, Call, ProcessError, Program, bear, function_of
+from tests.nursery import Born, Call, End, ProcessError, Program, bear, function_of
 from tests.runs import environment
 
 Value = TypeVar("Value")
@@ -94,6 +94,16 @@ def run_alone(
     alone.communicate(timeout)
     value: Value = alone.value()
     return value
+
+
+def run_program(
+    code: str, *args: object, env: Mapping[str, str] | None = None, xla: bool = False, end: End = "soon",
+) -> str:  # fmt: skip
+    """Run a program in a process of its own to its end, which must be a good one; what it printed."""
+    program = Program(textwrap.dedent(code), tuple(map(str, args)))
+    ((status, out, err),) = finish([bear(program, env=environment(env), xla=xla, end=end)], 240)
+    assert status == 0, f"exit code {status}\n{out[-4000:]}\n{err[-8000:]}"
+    return out
 
 
 def places(world: int, env: Mapping[str, str] | None = None, first: str = "127.0.0.1") -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ from torch import nn
 
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
-from tests.runs import run as run_python
+from tests.jobs import run_program
 from xla_ckpt.arrays.adopted import Adoptable
 from xla_ckpt.arrays.xla import from_host, materialize, to_host
 from xla_ckpt.snapshot.memory import Slabs
@@ -404,7 +404,7 @@ def test_a_save_in_a_loop_under_spmd(tmp_path: Path) -> None:
         from tests.api.test_xla_loops import spmd
         spmd(sys.argv[1])
     """
-    run_python(code, tmp_path, env={"CPU_NUM_DEVICES": "4"})
+    run_program(code, tmp_path, env={"CPU_NUM_DEVICES": "4"}, xla=True)
 
 
 def test_a_save_where_nothing_may_be_computed_is_refused(tmp_path: Path) -> None:

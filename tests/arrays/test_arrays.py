@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from hypothesis import strategies as st
 
 import xla_ckpt
 from tests import xla
+from tests.jobs import run_program
 from xla_ckpt.sharding.local_array import whole
 
 xla.begin()
@@ -241,7 +239,7 @@ def test_a_save_from_xla_loads_without_torch_xla(tmp_path: Path) -> None:
         xla_ckpt.save_checkpoint({str(tmp_path)!r}, "b", model=model)
         assert "torch_xla" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    run_program(code)
     model = {k: torch.zeros_like(v) for k, v in tree.items()}
     xla_ckpt.load_checkpoint(tmp_path, "b", model=model)
     assert model["w"].tolist() == [[0, 1, 2], [3, 4, 5]]

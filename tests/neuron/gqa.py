@@ -37,6 +37,19 @@ class Ranks(NamedTuple):
     order: int = 1
 
 
+class Step(NamedTuple):
+    """What a step of training shows. Compiling it takes a rank more than a second, and a loss alone much less."""
+
+    loss: float
+    """Of the whole batch."""
+
+    norm: float
+    """Of the gradients, before they are clipped."""
+
+    after: float
+    """The loss of the next batch, which the step has changed."""
+
+
 def meets(head: int, kv_heads: int, order: int) -> int:
     """The head of keys and values that a head of queries meets."""
     return (head % (HEADS // order)) // (HEADS // (kv_heads * order))
@@ -137,32 +150,38 @@ class Job:
     def load(self, root: Path, tag: str) -> None:
         nxd.load_checkpoint(root, tag, self.model, self.optimizer)
 
-    def steps(self, first: int, count: int) -> list[tuple[float, float]]:
-        """(loss of the whole batch, norm of the gradients) of each step."""
-        found = []
+    def step(self, number: int) -> Step:
+        """Train on one batch, of which each data-parallel rank has its part."""
+        self.optimizer.zero_grad()
+        loss = self._loss(number)
+        loss.backward()
+        self.optimizer.step()
+        torch_xla.sync()
+        with torch.no_grad():
+            after = self._loss(number + 1)
+        return Step(self._mean(loss), float(self.optimizer.grad_norm), self._mean(after))
+
+    def _loss(self, number: int) -> torch.Tensor:
+        words = batch(number).chunk(len(ps.get_data_parallel_replica_groups()[0]))[ps.get_data_parallel_rank()]
+        return loss_of(self.model, words.to("xla"))
+
+    def _mean(self, loss: torch.Tensor) -> float:
         replicas = ps.get_data_parallel_replica_groups()
-        for step in range(first, first + count):
-            words = batch(step).chunk(len(replicas[0]))[ps.get_data_parallel_rank()]
-            self.optimizer.zero_grad()
-            loss = loss_of(self.model, words.to("xla"))
-            loss.backward()
-            self.optimizer.step()
-            torch_xla.sync()
-            mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / len(replicas[0]), groups=replicas)
-            found.append((float(mean), float(self.optimizer.grad_norm)))
-        return found
+        return float(xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / len(replicas[0]), groups=replicas))
 
 
-def unsplit(ranks: Ranks, count: int, seed: int = 3) -> list[tuple[float, float]]:
+def unsplit(ranks: Ranks, count: int, seed: int = 3) -> list[Step]:
     """The same of the unsplit model in one process: what the mathematics gives."""
     model = Model(seed, ranks, split=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for step in range(count):
+    trained = []
+    for number in range(count):
         optimizer.zero_grad()
-        loss = loss_of(model, batch(step))
+        loss = loss_of(model, batch(number))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-        found.append((float(loss.detach()), float(norm)))
-    return found
+        with torch.no_grad():
+            after = loss_of(model, batch(number + 1))
+        trained.append(Step(float(loss.detach()), float(norm), float(after)))
+    return trained

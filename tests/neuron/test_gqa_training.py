@@ -9,12 +9,9 @@ import pytest
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
-from tests.neuron.gqa import HIDDEN, WIDE, WIDTH, Job, Ranks, unsplit
+from tests.neuron.gqa import HIDDEN, WIDE, WIDTH, Job, Ranks, Step, unsplit
 
 pytestmark = pytest.mark.xla
-
-STEPS = 2
-Steps = list[tuple[float, float]]
 
 TRAINED = [
     Ranks(4, kv_heads=4),
@@ -36,45 +33,44 @@ SAVED = {
 
 
 @cache
-def expected(kv_heads: int, order: int) -> Steps:
-    """What the mathematics gives: neither the ranks nor the parameters' form matter."""
-    return unsplit(Ranks(1, kv_heads=kv_heads, order=order), 2 * STEPS)
+def expected(kv_heads: int, order: int) -> list[Step]:
+    """What the mathematics gives, in two steps: neither the ranks nor the parameters' form matter."""
+    return unsplit(Ranks(1, kv_heads=kv_heads, order=order), 2)
 
 
-def trains(_rank: int) -> list[Steps]:
-    found = []
+def trains(_rank: int) -> list[Step]:
+    trained = []
     for ranks in TRAINED:
         job = Job(ranks)
-        found.append(job.steps(0, STEPS))
+        trained.append(job.step(0))
         job.end()
-    return found
+    return trained
 
 
 def test_losses_and_norms_of_gradients_are_those_of_the_unsplit_model() -> None:
     every = run_on_ranks(trains, 4, xla=True)
     assert every[1:] == every[:1] * 3
-    for ranks, found in zip(TRAINED, every[0], strict=True):
-        check(found, expected(ranks.kv_heads, ranks.order)[:STEPS], ranks)
+    for ranks, own in zip(TRAINED, every[0], strict=True):
+        check(own, expected(ranks.kv_heads, ranks.order)[0], ranks)
     assert expected(2, 1) != expected(2, 2)  # which heads meet is in the losses
-    assert min(norm for _, norm in expected(2, 1)) > 0.1  # and the norm of the gradients in all but the first
+    assert min(step.norm for step in expected(2, 1)) > 0.1  # and the norm of the gradients in all but the first
 
 
-def check(found: Steps, wanted: Steps, ranks: Ranks) -> None:
-    for step, (own, whole) in enumerate(zip(found, wanted, strict=True)):
-        assert own == pytest.approx(whole, rel=1e-10), (ranks, step)
+def check(own: Step, whole: Step, ranks: Ranks) -> None:
+    assert own == pytest.approx(whole, rel=1e-10), ranks
 
 
-def saves_and_resumes(_rank: int, root: Path, ranks: Ranks) -> list[Steps]:
+def saves_and_resumes(_rank: int, root: Path, ranks: Ranks) -> list[Step]:
     job = Job(ranks)
-    found = [job.steps(0, STEPS)]
+    trained = [job.step(0)]
     job.save(root)
     job.end()
     for tag, others in SAVED[ranks]:
         job = Job(others, seed=8)
         job.load(root, tag)
-        found.append(job.steps(STEPS, STEPS))
+        trained.append(job.step(1))
         job.end()
-    return found
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -90,9 +86,9 @@ def test_a_job_resumes_on_other_ranks_with_other_copies(ranks: Ranks, tmp_path: 
     assert every[1:] == every[:1] * 3
     whole = expected(ranks.kv_heads, ranks.order)
     before, *after = every[0]
-    check(before, whole[:STEPS], ranks)
-    for found, (_, others) in zip(after, SAVED[ranks], strict=True):
-        check(found, whole[STEPS:], others)
+    check(before, whole[0], ranks)
+    for own, (_, others) in zip(after, SAVED[ranks], strict=True):
+        check(own, whole[1], others)
     for layout in ("native", "xser"):
         assert xla_ckpt.verify(root, layout).ok
     model = xla_ckpt.restore(root, "native").tree["model"]

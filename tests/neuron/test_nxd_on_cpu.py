@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import MODULE
 from tests.neuron.real_nxd import at_nxd, needs_nxd
-from tests.runs import ROOT, environment
+from tests.nursery import Born, Program, bear
+from tests.runs import environment
 
 pytestmark = pytest.mark.xla
 
@@ -39,19 +40,22 @@ except OSError as error:
 """Imports as neuronx-distributed's are, and the question that it asks of AWS."""
 
 
-def run_it(folder: Path, script: str, path: str) -> subprocess.CompletedProcess[str]:
+def run_it(folder: Path, script: str, *packages: str) -> Born:
+    """Run a script as `python -m neuron_compat.nxd_on_cpu` does, in a process that has torch_xla already."""
     (folder / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "-m", "neuron_compat.nxd_on_cpu", "script.py", "--option"],
-        cwd=folder, env=environment({"PYTHONPATH": path, "RANK": "0", "WORLD_SIZE": "1"}), check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
-    )  # fmt: skip
+    program = Program(
+        f"import sys; sys.path += {packages}\n{MODULE}", ("script.py", "--option"), "neuron_compat.nxd_on_cpu"
+    )
+    place = environment({"RANK": "0", "WORLD_SIZE": "1"})
+    done = bear(program, env=place, cwd=folder, xla=True)
+    done.communicate(200)
+    return done
 
 
 def test_without_the_package_it_says_so(tmp_path: Path) -> None:
-    done = run_it(tmp_path, "", str(ROOT))
+    done = run_it(tmp_path, "")
     assert done.returncode == 1
-    assert "there is no neuronx-distributed to run on CPUs. Install its package" in done.stdout
+    assert "there is no neuronx-distributed to run on CPUs. Install its package" in done.communicate()[1]
 
 
 def test_what_is_imported_of_the_neuron_sdk_is_there_and_no_other_machine_is_asked(tmp_path: Path) -> None:
@@ -62,9 +66,10 @@ def test_what_is_imported_of_the_neuron_sdk_is_there_and_no_other_machine_is_ask
 import sys, neuronx_distributed, torch_xla.runtime as xr
 print(sys.argv, neuronx_distributed.refused, xr.world_size())
 """
-    done = run_it(tmp_path, script, os.pathsep.join([str(ROOT), str(tmp_path / "packages")]))
-    assert done.returncode == 0, done.stdout
-    assert "['script.py', '--option'] 169.254.169.254 is not this machine" in done.stdout
+    done = run_it(tmp_path, script, str(tmp_path / "packages"))
+    out, err = done.communicate()
+    assert done.returncode == 0, err
+    assert "['script.py', '--option'] 169.254.169.254 is not this machine" in out
 
 
 TRAINS = """

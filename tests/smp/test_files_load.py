@@ -17,8 +17,7 @@ import torch.distributed as dist
 import neuron_compat.smp as smp
 import xla_ckpt
 from neuron_compat.smp.stored import StoredState
-from tests.jobs import run_alone, run_on_ranks
-from tests.runs import run
+from tests.jobs import run_alone, run_on_ranks, run_program
 from tests.smp.made import GENERATIONS, part, write_parts
 
 
@@ -321,7 +320,7 @@ torch.save({"optimizer_state_dict": {"loss_scaler": made}}, sys.argv[1])
 
 
 def test_the_loss_scaler_that_smp_stores_is_read_without_its_class(tmp_path: Path, alone: Any) -> None:
-    run(SCALER, f"{tmp_path}/c.pt_0_0.pt")
+    run_program(SCALER, f"{tmp_path}/c.pt_0_0.pt")
     found = alone.load(f"{tmp_path}/c.pt")
     assert found["optimizer_state_dict"]["loss_scaler"] == {
         "class": "DynamicLossScaler", "cur_scale": 1024.0, "scale_window": 10,

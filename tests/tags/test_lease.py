@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 import xla_ckpt
 from tests.helper import children_of
-from tests.jobs import run_alone, run_on_ranks
+from tests.jobs import run_alone, run_on_ranks, run_program
 from tests.nursery import Born, Call, bear
-from tests.runs import environment, names_in, run
+from tests.runs import environment, names_in
 from xla_ckpt.storage import this_process
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags import lease, lease_places
@@ -400,12 +400,13 @@ def test_a_root_directory_that_was_removed_is_no_hindrance(root: Path) -> None:
 
 
 def test_the_end_of_a_program_gives_the_lease_back(root: Path) -> None:
-    run(
+    run_program(
         """
         import sys, torch, xla_ckpt
         xla_ckpt.save_checkpoint(sys.argv[1], "a", torch.nn.Linear(2, 2), async_save=True)
         """,
         root,
+        end="as python",
     )
     assert os.listdir(root) == ["a"]
 

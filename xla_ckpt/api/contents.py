@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.api.opened import Knowledge, opened
 from xla_ckpt.api.summaries import StoredFile, fields_of, note_of, stored_files
-from xla_ckpt.engine.parity import parity_of
+from xla_ckpt.engine.parity_check import parity_of
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import nearest
 from xla_ckpt.layouts.registry import find_foreign, layout_of

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
 from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.parity import REPAIR, has_parity
+from xla_ckpt.engine.parity_check import REPAIR, has_parity
 from xla_ckpt.errors import (
     ChangedTagError,
     CheckpointError,

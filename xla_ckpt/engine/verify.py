@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.parity import verify_parity
+from xla_ckpt.engine.parity_check import verify_parity
 from xla_ckpt.engine.read import check_reads
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, storage_errors
