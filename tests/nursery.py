@@ -35,7 +35,7 @@ WITH_XLA = (
     *LIGHT, "torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.utils.serialization",
     "torch_xla.distributed.zero_redundancy_optimizer", "neuron_compat",
 )  # fmt: skip
-TRAINERS = ("transformers", "lightning", "torchtitan")
+TRAINERS = ("transformers", "lightning", "torchtitan", "torch_checkpointing")
 """What modules of xla_ckpt.integrations import: programs that use them have imported it anyway."""
 
 MESSAGE = 1 << 17

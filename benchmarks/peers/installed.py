@@ -51,7 +51,9 @@ def moonclip_manager(directory: Path, **options: Any) -> Any:
 
 @functools.cache
 def torch_checkpointing_manager(kind: str) -> Any:
-    """The manager that a program keeps: ``sync``; ``copied``, which has copied when a save returns; or ``async``.
+    """The manager that a program keeps.
+
+    ``sync``; ``stored``, the same on our storage; ``copied``, which has copied when a save returns; or ``async``.
 
     Its defaults open files with O_DIRECT, which its writes, that are not aligned, cannot use on ext4.
     """
@@ -59,11 +61,13 @@ def torch_checkpointing_manager(kind: str) -> Any:
     from torch_checkpointing.staging import CheckpointStagerConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
+    from xla_ckpt.integrations.torch_checkpointing import StorageConfig
+
     staging = CheckpointStagerConfig(
         use_pinned_memory=False, use_non_blocking_copy=False, use_async_staging=kind == "async"
     )
-    is_sync = kind == "sync"
+    is_sync = kind in ("sync", "stored")
     save = config.SyncCheckpointSaverConfig() if is_sync else config.AsyncCheckpointSaverConfig(staging_config=staging)
-    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    storage = StorageConfig() if kind == "stored" else LocalFileSystemStorageConfig(use_direct_io=False)
     manager = checkpoint_manager.CheckpointManager
     return manager(manager.Config(save=save, storage_config=storage))

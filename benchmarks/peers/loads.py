@@ -144,6 +144,11 @@ def torch_checkpointing(state: State, directory: Path) -> None:
     torch_checkpointing_manager("sync").load(str(directory / "t"), into={"model": state.state_dict()})
 
 
+@needs("torch_checkpointing")
+def torch_checkpointing_stored(state: State, directory: Path) -> None:
+    torch_checkpointing_manager("stored").load(str(directory / "t"), into={"model": state.state_dict()})
+
+
 @needs("moonclip.pytorch")
 def moonclip(state: State, directory: Path) -> None:
     moonclip_manager(directory).load_latest(model=state.module)

@@ -28,7 +28,8 @@ NOTES: dict[str, str] = {
     "`.venv-latest`, on CPU tensors. One manager for all saves of a process, and one item; `use_direct_io=False`, as "
     "each save fails on ext4 with the default (`OSError: [Errno 22]`). No fsync, no digests. Asynchronously, another "
     "process writes: by default a thread copies after `save` has returned, and the program holds `manager.lock()` "
-    "around its next step, which may wait for that; *copied before it returns* is `use_async_staging=False`.",
+    "around its next step, which may wait for that; *copied before it returns* is `use_async_staging=False`. *On our "
+    "storage*: `xla_ckpt.integrations.torch_checkpointing`, with digests, compared by its loads, and fsync.",
     "tensorizer": "`TensorSerializer.write_state_dict`, which takes a CRC-32 and a SHA-256 of each tensor, and "
     "`TensorDeserializer(verify_hash=True)`, which checks them. No fsync.",
     "fastsafetensors": "Saves are `ParallelSaver(fsync=True)` with its 16 files; loads are of one file of safetensors, "

@@ -106,14 +106,25 @@ def _latest(gb: float) -> tuple[Group, ...]:
     name = "torch_checkpointing"
 
     def saves(size: float, count: int) -> tuple[Row, ...]:
-        ours = save("xla_ckpt", "ours", size, "cpu", count, python=LATEST, rounds=2)
-        return ours, save(name, name, size, "cpu", count, python=LATEST, rounds=2)
+        def new(title: str, saver: str) -> Row:
+            return save(title, saver, size, "cpu", count, python=LATEST, rounds=2)
+
+        return (
+            new("xla_ckpt", "ours"),
+            new(f'xla_ckpt, `layout="{name}"`', f"ours_{name}_layout"),
+            new(name, name),
+            new(f"{name} on our storage", f"{name}_stored"),
+        )
 
     def loads(size: float, count: int, *, warm: bool) -> tuple[Row, ...]:
-        ours, theirs = (Saved(saver, "cpu", size, count, LATEST) for saver in ("ours", name))
+        def new(title: str, loader: str, saver: str) -> Row:
+            return load(title, loader, Saved(saver, "cpu", size, count, LATEST), warm=warm, rounds=2)
+
         return (
-            load("xla_ckpt", "ours", ours, warm=warm, rounds=2),
-            load(name, name, theirs, warm=warm, rounds=2),
+            new("xla_ckpt", "ours", "ours"),
+            new(f'xla_ckpt, `layout="{name}"`', "ours", f"ours_{name}_layout"),
+            new(name, name, name),
+            new(f"{name} on our storage", f"{name}_stored", f"{name}_stored"),
         )
 
     stalls = (

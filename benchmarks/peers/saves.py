@@ -34,6 +34,10 @@ def ours_dcp_layout(state: State, directory: Path) -> None:
     ours(state, directory, layout="dcp")
 
 
+def ours_torch_checkpointing_layout(state: State, directory: Path) -> None:
+    ours(state, directory, layout="torch_checkpointing")
+
+
 def ours_async(state: State, directory: Path, **options: Any) -> Wait:
     import xla_ckpt
 
@@ -321,6 +325,11 @@ def fastsafetensors(state: State, directory: Path) -> None:
 @needs("torch_checkpointing")
 def torch_checkpointing(state: State, directory: Path) -> None:
     torch_checkpointing_manager("sync").save(str(directory / "t"), {"model": state.state_dict()})
+
+
+@needs("torch_checkpointing")
+def torch_checkpointing_stored(state: State, directory: Path) -> None:
+    torch_checkpointing_manager("stored").save(str(directory / "t"), {"model": state.state_dict()})
 
 
 @needs("torch_checkpointing")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from xla_ckpt.layouts.dcp import digests
-from xla_ckpt.layouts.dcp.digests import DIGESTS
+from xla_ckpt.layouts import digests
 from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.layouts.digests import DIGESTS
 from xla_ckpt.layouts.registry import open_tag
 from xla_ckpt.manifest.digest import BlockDigester, digest
 from xla_ckpt.manifest.records import FileRecord

@@ -29,8 +29,8 @@ from xla_ckpt.errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from xla_ckpt.layouts.dcp.digests import DIGESTS
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, parse_metadata
+from xla_ckpt.layouts.digests import DIGESTS
 
 
 def copy(path: Path, to: Path) -> Path:

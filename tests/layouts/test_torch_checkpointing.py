@@ -53,6 +53,29 @@ def test_they_are_listed_and_say_who_wrote_them(root: Path, capsys: pytest.Captu
     assert "0.weight" in capsys.readouterr().out
 
 
+def test_a_directory_without_metadata_is_theirs_by_all_of_its_items(tmp_path: Path) -> None:
+    """Programs call their own files like this, too."""
+
+    def listed(**files: bool) -> bool:
+        folder = tmp_path / "step_1"
+        folder.mkdir()
+        for name, into_stream in files.items():
+            if into_stream:
+                streamed(folder / f"{name}.pt", {})
+            else:
+                torch.save({}, folder / f"{name}.pt")
+        tags = xla_ckpt.list_tags(tmp_path)
+        shutil.rmtree(folder)
+        return bool(tags)
+
+    assert listed(model_0=True, model_1=True, step_0=True)
+    assert listed(model_1=True, step_0=True)  # rank 0 has nothing of the model
+    assert not listed(model_0=True, best_0=False)
+    assert not listed(epoch_10=True, epoch_20=True)
+    assert not listed(epoch_00=True)
+    assert not listed(model=True)
+
+
 def test_parts_of_dtensors_become_whole_arrays(root: Path) -> None:
     """Strided shards of FSDP2 over tensor parallelism, in rows that the ranks do not divide."""
     tree = xla_ckpt.restore(root, "fsdp2_tp").tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from xla_ckpt.errors import UsageError
-from xla_ckpt.layouts.dcp.digests import DIGESTS
+from xla_ckpt.layouts.digests import DIGESTS
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import is_working_directory
 from xla_ckpt.tags.roots import root_of

@@ -44,9 +44,9 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.job.process_group import REACH, communicator
 from xla_ckpt.job.verdict import Deadline, Round, as_checkpoint_error
-from xla_ckpt.layouts.dcp.digests import DIGESTS, dump_digests, record_of
 from xla_ckpt.layouts.dcp.index import pickled
 from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
+from xla_ckpt.layouts.digests import DIGESTS, dump_digests, record_of
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above

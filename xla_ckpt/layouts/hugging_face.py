@@ -19,7 +19,7 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX, index, plan_export
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.storage.base import Directory, ReadDirectory, Store, read_whole
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree import schema
@@ -163,7 +163,7 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
         return dict(sorted(names_by_file.items()))
 
 
-def scanned_file(directory: Directory, file: str) -> tuple[FileRecord, bytes, list[PlainTensor]]:
+def scanned_file(directory: ReadDirectory, file: str) -> tuple[FileRecord, bytes, list[PlainTensor]]:
     """A file of safetensors: its record, its header, and what it holds.
 
     Raises:

@@ -1,6 +1,6 @@
 """The files of a directory of DCP's: what `.metadata` says, where each chunk lies, and the digests of all of it.
 
-Digests stand in a manifest (in tags of ours), or in a file beside `.metadata` (`xla_ckpt.layouts.dcp.digests`). With
+Digests stand in a manifest (in tags of ours), or in a file beside `.metadata` (`xla_ckpt.layouts.digests`). With
 them the zips of tensors are not even looked at; a directory of stock DCP's has none, and its zips say where in them
 the elements lie.
 """
@@ -14,8 +14,7 @@ from functools import cached_property
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import MAX_MANIFEST, absent, head_of
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, naming
-from xla_ckpt.layouts.dcp import digests
-from xla_ckpt.layouts.dcp.digests import DIGESTS, MAX_DIGESTS
+from xla_ckpt.layouts import digests
 from xla_ckpt.layouts.dcp.metadata import (
     MAX_METADATA,
     METADATA,
@@ -27,6 +26,7 @@ from xla_ckpt.layouts.dcp.metadata import (
     parse_metadata,
 )
 from xla_ckpt.layouts.dcp.tags import ranks_metadata
+from xla_ckpt.layouts.digests import DIGESTS, MAX_DIGESTS
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex

@@ -10,6 +10,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.digests import DIGESTS
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, find_tag, tags_among
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class TorchCheckpointing(Layout):
     """Directories of Meta's torch_checkpointing.
 
-    They have no digests. The CRC-32s of their zips are compared with what a load reads, which the package itself does
-    not do; items of safetensors, of JSON and of bytes have none.
+    They have no digests, unless the package wrote them through our storage. The CRC-32s of their zips are compared
+    with what a load reads, which the package itself does not do; items of safetensors, of JSON and of bytes have none.
     """
 
     name = "torch_checkpointing"
@@ -63,16 +64,20 @@ class TorchCheckpointing(Layout):
         return open_items(store, entry, hints)
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
+        from xla_ckpt.engine.verified import check_whole
         from xla_ckpt.layouts.torch_save.zip_reader import check_zip
         from xla_ckpt.layouts.verifying import check_files, foreign_report
 
         with foreign_report(store, entry.tag) as report:
             try:
+                report.digests = DIGESTS in store.names(entry.directory)
                 with self.open(store, entry, Hints(optimizer=False)) as reader, storage_errors("reading a checkpoint"):
                     report.arrays = len(reader.manifest.arrays)
-                    zips = [file.path for file in reader.manifest.files if file.path.endswith(".pt")]
-                    check_files(report, zips, partial(check_zip, reader.directory), workers)
-                    report.files = len(reader.manifest.files)
+                    files = [file.path for file in reader.manifest.files]
+                    zips = [path for path in files if path.endswith(".pt")]
+                    compared, check = (files, check_whole) if report.digests else (zips, check_zip)
+                    check_files(report, compared, partial(check, reader.directory), workers)
+                    report.files = len(files)
             except CheckpointError as error:
                 report.problems.append(error)
         return report

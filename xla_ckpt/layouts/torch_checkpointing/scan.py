@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verified import VerifiedDirectory
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
+from xla_ckpt.layouts.digests import records_in
 from xla_ckpt.layouts.hugging_face import scanned_file
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
@@ -30,7 +32,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh_cuts import MeshCutting
 from xla_ckpt.sharding.ranges import runs
-from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.storage.base import Directory, ReadDirectory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree.nested import Keys, nested, replaced_leaves
 
@@ -67,7 +69,9 @@ def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
 class _Scan:
     """The files of a directory, and what they hold together."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, opened: Directory) -> None:
+        records = records_in(opened)
+        directory: ReadDirectory = VerifiedDirectory(opened, records) if records else opened
         names = {name for name in directory.files() if not name.startswith(".")}
         metadata: dict[str, ItemMetadata] = {}
         if ITEMS_METADATA in names:
@@ -77,6 +81,7 @@ class _Scan:
             raise CorruptCheckpointError("a file is missing that the metadata name", file=lost[0])
         by_name = items_by_name(names - said.keys() - {ITEMS_METADATA})
         self.directory = directory
+        self.is_verified = bool(records)
         self.formats = said
         self.metadata = metadata
         self.paths = {item: {rank: path for rank, (path, _) in about.files.items()} for item, about in metadata.items()}
@@ -128,7 +133,8 @@ class _Scan:
     def _torch(self, path: str, cuttings: Mapping[Keys, MeshCutting]) -> Any:
         with closing(self.directory.open(path)) as source:
             archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
-            self.files.storages[path] = archive.storages()
+            if not self.is_verified:
+                self.files.storages[path] = archive.storages()
             self._number(path, source.size)
             walk = Walk(FileObjects(self.files, path, archive.pickled), lambda at: at)
             tree = walk.visit(archive.value(strided=True, tolerant=True, more=NAMES_OF_DTENSORS), ())

@@ -27,7 +27,10 @@ a file begins with the name of the file."""
 _NAME_AT = 30
 """Where this name stands in a zip."""
 
-_OF_RANK = re.compile(r"(.+)_(\d{1,9})(\.\w+)?")
+_OF_RANK = re.compile(r"(.+)_(0|[1-9]\d{0,8})(\.\w+)?")
+
+_ITEM = re.compile(r"[A-Za-z0-9_-]+")
+"""What an item may be called."""
 
 
 def find_tag(store: Store, tag: str) -> TagEntry | None:
@@ -35,21 +38,33 @@ def find_tag(store: Store, tag: str) -> TagEntry | None:
     if tag.startswith(UNFINISHED):
         return None
     try:
-        names = store.names(tag)
-        mark = next((name for name in sorted(names) if _is_mark(store, f"{tag}/{name}", name)), None)
+        mark = _mark(store, tag, store.names(tag))
         time = None if mark is None else store.modified(f"{tag}/{mark}")
     except OSError:
         return None
     return None if mark is None else TagEntry(tag=tag, created=time_text(time or 0), directory=tag)
 
 
-def _is_mark(store: Store, path: str, name: str) -> bool:
-    """Whether a file is one that shows whose the directory is."""
-    if name == ITEMS_METADATA:
-        return store.start_of(path, 1) == b"\x80"
-    named = _OF_RANK.fullmatch(name)
-    if named is None or named[3] != ".pt":
-        return False
+def _mark(store: Store, tag: str, names: Iterable[str]) -> str | None:
+    """A file that shows whose the directory is; None if it is not theirs.
+
+    Without metadata it is theirs if rank 0 has a file of an item, and the first file of each item was written into a
+    stream: others call files like this, too, but give torch.save a path.
+    """
+    if ITEMS_METADATA in names and store.start_of(f"{tag}/{ITEMS_METADATA}", 1) == b"\x80":
+        return ITEMS_METADATA
+    first: dict[str, int] = {}
+    for name in names:
+        named = _OF_RANK.fullmatch(name)
+        if named is not None and named[3] == ".pt" and _ITEM.fullmatch(named[1]):
+            first[named[1]] = min(int(named[2]), first.get(named[1], int(named[2])))
+    marks = sorted(file_of(item, rank) for item, rank in first.items())
+    if 0 not in first.values() or not all(_is_streamed(store, f"{tag}/{mark}") for mark in marks):
+        return None
+    return marks[0]
+
+
+def _is_streamed(store: Store, path: str) -> bool:
     start = store.start_of(path, _NAME_AT + len(STREAMED))
     return start.startswith(b"PK\3\4") and start[_NAME_AT:] == STREAMED
 

@@ -1,4 +1,4 @@
-"""The digests of a directory of DCP's, which this library writes beside `.metadata`: a file that stock DCP ignores.
+"""The digests of a directory that another library reads, and that has no manifest: a file which that library ignores.
 
 ```
 {"format":"xla_ckpt digests","version":1,
@@ -7,8 +7,9 @@
 ```
 
 Each entry of `files` is a file record as in a manifest: path, size, bytes outside of all regions, their digest, and the
-regions with the digests of their blocks. Every file of the directory has one but this file itself; `.metadata` is among
-them, so that digests of an older save cannot be taken for those of this one. `digest` covers all bytes before it.
+regions with the digests of their blocks. Every file of the directory has one but this file itself. In a directory of
+DCP's `.metadata` is among them, so that digests of an older save are not taken for those of this one. `digest` covers
+all bytes before it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError, naming
-from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.manifest.digest import digest, sealed, unsealed
 from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.storage.base import ReadDirectory, read_whole
 from xla_ckpt.tree.json_object import json_object
 
 DIGESTS = "xla_ckpt_digests.json"
@@ -39,7 +40,7 @@ class Digests:
     """The records of all files of a directory.
 
     Raises (on construction):
-        FormatError: A file is listed twice, or `.metadata` is not listed.
+        FormatError: A file is listed twice, or none is listed.
     """
 
     files: tuple[FileRecord, ...]
@@ -48,8 +49,8 @@ class Digests:
         names = [record.path for record in self.files]
         if len(set(names)) != len(names):
             raise FormatError("a file has two lists of digests", found=sorted(names)[:8])
-        if METADATA not in names:
-            raise FormatError(f"there is no digest of {METADATA}")
+        if not names:
+            raise FormatError("there is no digest of any file")
         if DIGESTS in names:
             raise FormatError("a file cannot hold its own digest", found=DIGESTS)
 
@@ -65,7 +66,7 @@ def dump_digests(files: Sequence[FileRecord]) -> bytes:
     Raises:
         FormatError: The records are not those of one directory (see `Digests`).
 
-    >>> parse_digests(dump_digests([record_of(METADATA, b"...")])).files[0].size
+    >>> parse_digests(dump_digests([record_of("model_0.pt", b"...")])).files[0].size
     3
     """
     digests = Digests(tuple(files))
@@ -96,3 +97,17 @@ def parse_digests(data: bytes) -> Digests:
                 )
             return Digests(tuple(parse_file(entry) for entry in entries))
     raise FormatError("these are no digests of xla_ckpt", file=DIGESTS, found=str(raw)[:80])
+
+
+def records_in(directory: ReadDirectory) -> dict[str, FileRecord]:
+    """The records of a directory's files, by path; none where it has no digests.
+
+    Raises:
+        CorruptCheckpointError: The digests are damaged.
+        UnsupportedVersionError: A newer version of this library wrote them.
+    """
+    try:
+        data = read_whole(directory, DIGESTS, limit=MAX_DIGESTS, what="the list of digests")
+    except FileNotFoundError:
+        return {}
+    return {record.path: record for record in parse_digests(data).files}

@@ -1,12 +1,12 @@
-"""The file of digests beside `.metadata`: whatever is changed in it is found."""
+"""The file of digests in a directory without a manifest: whatever is changed in it is found."""
 
 from __future__ import annotations
 
 import pytest
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
-from xla_ckpt.layouts.dcp.digests import DIGESTS, DIGESTS_VERSION, dump_digests, parse_digests, record_of
 from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.layouts.digests import DIGESTS, DIGESTS_VERSION, dump_digests, parse_digests, record_of
 from xla_ckpt.manifest.digest import block_count, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord
 
@@ -70,8 +70,8 @@ def test_a_newer_version_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [(PAYLOAD,), (*FILES, PAYLOAD), (*FILES, record_of(DIGESTS, b""))],
-    ids=["no .metadata", "a file twice", "itself"],
+    [(), (*FILES, PAYLOAD), (*FILES, record_of(DIGESTS, b""))],
+    ids=["no file", "a file twice", "itself"],
 )
 def test_records_of_no_directory_are_refused(files: tuple[FileRecord, ...]) -> None:
     with pytest.raises(CheckpointError):
