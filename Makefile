@@ -92,6 +92,7 @@ $(OBJECTS)/.ready: tests/objects/requirements.txt $(READY)
 
 test-objects: $(OBJECTS)/.ready ## what people train with, against the real packages; writes docs/measured/objects.md. ONLY=package
 	PYTHONPATH=.:$(OBJECTS) $(BIN)/python -m tests.objects --write $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=.:$(OBJECTS) $(BIN)/python -m pytest -q tests/objects
 
 crash: $(READY) ## faults at every system call of every save; writes docs/measured/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write

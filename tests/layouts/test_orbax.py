@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -60,6 +60,27 @@ def test_every_form(saved: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, item in orbax_saves.ITEMS.items() if item])
 def test_the_item_itself(saved: Path, name: str) -> None:
     assert_equal(xla_ckpt.restore(saved / name / orbax_saves.ITEMS[name]).tree, orbax_saves.tree())
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+class Nothing(NamedTuple):
+    pass
+
+
+def test_a_pattern_has_classes_that_orbax_does_not_know(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    def state(number: float) -> Any:
+        moments = Moments({"w": jax.numpy.full(3, number)}, {"w": jax.numpy.zeros(3)})
+        return {"opt": (Nothing(), moments), "layers": {0: {"w": jax.numpy.full(2, number)}, 10: {}}}
+
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, args=ocp.args.StandardSave(state(3)))
+    assert_equal(xla_ckpt.restore(tmp_path / "run", like=state(0)).tree, state(3))
 
 
 def test_neither_jax_nor_orbax_is_loaded(saved: Path) -> None:

@@ -249,11 +249,16 @@ class Weave:
 
     def _mapping(self, pattern: Mapping[Any, Any], stored: Json, path: str) -> Make:
         below = children(stored)
-        makers = {key: self._child(value, below, self._component(key), path, stored) for key, value in pattern.items()}
+        makers = {
+            key: self._child(value, below, self._stored_component(key, below), path, stored)
+            for key, value in pattern.items()
+        }
         return lambda arrays: _like_mapping(pattern, {key: make(arrays) for key, make in makers.items()})
 
     def _sequence(self, pattern: Any, stored: Json, path: str) -> Make:
         below = children(stored)
+        if stored is None and len(pattern) == 0 and hasattr(pattern, "_fields"):
+            return lambda arrays: pattern  # orbax has None for a named tuple without fields, as optax's EmptyState
         if below is None or len(below) != len(pattern):
             return self._refuse(path, _other(f"{len(pattern)} items", stored))
         names = getattr(pattern, "_fields", range(len(pattern)))
@@ -267,6 +272,13 @@ class Weave:
             for field in dataclasses.fields(pattern)
         }
         return lambda arrays: dataclasses.replace(pattern, **{name: make(arrays) for name, make in makers.items()})
+
+    def _stored_component(self, key: Any, below: dict[str, Json] | None) -> str:
+        """That of a key of the pattern, among those that are stored: orbax has the texts of numbers in their place."""
+        part = self._component(key)
+        if type(key) is int and below is not None and part not in below and (text := paths.escape(str(key))) in below:
+            return text
+        return part
 
     def _component(self, key: Any) -> str:
         """The path component of a key of the pattern, as `flatten` made it from the key that was saved."""
