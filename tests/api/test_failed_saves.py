@@ -14,7 +14,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 
 
 def model(value: float = 1.0) -> torch.nn.Linear:

@@ -24,7 +24,8 @@ from tests.runs import environment, names_in
 from xla_ckpt.cli.selftest import command, storage
 from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, holds
 from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
-from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource
 from xla_ckpt.storage.remote_client import Client
 

@@ -37,7 +37,8 @@ from tests.nursery import ProcessError
 from tests.runs import names_in
 from xla_ckpt import dcp
 from xla_ckpt.job.process_group import StoreCommunicator
-from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local_directory import LocalDirectory
 
 TIMEOUT = 3.0
 """Given to the call in which a rank is lost, in seconds."""

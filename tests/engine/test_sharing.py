@@ -19,7 +19,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import environment
 from xla_ckpt.engine import sharing
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 
 WIDTH = 600
 """A matrix of so many rows and columns is larger than what is worth a file apart."""

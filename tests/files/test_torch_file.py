@@ -32,7 +32,7 @@ from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.memory import MemoryDirectory
 
 DTYPES = [

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, check_zip, read
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.memory import MemoryDirectory
 
 

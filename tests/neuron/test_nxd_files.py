@@ -23,7 +23,7 @@ from tests.layouts.writing import names, unlike
 from tests.neuron.training import begin, build, frozen, train
 from tests.runs import names_in
 from xla_ckpt.job import process_group as lines
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 
 pytestmark = pytest.mark.xla
 

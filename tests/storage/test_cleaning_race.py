@@ -12,7 +12,8 @@ import pytest
 from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.storage import local
 from xla_ckpt.storage.base import Directory, read_whole, write_small
-from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.tags.cleaning import clean, move_to_trash
 from xla_ckpt.tags.names import TRASH
 
@@ -53,7 +54,7 @@ def test_a_directory_that_goes_before_its_lock_is_not_read(
     (tmp_path / "b/file").write_bytes(b"new")
     mark, todo = local._mark, [True]
 
-    def removes_and_marks(directory: local.LocalDirectory, how: int) -> None:
+    def removes_and_marks(directory: LocalDirectory, how: int) -> None:
         if todo and todo.pop():
             assert not store.in_use("a")
             store.remove("a")

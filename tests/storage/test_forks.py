@@ -11,7 +11,7 @@ import pytest
 from tests.jobs import run_alone
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -12,7 +12,7 @@ import pytest
 
 from xla_ckpt.storage import local_file
 from xla_ckpt.storage.base import BLOCK, Source
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import CACHED_READS, DIRECT_BYTES
 
 SIZE = DIRECT_BYTES + 3 * BLOCK + 77

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xla_ckpt.storage.base import BLOCK, Directory, write_small
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import LocalSink
 from xla_ckpt.storage.memory import MemoryDirectory
 

@@ -21,7 +21,8 @@ from xla_ckpt.engine.phases import Phases
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.parity import PARITY_BLOCK
 from xla_ckpt.storage.base import write_small
-from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local_directory import LocalDirectory
 
 SEED = np.random.default_rng(7)
 TREE = {
