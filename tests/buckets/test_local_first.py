@@ -15,6 +15,8 @@ import xla_ckpt
 from tests.buckets.s3_server import S3Server
 from tests.buckets.uploads import SOON, Away, Gate, bytes_of, damage, is_number, listed, puts, save, tree
 from tests.jobs import run_on_ranks
+from tests.no_threads import start_as_the_last
+from tests.nursery import Program, bear
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.upload import UPLOADS
@@ -38,6 +40,22 @@ def test_what_is_saved_comes_back_from_either(root: str, tmp_path: Path, capsys:
         assert main(["show", str(place), "--report"]) == 0
     assert bytes_of(root, "step_2") == bytes_of(tmp_path, "step_2")
     assert listed(root, tmp_path, capsys) == {"step_1": "both", "step_2": "both"}
+
+
+def saves_without_further_threads(root: str, near: str) -> None:
+    threading.Thread.start = start_as_the_last(threading.Thread.start)  # type: ignore[method-assign]
+    save(root, Path(near), "step_1", 1, async_save=True)
+
+
+def test_the_end_of_a_program_uploads_where_no_thread_is_to_be_had(root: str, tmp_path: Path) -> None:
+    program = (
+        "import sys; from tests.buckets import test_local_first; "
+        "test_local_first.saves_without_further_threads(*sys.argv[1:])"
+    )
+    process = bear(Program(program, (root, str(tmp_path))), end="as python")
+    _, said = process.communicate(SOON)
+    assert (process.returncode, "error" in said.lower()) == (0, False), said
+    assert is_number(root, 1, "step_1")
 
 
 def test_a_training_state_in_another_layout_goes_up(root: str, tmp_path: Path) -> None:

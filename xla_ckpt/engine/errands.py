@@ -11,6 +11,7 @@ from functools import partial
 from xla_ckpt.errors import CheckpointError, from_json
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.storage.this_process import after_fork
+from xla_ckpt.storage.threads import started
 from xla_ckpt.storage.undisturbed import undisturbed, waited
 
 logger = logging.getLogger(__name__)
@@ -30,14 +31,9 @@ class Errands:
         with undisturbed(), self._changed:
             self._queue.append((doing, work))
             if self._thread is None:
-                # Not a daemon: the interpreter must not end under a thread that writes.
-                self._thread = threading.Thread(target=self._work, name="xla_ckpt-errands", daemon=False)
-                try:
-                    self._thread.start()
-                except RuntimeError as error:  # no further thread is to be had
-                    self._thread = None
-                    self._queue.clear()
-                    self._failed(doing, error)
+                # Not a daemon: the interpreter must not end under a thread that writes. Where there is no thread to be
+                # had, `wait` does it.
+                self._thread = started(self._work, "xla_ckpt-errands", daemon=False)
 
     def _work(self) -> None:
         while True:
@@ -66,6 +62,11 @@ class Errands:
         """
         with self._changed:
             waited(partial(self._changed.wait_for, lambda: self._thread is None))
+            if alone := bool(self._queue):
+                self._thread = threading.current_thread()
+        if alone:
+            self._work()
+        with self._changed:
             errors, self._errors = self._errors, []
         if errors:
             raise from_json(errors[0].to_json()) from errors[0]

@@ -20,6 +20,7 @@ from xla_ckpt.errors import CheckpointError, SaveError
 from xla_ckpt.snapshot.arena import Arena, ArenaPiece
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.shards import HOST, Link
+from xla_ckpt.storage.threads import started
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +67,22 @@ class Feed:
         self._changed = threading.Condition()
         self._images: dict[Hashable, ArenaPiece] = {}
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="xla_ckpt-feed", daemon=True)
+        self._thread: threading.Thread | None = None
+        """None before it is entered, and where no thread is to be had: then whoever asks for a segment copies it."""
 
     def __contains__(self, segment: Hashable) -> bool:
         return segment in self._wanted
 
     def __enter__(self) -> Feed:
         if self._wanted:
-            self._thread.start()
+            self._thread = started(self._run, "xla_ckpt-feed")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._arena.stop()
-        if self._wanted:
+        if self._thread is not None:
             self._thread.join()
         self._arena.close()
 
@@ -91,6 +93,10 @@ class Feed:
             CheckpointError: The bytes could not be copied, or were written to before.
         """
         with self._changed:
+            if self._thread is None:
+                with self._told_of_errors():
+                    if (room := self._arena.take(self._wanted[segment].nbytes, wait=True)) is not None:
+                        self._begin(segment, self._wanted[segment].extracts, room)()
             self._changed.wait_for(lambda: segment in self._images or self._error is not None)
             if segment not in self._images:
                 assert self._error is not None

@@ -24,6 +24,7 @@ from xla_ckpt.errors import (
     CorruptCheckpointError,
     NoCheckpointError,
     RankFailedError,
+    SaveError,
     from_json,
     naming,
     storage_errors,
@@ -31,6 +32,7 @@ from xla_ckpt.errors import (
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.storage.base import FileSystem, ObjectStore
 from xla_ckpt.storage.this_process import after_fork, this_process
+from xla_ckpt.storage.threads import started
 from xla_ckpt.storage.undisturbed import undisturbed, waited
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.lease import LEASES
@@ -91,15 +93,10 @@ class Uploader:
         with undisturbed(), self._changed:
             self._retention, self._again = retention, True
             if self._thread is None:
-                self._start()
-
-    def _start(self) -> None:
-        # Not a daemon: a thread that comes out of obstore while the interpreter ends would end the process badly.
-        self._thread = threading.Thread(target=self._work, name="xla_ckpt-upload", daemon=False)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no further thread is to be had
-            self._thread, self._error = None, as_checkpoint_error(error, "uploading", 0)
+                # Not a daemon: a thread that comes out of obstore while the interpreter ends would end the process badly.
+                self._thread = started(self._work, "xla_ckpt-upload", daemon=False)
+                if self._thread is None:
+                    self._error = SaveError("no thread is to be had that could upload", path=self.root.remote.path)
 
     def uploaded(self, sequence: int, timeout: float | None) -> None:
         """Wait until the tag with this number has gone up, and all older ones.
@@ -123,6 +120,11 @@ class Uploader:
         self._wait(lambda: False, None)
         if self._error is not None:
             self.wake(self._retention)
+            with self._changed:
+                if alone := self._thread is None and self._again:
+                    self._thread = threading.current_thread()
+            if alone:
+                self._work()
             self._wait(lambda: False, None)
         if self._error is not None:
             raise _again(self._error)

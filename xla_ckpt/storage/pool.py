@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from xla_ckpt.storage.threads import started
 from xla_ckpt.storage.undisturbed import undisturbed, waited
 
 Task = TypeVar("Task")
@@ -43,6 +44,8 @@ def work_off(
 ) -> None:
     """Call `work(task, buffer)` for every task, on up to `workers` threads (the calling one among them).
 
+    Where no more threads are to be had, those that run do all of it.
+
     Buffers are page-aligned. The first error stops the crew after the tasks in hand, and is raised here; so does an
     exception of a signal handler. No thread of it runs any more when this has returned or raised.
     """
@@ -70,7 +73,9 @@ def work_off(
     try:
         with undisturbed():  # a start that is interrupted does not say whether the thread runs
             for i in range(1, workers):
-                ended.append(_started(worker, f"{name}-{i}"))  # noqa: PERF401  # also if the next one cannot be started
+                if (end := _started(worker, f"{name}-{i}")) is None:
+                    break
+                ended.append(end)
         worker()
         for end in ended:
             waited(end.wait)
@@ -84,8 +89,8 @@ def work_off(
         raise errors[0]
 
 
-def _started(work: Callable[[], None], name: str) -> threading.Event:
-    """Start a thread; set when it has done its work."""
+def _started(work: Callable[[], None], name: str) -> threading.Event | None:
+    """Start a thread; set when it has done its work. None if there is none to be had."""
     ended = threading.Event()
 
     def run() -> None:
@@ -94,8 +99,7 @@ def _started(work: Callable[[], None], name: str) -> threading.Event:
         finally:
             ended.set()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return ended
+    return ended if started(run, name) is not None else None
 
 
 def _buffer(nbytes: int) -> mmap.mmap:

@@ -21,6 +21,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.extras import naming_extras
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
+from xla_ckpt.storage.threads import started
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult
@@ -94,7 +95,8 @@ def _quickly(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenat
             except BaseException as error:
                 answer.set_exception(error)
 
-        threading.Thread(target=work, name="object store", daemon=True).start()
+        if started(work, "object store") is None:
+            work()  # handlers wait: there is no thread that could ask
         return answer.result()
 
     return ask

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from xla_ckpt.errors import RootInUseError, UsageError
+from xla_ckpt.storage.threads import started
 from xla_ckpt.storage.this_process import after_fork, is_kin, setting, this_process
 from xla_ckpt.tags.lease_places import LeasePlace
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
@@ -225,7 +226,9 @@ class Leases:
             self._held[place.path] = lease
             too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT_LEASES]]
             self._lost.pop(place.path, None)
-        threading.Thread(target=lease.keep_alive, name="xla_ckpt-lease", daemon=True).start()
+        # Without that thread its lock alone says that this process runs. In an object store, where there are no locks,
+        # another job takes the lease over in the end, and `check` refuses what this one commits afterwards.
+        started(lease.keep_alive, "xla_ckpt-lease")
         if gone is not None:
             gone.end()
         for other in too_many:
