@@ -32,7 +32,7 @@ from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
 from xla_ckpt.layouts.one_file.layout import OneFile
 from xla_ckpt.layouts.optimum.layout import OptimumNeuron
-from xla_ckpt.layouts.orbax.layout import Orbax
+from xla_ckpt.layouts.orbax.layout import Orbax, OrbaxModel
 from xla_ckpt.layouts.peft import Peft
 from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.layouts.torch_checkpointing.layout import TorchCheckpointing
@@ -63,6 +63,7 @@ _layouts: list[Layout] = [
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
     Orbax(),
+    OrbaxModel(),
     TorchCheckpointing(),
     HuggingFace(),
     Peft(),

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from xla_ckpt.state.describe import Description
 
 
-def rewriting_of(stored: StoredState) -> Rewriting:
+def rewriting_of(stored: StoredState, *, as_stored: bool = False) -> Rewriting:
     """The files of a stored state, or of the part of it that is wanted.
+
+    Args:
+        stored: What is written.
+        as_stored: Whether the chunks are those that it is stored in, which are of one shape.
 
     Raises:
         UnsupportedStateError: orbax has no place for something in it.
@@ -40,7 +44,10 @@ def rewriting_of(stored: StoredState) -> Rewriting:
         record = manifest.array(leaf)
         assert record is not None, leaf  # the skeleton names what is stored
         check_array(leaf, record.dtype, record.shape)
-        chunk = chunk_shape(record.shape, record.dtype.itemsize, (0,) * len(record.shape))
+        if as_stored:
+            chunk = min(record, key=lambda shard: shard.box.start).box.shape
+        else:
+            chunk = chunk_shape(record.shape, record.dtype.itemsize, (0,) * len(record.shape))
         target, whole = manifest.aliases.get(leaf, leaf), Box.whole(record.shape)
         copy = target in written
         written.add(target)
