@@ -1,4 +1,4 @@
-"""A process that gets no thread after that of a save: as in Python 3.12, which refuses them once the main thread ends."""
+"""A process that gets no thread after that of a save: Python 3.12 refuses them once the main thread ends."""
 
 from __future__ import annotations
 

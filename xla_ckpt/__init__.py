@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from xla_ckpt.job.mesh_source import add_mesh_source as add_mesh_source
     from xla_ckpt.layouts.base import Layout as Layout
     from xla_ckpt.layouts.orbax.maxtext import maxtext_names as maxtext_names
-    from xla_ckpt.layouts.orbax.names import register_names as register_names
+    from xla_ckpt.layouts.orbax.name_rules import register_names as register_names
     from xla_ckpt.layouts.registry import register_layout as register_layout
     from xla_ckpt.options import ConvertOptions as ConvertOptions
     from xla_ckpt.options import LoadOptions as LoadOptions
@@ -170,7 +170,7 @@ _HOMES = {
     ),
     "layouts.base": ("Layout",),
     "layouts.orbax.maxtext": ("maxtext_names",),
-    "layouts.orbax.names": ("register_names",),
+    "layouts.orbax.name_rules": ("register_names",),
     "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
     "options": ("ConvertOptions", "LoadOptions", "Product", "SaveOptions", "default_options"),

@@ -158,7 +158,8 @@ def test_integers_are_not_multiplied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("by", "problem"),
     [("sqrt(z)", "each axis of the factor"), ("two", "could not convert"), ("nan", "no factor"), ("0", "no factor"),
-     ("", "could not convert"), ("sqrt()", "could not convert"), ("2 * 2", "could not convert")],
+     ("", "could not convert"), ("sqrt()", "could not convert"), ("2 * 2", "more than a factor"),
+     ("2 + x", "could not convert"), ("2 + 1 * 2", "more than a factor"), ("bfloat16(2)", "could not convert")],
 )  # fmt: skip
 def test_factors_that_make_no_sense(by: str, problem: str) -> None:
     with pytest.raises(xla_ckpt.UsageError, match=problem):

@@ -25,7 +25,8 @@ from tests.layouts.writing import as_job
 from tests.runs import ROOT
 from xla_ckpt import Mesh
 from xla_ckpt.layouts.orbax import chunks
-from xla_ckpt.layouts.orbax.names import Renaming, parse_names, renaming
+from xla_ckpt.layouts.orbax.name_rules import parse_names
+from xla_ckpt.layouts.orbax.names import Renaming, renaming
 from xla_ckpt.sharding.box import Box
 
 
@@ -218,6 +219,7 @@ def test_the_parts_of_chunks_are_the_arrays(data: st.DataObject) -> None:
         box = Box(low, tuple(min(a + k, n) for a, k, n in zip(low, chunk, shape, strict=True)))
         index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         elements, at = of.ordered(whole[index], box).reshape(-1), 0
+        assert np.array_equal(of.stored(elements, box), whole[index])  # its own inverse
         for name, part in of.parts(box):
             array = arrays.setdefault(name, np.full(of.shape, -1))
             array[tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))] = elements[

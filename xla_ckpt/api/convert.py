@@ -110,8 +110,9 @@ def convert(
             object store where its own reader looks, so that such a tag is neuronx-distributed's there; ``"smp"``,
             which SageMaker model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads;
             ``"torchtitan"``, the same under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and
-            ``"orbax-v1"``, steps of orbax's own managers of checkpoints; ``"safetensors"``, the model alone, as
-            `export_hf` writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for
+            ``"orbax-v1"``, steps of orbax's own managers of checkpoints; ``"orbax-model"``, the model alone for orbax,
+            under the names of a program of jax (`register_names`); ``"safetensors"``, the model alone, as `export_hf`
+            writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for
             torch.load.
         part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
             ``{"model": ..., "optimizer": ..., ...}``.
@@ -161,7 +162,9 @@ def convert(
         mesh=as_mesh(mesh) or Mesh(), rules=parse_rules(shardings), pipeline_cuts=pipeline_cuts, zero1=zero1
     )
     store, tag = source_of(source, tag)
-    known = job.model(own_config(store, tag))
+    by_rules = layout.model_names is ModelNames.RULES
+    # Rules are for any model, also for one whose config.json is not understood here.
+    known = job.model(None if by_rules else own_config(store, tag))
     form = _new_form(store, tag, layout, known, job)
     called = _tag_of(store, tag) if as_tag is None else as_tag
     wanted = layout.holds if part is None else part
@@ -180,7 +183,7 @@ def convert(
             naming_extras(f"a conversion to the layout {layout.name}"),
         ):
             reader = without_rank_numbers(old_tag)
-            to_hf = layout.model_names is ModelNames.HUGGING_FACE
+            to_hf = by_rules or layout.model_names is ModelNames.HUGGING_FACE
             if to_hf:
                 check_split(reader, schema.MODEL)
                 check_whole_model(reader)
@@ -195,9 +198,10 @@ def convert(
             reader, beside = name_as_told(store, reader) if to_hf else (reader, {})
             if known is not None and to_hf:
                 reader = name_as_hugging_face(reader, schema.MODEL, known, options)
+            reader, wanted = layout.source(reader, wanted)
             stored = OpenState(reader, trust=trust_pickle, part=wanted)
             rewriting = with_files(layout.rewriting(stored, topology), beside)
-            if known is not None and to_hf:
+            if known is not None and to_hf and not by_rules:
                 rewriting = with_config(rewriting, reader, known.config)
             with Progress(f"convert {tag}", rewriting.nbytes, options.progress) as bar:
                 crew = Crew(workers=options.num_workers, progress=bar)
@@ -227,7 +231,7 @@ def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, 
     theirs = foreign is not None and foreign[0].model_names is ModelNames.HUGGING_FACE
     if not theirs and job.says_form:
         raise form_not_wanted().at(path=store.path, tag=tag)
-    if not theirs or layout.model_names is ModelNames.HUGGING_FACE:
+    if not theirs or layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES):
         return None
     if known is None:
         if not job.says_form and layout.model_names is ModelNames.PROGRAM:

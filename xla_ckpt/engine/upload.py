@@ -93,7 +93,7 @@ class Uploader:
         with undisturbed(), self._changed:
             self._retention, self._again = retention, True
             if self._thread is None:
-                # Not a daemon: a thread that comes out of obstore while the interpreter ends would end the process badly.
+                # Not a daemon: a thread that comes out of obstore while the interpreter ends, ends the process badly.
                 self._thread = started(self._work, "xla_ckpt-upload", daemon=False)
                 if self._thread is None:
                     self._error = SaveError("no thread is to be had that could upload", path=self.root.remote.path)

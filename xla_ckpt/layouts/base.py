@@ -39,6 +39,7 @@ class ModelNames(enum.Enum):
     PROGRAM = "those of the program that saved it"
     HUGGING_FACE = "Hugging Face's"
     FUSED = "those of training scripts that fuse the projections"
+    RULES = "those that rules make of Hugging Face's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +258,14 @@ class Layout:
             UnsupportedStateError: The layout has no place for something in it.
         """
         raise UsageError(f"the layout {self.name} is not written by saves", hint="Convert a tag to it.")
+
+    def source(self, reader: TagReader, part: str) -> tuple[TagReader, str]:
+        """What a conversion to it reads instead of an open tag and a part of it: by default the same.
+
+        Raises:
+            CheckpointError: The tag does not have what it needs.
+        """
+        return reader, part
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         """The files of a stored state in this layout, for another job.

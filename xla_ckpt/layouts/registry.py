@@ -33,7 +33,7 @@ from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
 from xla_ckpt.layouts.one_file.layout import OneFile
 from xla_ckpt.layouts.optimum.layout import OptimumNeuron
-from xla_ckpt.layouts.orbax.layout import Orbax
+from xla_ckpt.layouts.orbax.layout import Orbax, OrbaxModel
 from xla_ckpt.layouts.peft import Peft
 from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.layouts.torch_checkpointing.layout import TorchCheckpointing
@@ -66,6 +66,7 @@ _layouts: list[Layout] = [
     Orbax("orbax"),
     Orbax("orbax-manager", item="default"),  # the items that orbax's own managers look for, unless a program names one
     Orbax("orbax-v1", item="state"),
+    OrbaxModel(),
     TorchCheckpointing(),
     HuggingFace(),
     Peft(),

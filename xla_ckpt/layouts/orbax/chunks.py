@@ -170,8 +170,11 @@ class ChunkedArray:
             whole = self._array[tuple(slice(a, b) for a, b in zip(chunk.start, chunk.stop, strict=True))]
 
             def take(elements: Any) -> None:
-                ordered = np.ascontiguousarray(renaming.ordered(elements, chunk))
-                into[:] = ordered.reshape(-1).view(np.uint8)[low : low + len(into)]
+                ordered = renaming.ordered(elements, chunk)
+                if len(into) == ordered.nbytes and into.ctypes.data % ordered.itemsize == 0:  # no third copy of a chunk
+                    np.copyto(into.view(ordered.dtype).reshape(ordered.shape), ordered)
+                    return
+                into[:] = np.ascontiguousarray(ordered).reshape(-1).view(np.uint8)[low : low + len(into)]
 
             return whole.read(), take
         start, stop = self._start[row].tolist(), self._stop[row].tolist()

@@ -1,6 +1,7 @@
 """orbax as layouts: its checkpoints are found, opened and read; what is made of them has digests.
 
 Saves and conversions write an item by itself, or a step of orbax's managers of checkpoints, in which items lie.
+Conversions write a model in a form of jax's, too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import InvalidTagError, UsageError
-from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.orbax.tags import find_orbax_tag, is_step, orbax_tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.orbax.writing import OrbaxWriting
@@ -82,3 +85,24 @@ class Orbax(Layout):
         from xla_ckpt.layouts.orbax.scan import open_orbax
 
         return open_orbax(store, entry)
+
+
+class OrbaxModel(Layout):
+    """A model alone, in orbax's files, under the names and in the form that a program of jax has it.
+
+    The rules of `register_names` say which. Read by this library, it has that form: the rules are for what orbax wrote.
+    """
+
+    name = "orbax-model"
+    holds = schema.MODEL
+    model_names = ModelNames.RULES
+
+    def source(self, reader: TagReader, part: str) -> tuple[TagReader, str]:
+        from xla_ckpt.layouts.orbax.assembled import assembled_model
+
+        return assembled_model(reader), paths.ROOT
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.orbax.writing import rewriting_of
+
+        return rewriting_of(stored, as_stored=True)

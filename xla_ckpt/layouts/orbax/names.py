@@ -1,123 +1,24 @@
 """How a program of jax calls a model's arrays, and how they lie: rules by which they are those of a torch model. Pure.
 
 jax's kernels are (in, out) where torch's are (out, in), heads may be a dim of their own, and the layers of a model may
-be one array with a dim of layers. A rule names the dims before and after, as einops does, and may multiply. A chunk is
-decoded, its dims are put into another order, and the manifest says which part of it is which array.
+be one array with a dim of layers. A rule names the dims before and after, as einops does, and may multiply and add. A
+chunk is decoded, its dims are put into another order, and the manifest says which part of it is which array. A
+`Renaming` serves both directions: what is read, and what is written under the names of the program of jax.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.layouts.orbax.name_rules import Axes, NameRule
 from xla_ckpt.sharding.box import Box
-
-_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
-_AXIS = re.compile(r"([a-z_]\w*)(?::([1-9]\d*))?", re.IGNORECASE)
-_PLACE = re.compile(r"\\\{(\w+)\\\}")
-_ROOT = re.compile(r"\s*sqrt\(([^()]*\w[^()]*)\)\s*")
-
-_EXAMPLE = "('params/layers/query/kernel', 'layers.{layer}.q.weight', 'embed layer head dim -> (head dim) embed')"
-
-Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NameRule:
-    """What arrays of some paths are to a model."""
-
-    path: re.Pattern[str]
-    """Their paths in the tree, with the numbers in it as groups."""
-
-    name: str
-    """The name in the model, with numbers of the path, and of dims that it does not have, in braces."""
-
-    before: tuple[Axes, ...]
-    """The axes of each stored dim, outermost first."""
-
-    after: tuple[Axes, ...]
-    """The axes of each dim in the model."""
-
-    sizes: Mapping[str, int]
-    """Those that the rule says."""
-
-    factor: float | Axes
-    """What elements are multiplied by: a number, or the axes of whose sizes it is the root."""
-
-    @property
-    def numbering(self) -> Axes:
-        """The axes that are numbers in names."""
-        kept = {axis for group in self.after for axis in group}
-        return tuple(axis for group in self.before for axis in group if axis not in kept)
-
-
-def parse_names(rules: Iterable[tuple[str, str, str]]) -> tuple[NameRule, ...]:
-    """The caller's rules: (path, name, pattern).
-
-    Raises:
-        UsageError: One of them makes no sense.
-    """
-    return tuple(_parsed(rule) for rule in rules)
-
-
-def _parsed(rule: tuple[str, str, str]) -> NameRule:
-    try:
-        path, name, pattern = rule
-        left, right = pattern.split("->")
-        right, times, by = right.partition("*")
-        sizes: dict[str, int] = {}
-        before, after = _axes(left, sizes), _axes(right, {})
-        factor = _factor(by) if times else 1.0
-        numbers = set(_PLACE.findall(re.escape(path)))
-        parsed = NameRule(re.compile(_PLACE.sub(r"(?P<\1>\\d+)", re.escape(path))), name, before, after, sizes, factor)
-        name.format(**dict.fromkeys((*numbers, *parsed.numbering), 0))
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, re.error) as error:
-        raise _senseless(rule, str(error)) from error
-    one, other = ([axis for group in groups for axis in group] for groups in (before, after))
-    if len(set(one)) < len(one) or len(set(other)) < len(other) or not set(other) <= set(one):
-        raise _senseless(rule, "each axis behind the arrow stands before it, and none stands twice")
-    if isinstance(factor, tuple) and not set(factor) <= set(one):
-        raise _senseless(rule, "each axis of the factor stands before the arrow")
-    if missing := [axis for axis in parsed.numbering if f"{{{axis}}}" not in name]:
-        raise _senseless(rule, f"the axis {missing[0]} is neither behind the arrow nor in the name")
-    return parsed
-
-
-def _senseless(rule: object, why: str) -> UsageError:
-    return UsageError(f"a rule of names makes no sense: {why}", expected=_EXAMPLE, found=repr(rule)[:200])
-
-
-def _axes(text: str, sizes: dict[str, int]) -> tuple[Axes, ...]:
-    groups = []
-    for inside, alone in _GROUP.findall(text):
-        axes = []
-        for word in inside.split() if not alone else [alone]:
-            match = _AXIS.fullmatch(word)
-            if match is None:
-                raise ValueError(f"{word!r} is no axis")
-            axes.append(match[1])
-            if match[2] is not None:
-                sizes[match[1]] = int(match[2])
-        if not axes:
-            raise ValueError("there is a dim without axes")
-        groups.append(tuple(axes))
-    return tuple(groups)
-
-
-def _factor(text: str) -> float | Axes:
-    if (root := _ROOT.fullmatch(text)) is not None:
-        return tuple(root[1].split())
-    number = float(text)
-    if not math.isfinite(number) or not number:
-        raise ValueError(f"{text.strip()} is no factor")
-    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +30,7 @@ class Renaming:
     sizes: Mapping[str, int]
     """Of all axes."""
 
-    numbers: Mapping[str, str]
+    numbers: Mapping[str, int]
     """Those of its path."""
 
     cut: frozenset[str]
@@ -141,10 +42,9 @@ class Renaming:
         return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.rule.after)
 
     @property
-    def factor(self) -> float:
-        """What each element is multiplied by."""
-        said = self.rule.factor
-        return said if isinstance(said, float) else math.sqrt(math.prod(self.sizes[axis] for axis in said))
+    def changes(self) -> bool:
+        """Whether elements are multiplied, or something is added to them."""
+        return self.rule.factor.root(self.sizes) != 1 or self.rule.plus != 0
 
     @property
     def outer(self) -> Axes:
@@ -166,6 +66,14 @@ class Renaming:
         inner = [axis for group in self.rule.after for axis in group if axis not in self.outer]
         return (*self.outer, *inner)
 
+    def other_names(self, rules: Sequence[NameRule]) -> dict[str, str]:
+        """Further names of an array, if it is one of the model -> its name: of rules that differ in the name alone."""
+        if self.rule.numbering:
+            return {}
+        others = [r for r in rules if r.path == self.rule.path and r.name != self.rule.name]
+        others = [rule for rule in others if replace(rule, name=self.rule.name) == self.rule]
+        return {rule.named(self.numbers): self.rule.named(self.numbers) for rule in others}
+
     def extents(self, chunk: Box) -> dict[str, range]:
         """The part of each axis that a chunk has."""
         extents = {}
@@ -180,15 +88,36 @@ class Renaming:
         return extents
 
     def ordered(self, elements: Any, chunk: Box) -> Any:
-        """The elements of a chunk, an array of numpy's, multiplied, with the axes in `order`."""
+        """The elements of a chunk, an array of numpy's, as the model has them, with the axes in `order`."""
+        sizes = self._lengths(chunk)
+        if self.changes:
+            wide = _wide(elements)
+            number, root = wide.dtype.type, self.rule.factor.root(self.sizes)
+            if self.rule.factor.divides:
+                wide /= number(root)
+            else:
+                wide *= number(root)
+            wide += number(self.rule.plus)
+            elements = wide.astype(elements.dtype)
+        return elements.reshape([*sizes.values()]).transpose([[*sizes].index(axis) for axis in self.order])
+
+    def stored(self, elements: Any, chunk: Box) -> Any:
+        """The elements of a chunk as they are stored, from what `ordered` gives: its inverse."""
+        sizes = self._lengths(chunk)
+        elements = elements.reshape([sizes[axis] for axis in self.order])
+        elements = elements.transpose([self.order.index(axis) for axis in sizes]).reshape(chunk.shape)
+        if not self.changes:
+            return elements
+        wide = _wide(elements)
+        number, root = wide.dtype.type, self.rule.factor.root(self.sizes)
+        wide -= number(self.rule.plus)
+        wide *= number(root if self.rule.factor.divides else 1 / root)
+        return wide.astype(elements.dtype)
+
+    def _lengths(self, chunk: Box) -> dict[str, int]:
+        """How much of each axis a chunk has, in the order of the stored axes."""
         extents = self.extents(chunk)
-        axes = [axis for group in self.rule.before for axis in group]
-        if (factor := self.factor) != 1:
-            wide = np.result_type(elements.dtype, np.float32)  # a product of two bfloat16 would be rounded twice
-            product = elements.astype(wide)
-            product *= wide.type(factor)
-            elements = product.astype(elements.dtype)
-        return elements.reshape([len(extents[axis]) for axis in axes]).transpose([axes.index(a) for a in self.order])
+        return {axis: len(extents[axis]) for group in self.rule.before for axis in group}
 
     def parts(self, chunk: Box) -> Iterator[tuple[str, Box]]:
         """(name, box) of each part of a chunk, in the order of its elements."""
@@ -203,7 +132,12 @@ class Renaming:
                     low, high = low * self.sizes[axis] + first, high * self.sizes[axis] + last
                 start.append(low)
                 stop.append(high + 1)
-            yield self.rule.name.format(**self.numbers, **fixed), Box(tuple(start), tuple(stop))
+            yield self.rule.named({**self.numbers, **fixed}), Box(tuple(start), tuple(stop))
+
+
+def _wide(elements: Any) -> Any:
+    """A copy of elements, as float32 or wider: what is computed with two bfloat16 would be rounded twice."""
+    return elements.astype(np.result_type(elements.dtype, np.float32))
 
 
 def renaming(
@@ -222,56 +156,104 @@ def renaming(
         IncompatibleCheckpointError: It does not have the dims that the rule says.
     """
     for rule in rules:
-        if (match := rule.path.fullmatch(path)) is None:
+        if (match := rule.paths.fullmatch(path)) is None:
             continue
-        sizes = dict(rule.sizes)
-        for group, n in zip(rule.before, shape, strict=False):
-            unsaid = [axis for axis in group if axis not in sizes]
-            known = math.prod(sizes[axis] for axis in group if axis in sizes)
-            sizes |= dict.fromkeys(unsaid, n // known)
-            if len(unsaid) > 1 or math.prod(sizes[axis] for axis in group) != n:
-                raise _misfit(rule, shape, leaf)
-        if len(shape) != len(rule.before):
-            raise _misfit(rule, shape, leaf)
+        sizes = _sizes(rule, rule.before, shape, leaf)
         cut = {group[0] for group, n, size in zip(rule.before, shape, chunk, strict=True) if size < n}
-        return Renaming(rule, leaf, sizes, match.groupdict(), frozenset(cut))
+        numbers = {name: int(number) for name, number in match.groupdict().items()}
+        return Renaming(rule, leaf, sizes, numbers, frozenset(cut))
     return None
 
 
-def _misfit(rule: NameRule, shape: Sequence[int], leaf: str) -> IncompatibleCheckpointError:
+def _sizes(rule: NameRule, dims: Sequence[Axes], shape: Sequence[int], leaf: str) -> dict[str, int]:
+    """The sizes of all axes of an array with these dims.
+
+    Raises:
+        IncompatibleCheckpointError: It does not have them.
+    """
+    sizes = dict(rule.sizes)
+    for group, n in zip(dims, shape, strict=False):
+        unsaid = [axis for axis in group if axis not in sizes]
+        known = math.prod(sizes[axis] for axis in group if axis in sizes)
+        sizes |= dict.fromkeys(unsaid, n // known)
+        if len(unsaid) > 1 or math.prod(sizes[axis] for axis in group) != n:
+            raise _misfit(dims, shape, leaf)
+    if len(shape) != len(dims):
+        raise _misfit(dims, shape, leaf)
+    return sizes
+
+
+def _misfit(dims: Sequence[Axes], shape: Sequence[int], leaf: str) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(
         "the array does not have the dims that the rule of its name says",
         leaf=leaf,
-        expected=" ".join(f"({' '.join(group)})" if len(group) != 1 else group[0] for group in rule.before),
+        expected=" ".join(f"({' '.join(group)})" if len(group) != 1 else group[0] for group in dims),
         found=list(shape),
+        hint="Where a dim has several axes, a rule says the sizes of all but one: (head dim:64).",
     )
 
 
-_REGISTERED: list[NameRule] = []
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """A stored array that is made of arrays of a model."""
+
+    renaming: Renaming
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    """The shape of the chunks that it is written in: each has parts of as few arrays of the model as can be."""
 
 
-def register_names(rules: Iterable[tuple[str, str, str]]) -> None:
-    """Say what a model is called in orbax's checkpoints, where a program of jax saved it.
-
-    From then on, until it is called again, the arrays that a rule fits are those of ``model`` in each such checkpoint:
-    for `load_checkpoint`, `convert` and all other functions. All ranks of a job call it with the same rules.
+def inverses(
+    rules: Sequence[NameRule], arrays: Mapping[str, tuple[Sequence[int], int]], chunk_bytes: int
+) -> dict[str, Inverse]:
+    """What a program of jax would have stored of a model, by the path in its tree.
 
     Args:
-        rules: (path, name, pattern). The path is the array's in the tree, with slashes; ``{number}`` in it is any
-            number. The pattern names the dims of the array, and those of the model's, as einops does. A dim of which
-            there is nothing behind the arrow numbers arrays: ``{layer}`` in the name is its index. Elements are
-            multiplied by what stands behind ``*``: a number, or the root of the product of some sizes, as in
-            ``embed head dim -> (head dim) embed * sqrt(dim)``.
+        rules: The rules. The first one counts that gives the name of an array.
+        arrays: Name in the model -> shape, bytes of an element.
+        chunk_bytes: A larger chunk is cut along its first dim, where that cuts the arrays of the model into rows.
 
     Raises:
-        UsageError: A rule makes no sense.
-
-    Example:
-        ``xla_ckpt.register_names([("params/dense/kernel", "dense.weight", "in out -> out in")])``
+        IncompatibleCheckpointError: No rule gives the name of an array, or arrays are missing, or shapes do not fit.
     """
-    _REGISTERED[:] = parse_names(rules)
+    numbers: dict[str, list[dict[str, int]]] = {}
+    sizes: dict[str, tuple[NameRule, dict[str, int], int]] = {}
+    for name, (shape, itemsize) in arrays.items():
+        rule, of_name = _rule_of(rules, name)
+        path = rule.path.format(**of_name)
+        of_array = _sizes(rule, rule.after, shape, name)
+        if sizes.get(path, (rule,))[0] != rule:
+            raise IncompatibleCheckpointError("arrays of the model that are one array in jax are not tied", leaf=name)
+        if sizes.setdefault(path, (rule, of_array, itemsize)) != (rule, of_array, itemsize):
+            raise IncompatibleCheckpointError("arrays that are one in jax have different shapes or types", leaf=name)
+        numbers.setdefault(path, []).append(of_name)
+    return {path: _inverse(path, *sizes[path], numbers[path], chunk_bytes) for path in sizes}
 
 
-def registered_names() -> Sequence[NameRule]:
-    """The rules that were given last."""
-    return tuple(_REGISTERED)
+def _rule_of(rules: Sequence[NameRule], name: str) -> tuple[NameRule, dict[str, int]]:
+    for rule in rules:
+        if (numbers := rule.numbers_of(name)) is not None:
+            return rule, numbers
+    raise IncompatibleCheckpointError(
+        "no rule of names gives an array of the model", leaf=name, hint="Add one to those of register_names."
+    )
+
+
+def _inverse(
+    path: str, rule: NameRule, sizes: dict[str, int], itemsize: int, numbers: list[dict[str, int]], chunk_bytes: int
+) -> Inverse:
+    """The stored array at a path, whose arrays in the model have these numbers."""
+    counts = {axis: max(of_name[axis] for of_name in numbers) + 1 for axis in rule.numbering}
+    if len(numbers) != math.prod(counts.values()):
+        there = {tuple(of_name[axis] for axis in counts) for of_name in numbers}
+        missing = next(at for at in itertools.product(*map(range, counts.values())) if at not in there)
+        lacking = rule.named({**numbers[0], **dict(zip(counts, missing, strict=True))})
+        raise IncompatibleCheckpointError("an array of the model is missing", leaf=lacking, found=f"others of {path}")
+    sizes = {**sizes, **counts}
+    shape = tuple(math.prod(sizes[axis] for axis in group) for group in rule.before)
+    chunk = [n // sizes[group[0]] if group[0] in counts else n for group, n in zip(rule.before, shape, strict=True)]
+    if rule.before and len(rule.before[0]) == 1 and rule.after and rule.before[0][0] == rule.after[0][0]:
+        chunk[0] = max(chunk[0] // max(-(-math.prod(chunk) * itemsize // chunk_bytes), 1), 1)
+    cut = {group[0] for group, n, size in zip(rule.before, shape, chunk, strict=True) if size < n}
+    of_path = {name: numbers[0][name] for name in rule.paths.groupindex}
+    return Inverse(Renaming(rule, path, sizes, of_path, frozenset(cut)), shape, tuple(chunk))

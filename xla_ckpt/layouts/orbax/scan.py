@@ -13,7 +13,8 @@ from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError,
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_bucket, on_disk
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
-from xla_ckpt.layouts.orbax.names import registered_names, renaming
+from xla_ckpt.layouts.orbax.name_rules import registered_names
+from xla_ckpt.layouts.orbax.names import renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -109,6 +110,8 @@ class _Model:
     def __init__(self) -> None:
         self.rules = registered_names()
         self.parts: dict[str, tuple[DType, tuple[int, ...], list[Shard]]] = {}
+        self.same: dict[str, str] = {}
+        """Further names of arrays -> the names that they have in `parts`."""
 
     def takes(self, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
         """Whether an array is of the model: then it is taken."""
@@ -116,15 +119,18 @@ class _Model:
         array.renaming = renaming(self.rules, path, array.shape, array.grid, leaf.name) if self.rules else None
         if array.renaming is None:
             return False
-        if array.renaming.factor != 1 and not array.dtype.floating:
+        if array.renaming.changes and not array.dtype.floating:
             raise IncompatibleCheckpointError(
-                "a rule multiplies elements that are no floating-point numbers", leaf=leaf.name, found=array.dtype.name
+                "a rule computes with elements that are no floating-point numbers",
+                leaf=leaf.name,
+                found=array.dtype.name,
             )
         for name, shard in array.parts(file):
             dtype, shape, shards = self.parts.setdefault(name, (array.dtype, array.renaming.shape, []))
             if (dtype, shape) != (array.dtype, array.renaming.shape):
                 raise IncompatibleCheckpointError("two rules give other arrays one name", leaf=leaf.name, found=name)
             shards.append(shard)
+        self.same |= array.renaming.other_names(self.rules)
         return True
 
     def beside(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +142,7 @@ class _Model:
         for name, (dtype, shape, shards) in self.parts.items():
             with naming(leaf=name):
                 arrays[name] = _Stored(array_record(dtype, shape, shards), "torch")
+        arrays |= {other: arrays[name] for other, name in self.same.items()}
         return {**tree, schema.MODEL: arrays}
 
 

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     from xla_ckpt.state.describe import Description
 
 
-def rewriting_of(stored: StoredState, below: str) -> Rewriting:
-    """The files of a stored state, or of the part of it that is wanted. `below` is what their paths begin with.
+def rewriting_of(stored: StoredState, below: str = "", *, as_stored: bool = False) -> Rewriting:
+    """The files of a stored state, or of the part of it that is wanted.
+
+    Args:
+        stored: What is written.
+        below: What the paths of the files begin with: the item in which the tree lies.
+        as_stored: Whether the chunks are those that it is stored in, which are of one shape.
 
     Raises:
         UnsupportedStateError: orbax has no place for something in it.
@@ -40,7 +45,10 @@ def rewriting_of(stored: StoredState, below: str) -> Rewriting:
         record = manifest.array(leaf)
         assert record is not None, leaf  # the skeleton names what is stored
         check_array(leaf, record.dtype, record.shape)
-        chunk = chunk_shape(record.shape, record.dtype.itemsize, (0,) * len(record.shape))
+        if as_stored:
+            chunk = min(record, key=lambda shard: shard.box.start).box.shape
+        else:
+            chunk = chunk_shape(record.shape, record.dtype.itemsize, (0,) * len(record.shape))
         target, whole = manifest.aliases.get(leaf, leaf), Box.whole(record.shape)
         copy = target in written
         written.add(target)
