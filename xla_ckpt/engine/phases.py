@@ -83,8 +83,8 @@ class Phases:
 
     Args:
         order: Names of the phases in the order in which `report` gives them.
-        keep: Whether intervals are kept, too, for a trace. They take memory: some 300 bytes for each 8 MiB, and for
-            each small file.
+        keep: Whether intervals are kept, too, for a trace. They take memory: some 300 bytes for each 8 MiB of a save
+            and each 2 MiB of a load, and for each small file.
     """
 
     def __init__(self, order: Sequence[str] = SAVE_PHASES, *, keep: bool = False) -> None:

@@ -6,23 +6,21 @@ What goes straight into its destination (see `plan.batches`) is verified there, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from xla_ckpt.engine.blocks import DigestBlocks
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnprovenLoadError
-from xla_ckpt.manifest.digest import DigestColumn, block_sizes, digest, to_hex
+from xla_ckpt.errors import CorruptCheckpointError, UnprovenLoadError
 from xla_ckpt.plan.batches import ReadBatch, batches_of
 from xla_ckpt.plan.restore_plan import RestorePlan, Scattered
-from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.ranges import runs, strides
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.pool import HUGE_BYTES, work_off
+from xla_ckpt.storage.pool import HUGE_BYTES, threads, work_off
 
 SCRATCH_BYTES = HUGE_BYTES
 """What a thread reads at a time where it goes around the cache of the storage: into one huge page (see `work_off`)."""
@@ -82,14 +80,14 @@ def check_reads(
 
     def work(batch: ReadBatch, buffer: memoryview) -> None:
         try:
-            _read_through(tag, batch, buffer, None, None, crew.phases)
+            _read(tag, batch, buffer, None, crew.phases, keep=False)
         except CorruptCheckpointError as error:
             if on_problem is None:
                 raise
             on_problem(error)
         crew.progress(batch.nbytes)
 
-    _run(tag, plan, work, crew.workers, straight=False)
+    _run(tag, plan, work, threads(crew.workers, 3), straight=False)
 
 
 def check_slots(tag: TagReader, plan: RestorePlan, slots: Slots, crew: Crew) -> None:
@@ -107,23 +105,17 @@ def check_slots(tag: TagReader, plan: RestorePlan, slots: Slots, crew: Crew) -> 
     """
 
     def work(batch: ReadBatch, buffer: memoryview) -> None:
-        data, blocks = buffer[: batch.stop - batch.start], _Blocks.of(batch)
-        expected = blocks.stored(tag)
+        data, blocks = buffer[: batch.stop - batch.start], DigestBlocks.of(batch)
+        expected, every = blocks.stored(tag), range(len(blocks))
         if expected is None or not batch.is_wanted_whole:
-            _read_through(tag, batch, buffer, None, None, crew.phases)
+            _read(tag, batch, data, None, crew.phases)
         if expected is None:
-            expected = blocks.digests(data)
+            expected = blocks.digests(data, every)
         with crew.phases.timed("prove", batch.nbytes):
             for in_slot, in_file in _moves(batch, data, slots):
                 in_file[:] = in_slot
-            blocks.compare(
-                tag,
-                expected,
-                data,
-                UnprovenLoadError,
-                "after the load, memory holds other bytes than the tag",
-                lambda: _UNPROVEN,
-            )
+            problem = "after the load, memory holds other bytes than the tag"
+            blocks.compare(tag, expected, data, UnprovenLoadError, problem, lambda: _UNPROVEN, every)
         crew.progress(batch.nbytes)
 
     _run(tag, plan, work, crew.workers, straight=False)
@@ -159,36 +151,60 @@ def _read_straight(
     plan, read = batch.plan, batch.extents.read[0]
     shift = int(plan.at[read] - plan.first[read] - plan.offset[read])  # from an offset in the file to one in the slot
     into = slots[plan.slot[read]][batch.start + shift : batch.stop + shift]
-    with phases.timed("read", len(into), about=batch.leaf()):
-        if slabs is not None:
+    if slabs is not None:
+        with phases.timed("read", about=batch.leaf()):
             slabs.back(into)
-        _fill(tag, batch, into, scratch)
-    with phases.timed("verify", len(into), about=batch.leaf()):
-        _verify(tag, batch, into)
+    _read(tag, batch, into, scratch, phases)
 
 
 def _read_through(
+    tag: TagReader, batch: ReadBatch, buffer: memoryview, slots: Slots, scratch: memoryview, phases: Phases
+) -> None:
+    """Read a batch into the buffer, verify it, and copy what is wanted to its destinations."""
+    data = buffer[: batch.stop - batch.start]
+    _read(tag, batch, data, scratch, phases)
+    with phases.timed("read"):
+        _distribute(batch, data, slots)
+
+
+def _read(
     tag: TagReader,
     batch: ReadBatch,
-    buffer: memoryview,
-    slots: Slots | None,
+    memory: memoryview,
     scratch: memoryview | None,
     phases: Phases,
+    *,
+    keep: bool = True,
 ) -> None:
-    """Read a batch into the buffer, verify it, and copy what is wanted to its destinations (without slots, nothing)."""
-    data = buffer[: batch.stop - batch.start]
-    with phases.timed("read", len(data), about=tag.file_name(batch.file)):
-        _fill(tag, batch, data, scratch)
-    with phases.timed("verify", batch.nbytes):
-        _verify(tag, batch, data)
-    if slots is not None:
-        with phases.timed("read"):
-            _distribute(batch, data, slots)
+    """Read the blocks of a batch, and compare each with its digest. Some foreign files have no digests.
+
+    They come in pieces: a digest that is taken just after a read finds the bytes in the processor's cache.
+
+    Args:
+        tag: What is read.
+        batch: What of it.
+        memory: For the bytes of the batch; if they are not kept, at least for one piece.
+        scratch: As `Source.read_once` has it. Without it, the bytes will be read again.
+        phases: Receives what is measured.
+        keep: Whether all bytes are in the memory in the end. If not, each piece overwrites the one before it.
+    """
+    blocks, about = DigestBlocks.of(batch), batch.leaf() if batch.straight else tag.file_name(batch.file)
+    expected = blocks.stored(tag)
+    for rows, start, stop in blocks.pieces(tag.directory.costs.piece_bytes):
+        at = start - batch.start if keep else 0
+        data = memory[at : at + stop - start]
+        with phases.timed("read", len(data), about=about):
+            _fill(tag, batch, data, start, scratch)
+        with phases.timed("verify", len(data), about=about):
+            if expected is not None:
+                blocks.compare(
+                    tag, expected, data, CorruptCheckpointError, "stored bytes are damaged", lambda: tag.hint, rows
+                )
 
 
-def _fill(tag: TagReader, batch: ReadBatch, into: memoryview, scratch: memoryview | None) -> None:
-    """Fill memory with the bytes of a batch; without scratch, they will be read again."""
-    source, offset = tag.source(batch.file), batch.start
+def _fill(tag: TagReader, batch: ReadBatch, into: memoryview, offset: int, scratch: memoryview | None) -> None:
+    """Fill memory with bytes of a batch's file."""
+    source = tag.source(batch.file)
     try:
         got = source.read_into(into, offset) if scratch is None else source.read_once(into, offset, scratch)
     except FileNotFoundError:
@@ -198,92 +214,11 @@ def _fill(tag: TagReader, batch: ReadBatch, into: memoryview, scratch: memoryvie
             "a payload file ends too early",
             leaf=batch.leaf(),
             file=tag.file_name(batch.file),
-            expected=f"{offset + len(into)} bytes",
+            expected=f"{batch.stop} bytes",
             found=f"{offset + got}",
             path=tag.root,
             tag=tag.tag,
         )
-
-
-def _verify(tag: TagReader, batch: ReadBatch, data: memoryview) -> None:
-    """Compare each block of a batch, whose bytes are `data`, with its digest. Some foreign files have no digests."""
-    blocks = _Blocks.of(batch)
-    if (expected := blocks.stored(tag)) is not None:
-        blocks.compare(tag, expected, data, CorruptCheckpointError, "stored bytes are damaged", lambda: tag.hint)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
-    """The digest blocks of a batch: a row for each."""
-
-    batch: ReadBatch
-    extent: Ints
-    """Row of the extent that it belongs to."""
-
-    number: Ints
-    """Which of the blocks of its shard it is."""
-
-    begin: Ints
-    """File offset of the first byte."""
-
-    end: Ints
-    """File offset of one past the last byte."""
-
-    @classmethod
-    def of(cls, batch: ReadBatch) -> _Blocks:
-        extents = batch.extents
-        counts = extents.last - extents.first
-        extent = np.repeat(np.arange(len(extents)), counts)
-        # Counted from the first block of the extent.
-        block = np.arange(len(extent)) - np.repeat(np.cumsum(counts) - counts, counts)
-        size = block_sizes(batch.plan.shard[extents.read])[extent]
-        begin = extents.start[extent] + block * size
-        return cls(batch, extent, extents.first[extent] + block, begin, np.minimum(begin + size, extents.stop[extent]))
-
-    def stored(self, tag: TagReader) -> DigestColumn | None:
-        """Their digests, as the tag has them; None if it has none."""
-        table = tag.digest_table(self.batch.file)
-        if table is None:
-            return None
-        plan, read = self.batch.plan, self.batch.extents.read
-        first = table.find(plan.offset[read], plan.shard[read])
-        digests: DigestColumn = table.digests[first[self.extent] + self.number]
-        return digests
-
-    def digests(self, data: memoryview) -> DigestColumn:
-        """Their digests, if `data` are the bytes of the batch."""
-        start = self.batch.start
-        places = zip((self.begin - start).tolist(), (self.end - start).tolist(), strict=True)
-        return np.array([digest(data[a:b]) for a, b in places], np.uint64)
-
-    def compare(
-        self,
-        tag: TagReader,
-        expected: DigestColumn,
-        data: memoryview,
-        error: type[CheckpointError],
-        problem: str,
-        hint: Callable[[], str],
-    ) -> None:
-        """Raise an error if a block of the batch, whose bytes are `data`, has another digest than is expected.
-
-        The hint is asked for only then: whether there is a parity is a question to the storage.
-        """
-        actual = self.digests(data)
-        different = np.flatnonzero(actual != expected)
-        if different.size:
-            bad = int(different[0])
-            begin, end = self.begin[bad], self.end[bad]
-            raise error(
-                f"{problem}: block {self.number[bad]} of a shard, bytes {begin} to {end} of the file",
-                leaf=self.batch.leaf(int(self.extent[bad])),
-                file=tag.file_name(self.batch.file),
-                path=tag.root,
-                tag=tag.tag,
-                expected=f"digest {to_hex(int(expected[bad]))}",
-                found=to_hex(int(actual[bad])),
-                hint=hint(),
-            )
 
 
 def _distribute(batch: ReadBatch, data: memoryview, slots: Slots) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from xla_ckpt.plan.costs import STRAIGHT_BYTES
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.pool import READERS
+from xla_ckpt.storage.pool import READERS, threads
 
 STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of small arrays in the program's memory, at most, that are read into other memory and copied, in place of being
@@ -152,7 +152,7 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         if how.late_loss is not None and shared is None:
             ending = how.late_loss.agreed("overwriting")
         with ending, storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, in_use, slots, crew)
+            read_into(reader, in_use, slots, replace(crew, workers=threads(how.workers, 3)))
             with phases.timed("install"):
                 _put_in_place(staged, memory.slots)
     if sharing is not None and shared is not None:

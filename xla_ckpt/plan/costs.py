@@ -12,6 +12,9 @@ class Costs:
     batch_bytes: int
     """Bytes that are read in one go, at most, unless a scattered part spans more."""
 
+    piece_bytes: int
+    """Bytes of a batch that are read and verified at a time: all of it where each read has a price of its own."""
+
     straight_bytes: int
     """Contiguous reads from this size on go straight into their destination."""
 
@@ -28,5 +31,12 @@ class Costs:
 STRAIGHT_BYTES = 256 * 1024
 """As `Costs.straight_bytes`, for a disk."""
 
-DISK = Costs(batch_bytes=8 * 1024 * 1024, straight_bytes=STRAIGHT_BYTES, max_gap=32 * 1024, in_flight=0, cached=True)
+DISK = Costs(
+    batch_bytes=8 * 1024 * 1024,
+    piece_bytes=2 * 1024 * 1024,
+    straight_bytes=STRAIGHT_BYTES,
+    max_gap=32 * 1024,
+    in_flight=0,
+    cached=True,
+)
 """A disk of this machine."""

@@ -38,6 +38,7 @@ SPOOL_BYTES = 64 * MIB
 
 COSTS = Costs(
     batch_bytes=16 * MIB,
+    piece_bytes=16 * MIB,
     max_gap=2 * MIB,
     straight_bytes=4 * MIB,
     in_flight=32,

@@ -292,6 +292,7 @@ class DecodedFiles:
             # A chunk may have a part of each layer of a model. Read one by one, it would be decoded for each of them.
             straight_bytes=1 << 62 if renamed else DISK.straight_bytes,
             batch_bytes=batch,
+            piece_bytes=batch,
             max_gap=0,
             in_flight=max(DECODED_BYTES // batch, 1) if batch * 8 > DECODED_BYTES else 0,
             cached=False,
