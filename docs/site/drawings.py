@@ -135,6 +135,7 @@ ROOMS = {
     "sharding": "boxes and meshes; containers",
     "dtypes": "element types by name",
     "keywords": "names and choices that do not exist",
+    "extras": "packages that are not installed",
     "errors": "the errors; cheap imports",
 }
 
