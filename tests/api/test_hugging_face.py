@@ -423,3 +423,33 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
         with pytest.raises(error, match=said):
             getattr(xla_ckpt, call)(source, tmp_path / "new", llama=xla_ckpt.LlamaJob(**job), **how)
         assert not (tmp_path / "new").exists()
+
+
+def family(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 2, "n_head": 4} if kind == "GPT2" else SIZES
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    return getattr(transformers, kind + suffix)(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Gemma2"])
+def test_models_that_are_not_like_llama_keep_their_names(tmp_path: Path, kind: str) -> None:
+    """Their config.json says what this library does not understand, or leaves out that the output is tied."""
+    model = family(kind)
+    model.save_pretrained(tmp_path / "hf")
+    for to in ("hf", "native", "dcp"):
+        if to != "hf":
+            xla_ckpt.convert(tmp_path / "hf", tmp_path / to, to=to)
+        other = family(kind)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        xla_ckpt.load_checkpoint(tmp_path / to, model=other)
+        assert torch.equal(other(IDS).logits, model(IDS).logits)
+    xla_ckpt.convert(tmp_path / "native", tmp_path / "again", to="safetensors")
+    xla_ckpt.export_hf(tmp_path / "hf", tmp_path / "exported", dtype="bfloat16")
+    same = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert not differences(same, safetensors.torch.load_file(tmp_path / "again" / "model.safetensors"), order=False)
+    loaded = type(model).from_pretrained(tmp_path / "exported", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert not differences({k: v.bfloat16() for k, v in model.state_dict().items()}, loaded.state_dict(), order=False)

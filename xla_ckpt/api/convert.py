@@ -14,6 +14,7 @@ from xla_ckpt.api.llama import (
     LlamaJob,
     form_not_wanted,
     form_of_job,
+    if_like_llama,
     job_of,
     name_as_hugging_face,
     name_as_told,
@@ -162,9 +163,9 @@ def convert(
         mesh=as_mesh(mesh) or Mesh(), rules=parse_rules(shardings), pipeline_cuts=pipeline_cuts, zero1=zero1
     )
     store, tag = source_of(source, tag)
-    by_rules = layout.model_names is ModelNames.RULES
-    # Rules are for any model, also for one whose config.json is not understood here.
-    known = job.model(None if by_rules else own_config(store, tag))
+    own = own_config(store, tag)
+    needed = not job.is_silent or layout.model_names is ModelNames.FUSED
+    known = job.model(own if needed else if_like_llama(own))
     form = _new_form(store, tag, layout, known, job)
     called = _tag_of(store, tag) if as_tag is None else as_tag
     wanted = layout.holds if part is None else part
@@ -183,7 +184,7 @@ def convert(
             naming_extras(f"a conversion to the layout {layout.name}"),
         ):
             reader = without_rank_numbers(old_tag)
-            to_hf = by_rules or layout.model_names is ModelNames.HUGGING_FACE
+            to_hf = layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES)
             if to_hf:
                 check_split(reader, schema.MODEL)
                 check_whole_model(reader)
@@ -201,8 +202,8 @@ def convert(
             reader, wanted = layout.source(reader, wanted)
             stored = OpenState(reader, trust=trust_pickle, part=wanted)
             rewriting = with_files(layout.rewriting(stored, topology), beside)
-            if known is not None and to_hf and not by_rules:
-                rewriting = with_config(rewriting, reader, known.config)
+            if layout.model_names is ModelNames.HUGGING_FACE:
+                rewriting = with_config(rewriting, reader, known, own)
             with Progress(f"convert {tag}", rewriting.nbytes, options.progress) as bar:
                 crew = Crew(workers=options.num_workers, progress=bar)
                 if layout.tagged:

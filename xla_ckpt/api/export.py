@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt import dtypes
-from xla_ckpt.api.llama import LlamaJob, known_model, name_as_hugging_face, name_as_told, own_config
+from xla_ckpt.api.llama import (
+    KnownModel,
+    LlamaJob,
+    config_text,
+    known_model,
+    name_as_hugging_face,
+    name_as_told,
+    own_config,
+)
 from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
@@ -29,7 +37,7 @@ from xla_ckpt.errors import SaveError, UsageError, naming, storage_errors
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
-from xla_ckpt.layouts.llama_config import CONFIG, LlamaConfig, with_dtype
+from xla_ckpt.layouts.llama_config import CONFIG, with_dtype
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.row_order import is_grouped
 from xla_ckpt.plan.stored_shardings import stored_sharding
@@ -38,6 +46,7 @@ from xla_ckpt.storage.door import PathLike, above, full_path
 from xla_ckpt.tags.root import Kind, Transaction
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_object
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 """Element types that arrays are exported in, where they are not as they are stored."""
@@ -108,7 +117,8 @@ def export_hf(
     began, options = time.monotonic(), chosen(ConvertOptions, options)
     cast = floating_type(dtype)
     store, tag = source_of(path, tag)
-    known = known_model(llama, own_config(store, tag))
+    own = own_config(store, tag)
+    known = known_model(llama, own)
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
         reader = without_rank_numbers(stored)
@@ -128,8 +138,7 @@ def export_hf(
             )
         rewriting = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
         rewriting = with_files(rewriting, beside)
-        if known is not None:
-            rewriting = with_config(rewriting, reader, known.config)
+        rewriting = with_config(rewriting, reader, known, own)
         with Progress(f"export {tag}", rewriting.nbytes, options.progress) as bar:
             crew = Crew(workers=options.num_workers, progress=bar)
             write_directory(reader, destination, rewriting, crew, max_memory=options.max_memory)
@@ -160,15 +169,24 @@ def with_files(rewriting: Rewriting, files: Mapping[str, bytes]) -> Rewriting:
     return replace(rewriting, marks={**rewriting.marks, **files})
 
 
-def with_config(rewriting: Rewriting, reader: TagReader, config: LlamaConfig) -> Rewriting:
-    """The same files, and the config.json beside them, with the element type that the arrays have in them."""
+def with_config(rewriting: Rewriting, reader: TagReader, known: KnownModel | None, own: str | None) -> Rewriting:
+    """The same files, and the config.json beside them, with the element type that the arrays have in them.
+
+    It is that of the model that is known, else what the directory of Hugging Face's has itself, if there is any.
+    """
+    if known is not None:
+        content = known.config.content
+    elif own is not None:
+        content = json_object(config_text(own)[0], "a config.json", UsageError)
+    else:
+        return rewriting
     entries = [entry for of_rank in rewriting.files for file in of_rank for entry in file.entries]
     types = [
         entry.cast or record.dtype for entry in entries if (record := reader.manifest.array(entry.leaf)) is not None
     ]
     floats = sorted((dtype for dtype in types if dtype.floating), key=lambda dtype: dtype.itemsize)
     # The widest: transformers gives all arrays this type, and none of them may lose anything.
-    text = with_dtype(config.content, floats[-1].name if floats else None)
+    text = with_dtype(content, floats[-1].name if floats else None)
     return replace(rewriting, marks={**rewriting.marks, CONFIG: text})
 
 

@@ -19,9 +19,13 @@ from xla_ckpt.layouts.registry import as_hugging_face, find_foreign
 from xla_ckpt.options import ConvertOptions
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, full_path
+from xla_ckpt.tree.json_object import json_object
 
 Config = PathLike | Mapping[str, Any]
 """The path of a config.json of Hugging Face's, or of the directory that it lies in, or what it holds."""
+
+LIKE_LLAMA = ("llama", "mistral", "qwen2")
+"""What transformers' ``model_type`` says of models whose arrays have Llama's names."""
 
 HARDWARE = {"trn1": False, "trn2": True}
 """Name of a device -> whether neighbouring ranks hold the same keys there."""
@@ -74,6 +78,11 @@ class LlamaJob:
         return self.fuse_qkv is not None or not self.qkv_linear
 
     @property
+    def is_silent(self) -> bool:
+        """Whether it says nothing about a model."""
+        return self == LlamaJob()
+
+    @property
     def copies(self) -> KeyCopies:
         """What it says about keys and values that several ranks hold."""
         adjacent = None if self.hardware is None else HARDWARE[self.hardware]
@@ -119,7 +128,7 @@ def job_of(llama: LlamaJob | None) -> LlamaJob:
     return llama or LlamaJob()
 
 
-def known_model(llama: LlamaJob | None, own: Config | None = None) -> KnownModel | None:
+def known_model(llama: LlamaJob | None, own: str | None = None) -> KnownModel | None:
     """What a caller says about a model whose tag has its form itself; None without a configuration.
 
     Raises:
@@ -129,7 +138,7 @@ def known_model(llama: LlamaJob | None, own: Config | None = None) -> KnownModel
     job = job_of(llama)
     if job.says_form:
         raise form_not_wanted()
-    return job.model(own)
+    return job.model(if_like_llama(own) if job.is_silent else own)
 
 
 def form_not_wanted() -> UsageError:
@@ -149,6 +158,17 @@ def read_config(config: Config) -> LlamaConfig:
     """
     if isinstance(config, Mapping):
         return parse_config(config)
+    data, path = config_text(config)
+    return parse_config(data, path)
+
+
+def config_text(config: PathLike) -> tuple[bytes, str]:
+    """What a config.json holds, and its path.
+
+    Raises:
+        UsageError: There is none, or it is too large.
+        StorageError: It cannot be read.
+    """
     path = full_path(config)
     store, name = above(path)
     if store.is_directory(name):
@@ -159,7 +179,7 @@ def read_config(config: Config) -> LlamaConfig:
         data = store.start_of(name, MAX_CONFIG + 1)
     if len(data) > MAX_CONFIG:
         raise UsageError("a config.json is too large", path=path, expected=f"at most {MAX_CONFIG} bytes")
-    return parse_config(data, path)
+    return data, path
 
 
 def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
@@ -193,6 +213,17 @@ def own_config(store: Store, tag: str) -> str | None:
     if foreign is None or foreign[0].model_names is not ModelNames.HUGGING_FACE or not store.has(f"{tag}/{CONFIG}"):
         return None
     return f"{store.path.rstrip('/')}/{tag}"
+
+
+def if_like_llama(own: str | None) -> str | None:
+    """The same directory if its config.json is that of a Llama-like model; else None: then its names stay as they are.
+
+    Raises:
+        UsageError: It is no JSON object.
+        StorageError: It cannot be read.
+    """
+    kind = None if own is None else json_object(config_text(own)[0], "a config.json", UsageError).get("model_type")
+    return own if kind is None or kind in LIKE_LLAMA else None
 
 
 def name_as_told(store: Store, reader: TagReader) -> tuple[TagReader, Mapping[str, bytes]]:

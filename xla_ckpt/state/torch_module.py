@@ -52,7 +52,8 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
         return loading
     entries = module.wanted(stored_entries) if isinstance(module, ModelView) else entries_of(module)
     of_other_ranks = rank_numbers.unfit(stored, entries)
-    entries = {key: value for key, value in entries.items() if key not in of_other_ranks}
+    of_tied = _other_names(entries, stored_entries)
+    entries = {key: value for key, value in entries.items() if key not in of_other_ranks and key not in of_tied}
     compare_keys(stored, loading, entries, {k: v for k, v in stored_entries.items() if k not in of_other_ranks})
     loading.problems += of_other_ranks.values()
     owned = {id(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())}
@@ -97,6 +98,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             read_over = is_array and (direct or value is None) and not is_extra(key)
             if key in entries and not read_over:
                 values[key] = value
+        values |= {name: values[key] for name, key in of_tied.items() if key in values}
         if values:
             _take(module, values, stored.prefix)
 
@@ -113,6 +115,15 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             paths=[path for path in loading.targets if path not in read_over],
         )
     return loading
+
+
+def _other_names(entries: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tied parameters that are not stored -> the name under which each is.
+
+    Files of Hugging Face's have tied parameters once, and the program's model has a name for each of their places.
+    """
+    stored_as = {id(value): key for key, value in entries.items() if key in stored and value is not None}
+    return {key: stored_as[id(value)] for key, value in entries.items() if key not in stored and id(value) in stored_as}
 
 
 def _take(module: torch.nn.Module, state: Mapping[str, Any], prefix: str) -> None:

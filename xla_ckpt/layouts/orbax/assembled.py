@@ -167,8 +167,8 @@ class AssembledFiles:
     @property
     def costs(self) -> Costs:
         """A chunk is put together as a whole, so it is read in one go, and by one thread at a time."""
-        largest = max((array.largest for array in self.arrays.values()), default=0)
-        return Costs(batch_bytes=max(largest, DISK.batch_bytes), straight_bytes=0, max_gap=0, in_flight=1, cached=False)
+        batch = max([DISK.batch_bytes, *(array.largest for array in self.arrays.values())])
+        return Costs(batch_bytes=batch, piece_bytes=batch, straight_bytes=0, max_gap=0, in_flight=1, cached=False)
 
     def open(self, path: str, size: int | None = None) -> AssembledArray:
         if path not in self.arrays:
