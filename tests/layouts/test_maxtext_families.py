@@ -199,3 +199,33 @@ def test_large_tables_are_cut_into_rows(tmp_path: Path, monkeypatch: pytest.Monk
 def test_configurations_that_are_refused(about: dict[str, Any], problem: str) -> None:
     with pytest.raises(xla_ckpt.UsageError, match=problem):
         xla_ckpt.maxtext_names(config=about)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"head_dim": 8}, r"embed layer:\d+ head:\d+ dim:8|\(head:\d+ dim:8\)"),
+        ({"num_key_value_heads": 1}, r"head:1"),
+        ({"num_hidden_layers": 8}, "as many arrays of a name as the rule says"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    model = model_of("gemma2")
+    model.save_pretrained(tmp_path / "hf")
+    xla_ckpt.register_names(xla_ckpt.maxtext_names(config={**model.config.to_dict(), **change}))
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=problem):
+        xla_ckpt.convert(tmp_path / "hf", tmp_path / "run", to="orbax-model", as_tag="0")
+    xla_ckpt.register_names(xla_ckpt.maxtext_names(config=model.config))
+    xla_ckpt.convert(tmp_path / "hf", tmp_path / "run", to="orbax-model", as_tag="0")
+
+
+@pytest.mark.parametrize(("config", "problem"), [("config.json", "is no configuration"), (3, "is no configuration")])
+def test_what_is_no_configuration(config: Any, problem: str) -> None:
+    with pytest.raises(xla_ckpt.UsageError, match=problem):
+        xla_ckpt.maxtext_names(config=config)
+
+
+def test_half_a_layer_of_maxtexts() -> None:
+    config = {"model_type": "gemma2", "num_hidden_layers": 3}
+    with pytest.raises(xla_ckpt.UsageError, match="a layer of a gemma2 in MaxText is 2 of transformers'"):
+        xla_ckpt.maxtext_names(config=config)

@@ -221,7 +221,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     if foreign is not None and not has_manifest:
         layout, entry = foreign
         _tell_beside(store, tag, [other for other in _layouts if other is not layout])
-        with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin}'s"):
+        with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin or layout.name}'s"):
             return layout.open(store, entry, Hints() if hints is None else hints)
     try:
         directory = store.open(tag) if has_manifest else root_of(store).open(tag)
@@ -269,7 +269,7 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
     foreign = find_foreign(store, tag)
     if foreign is not None and not _has_manifest(store, foreign[1]):
         layout, entry = foreign
-        with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin}'s"):
+        with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin or layout.name}'s"):
             return layout.verify(store, entry, workers)
     try:
         with open_tag(store, tag) as reader:

@@ -9,8 +9,10 @@ embeddings multiplied by the root of their size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from xla_ckpt.errors import UsageError
@@ -123,7 +125,7 @@ _FAMILIES = {
 def maxtext_names(
     rope: Literal["halves", "interleaved"] | None = None,
     *,
-    config: Mapping[str, Any] | None = None,
+    config: Any = None,
     scan_layers: bool = True,
 ) -> list[tuple[str, str, str]]:
     """The rules by which a model of MaxText's is that of transformers, in both directions, for `register_names`.
@@ -133,18 +135,26 @@ def maxtext_names(
             the two halves of a head, MaxText's default, which all its models have but one. ``"interleaved"``:
             neighbours, where `model_name` begins with ``llama3.1``, or `rope_type` is ``llama3.1``. A Llama or a
             Mistral has to be told; of others it is known.
-        config: The configuration of transformers' model (``model.config.to_dict()``). Its `model_type` is ``llama``,
-            ``mistral``, ``mixtral``, ``gemma``, ``gemma2`` or ``gemma3_text``. Without it, the rules are for a Llama or
+        config: The configuration of transformers' model, ``model.config``, or a dict of what it holds. Its
+            `model_type` is ``llama``, ``mistral``, ``mixtral``, ``gemma``, ``gemma2`` or ``gemma3_text``. What it says
+            of layers and heads is compared with the arrays. Without it, the rules are for a Llama or
             a Mistral, and for reading alone: how many elements a head has stands nowhere else.
         scan_layers: Whether a model that is written has all layers in one array. All forms are read.
 
     Raises:
-        UsageError: MaxText has no such model, or `rope` is not known, or is another one.
+        UsageError: MaxText has no such model, or not with so many layers, or `config` is none, or `rope` is not known,
+            or is another one.
 
     Example:
-        ``xla_ckpt.register_names(xla_ckpt.maxtext_names(config=model.config.to_dict()))``
+        ``xla_ckpt.register_names(xla_ckpt.maxtext_names(config=model.config))``
     """
-    about: Mapping[str, Any] = {"model_type": "llama"} if config is None else config
+    about = {"model_type": "llama"} if config is None else config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(about, Mapping):
+        raise UsageError(
+            "config= is no configuration of a model",
+            expected="model.config, or a dict of what it holds",
+            found=repr(about)[:80],
+        )
     name = about.get("model_type")
     if (family := _FAMILIES.get(str(name))) is None:
         raise UsageError(
@@ -160,16 +170,32 @@ def maxtext_names(
             found=repr(rope),
         )
     around = _around(family, tied=bool(about.get("tie_word_embeddings", family.tied)))
-    stored = [*around, *_layers(family, turned, _number(about, "num_hidden_layers"), scanned=scan_layers)]
-    dim = _number(about, "head_dim") or _number(about, "hidden_size") // (_number(about, "num_attention_heads") or 1)
+    layers, together = _number(about, "num_hidden_layers"), len(family.kinds)
+    if layers % together:
+        raise UsageError(
+            f"a layer of a {name} in MaxText is {together} of transformers'",
+            expected=f"num_hidden_layers is a multiple of {together}",
+            found=layers,
+        )
+    stored = [*around, *_layers(family, turned, layers, scanned=scan_layers)]
+    heads = _number(about, "num_attention_heads")
+    dim = _number(about, "head_dim") or _number(about, "hidden_size") // (heads or 1)
+    sizes = {"dim": dim, "pair": dim // 2, "layer": layers // (together * family.block)}
     rules = []
     for path, array, pattern in stored:
         before, arrow, after = pattern.partition("->")
-        if dim and "head" in before:
-            half = turned == "interleaved" and "pair" in before
-            before = before.replace("pair", f"pair:{dim // 2}") if half else before.replace("dim", f"dim:{dim}")
-        rules.append((path, array, before + arrow + after))
+        of_keys = "k_proj" in array or "v_proj" in array
+        sizes["head"] = (of_keys and _number(about, "num_key_value_heads")) or heads
+        rules.append((path, array, _AXIS.sub(partial(_sized, sizes), before) + arrow + after))
     return [(begin + path + end, array, pattern) for begin, end in _TREES for path, array, pattern in rules]
+
+
+_AXIS = re.compile(r"\b(?:dim|pair|layer|head)\b(?!:)")
+
+
+def _sized(sizes: Mapping[str, int], axis: re.Match[str]) -> str:
+    """An axis with its size, if that is known."""
+    return f"{axis[0]}:{sizes[axis[0]]}" if sizes[axis[0]] else axis[0]
 
 
 def _around(family: _Family, *, tied: bool) -> Iterator[Line]:

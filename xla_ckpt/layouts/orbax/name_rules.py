@@ -121,7 +121,7 @@ def _parsed(rule: tuple[str, str, str]) -> NameRule:
         left, right = pattern.split("->")
         right, *rest = _OPERATOR.split(right)
         sizes: dict[str, int] = {}
-        before, after = _axes(left, sizes), _axes(right, {})
+        before, after = _axes(left, sizes), _axes(right, sizes)
         factor, plus = _arithmetic(dict(zip(rest[::2], rest[1::2], strict=True)), rest[::2])
         parsed = NameRule(path, name, before, after, sizes, factor, plus)
         numbers = [*parsed.paths.groupindex, *parsed.numbering]

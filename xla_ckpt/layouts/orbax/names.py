@@ -177,17 +177,18 @@ def _sizes(rule: NameRule, dims: Sequence[Axes], shape: Sequence[int], leaf: str
         known = math.prod(sizes[axis] for axis in group if axis in sizes)
         sizes |= dict.fromkeys(unsaid, n // known)
         if len(unsaid) > 1 or math.prod(sizes[axis] for axis in group) != n:
-            raise _misfit(dims, shape, leaf)
+            raise _misfit(rule, dims, shape, leaf)
     if len(shape) != len(dims):
-        raise _misfit(dims, shape, leaf)
+        raise _misfit(rule, dims, shape, leaf)
     return sizes
 
 
-def _misfit(dims: Sequence[Axes], shape: Sequence[int], leaf: str) -> IncompatibleCheckpointError:
+def _misfit(rule: NameRule, dims: Sequence[Axes], shape: Sequence[int], leaf: str) -> IncompatibleCheckpointError:
+    groups = [[f"{axis}:{rule.sizes[axis]}" if axis in rule.sizes else axis for axis in group] for group in dims]
     return IncompatibleCheckpointError(
         "the array does not have the dims that the rule of its name says",
         leaf=leaf,
-        expected=" ".join(f"({' '.join(group)})" if len(group) != 1 else group[0] for group in dims),
+        expected=" ".join(f"({' '.join(group)})" if len(group) != 1 else group[0] for group in groups),
         found=list(shape),
         hint="Where a dim has several axes, a rule says the sizes of all but one: (head dim:64).",
     )
@@ -244,6 +245,14 @@ def _inverse(
 ) -> Inverse:
     """The stored array at a path, whose arrays in the model have these numbers."""
     counts = {axis: max(of_name[axis] for of_name in numbers) + 1 for axis in rule.numbering}
+    for axis, count in counts.items():
+        if rule.sizes.get(axis, count) != count:
+            raise IncompatibleCheckpointError(
+                "the model does not have as many arrays of a name as the rule says",
+                leaf=rule.name,
+                expected=f"{axis}:{rule.sizes[axis]}",
+                found=count,
+            )
     if len(numbers) != math.prod(counts.values()):
         there = {tuple(of_name[axis] for axis in counts) for of_name in numbers}
         missing = next(at for at in itertools.product(*map(range, counts.values())) if at not in there)
