@@ -59,6 +59,10 @@ class TagSummary:
     """Why the policy keeps it under which the newest tag was saved; empty if that is not known, or does not keep it."""
 
 
+_OF_OTHERS = "another library's"
+"""Why a tag is kept that this library has not written: it deletes none of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
     """A file of a tag."""
@@ -79,10 +83,11 @@ def summaries(store: Store) -> tuple[TagSummary, ...]:
     """All tags of a root directory, oldest commit first."""
     tags = all_tags(store)
     own = [entry for layout, entry in tags if layout is None]
+    others = {entry.tag: (_OF_OTHERS,) for layout, entry in tags if layout is not None}
     looks = {entry.tag: _look(store, layout, entry) for layout, entry in tags}
     # What the next save is to keep is, as far as anybody knows, what the last one was told to.
     policy = parsed_policy(looks[own[-1].tag][1]) if own else None
-    reasons = {} if policy is None else why_kept(facts_of(store, own), policy)
+    reasons = {} if policy is None else {**others, **why_kept(facts_of(store, own), policy)}
     return tuple(replace(summary, kept=reasons.get(tag, ())) for tag, (summary, _) in looks.items())
 
 

@@ -62,7 +62,7 @@ def _check_dispensable(root: Root, tag: str, *, pinned: bool) -> None:
     if pinned:
         problem, hint = "this tag is pinned", "Unpin it first"
     elif [entry.tag for entry in root.entries()] == [tag]:
-        problem, hint = "this is the last tag, and without it nothing can be resumed", "Save another one first"
+        problem, hint = "this is the last tag that this library has here", "Save another one first"
     elif root.is_read(tag):
         problem, hint = "somebody reads this tag, or may do so", "Try again later"
     else:
