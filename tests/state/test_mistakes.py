@@ -267,6 +267,13 @@ def test_a_model_in_the_middle_of_a_tree_is_not_pickled(name: str, tmp_path: Pat
     assert xla_ckpt.list_tags(tmp_path) == []
 
 
+def test_a_path_above_those_of_another_library_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run" / "steps" / "1")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="checkpoints below it, in steps: pass one of these"):
+        xla_ckpt.load_checkpoint(tmp_path / "run", model=model)
+
+
 def test_a_path_that_leaves_out_a_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     xla_ckpt.save(tmp_path / "runs" / "lm", "step_1", {"w": torch.ones(2)})
     with pytest.raises(xla_ckpt.NoCheckpointError, match="checkpoints below it, in lm: pass one of these"):

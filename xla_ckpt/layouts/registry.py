@@ -44,7 +44,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.listing import names_in
-from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.missing import MAX_LOOKED_INTO, no_such_tag
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
@@ -319,7 +319,20 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
     elif not tags and not store.has("") and (beside := _tags_above(store)):
         error.hint = f"Nothing lies there. {beside}"
+    elif not tags and (below := _others_below(store)):
+        error.hint = f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
     return error
+
+
+def _others_below(root: Store) -> list[str]:
+    """The directories in a directory in which there are tags, a few of them: other libraries put them below a name."""
+    if root.file_system is None or not root.is_directory(""):
+        return []
+    try:
+        names = [name for name in root.names() if root.is_directory(name)][:MAX_LOOKED_INTO]
+        return [name for name in names if all_tags(door.store_at(f"{root.path.rstrip('/')}/{name}"))][:3]
+    except (CheckpointError, OSError):
+        return []  # it is only for a hint
 
 
 def _tags_above(root: Store) -> str:
