@@ -269,7 +269,9 @@ def test_a_model_in_the_middle_of_a_tree_is_not_pickled(name: str, tmp_path: Pat
 
 def test_a_path_above_those_of_another_library_is_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run" / "steps" / "1")
+    torch.distributed.checkpoint.save(
+        {"model": model.state_dict()}, checkpoint_id=tmp_path / "run" / "steps" / "1", no_dist=True
+    )
     with pytest.raises(xla_ckpt.NoCheckpointError, match="checkpoints below it, in steps: pass one of these"):
         xla_ckpt.load_checkpoint(tmp_path / "run", model=model)
 
