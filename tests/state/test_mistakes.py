@@ -267,6 +267,7 @@ def test_a_model_in_the_middle_of_a_tree_is_not_pickled(name: str, tmp_path: Pat
     assert xla_ckpt.list_tags(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_a_path_above_those_of_another_library_is_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     torch.distributed.checkpoint.save(
