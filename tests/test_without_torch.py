@@ -138,6 +138,6 @@ def test_what_needs_torch_says_so(packages: Path, tmp_path: Path) -> None:
         refused(convert, xla_ckpt.UsageError, f"layout {layout}")
     def imported():
         import xla_ckpt.dcp
-    refused(imported, ModuleNotFoundError, "xla_ckpt.dcp")
+    refused(imported, ImportError, "xla_ckpt.dcp", "xla-ckpt[torch]")
     """
     run_without(packages, "-c", program(text), tmp_path, SMALL / "tp2_dp2_z1m/ckpt")

@@ -68,6 +68,7 @@ def test_a_tag_without_done_is_none(root: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # each of the tags takes several requests
 def test_more_tags_than_one_page_of_a_listing_has(root: str, s3: S3Server) -> None:
     from moto.s3.models import s3_backends
 

@@ -77,5 +77,8 @@ def test_a_directory_of_tags_of_ours_is_their_root_whatever_else_lies_in_it(tmp_
     for file in stock("model_only").path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert "model" in xla_ckpt.restore(tmp_path).tree
-    xla_ckpt.save(tmp_path, "ours", {"a": torch.ones(2)})
+    with pytest.raises(xla_ckpt.UsageError, match="no root of tags"):
+        xla_ckpt.save(tmp_path, "ours", {"a": torch.ones(2)})
+    xla_ckpt.save(tmp_path / "elsewhere", "ours", {"a": torch.ones(2)})
+    (tmp_path / "elsewhere" / "ours").rename(tmp_path / "ours")
     assert list(xla_ckpt.restore(tmp_path).tree) == ["a"]
