@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -164,9 +165,9 @@ class AssembledFiles:
     def name(self) -> str:
         return self._directory.name
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
-        """A chunk is put together as a whole, so it is read in one go, and by one thread at a time."""
+        """A chunk is put together as a whole, so it is read in one go, and by one thread at a time. Each batch asks."""
         batch = max([DISK.batch_bytes, *(array.largest for array in self.arrays.values())])
         return Costs(batch_bytes=batch, piece_bytes=batch, straight_bytes=0, max_gap=0, in_flight=1, cached=False)
 

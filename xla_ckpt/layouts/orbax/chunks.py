@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -281,9 +282,9 @@ class DecodedFiles:
     def name(self) -> str:
         return self.directory.name
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
-        """A chunk is decoded as a whole, so it is read in one go, however large it is."""
+        """A chunk is decoded as a whole, so it is read in one go, however large it is. Each batch asks for it."""
         largest = max((array.largest for array in self.arrays.values()), default=0)
         batch = max(largest, DISK.batch_bytes)
         renamed = any(array.renaming is not None for array in self.arrays.values())
