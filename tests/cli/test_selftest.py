@@ -25,7 +25,7 @@ from tests.runs import environment, names_in
 from xla_ckpt.cli.selftest import command, storage
 from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, sighted
 from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, StorageError
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource
@@ -276,11 +276,27 @@ def test_the_command(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Monkey
 def test_a_folder_that_cannot_be_removed(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     few(monkeypatch)
     monkeypatch.setattr(LocalStore, "remove", refuses)
-    monkeypatch.setattr(command, "REMOVAL", 0.0)
+    remove = command._remove
+    monkeypatch.setattr(command, "_remove", lambda store, name: remove(store, name, patience=0.0))
     code, out, err = call(capsys, "selftest", tmp_path, "--json")
     assert (code, [c["verdict"] for c in json.loads(out)["checks"]]) == (1, ["holds"])
     (name,) = names_in(tmp_path)
     assert f"{tmp_path}/{name}]. Remove it by hand" in err
+
+
+def test_where_no_folder_can_be_made_nothing_stays(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = LocalStore.prepare
+
+    def made_and_not_durable(store: LocalStore) -> None:
+        prepare(store)
+        raise OSError(errno.EIO, "the first error")
+
+    monkeypatch.setattr(LocalStore, "prepare", made_and_not_durable)
+    code, out, err = call(capsys, "selftest", tmp_path)
+    assert (code, out, "making a folder for the selftest failed: the first error" in err) == (1, "", True)
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("words", [("memory://run",), (".", "--seconds", "inf"), (".", "--seconds", "soon")])
@@ -326,9 +342,8 @@ def test_what_was_just_killed_may_be_at_work_for_an_instant(tmp_path: Path, monk
     assert (len(refused), names_in(tmp_path)) == (3, [])
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(LocalStore, "remove", refuses)
-    monkeypatch.setattr(command, "REMOVAL", 0.0)
-    with pytest.raises(OSError, match="Input/output"):
-        command._remove(LocalStore(str(tmp_path)), "folder")
+    with pytest.raises(StorageError, match="Input/output.*Remove it by hand"):
+        command._remove(LocalStore(str(tmp_path)), "folder", patience=0.0)
 
 
 @pytest.mark.crash

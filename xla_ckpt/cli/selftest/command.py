@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
-from xla_ckpt.errors import UsageError, storage_errors
+from xla_ckpt.errors import StorageError, UsageError, storage_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,23 +100,30 @@ def _folder(store: Store) -> Iterator[Store]:
     Raises:
         StorageError: It cannot be written, or cannot be removed.
     """
+    name = f".selftest-{uuid.uuid4().hex}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, store, name)
+        try:
+            folder = _make(store, name)
+        except StorageError:
+            stack.pop_all()
+            with contextlib.suppress(StorageError):  # the first error says why; nothing or little was made
+                _remove(store, name, patience=0.0)
+            raise
+        yield folder
+
+
+def _make(store: Store, name: str) -> Store:
     from xla_ckpt.storage.base import write_small
     from xla_ckpt.storage.door import store_at
-    from xla_ckpt.storage.undisturbed import undisturbed
 
-    name = f".selftest-{uuid.uuid4().hex}"
-    path = f"{store.path}/{name}"
-    try:
-        hint = "Name a place in which this user may make files."
-        with storage_errors("making a folder for the selftest", path=store.path, hint=hint):
-            folder = store_at(path)
-            folder.prepare()
-            if folder.object_store is not None:  # a bucket has no folders: only a file shows that one can be written
-                write_small(folder.object_store.fill("begun"), "file", b"")
-        yield folder
-    finally:
-        with undisturbed(), storage_errors("removing the selftest's folder", path=path, hint="Remove it by hand."):
-            _remove(store, name)
+    hint = "Name a place in which this user may make files."
+    with storage_errors("making a folder for the selftest", path=store.path, hint=hint):
+        folder = store_at(f"{store.path}/{name}")
+        folder.prepare()
+        if folder.object_store is not None:  # a bucket has no folders: only a file shows that one can be written
+            write_small(folder.object_store.fill("begun"), "file", b"")
+    return folder
 
 
 def _seen(folder: Store, seconds: float) -> Iterator[dict[str, Any]]:
@@ -133,24 +140,26 @@ def _seen(folder: Store, seconds: float) -> Iterator[dict[str, Any]]:
         yield {"check": check.name, "promise": check.promise, **asdict(check(bench))}
 
 
-def _remove(store: Store, name: str) -> None:
+def _remove(store: Store, name: str, patience: float = REMOVAL) -> None:
     """Remove the folder. What commits for a killed process may go on in it for an instant.
 
     Raises:
-        OSError: The storage refuses it, and has done so for `REMOVAL` seconds.
+        StorageError: The storage refuses it, and has done so for `patience` seconds.
     """
+    from xla_ckpt.storage.undisturbed import undisturbed
     from xla_ckpt.tags.lease import LEASES
 
-    LEASES.give_back()
     place = store.file_system or store.object_store
     assert place is not None, "a store is one of the two"
-    until = time.monotonic() + REMOVAL
-    while True:
-        try:
-            if not store.is_directory(name):
-                return
-            place.remove(name)
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)
+    until, path = time.monotonic() + patience, f"{store.path}/{name}"
+    with undisturbed(), storage_errors("removing the selftest's folder", path=path, hint="Remove it by hand."):
+        LEASES.give_back()
+        while True:
+            try:
+                if not store.is_directory(name):
+                    return
+                place.remove(name)
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
