@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, naming
 from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.arrays import Copies
 from xla_ckpt.layouts.by_rank.content import plain_file
@@ -28,6 +27,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.storage.base import Directory, read_whole
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_value
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,8 @@ CONFIGS = ("config.json", "generation_config.json")
 
 
 def _json(files: RankFiles, file: str) -> Any:
-    try:
-        return json.loads(read_whole(files.directory, file, limit=MAX_JSON))
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"a JSON file is damaged: {error}", file=file) from error
+    with naming(file=file):
+        return json_value(read_whole(files.directory, file, limit=MAX_JSON), "what the trainer knows")
 
 
 def metadata_of(files: RankFiles, mesh: Mesh) -> Mapping[int, StageMetadata]:
@@ -213,7 +211,7 @@ class _Description:
         Only what differs between the ranks is looked for: a buffer is the same on all of them.
         """
         first = next(iter(copies.values()))
-        if all(self.files.equal(first, tensor) for tensor in copies.values()):
+        if all(self.files.same(first, tensor) for tensor in copies.values()):
             return None
         for pp, stage in sorted(self.model.items()):
             for name, candidates in stage.copies.items():
@@ -221,7 +219,7 @@ class _Description:
                 if (
                     parameter is not None
                     and candidates.keys() == copies.keys()
-                    and all(self.files.equal(tensor, candidates[key]) for key, tensor in copies.items())
+                    and all(self.files.same(tensor, candidates[key]) for key, tensor in copies.items())
                 ):
                     return pp, parameter
         return None
