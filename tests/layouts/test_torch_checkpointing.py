@@ -21,7 +21,7 @@ from xla_ckpt.cli.main import main
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.torch_checkpointing import dtensors
 from xla_ckpt.layouts.torch_checkpointing.ranks import item_of_ranks
-from xla_ckpt.layouts.torch_save.pickle_names import Attributes
+from xla_ckpt.layouts.torch_save.stand_ins import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.sharding.mesh_cuts import MeshCutting

@@ -17,7 +17,7 @@ import torch
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.one_file.file import SavedFiles
-from xla_ckpt.layouts.torch_save.pickle_names import STORAGES, Opaque, StorageType
+from xla_ckpt.layouts.torch_save.stand_ins import STORAGES, Opaque, StorageType
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, StorageAt, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.state.values import CODEC

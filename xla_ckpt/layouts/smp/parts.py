@@ -15,7 +15,7 @@ from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import stored_tree
 from xla_ckpt.layouts.smp.one_save import SetPart, identified, saves_beside, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
-from xla_ckpt.layouts.torch_save.pickle_names import Attributes
+from xla_ckpt.layouts.torch_save.stand_ins import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
