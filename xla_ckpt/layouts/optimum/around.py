@@ -9,6 +9,7 @@ from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, naming
+from xla_ckpt.layouts.array_links import arrays_of_links
 from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.arrays import Copies
 from xla_ckpt.layouts.by_rank.content import plain_file
@@ -18,11 +19,10 @@ from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.llama_manifest import model_alone, names_in_part
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata
 from xla_ckpt.layouts.optimum.metadata_json import parse_stage_metadata
-from xla_ckpt.layouts.optimum.names import hugging_face
+from xla_ckpt.layouts.optimum.names import links_of
 from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
-from xla_ckpt.plan.rearrange import rearranged
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.storage.base import Directory, read_whole
@@ -83,8 +83,7 @@ def hugging_face_model(reader: TagReader, below: str) -> HuggingFaceModel | None
         return None
     leaves = names_in_part(manifest, schema.MODEL)
     shapes = {name: record.shape for name, leaf in leaves.items() if (record := manifest.array(leaf)) is not None}
-    model = hugging_face(shapes, list(stages.values()))
-    arrays = {name: rearranged(schema.weight(name), new, manifest) for name, new in model.items()}
+    arrays = arrays_of_links(links_of(shapes, list(stages.values())), leaves, manifest, to_hf=True)
     beside = {
         name: read_whole(reader.directory, name, limit=MAX_JSON)
         for name in CONFIGS
