@@ -11,7 +11,7 @@ import xla_ckpt
 from tests.jobs import run_alone
 from tests.layouts.stock_dcp import stock
 from tests.runs import names_in
-from xla_ckpt.layouts.registry import open_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tags.roots import root_of

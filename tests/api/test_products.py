@@ -22,7 +22,7 @@ from tests.runs import environment
 from xla_ckpt import BestN, LatestN, Product, SaveOptions, StorageError, UsageError
 from xla_ckpt.api import export
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.directories import DirectoryDraft
+from xla_ckpt.tags.directory_draft import DirectoryDraft
 
 
 @pytest.fixture(autouse=True)

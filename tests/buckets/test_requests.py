@@ -15,7 +15,7 @@ from tests.jobs import run_on_ranks
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.registry import open_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Store

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import FakeArray, same, trees
 from xla_ckpt import dtypes
-from xla_ckpt.arrays.torch_host import bytes_of
+from xla_ckpt.arrays.torch_elements import bytes_of
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import UnsupportedStateError

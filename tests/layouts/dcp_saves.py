@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from xla_ckpt.layouts import digests
 from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.layouts.digests import DIGESTS
-from xla_ckpt.layouts.registry import open_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.manifest.digest import BlockDigester, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.storage.door import store_at

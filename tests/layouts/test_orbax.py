@@ -21,7 +21,7 @@ from tests.layouts.writing import as_job
 from tests.runs import ROOT
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
-from xla_ckpt.layouts.registry import open_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.door import store_at

@@ -13,8 +13,9 @@ import torch
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.dcp import metadata
 from xla_ckpt.layouts.smp.parts import SCALERS
-from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES, TensorView
+from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads
+from xla_ckpt.layouts.torch_save.stand_ins import TensorView
 
 STATES: tuple[Any, ...] = (
     {"dtype": "int8", "made": None, "tid": 7},

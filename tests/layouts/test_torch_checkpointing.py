@@ -18,10 +18,12 @@ from tests.layouts.tckpt_package import FIXTURES, needs_package, run_package
 from tests.same import differences
 from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
+from xla_ckpt.engine.verified import StreamDigester
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedObjectError
+from xla_ckpt.layouts.digests import DIGESTS, dump_digests
 from xla_ckpt.layouts.torch_checkpointing import dtensors
 from xla_ckpt.layouts.torch_checkpointing.ranks import item_of_ranks
-from xla_ckpt.layouts.torch_save.pickle_names import Attributes
+from xla_ckpt.layouts.torch_save.stand_ins import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.sharding.mesh_cuts import MeshCutting
@@ -180,6 +182,8 @@ def streamed(path: Path, value: Any) -> None:
 class Whatever:
     """A class of a program."""
 
+    counts: Any = None
+
 
 def test_an_object_of_a_program_is_read_on_trust_only(root: Path) -> None:
     for rank in range(4):
@@ -190,6 +194,18 @@ def test_an_object_of_a_program_is_read_on_trust_only(root: Path) -> None:
     xla_ckpt.load_checkpoint(root, "fsdp2_tp", model=trained)  # which does not want it
     tree = xla_ckpt.restore(root, "fsdp2_tp", trust_pickle=True).tree
     assert isinstance(tree["extras"]["state"]["object"], Whatever)
+
+
+def test_an_object_with_tensors_is_read_on_trust_where_there_are_digests(tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    file, counter = tmp_path / "step_1/state_0.pt", Whatever()
+    counter.counts = torch.arange(3)
+    streamed(file, {"object": counter, "w": torch.ones(4)})
+    digester = StreamDigester()
+    digester.update(memoryview(file.read_bytes()))
+    (tmp_path / "step_1" / DIGESTS).write_bytes(dump_digests([digester.record(file.name)]))
+    tree = xla_ckpt.restore(tmp_path, "step_1", trust_pickle=True).tree
+    assert tree["state"]["object"].counts.tolist() == [0, 1, 2]
 
 
 def repickled(path: Path, old: bytes, new: bytes) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote, unquote
@@ -18,8 +18,8 @@ import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
@@ -127,13 +127,10 @@ def files_of(leaves: Sequence[Leaf], rank: int, world: int) -> tuple[FilePlan, .
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How one rank writes its state (see `xla_ckpt.engine.writing.Writing`)."""
+class NpyWriting(Writing):
+    """How one rank writes its state."""
 
     description: Description
-    whole: frozenset[str] = frozenset()
-    marks: Mapping[str, bytes] = field(default_factory=dict)
-    index: Index = no_index
 
     @cached_property
     def plan(self) -> SavePlan:
@@ -151,8 +148,8 @@ class Npy(Layout):
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path.endswith(".npy") for file in manifest.files)
 
-    def writing(self, description: Description) -> Writing:
-        return Writing(description)
+    def writing(self, description: Description) -> NpyWriting:
+        return NpyWriting(description)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         ranks, specs = leaves_of_ranks(stored.manifest, stored.manifest.arrays, to)

@@ -22,7 +22,7 @@ from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine import save as engine_save
-from xla_ckpt.layouts.registry import open_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store, read_whole
 from xla_ckpt.storage.door import store_at

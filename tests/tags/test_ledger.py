@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xla_ckpt
-import xla_ckpt.layouts.registry
+import xla_ckpt.layouts.opening
 from tests.storage.failing import FailingObjects, Faults
 from xla_ckpt import dcp
 from xla_ckpt.errors import (
@@ -303,7 +303,7 @@ def test_a_reader_has_time_and_is_told_when_it_is_over(store: MemoryStore) -> No
 def test_a_load_of_what_has_gone_says_so(store: MemoryStore) -> None:
     path = "memory://gone/ckpt"
     xla_ckpt.save(path, "a", {"w": torch.ones(3)})
-    with xla_ckpt.layouts.registry.open_tag(door.store_at(path), "a") as reader:
+    with xla_ckpt.layouts.opening.open_tag(door.store_at(path), "a") as reader:
         for tag in "bcd":
             xla_ckpt.save(path, tag, {"w": torch.ones(3)}, num_kept_ckpts=1)
         xla_ckpt.finalize_checkpoint()

@@ -9,7 +9,7 @@ import torch
 
 import xla_ckpt
 from tests.runs import names_in
-from xla_ckpt.layouts.registry import find_foreign
+from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.roots import root_of
 

@@ -11,7 +11,8 @@ import torch
 
 from tests.topology.state import WHOLE, known, names_of, part_of, tp_part, whole
 from xla_ckpt import Mesh, dtypes
-from xla_ckpt.arrays.torch_host import Spread, bytes_of, cut
+from xla_ckpt.arrays.torch_elements import bytes_of, cut
+from xla_ckpt.arrays.torch_host import Spread
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader

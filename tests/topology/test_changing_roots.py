@@ -26,7 +26,7 @@ from tests.jobs import run_on_ranks
 from tests.nursery import Call, bear
 from tests.runs import environment
 from xla_ckpt.api import load_steps
-from xla_ckpt.layouts.registry import no_tag
+from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.storage import local
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean

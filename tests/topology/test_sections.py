@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.topology.test_all_pairs import restored
 from xla_ckpt import Mesh, dtypes
-from xla_ckpt.arrays.torch_host import bytes_of, cut
+from xla_ckpt.arrays.torch_elements import bytes_of, cut
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files

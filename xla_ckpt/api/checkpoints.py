@@ -15,7 +15,7 @@ from xla_ckpt.engine.rank_timings import timings
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import known_options, taking_values
-from xla_ckpt.layouts.registry import find_foreign
+from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.options import ConvertOptions
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, full_path, store_at

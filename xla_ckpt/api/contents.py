@@ -11,7 +11,8 @@ from xla_ckpt.api.summaries import StoredFile, fields_of, note_of, stored_files
 from xla_ckpt.engine.parity_check import parity_of
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import nearest
-from xla_ckpt.layouts.registry import find_foreign, layout_of
+from xla_ckpt.layouts.listing import find_foreign
+from xla_ckpt.layouts.registry import layout_of
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Store

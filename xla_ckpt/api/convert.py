@@ -38,9 +38,10 @@ from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageE
 from xla_ckpt.extras import naming_extras
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Layout, ModelNames, Topology
+from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
 from xla_ckpt.layouts.llama_names import Form, Projection
-from xla_ckpt.layouts.registry import find_foreign, layout_named
+from xla_ckpt.layouts.registry import layout_named
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.parity import Parity

@@ -10,7 +10,7 @@ from xla_ckpt.api.opened import Knowledge, opened, source_of
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.keywords import taking_values
-from xla_ckpt.layouts.registry import find_foreign
+from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh

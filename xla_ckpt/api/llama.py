@@ -11,11 +11,12 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import known_fields
 from xla_ckpt.layouts.base import ModelNames
+from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
 from xla_ckpt.layouts.llama_heads import KeyCopies, unsaid_order
 from xla_ckpt.layouts.llama_manifest import to_hugging_face
 from xla_ckpt.layouts.llama_names import Form, Projection
-from xla_ckpt.layouts.registry import as_hugging_face, find_foreign
+from xla_ckpt.layouts.opening import as_hugging_face
 from xla_ckpt.options import ConvertOptions
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, full_path

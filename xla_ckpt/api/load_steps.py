@@ -31,7 +31,9 @@ from xla_ckpt.job.job import Job
 from xla_ckpt.job.lead import of_lead, put_together
 from xla_ckpt.job.peers import check_can_share
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
-from xla_ckpt.layouts.registry import find_foreign, newest_last, no_tag, open_tag
+from xla_ckpt.layouts.listing import find_foreign, newest_last
+from xla_ckpt.layouts.no_tag import no_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.options import LoadOptions
 from xla_ckpt.plan.hints import Hints, united_groups
 from xla_ckpt.sharding.mesh import Mesh

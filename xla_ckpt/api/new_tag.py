@@ -14,7 +14,7 @@ from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Rewriting
-from xla_ckpt.layouts.registry import tag_names
+from xla_ckpt.layouts.listing import tag_names
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import merge

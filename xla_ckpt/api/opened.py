@@ -11,9 +11,10 @@ from xla_ckpt.api.llama import KnownModel
 from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.llama_manifest import check_shapes
 from xla_ckpt.layouts.llama_names import llama_hints
-from xla_ckpt.layouts.registry import find_foreign, open_tag
+from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.rank_numbers import without_numbers

@@ -11,7 +11,8 @@ from functools import partial
 from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import ModelNames
-from xla_ckpt.layouts.registry import layout_named, tag_names
+from xla_ckpt.layouts.listing import tag_names
+from xla_ckpt.layouts.registry import layout_named
 from xla_ckpt.options import PLACE, ConvertOptions, Product
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.door import above, full_path, store_at

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from xla_ckpt.errors import UsageError, storage_errors
-from xla_ckpt.layouts.registry import find_foreign, named_itself
+from xla_ckpt.layouts.listing import find_foreign, named_itself
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.missing import check_is_no_tag

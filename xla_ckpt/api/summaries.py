@@ -9,7 +9,9 @@ from typing import Any
 from xla_ckpt.api.tags import both_places
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.registry import all_tags, layout_of, open_tag
+from xla_ckpt.layouts.listing import all_tags
+from xla_ckpt.layouts.opening import open_tag
+from xla_ckpt.layouts.registry import layout_of
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.tags.entry import TagEntry

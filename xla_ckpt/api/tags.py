@@ -8,8 +8,9 @@ import sys
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_options
-from xla_ckpt.layouts import registry
-from xla_ckpt.layouts.registry import newest_last, no_tag, tag_names
+from xla_ckpt.layouts.listing import all_tags, named_itself, newest_last, tag_names
+from xla_ckpt.layouts.no_tag import no_tag
+from xla_ckpt.layouts.opening import repair_stored, verify_stored
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
@@ -58,7 +59,7 @@ def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectSto
 
 def both_places(near: FileSystem, far: ObjectStore) -> list[tuple[TagEntry, bool, str]]:
     """All tags of a directory and the object store where they go: see `xla_ckpt.tags.upload_rules.whereabouts`."""
-    local, remote = root_of(near).entries(), [entry for _, entry in registry.all_tags(far)]
+    local, remote = root_of(near).entries(), [entry for _, entry in all_tags(far)]
     return whereabouts(local, remote, {entry.tag: journal_of(near, entry, far.path) for entry in local})
 
 
@@ -102,7 +103,7 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
     store = store_at(path).look()
     if tag is not None:
         check_is_text(tag, store.path)
-    elif (inside := registry.named_itself(store)) is not None:
+    elif (inside := named_itself(store)) is not None:
         return inside
     return store, tag
 
@@ -156,7 +157,7 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
         UnsupportedVersionError: A newer version of this library wrote it.
     """
     store, tag = located(path, tag)
-    return registry.verify_stored(store, chosen_tag(store, tag), num_workers)
+    return verify_stored(store, chosen_tag(store, tag), num_workers)
 
 
 @known_options
@@ -180,4 +181,4 @@ def repair(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
     store, tag = located(path, tag)
     name = chosen_tag(store, tag)
     with storage_errors("repairing a tag", path=store.path, tag=name), naming(path=store.path, tag=name):
-        return tuple(registry.repair_stored(store, name, num_workers))
+        return tuple(repair_stored(store, name, num_workers))

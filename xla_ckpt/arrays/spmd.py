@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch_xla
 
-from xla_ckpt.arrays.torch_host import Spread, check_dense, cut, dtype_of, torch_type
+from xla_ckpt.arrays.torch_elements import check_dense, cut, dtype_of, torch_type
+from xla_ckpt.arrays.torch_host import Spread
 from xla_ckpt.arrays.xla import materialize, shard_of
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import ComposedTarget, Target

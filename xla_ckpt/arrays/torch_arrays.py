@@ -11,7 +11,8 @@ import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.composite import name_of
-from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, is_plain, is_xla, making_tensors, torch_dtype, type_name
+from xla_ckpt.arrays.torch_elements import DENSE, PLAIN, is_plain, is_xla, torch_dtype, type_name
+from xla_ckpt.arrays.torch_host import TorchHost, making_tensors
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.forms import ArrayForm

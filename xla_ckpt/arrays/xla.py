@@ -18,16 +18,8 @@ import torch_xla
 import torch_xla.runtime
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
-from xla_ckpt.arrays.torch_host import (
-    Spread,
-    WholeTensors,
-    bytes_of,
-    cut,
-    dtype_of,
-    is_xla,
-    tensor_from,
-    torch_type,
-)
+from xla_ckpt.arrays.torch_elements import bytes_of, cut, dtype_of, is_xla, tensor_from, torch_type
+from xla_ckpt.arrays.torch_host import Spread, WholeTensors
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import ComposedTarget, MemorySpan, Target, changed
 from xla_ckpt.errors import UsageError

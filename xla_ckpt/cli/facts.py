@@ -12,7 +12,8 @@ from typing import Any
 from xla_ckpt.api.summaries import fields_of, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
-from xla_ckpt.layouts.registry import check_lies_there, find_foreign
+from xla_ckpt.layouts.listing import find_foreign
+from xla_ckpt.layouts.no_tag import check_lies_there
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.listing import names_in
 

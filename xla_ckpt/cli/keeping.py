@@ -34,7 +34,8 @@ def _name_tags(args: argparse.Namespace) -> None:
         UsageError: The path is a root, and no tag is named: all of them, or the newest, would be a guess.
     """
     from xla_ckpt.api.tags import located
-    from xla_ckpt.layouts.registry import no_tag, tag_names
+    from xla_ckpt.layouts.listing import tag_names
+    from xla_ckpt.layouts.no_tag import no_tag
 
     if args.tags:
         return
@@ -61,7 +62,7 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 def rm(args: argparse.Namespace) -> int:
     """The command ``rm``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
-    from xla_ckpt.layouts.registry import no_tag
+    from xla_ckpt.layouts.no_tag import no_tag
     from xla_ckpt.storage.door import store_at
 
     _name_tags(args)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import Adapters, new_array, require
-from xla_ckpt.arrays.torch_host import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
+from xla_ckpt.arrays.torch_elements import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.source import Opened
 from xla_ckpt.errors import IncompatibleCheckpointError, naming
 from xla_ckpt.lightweight import lightweight

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.registry import Adapters, require
-from xla_ckpt.arrays.torch_host import bytes_of, cut, torch_type
+from xla_ckpt.arrays.torch_elements import bytes_of, cut, torch_type
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import require
-from xla_ckpt.arrays.torch_host import cut
+from xla_ckpt.arrays.torch_elements import cut
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.errors import UsageError
 from xla_ckpt.job.mesh_source import current_mesh

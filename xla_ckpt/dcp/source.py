@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from xla_ckpt.arrays.torch_host import torch_dtype
+from xla_ckpt.arrays.torch_elements import torch_dtype
 from xla_ckpt.engine.tag_reader import DAMAGED, TagReader
 from xla_ckpt.errors import (
     CorruptCheckpointError,

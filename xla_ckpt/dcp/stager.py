@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager as StockStager
 
 from xla_ckpt.arrays.registry import Adapters
-from xla_ckpt.arrays.torch_host import tensor_from
+from xla_ckpt.arrays.torch_elements import tensor_from
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.engine.garbage_collection import collector_paused

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from xla_ckpt.arrays.torch_host import dtype_of
+from xla_ckpt.arrays.torch_elements import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.replicas import Held, Place, may_differ
 from xla_ckpt.errors import UnsupportedStateError, naming

@@ -6,16 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from xla_ckpt.engine.index_files import Index
+from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.plan.save_plan import SavePlan
 
 
 class Writing(Protocol):
-    """How one rank writes its state in a layout (`xla_ckpt.layouts.base.Layout.writing` makes it)."""
+    """How one rank writes its state in a layout (`xla_ckpt.layouts.base.Layout.writing` makes it).
+
+    A class that is derived from it says what its `plan` is, and what else it has.
+    """
 
     @property
     def whole(self) -> frozenset[str]:
         """Leaves that are stored as the whole tensor that a rank has in memory, padding included."""
+        return frozenset()
 
     @property
     def plan(self) -> SavePlan:
@@ -24,10 +28,12 @@ class Writing(Protocol):
     @property
     def marks(self) -> Mapping[str, bytes]:
         """Small files that rank 0 writes when all else is durable."""
+        return {}
 
     @property
     def index(self) -> Index:
         """What rank 0 makes from the manifest."""
+        return no_index
 
 
 class Staged(ABC):

@@ -17,6 +17,7 @@ from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, UsageError
+from xla_ckpt.layouts.foreign_tags import by_numbers
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.hints import Hints
@@ -181,7 +182,7 @@ class Layout:
         return False
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        """The complete tags of it, oldest first. Cheap, and without a framework.
+        """The complete tags of it, oldest first (see `by_numbers`). Cheap, and without a framework.
 
         Args:
             store: The root directory.
@@ -193,7 +194,7 @@ class Layout:
         if not self.origin:
             return []
         entries = (self.find(store, name) for name in names)
-        return sorted((tag for tag in entries if tag is not None and tag.complete), key=lambda tag: tag.created)
+        return by_numbers(tag for tag in entries if tag is not None and tag.complete)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         """The tag of it that has this name; None if there is none. Asked only where there is no manifest of ours."""

@@ -4,17 +4,18 @@ neuronx-distributed's. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.layouts.array_links import ArrayLink, arrays_of_links
 from xla_ckpt.layouts.llama_config import LlamaConfig
 from xla_ckpt.layouts.llama_heads import KeyCopies, check_heads, check_layers, no_copies, stored_form, unsaid_order
 from xla_ckpt.layouts.llama_names import (
     EMBEDDING,
     HEAD,
-    ArrayLink,
     Form,
     Projection,
     check_names,
@@ -100,7 +101,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
         _check_sections(name, leaves[name], called, manifest, config)
         for hf in called:
             links_by_name[hf] = links(hf, config, replace(form, fuse_mlp=called != [name]))
-    arrays = _arrays(links_by_name, leaves, manifest, config, to_hf=True)
+    arrays = arrays_of_links(chain.from_iterable(links_by_name.values()), leaves, manifest, to_hf=True)
     equal = None
     if config.tied and HEAD in arrays and EMBEDDING in arrays:
         del arrays[HEAD]
@@ -132,11 +133,8 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
     for name, leaf in leaves.items():
         check_shape(name, _record(leaf, manifest).shape, config, leaf)
     check_names(stored, config)
-    links_by_name: dict[str, list[ArrayLink]] = {}
-    for name in stored:
-        for link in links(name, config, form):
-            links_by_name.setdefault(link.theirs, []).append(link)
-    arrays = _arrays(links_by_name, stored, manifest, config, to_hf=False)
+    parts = [link for name in stored for link in links(name, config, form)]
+    arrays = arrays_of_links(parts, stored, manifest, to_hf=False)
     arrays = {name: record.changed(spec=split_of(name, config, form).spec) for name, record in arrays.items()}
     renamed = model_alone(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
     return replace(renamed, mesh=str(mesh), world=mesh.size)
@@ -269,43 +267,6 @@ def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manife
             found=f"{sharding.spec}: {sizes} rows",
             hint="Its rows are in another order than its parts. Save it with these sections.",
         )
-
-
-def _arrays(
-    links_by_name: Mapping[str, Iterable[ArrayLink]],
-    leaves: Mapping[str, str],
-    manifest: Manifest,
-    config: LlamaConfig,
-    *,
-    to_hf: bool,
-) -> dict[str, ArrayRecord]:
-    """The records of the new arrays that links make, by their names.
-
-    Args:
-        links_by_name: New name -> the links that it consists of.
-        leaves: Leaf path of each stored array, by its name.
-        manifest: What is stored.
-        config: The sizes.
-        to_hf: Whether the new names are Hugging Face's.
-    """
-    arrays = {}
-    for name, parts in links_by_name.items():
-        olds = [link.theirs if to_hf else link.hf for link in parts]
-        missing = next((old for old in olds if old not in leaves), None)
-        if missing is not None:
-            raise IncompatibleCheckpointError("the checkpoint lacks a part of an array", leaf=name, expected=missing)
-        shape = shape_of(name, config) or _record(leaves[olds[0]], manifest).shape
-        whole = Box.whole(shape)
-        pieces = []
-        for link, old in zip(parts, olds, strict=True):
-            new_first, old_first = (link.here, link.there) if to_hf else (link.there, link.here)
-            if link.size is None:
-                pieces.append(Excerpt(whole, leaves[old], whole))
-                continue
-            box = whole.along(link.dim, new_first, new_first + link.size)
-            pieces.append(Excerpt(box, leaves[old], whole.along(link.dim, old_first, old_first + link.size)))
-        arrays[name] = rearranged(schema.weight(name), Rearranged(shape=shape, parts=tuple(pieces)), manifest)
-    return arrays
 
 
 def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: Mapping[str, str]) -> Manifest:

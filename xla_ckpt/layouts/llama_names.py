@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.layouts.array_links import ArrayLink, query_runs
 from xla_ckpt.layouts.llama_config import LlamaConfig
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.sharding.sharding import Sharding
@@ -69,7 +70,7 @@ def query_order(config: LlamaConfig, form: Form) -> list[tuple[int, int, int]]:
     Raises:
         UsageError: The copies do not divide the queries of a head of keys.
     """
-    if form.copies == 1 or form.adjacent:
+    if form.adjacent:
         return [(0, 0, config.q_rows)]
     if config.group % form.copies:
         raise UsageError(
@@ -77,37 +78,7 @@ def query_order(config: LlamaConfig, form: Form) -> list[tuple[int, int, int]]:
             expected=f"a kv_size_multiplier that divides {config.group}, the attention heads for each key-value head",
             found=form.copies,
         )
-    together = config.group // form.copies
-    rows = together * config.head_dim
-    firsts = [
-        (head * config.group + copy * together) * config.head_dim
-        for copy in range(form.copies)
-        for head in range(config.kv_heads)
-    ]
-    return [(i * rows, first, rows) for i, first in enumerate(firsts)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayLink:
-    """Elements that an array of Hugging Face's and one of neuronx-distributed's have in common."""
-
-    theirs: str
-    """neuronx-distributed's name."""
-
-    hf: str
-    """Hugging Face's name."""
-
-    dim: int = 0
-    """The tensor dim along which the arrays are cut; all others are whole in both."""
-
-    there: int = 0
-    """First element along that dim in neuronx-distributed's array."""
-
-    here: int = 0
-    """First element along that dim in Hugging Face's array."""
-
-    size: int | None = None
-    """Elements along that dim; None for all."""
+    return query_runs(config.heads, config.kv_heads, form.copies, config.head_dim)
 
 
 def links(hf: str, config: LlamaConfig, form: Form) -> list[ArrayLink]:

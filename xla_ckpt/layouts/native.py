@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.index_files import Index, no_index
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.manifest.records import Manifest
@@ -39,21 +39,11 @@ class Native(Layout):
 
 
 @dataclass(frozen=True)
-class NativeWriting:
+class NativeWriting(Writing):
     """What one rank writes in the native layout: of some leaves, which may be all."""
 
     description: Description
     leaves: Sequence[Leaf]
-
-    whole: frozenset[str] = frozenset()
-
-    @property
-    def marks(self) -> Mapping[str, bytes]:
-        return {}
-
-    @property
-    def index(self) -> Index:
-        return no_index
 
     @cached_property
     def plan(self) -> SavePlan:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers_to_names import only_names
 from xla_ckpt.tree import schema
 
 N = TypeVar("N")
-
-Shape = Callable[[Any], tuple[int, ...] | None]
-"""The shape of an array of real numbers; None for any other value."""
 
 _BUFFERS = ("running_mean", "running_var")
 """What torch calls arrays of its modules that have the shapes of parameters, and are none."""
@@ -21,13 +20,12 @@ PARAM_NAMES = "param_names"
 """Key of a group under which torch has the names of its parameters, if it was given them."""
 
 
-def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool) -> tuple[dict[str, Any], bool]:
+def with_names(parts: dict[str, Any], hints: Hints, *, guess: bool) -> tuple[dict[str, Any], bool]:
     """The members of a training state with names in place of the optimizer's numbers, where somebody can tell them.
 
     Args:
-        parts: The members. An optimizer without numbers stays as it is.
+        parts: The members, with a record for each array. An optimizer without numbers stays as it is.
         hints: What the program says that wants it: the names in each group of its optimizer.
-        shape: See `Shape`.
         guess: Whether names may be those of the stored model in its order, if only one order fits the shapes.
 
     Returns:
@@ -36,13 +34,20 @@ def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool
     optimizer = parts.get(schema.OPTIMIZER)
     if not isinstance(optimizer, dict) or not _has_numbers(optimizer):
         return parts, False
-    names, guessed = _names(optimizer, parts.get(schema.MODEL), hints, shape, guess=guess)
+    names, guessed = _names(optimizer, parts.get(schema.MODEL), hints, guess=guess)
     if names is None:
         return parts, False
     named = schema.renamed_parameters(optimizer, names)
     for group in named[schema.GROUPS]:
         group.pop(PARAM_NAMES, None)
     return {**parts, schema.OPTIMIZER: named}, guessed
+
+
+def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
+    """The shape of an array that may be a parameter, or a state of one; None for any other value."""
+    if isinstance(value, ArrayRecord | UnknownArray) and value.dtype is not None:
+        return value.shape if value.dtype.floating or value.dtype.name.startswith("complex") else None
+    return None
 
 
 def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
@@ -55,7 +60,7 @@ def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
 
 
 def _names(
-    optimizer: Mapping[str, Any], model: Any, hints: Hints, shape: Shape, *, guess: bool
+    optimizer: Mapping[str, Any], model: Any, hints: Hints, *, guess: bool
 ) -> tuple[dict[int, str] | None, bool]:
     """(the name of each number, whether it was guessed); None where nobody can tell."""
     groups: list[Mapping[str, Any]] = optimizer[schema.GROUPS]
@@ -71,14 +76,14 @@ def _names(
         )
         called = names_by_number(stored, wanted) if fits else {}
         states = optimizer[schema.STATE]
-        fits = fits and all(
-            _may_be(states.get(number), hints.hint(name).shape, shape) for number, name in called.items()
-        )
+        fits = fits and all(_may_be(states.get(number), hints.hint(name).shape) for number, name in called.items())
         return (called if fits else None), False
     if not guess or not isinstance(model, dict) or not hints.optimizer:
         return None, False
-    shapes = {number: largest_shape(state, shape) for number, state in optimizer[schema.STATE].items()}
-    shapes_by_name = {name: own for name, value in _first_names(model).items() if (own := shape(value)) is not None}
+    shapes = {number: largest_shape(state, _shape_of_numbers) for number, state in optimizer[schema.STATE].items()}
+    shapes_by_name = {
+        name: own for name, value in _first_names(model).items() if (own := _shape_of_numbers(value)) is not None
+    }
     by_order = names_by_order(stored, shapes, shapes_by_name)
     return by_order, by_order is not None
 
@@ -109,14 +114,14 @@ def names_by_order(
     return next((names for names in ways if names is not None), None)
 
 
-def _may_be(state: Any, wanted: tuple[int, ...] | None, shape: Shape) -> bool:
+def _may_be(state: Any, wanted: tuple[int, ...] | None) -> bool:
     """Whether this may be the state of a parameter of that shape.
 
     State may have fewer dims than its parameter, and dims of size 1 in the place of any, as Adafactor's has.
     """
     if wanted is None or not isinstance(state, dict):
         return True
-    shapes = [own for value in state.values() if (own := shape(value)) is not None]
+    shapes = [own for value in state.values() if (own := _shape_of_numbers(value)) is not None]
     alike = [own for own in shapes if len(own) == len(wanted)]
     fits = not alike or any(all(d in (1, w) for d, w in zip(own, wanted, strict=True)) for own in alike)
     return fits and all(len(own) <= len(wanted) for own in shapes)
@@ -133,7 +138,7 @@ def _first_names(model: Mapping[str, Any]) -> dict[str, Any]:
     return by_first_name
 
 
-def largest_shape(state: Any, shape: Shape) -> tuple[int, ...] | None:
+def largest_shape(state: Any, shape: Callable[[Any], tuple[int, ...] | None]) -> tuple[int, ...] | None:
     """The shape of a parameter: that of the state with the most dims, as a step count is a single number."""
     if not isinstance(state, Mapping):
         return None

@@ -44,21 +44,25 @@ def foreign_head(tag: str, created: str = "") -> Head:
     return Head(tag=tag, sequence=0, pinned=False, created=created)
 
 
-def kind_of_scanned(value: Any) -> str | None:
-    """What a scanned state is flattened by: its arrays are records, or unknown."""
-    return "torch" if isinstance(value, ArrayRecord | UnknownArray) else None
+def is_scanned_array(value: Any) -> bool:
+    """Whether a value of a scanned state stands for an array."""
+    return isinstance(value, ArrayRecord | UnknownArray)
+
+
+def _kind(value: Any) -> str | None:
+    return "torch" if is_scanned_array(value) else None
 
 
 def flattened_model(members: Mapping[str, Any]) -> Flat:
     """A scanned model, whose members are arrays and what JSON has, without its arrays. This needs no framework."""
-    return flatten({schema.MODEL: members}, kind_of_scanned, ValueCodec())
+    return flatten({schema.MODEL: members}, _kind, ValueCodec())
 
 
-def flattened(state: Any, kind: Callable[[Any], str | None] = kind_of_scanned) -> Flat:
+def flattened(state: Any) -> Flat:
     """A scanned state without its arrays."""
     from xla_ckpt.state.values import CODEC  # this loads torch, which listings do without
 
-    return flatten(state, kind, CODEC)
+    return flatten(state, _kind, CODEC)
 
 
 def scanned_manifest(

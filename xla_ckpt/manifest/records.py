@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
+from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.digest import BlockTable, block_count
 from xla_ckpt.sharding.box import Box
@@ -129,6 +129,20 @@ class UnknownArray:
     def nbytes(self) -> int:
         """Bytes of all these tensors."""
         return 0 if self.dtype is None else self.tensors * Box.whole(self.shape or ()).size * self.dtype.itemsize
+
+    @classmethod
+    def because(cls, error: CheckpointError, dtype: DType, shape: tuple[int, ...], tensors: int = 1) -> UnknownArray:
+        """An array that cannot be read, as an error says: only who wants it hears of that."""
+        expected, actual = (None if fact is None else str(fact) for fact in (error.expected, error.found))
+        return cls(
+            problem=error.problem,
+            hint=error.hint,
+            expected=expected,
+            found=actual,
+            dtype=dtype,
+            shape=shape,
+            tensors=tensors,
+        )
 
     def error(self, leaf: str) -> IncompatibleCheckpointError:
         """A new error each time: an error collects facts and frames on its way up, so it must not be raised twice."""

@@ -170,7 +170,7 @@ class Stored:
             UsageError: As `into`.
         """
         if is_torch_tensor(value):
-            from xla_ckpt.arrays.torch_host import DENSE, check_writable
+            from xla_ckpt.arrays.torch_elements import DENSE, check_writable
 
             if type(value) in DENSE:
                 with naming(leaf=path):

@@ -321,11 +321,7 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
 
 def _homes(parameters: Sequence[Any]) -> list[str]:
     """Where parameters lie: device types, and whether they are sharded."""
-    return sorted({f"{p.device.type}{'' if _is_plain(p) else f' ({type(p).__name__})'}" for p in parameters})
-
-
-def _is_plain(parameter: Any) -> bool:
-    return is_torchs_own(parameter)
+    return sorted({f"{p.device.type}{'' if is_torchs_own(p) else f' ({type(p).__name__})'}" for p in parameters})
 
 
 def _was_moved(old: Sequence[str], new: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Loading an optimizer: which stored parameter is which of the program's, where each array goes, and what is put in.
+"""Loading an optimizer: where each stored array goes, and what is put in.
 
 Nothing of the optimizer is changed before all arrays are read: the last step, `Loading.finish`, does that.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.arrays.registry import check_memory
@@ -26,49 +26,24 @@ from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
     Names,
     is_by_name,
-    names_in_order,
     parameters,
-    parameters_in_order,
     parameters_of,
 )
+from xla_ckpt.state.optimizer_match import (
+    DECOUPLED,
+    OptimizerMatch,
+    compare_parameters,
+    match_groups,
+    match_optimizer,
+    other_kind,
+    settings_of,
+)
 from xla_ckpt.state.optimizer_state import StateTargets
-from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.registered import schema_of
-from xla_ckpt.state.ties import stored_names, with_other_names
+from xla_ckpt.state.ties import stored_names
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Match:
-    """An optimizer of the program's beside the stored one."""
-
-    optimizer: Any
-    holders: Sequence[Any]
-    """The optimizers that hold the states: those that a ZeRO-1 optimizer wraps, else itself."""
-
-    order: Sequence[tuple[Any, str]]
-    """(parameter, place) in the order of torch's packed ids."""
-
-    called: Sequence[Any]
-    """The stored name of each of them."""
-
-    by_name: Mapping[Any, Any]
-    """Name -> the tensor under which its state is kept: the parameter, or a ZeRO-1 rank's shard of it."""
-
-    group_of: Mapping[Any, Any]
-    """Name of each stored parameter -> its stored group."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether it is a ZeRO-1 optimizer."""
-        return self.holders[0] is not self.optimizer
-
-    @property
-    def now(self) -> Mapping[Any, Any]:
-        """The state that the program has, by the tensor that it belongs to."""
-        return {key: state for holder in self.holders for key, state in holder.state.items()}
 
 
 def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:
@@ -80,18 +55,18 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     loading = Loading()
     if not is_by_name(optimizer, tree):
         return _load_opaque(stored, optimizer, loading)
-    if (other := _other_kind(tree, optimizer)) is not None:
+    if (other := other_kind(tree, optimizer)) is not None:
         loading.add_problem(schema.group(), other)
         return loading
     names = stored_names(names, model, tree, stored.manifest.aliases)
-    match, whole = _matched(tree, optimizer, names), stored
+    match, whole = match_optimizer(tree, optimizer, names), stored
     stored = rank_states.less_own(stored)
-    _compare_parameters(match, model, loading)
+    compare_parameters(match, model, loading)
     for name, (parameter, _) in zip(match.called, match.order, strict=True):
         check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
     known = parameters(optimizer, match.called, stored.shardings.placement)
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
-    groups = _match_groups(tree, loading, match)
+    groups = match_groups(tree, loading, match)
     bad = _plan(stored, tree, match, groups, loading)
     own = rank_states.plan(whole, _program(match), loading)
     loading.finish = _finishing(stored, match, groups, bad, own, frozenset(loading.targets))
@@ -104,7 +79,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     return loading
 
 
-def _loads_itself(match: _Match) -> bool:
+def _loads_itself(match: OptimizerMatch) -> bool:
     """Whether its state goes back through a `load_state_dict` of its own."""
     return not match.sharded and not has_torchs(match.optimizer, "load_state_dict")
 
@@ -114,7 +89,7 @@ def _hand_over(loading: Loading, optimizer: Any, leaf: str) -> None:
     loading.handover = Handover(leaf=leaf, take=loading.finish, keep=lambda: kept_state(optimizer))
 
 
-def _program(match: _Match) -> rank_states.RankProgram:
+def _program(match: OptimizerMatch) -> rank_states.RankProgram:
     return rank_states.RankProgram(
         states=schema_of(match.optimizer),
         by_name=match.by_name,
@@ -131,95 +106,12 @@ def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
     return loading
 
 
-# Which parameter is which.
-
-
-_DECOUPLED = "decoupled_weight_decay"
-
-_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", _DECOUPLED, "amsgrad"})
-"""Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
-
-
-def _other_kind(tree: Any, optimizer: Any) -> str | None:
-    """Why the stored state is that of another kind of optimizer: both have options that the other does not know."""
-    stored = {k for g in tree[schema.GROUPS] for k in g} - _FLAGS
-    defaults = set(getattr(optimizer, "defaults", {})) - _FLAGS
-    own_alone = defaults - stored
-    stored_alone = stored - {k for g in optimizer.param_groups for k in g} - {"params", "initial_lr"}
-    if not tree[schema.GROUPS] or not own_alone or not stored_alone:
-        return None
-    return (
-        f"the state of another kind of optimizer is stored: it has {', '.join(sorted(stored_alone))}, and "
-        f"{type(optimizer).__name__} has {', '.join(sorted(own_alone))}"
-    )
-
-
-def _matched(tree: Any, optimizer: Any, names: Names) -> _Match:
-    shards = zero1.parameter_shards(optimizer) if zero1.is_zero1(optimizer) else {}
-    order, called = parameters_in_order(optimizer), _called(tree, optimizer, names)
-    return _Match(
-        optimizer=optimizer,
-        holders=zero1.bases_of(optimizer) if shards else [optimizer],
-        order=order,
-        called=called,
-        by_name={name: shards.get(id(p), p) for name, (p, _) in zip(called, order, strict=True)},
-        group_of={name: g for g in tree[schema.GROUPS] for name in g[schema.PARAMS]},
-    )
-
-
-def _called(tree: Any, optimizer: Any, names: Names) -> list[Any]:
-    """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
-    stored_names = schema.grouped_names(tree)
-    if stored_names and all(type(n) is int for n in stored_names):  # saved as a plain state dict: torch's packed ids
-        return list(range(len(parameters_in_order(optimizer))))
-    if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):
-        return [place for _, place in parameters_in_order(optimizer)]
-    return names_in_order(optimizer, names)
-
-
-def _compare_parameters(match: _Match, model: Any, loading: Loading) -> None:
-    """Note parameters that only one of the two optimizers has."""
-    own_names = with_other_names(set(match.called), model)
-    for name in (n for n in match.called if n not in match.group_of):
-        loading.add_problem(schema.state(name), "the optimizer has this parameter, the stored one does not")
-    loading.unwanted = [
-        Problem(schema.state(name), "the stored optimizer has this parameter, this one does not")
-        for name in match.group_of
-        if name not in own_names
-    ]
-
-
-def _match_groups(tree: Any, loading: Loading, match: _Match) -> list[int | None]:
-    """For each of the optimizer's groups, the stored group whose hyper-parameters it takes: its parameters' one."""
-    stored_groups = tree[schema.GROUPS]
-    number = {name: i for i, g in enumerate(stored_groups) for name in g[schema.PARAMS]}
-    name_of = {id(p): name for name, (p, _) in zip(match.called, match.order, strict=True)}
-    matched: list[int | None] = []
-    for g, group in enumerate(match.optimizer.param_groups):
-        sources = sorted({number[n] for p in group["params"] if (n := name_of[id(p)]) in number})
-        if not sources and not group["params"] and g < len(stored_groups) and not stored_groups[g][schema.PARAMS]:
-            sources = [g]  # groups without parameters stand for each other by their place
-        differing = [s for s in sources[1:] if _hyper(stored_groups[s]) != _hyper(stored_groups[sources[0]])]
-        if differing:
-            one, other = _hyper(stored_groups[sources[0]]), _hyper(stored_groups[differing[0]])
-            keys = [k for k, v in one.items() if other.get(k) != v]
-            loading.add_problem(
-                schema.group(sources[0]),
-                f"group {g} of the optimizer unites stored groups {sources} that differ in {', '.join(keys)}",
-            )
-        matched.append(sources[0] if sources else None)
-    return matched
-
-
-def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group."""
-    return {k: v for k, v in group.items() if k != schema.PARAMS}
-
-
 # Where the arrays go.
 
 
-def _plan(stored: Stored, tree: Any, match: _Match, groups: Sequence[int | None], loading: Loading) -> frozenset[Any]:
+def _plan(
+    stored: Stored, tree: Any, match: OptimizerMatch, groups: Sequence[int | None], loading: Loading
+) -> frozenset[Any]:
     """Want every array that the program has a use for; the names of parameters with state that does not fit."""
     now = arrays_of(_tree_now(tree, match, groups), schema.OPTIMIZER)
     usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.holders)
@@ -241,7 +133,7 @@ def _plan(stored: Stored, tree: Any, match: _Match, groups: Sequence[int | None]
     return frozenset(fresh.name(p.leaf) for p in wanted.problems)
 
 
-def _tree_now(stored: Any, match: _Match, groups: Sequence[int | None]) -> dict[str, Any]:
+def _tree_now(stored: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> dict[str, Any]:
     """What the program's optimizer has of the stored one's state, in the stored one's structure."""
     state, stored_state = match.now, stored[schema.STATE]
     owned = {name: state[p] for name, p in match.by_name.items() if p in state and name in stored_state}
@@ -261,7 +153,7 @@ def _groups_now(stored: Any, groups: Sequence[int | None], optimizer: Any) -> li
     now: list[Any] = [{} for _ in stored_groups]
     for group, source in zip(optimizer.param_groups, groups, strict=True):
         if source is not None and not now[source]:
-            now[source] = {k: v for k, v in _hyper(group).items() if k in stored_groups[source]}
+            now[source] = {k: v for k, v in settings_of(group).items() if k in stored_groups[source]}
     return now
 
 
@@ -270,7 +162,7 @@ def _groups_now(stored: Any, groups: Sequence[int | None], optimizer: Any) -> li
 
 def _finishing(
     stored: Stored,
-    match: _Match,
+    match: OptimizerMatch,
     groups: Sequence[int | None],
     bad: frozenset[Any],
     own: rank_states.Own,
@@ -307,8 +199,8 @@ def _finishing(
 def _tell_decay(optimizer: Any, groups: Sequence[Any]) -> None:
     """Say that torch's Adam becomes AdamW by what it loads, or the reverse: an option tells them apart."""
     for group, stored_group in zip(optimizer.param_groups, groups, strict=True):
-        new = group.get(_DECOUPLED) if stored_group is None else stored_group.get(_DECOUPLED, group.get(_DECOUPLED))
-        if new != group.get(_DECOUPLED):
+        new = group.get(DECOUPLED) if stored_group is None else stored_group.get(DECOUPLED, group.get(DECOUPLED))
+        if new != group.get(DECOUPLED):
             kind = "AdamW" if new else "Adam"
             logger.warning(
                 "the stored state is that of torch's %s: this %s decays weights as %s does from now on (%s=%s), as "
@@ -316,13 +208,13 @@ def _tell_decay(optimizer: Any, groups: Sequence[Any]) -> None:
                 kind,
                 type(optimizer).__name__,
                 kind,
-                _DECOUPLED,
+                DECOUPLED,
                 new,
             )
             return
 
 
-def _new_state(tree: Any, match: _Match, bad: frozenset[Any]) -> dict[Any, Any]:
+def _new_state(tree: Any, match: OptimizerMatch, bad: frozenset[Any]) -> dict[Any, Any]:
     """The optimizer's state as it will be: that of each parameter by its tensor, and shared state by its key."""
     before, state = match.now, collections.defaultdict[Any, Any](dict)
     for name, parameter in match.by_name.items():
@@ -335,9 +227,9 @@ def _new_state(tree: Any, match: _Match, bad: frozenset[Any]) -> dict[Any, Any]:
     return state
 
 
-def _install_sharded(match: _Match, state: Mapping[Any, Any], groups: Sequence[Any]) -> None:
+def _install_sharded(match: OptimizerMatch, state: Mapping[Any, Any], groups: Sequence[Any]) -> None:
     """Put state and hyper-parameters into a ZeRO-1 optimizer: both it and those that it wraps have groups."""
-    values = [{} if new is None else _hyper(new) for new in groups]
+    values = [{} if new is None else settings_of(new) for new in groups]
     for part in zero1.parts_of(match.optimizer):
         holder = part.base_optimizer
         for program_groups in (match.optimizer.param_groups, part.param_groups, holder.param_groups):
@@ -349,11 +241,11 @@ def _install_sharded(match: _Match, state: Mapping[Any, Any], groups: Sequence[A
         holder.__setstate__({schema.STATE: shard_state, schema.GROUPS: holder.param_groups})
 
 
-def _install(match: _Match, state: Any, groups: Sequence[Any], others: Mapping[str, Any]) -> None:
+def _install(match: OptimizerMatch, state: Any, groups: Sequence[Any], others: Mapping[str, Any]) -> None:
     """Put state and hyper-parameters into an optimizer; `others` are members of its state that torch does not know."""
     optimizer = match.optimizer
     values = [
-        {**group, **({} if stored_group is None else _hyper(stored_group)), "params": group["params"]}
+        {**group, **({} if stored_group is None else settings_of(stored_group)), "params": group["params"]}
         for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
     ]
     if has_torchs(optimizer, "load_state_dict"):

@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from xla_ckpt.arrays.registry import Adapters
-from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
+from xla_ckpt.arrays.torch_elements import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied

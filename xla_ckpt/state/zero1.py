@@ -131,7 +131,7 @@ def take_weights(optimizer: Any) -> None:
 
 def put(shard: Any, rows: torch.Tensor) -> None:
     """Overwrite a shard with rows in host memory; what they do not reach is padding, and zero."""
-    from xla_ckpt.arrays.torch_host import bytes_of
+    from xla_ckpt.arrays.torch_elements import bytes_of
 
     adapter = require(shard)
     target = adapter.into(shard, whole(tuple(shard.shape)), owned=True)
@@ -144,7 +144,7 @@ def put(shard: Any, rows: torch.Tensor) -> None:
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
-    from xla_ckpt.arrays.torch_host import tensor_from
+    from xla_ckpt.arrays.torch_elements import tensor_from
 
     (shards,) = require(value).host([(value, whole(tuple(value.shape)))])
     return tensor_from(np.array(shards[0].data), value.dtype, value.shape)

@@ -12,7 +12,8 @@ from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.manifest.records import Head
 from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source, write_small
 from xla_ckpt.tags.cleaning import remove, retire_older
-from xla_ckpt.tags.directories import DirectoryDraft, DirectoryRoot
+from xla_ckpt.tags.directories import DirectoryRoot
+from xla_ckpt.tags.directory_draft import DirectoryDraft
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.names import DISK_MARK, NEW_PREFIX

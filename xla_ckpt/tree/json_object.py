@@ -1,4 +1,4 @@
-"""JSON of files: what any of them holds is one object, and whatever else it may be is damage. Pure."""
+"""JSON of files: most of them hold one object, and whatever else it may be is damage. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from typing import Any
 from xla_ckpt.errors import CheckpointError, FormatError
 
 
+def json_value(
+    text: bytes, what: str, kind: type[CheckpointError] = FormatError, pairs: Callable[[Any], Any] | None = None
+) -> Any:
+    """What a text of JSON says; `pairs` makes each object in it of its (key, value) pairs.
+
+    Raises:
+        CheckpointError: It is none: an error of this kind.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{what} is no JSON: {error}"[:300]) from error
+
+
 def json_object(
     text: bytes, what: str, kind: type[CheckpointError] = FormatError, pairs: Callable[[Any], Any] | None = None
 ) -> dict[str, Any]:
-    """The object that a text is; `pairs` makes each object in it of its (key, value) pairs.
+    """The object that a text is (see `json_value`).
 
     Raises:
         CheckpointError: It is none: an error of this kind.
@@ -20,10 +34,7 @@ def json_object(
     >>> json_object(b'{"a": 1}', "the text")
     {'a': 1}
     """
-    try:
-        content = json.loads(text, object_pairs_hook=pairs)
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{what} is no JSON: {error}"[:300]) from error
+    content = json_value(text, what, kind, pairs)
     if not isinstance(content, dict):
         raise kind(f"{what} is not a JSON object", found=type(content).__name__)
     return content

@@ -12,7 +12,7 @@ from xla_ckpt.api.summaries import fields_of
 from xla_ckpt.api.tags import located
 from xla_ckpt.engine.difference import Distance
 from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.layouts.registry import check_lies_there
+from xla_ckpt.layouts.no_tag import check_lies_there
 from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.tables.texts import size

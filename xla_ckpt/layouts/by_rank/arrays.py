@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.splits import HINT, readings
+from xla_ckpt.layouts.torch_save.strided import shards_of_piece
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sharding import Sharding
 
 Copies = Mapping[tuple[int, int, int], StoredTensor]
@@ -211,11 +211,8 @@ def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int
 def _shard(files: RankFiles, tensor: StoredTensor, piece: Piece) -> Shard:
     """The shard that a piece of a stored tensor is."""
     at = files.place(tensor)
-    where = runs(piece.local, Box.whole(tensor.shape), tensor.dtype.itemsize)
-    file = files.number(at.file)
-    if where.contiguous:
-        return Shard(piece.box, file, at.offset + where.offset)
-    return Shard(piece.box, file, at.offset, piece.frame(tensor.shape))
+    (shard,) = shards_of_piece(at, piece, files.number(at.file))  # tensors of rank files are in C order
+    return shard
 
 
 def with_stored_shape(unknown: UnknownArray, copies: Copies) -> UnknownArray:

@@ -166,7 +166,7 @@ def _alike(files: RankFiles, one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, StoredTensor):
-        return files.equal(one, other)
+        return files.same(one, other)
     if isinstance(one, Mapping):
         return bool(one.keys() == other.keys())
     if type(one) in (list, tuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
+from xla_ckpt.layouts.torch_save.compared import bytes_inside, same_tensor
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.hints import Hints
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _SAMPLE = 4096
 """Bytes of a part of a tensor that are compared."""
-
-_CHUNK = 1 << 20
-"""Bytes that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,25 +99,13 @@ class RankFiles:
         return at
 
     def same(self, one: StoredTensor, other: StoredTensor) -> bool:
-        """Whether two tensors hold the same bytes: their CRC-32s say so, and data is read only where there are none.
+        """Whether two tensors have the same shape and type, and hold the same bytes (see `same_tensor`).
 
         Raises:
             CorruptCheckpointError: A file is missing, or holds another tensor.
         """
-        a, b = self.place(one), self.place(other)
-        if (a.file, a.offset) == (b.file, b.offset):
-            return True
-        if a.crc is not None and b.crc is not None:
-            return a.crc == b.crc
-        return self._same_bytes(a, b)
-
-    def equal(self, one: StoredTensor, other: StoredTensor) -> bool:
-        """Whether two tensors have the same shape and type, and hold the same bytes.
-
-        Raises:
-            CorruptCheckpointError: A file is missing, or holds another tensor.
-        """
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and self.same(one, other)
+        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return alike and same_tensor(self.directory, self.place(one), self.place(other))
 
     def zero(self, tensor: StoredTensor) -> bool:
         """Whether a tensor has nothing but zeros, as its CRC-32 says.
@@ -147,26 +132,8 @@ class RankFiles:
             at = self.place(tensor)
             where = runs(of.local, Box.whole(tensor.shape), tensor.dtype.itemsize)
             count = min(where.nbytes, _SAMPLE)
-            samples.append(self._bytes(at.file, at.offset + where.offset + (where.nbytes - count) // 2, count))
+            samples.append(bytes_inside(self.directory, at, where.offset + (where.nbytes - count) // 2, count))
         return samples[0] == samples[1]
-
-    def _same_bytes(self, a: TensorAt, b: TensorAt) -> bool:
-        """Whether two tensors of one type and shape are equal, read piece by piece."""
-        size = Box.whole(a.shape).size * a.dtype.itemsize
-        pieces = ((at, min(_CHUNK, size - at)) for at in range(0, size, _CHUNK))
-        return all(self._bytes(a.file, a.offset + at, n) == self._bytes(b.file, b.offset + at, n) for at, n in pieces)
-
-    def _bytes(self, file: str, offset: int, nbytes: int) -> bytearray:
-        """Bytes of a tensor.
-
-        Raises:
-            CorruptCheckpointError: The file ends before them.
-        """
-        data = bytearray(nbytes)
-        with closing(self.directory.open(file)) as source:
-            if source.read_into(memoryview(data), offset) < nbytes:
-                raise CorruptCheckpointError("a file ends inside of a tensor", file=file)
-        return data
 
     # What a layout says of its files.
 

@@ -61,8 +61,8 @@ class _StageOptimizer:
         self.state_key = "base_state" if self.zero else "state"
         self.mesh = Mesh(dp=dp, ep=state.mesh.ep, tp=state.mesh.tp) if self.zero else state.mesh
         self.model = state.stages.get(pp, Stage())
-        groups = self.first.get("param_groups")
-        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+        groups = schema.groups_of(self.first)
+        if groups is None:
             raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf=schema.OPTIMIZER)
         ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
         first_expert = sum(len(g["params"]) for g in groups[:ordinary])

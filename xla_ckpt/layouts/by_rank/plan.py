@@ -17,8 +17,8 @@ import torch
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.torch_file import TorchFile
-from xla_ckpt.layouts.torch_save.pickle_names import Reference
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
+from xla_ckpt.layouts.torch_save.stand_ins import Reference
 from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.plan.stored_shardings import sharding_of_spec
 from xla_ckpt.sharding.box import Box

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.engine.index_files import Index, no_index
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, check_rows, with_experts
 from xla_ckpt.layouts.native import NativeWriting
@@ -20,7 +19,7 @@ from xla_ckpt.tree import schema
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWriting:
+class RankWriting(Writing):
     """What one rank writes: files of a layout for what it has a place for, native ones for the rest.
 
     A layout derives a class from it that has a `plan`.
@@ -31,12 +30,6 @@ class RankWriting:
     """This rank's state, without its trees."""
 
     native: NativeWriting
-    marks: Mapping[str, bytes] = field(default_factory=dict)
-
-    @property
-    def index(self) -> Index:
-        """It has no files that are made from the manifest."""
-        return no_index
 
     @property
     def whole(self) -> frozenset[str]:

@@ -58,7 +58,7 @@ def tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
     Raises:
         UnsupportedStateError: torch has no such element type.
     """
-    from xla_ckpt.arrays.torch_host import torch_dtype
+    from xla_ckpt.arrays.torch_elements import torch_dtype
 
     if torch_dtype(dtype) is None:
         raise UnsupportedStateError(f"torch has no element type {dtype.name}, and so DCP has none")

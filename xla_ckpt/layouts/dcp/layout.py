@@ -6,7 +6,6 @@ our manifest beside `.metadata`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from xla_ckpt.engine.index_files import Index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import naming
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.dcp import tags
@@ -69,9 +69,6 @@ class Dcp(Layout):
         number = next(i for i, file in enumerate(reader.manifest.files) if file.path == METADATA)
         reader.head(number)
 
-    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        return tags.complete_dcp_tags(store, names) if self.finds else []
-
     def find(self, store: Store, tag: str) -> TagEntry | None:
         return tags.find_dcp_tag(store, tag) if self.finds else None
 
@@ -99,17 +96,11 @@ class Dcp(Layout):
 
 
 @dataclass(frozen=True)
-class DcpWriting:
+class DcpWriting(Writing):
     """What one rank writes in this layout."""
 
     description: Description
     flat: bool
-
-    whole: frozenset[str] = frozenset()
-
-    @property
-    def marks(self) -> Mapping[str, bytes]:
-        return {}
 
     def checked(self) -> DcpWriting:
         """The same, if the layout has a place for all of the state.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.dtypes import DType
@@ -20,13 +20,13 @@ from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, KeyPath
 from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, is_scanned_array, scanned_manifest
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.manifest.records import Manifest, UnknownArray
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
@@ -92,8 +92,7 @@ def existing_contents(files: DcpFiles) -> Contents:
 def _stored_values(files: DcpFiles) -> Values:
     """(path, value) of all that is stored: an `ArrayRecord` or `UnknownArray` for a tensor, else the value itself.
 
-    In values there may be a `TensorAt` for each tensor. A value that is not read without trust is an
-    `UntrustedObject`.
+    In values there may be records, too. A value that is not read without trust is an `UntrustedObject`.
 
     Raises:
         CheckpointError: See `open_dcp`.
@@ -159,19 +158,24 @@ def _chunk(files: DcpFiles, ahead: Ahead, item: SpanOf, number: int) -> Iterator
 
 
 def _value(files: DcpFiles, ahead: Ahead, span: Span) -> Any:
-    """A value that is no tensor, with a `TensorAt` for each tensor in it.
+    """A value that is no tensor, with a record for each tensor in it.
 
     Raises:
         CorruptCheckpointError: It is damaged, or its zip is none.
     """
     files.check_value(ahead, span)
+
+    def record(at: TensorAt) -> ArrayRecord:
+        shards = shards_at(at, Box.whole(at.shape), files.number_inside(at.file))
+        return array_record(at.dtype, at.shape, [*shards])
+
     try:
-        value = Zip(ahead, span.offset, span.nbytes).value(strided=True)
+        value = Zip(ahead, span.offset, span.nbytes).value(strided=True, tensor=record)
     except UntrustedObjectError as error:
         return _on_trust(files, span, error.problem)
     if type(value) in _PLAIN:
         return value
-    flat = flattened(value, _kind)
+    flat = flattened(value)
     if flat.objects:
         return _on_trust(files, span, f"a {type(flat.objects[0][1]).__name__} is neither array nor plain value")
     return value
@@ -185,31 +189,11 @@ def _on_trust(files: DcpFiles, span: Span, problem: str) -> UntrustedObject:
     return whole_file_on_trust(span.file, problem, data)
 
 
-def _kind(value: Any) -> str | None:
-    return "torch" if isinstance(value, TensorAt) else kind_of_scanned(value)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return value.shape if isinstance(value, ArrayRecord | UnknownArray | TensorAt) else None
-
-
 def _manifest_of(
     files: DcpFiles, values: Values, entry: TagEntry, hints: Hints
 ) -> tuple[Manifest, list[UntrustedObject]]:
     """The manifest of a directory, and the objects that its skeleton numbers."""
-    parts = training_state(nested(values), hints, lambda value: _kind(value) is not None)
-    parts, _ = with_names(parts, hints, _shape, guess=False)
-    flat = flattened(parts, _kind)
-    arrays = {leaf: _inside(leaf, array, files) for leaf, array in flat.arrays.items()}
+    parts = training_state(nested(values), hints, is_scanned_array)
+    parts, _ = with_names(parts, hints, guess=False)
     ranks = {match[1] for record in files.records if (match := _OF_RANK.fullmatch(record.path))}
-    flat = replace(flat, arrays=arrays)
-    return scanned_manifest(entry.tag, flat, files.records, created=entry.created, world=len(ranks) or 1)
-
-
-def _inside(leaf: str, array: Any, files: DcpFiles) -> Any:
-    """The record of a tensor that lies inside of a value; any other array as it is."""
-    if not isinstance(array, TensorAt):
-        return array
-    with naming(leaf=leaf, file=array.file):
-        shards = shards_at(array, Box.whole(array.shape), files.number_inside(array.file))
-        return array_record(array.dtype, array.shape, [*shards])
+    return scanned_manifest(entry.tag, flattened(parts), files.records, created=entry.created, world=len(ranks) or 1)

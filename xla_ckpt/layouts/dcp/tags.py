@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 from xla_ckpt.layouts.dcp.metadata import METADATA
-from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
+from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 
@@ -28,7 +28,7 @@ SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
-    """The directory of DCP's that has this name, complete or not; None if it is none."""
+    """The directory of DCP's that has this name, complete or not; None if it is none. It is as old as its metadata."""
     try:
         time = store.modified(f"{tag}/{METADATA}") or store.modified(f"{tag}/__0{METADATA}")
         if time is None:
@@ -41,12 +41,6 @@ def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
     except OSError:
         return None
     return TagEntry(tag=tag, created=time_text(time or 0), directory=tag, complete=time is not None)
-
-
-def complete_dcp_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
-    """The complete ones among some names, oldest first. Their time stamps are those of `.metadata`."""
-    candidates = (find_dcp_tag(store, name) for name in names)
-    return by_numbers([entry for entry in candidates if entry is not None and entry.complete])
 
 
 def ranks_metadata(names: Iterable[str]) -> list[str]:

@@ -99,9 +99,9 @@ class NeuronxDistributed(RankLayout):
     def writing(self, description: Description) -> Writing:
         from xla_ckpt.layouts.nxd.writing import nxd_writing
 
-        return nxd_writing(description, xser=self.xser, marks=TAG_MARKS)
+        return nxd_writing(description, xser=self.xser)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         from xla_ckpt.layouts.nxd.writing import nxd_rewriting
 
-        return nxd_rewriting(stored, to, self.name, xser=self.xser, marks=TAG_MARKS)
+        return nxd_rewriting(stored, to, self.name, xser=self.xser)

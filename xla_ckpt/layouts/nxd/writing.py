@@ -21,6 +21,7 @@ from xla_ckpt.layouts.by_rank.new_job import NewJob, deals_rows
 from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, by_number
 from xla_ckpt.layouts.by_rank.rewriting import members_of_ranks, rewritten
 from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
+from xla_ckpt.layouts.nxd.layout import TAG_MARKS
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
@@ -39,6 +40,11 @@ class NxdWriting(RankWriting):
 
     xser: bool
 
+    @property
+    def marks(self) -> Mapping[str, bytes]:
+        """Those by which neuronx-distributed finds a tag."""
+        return TAG_MARKS
+
     @cached_property
     def plan(self) -> SavePlan:
         """See `xla_ckpt.engine.writing.Writing`."""
@@ -47,13 +53,13 @@ class NxdWriting(RankWriting):
         return SavePlan((*self.native.plan.files, *files))
 
 
-def nxd_writing(description: Description, *, xser: bool, marks: Mapping[str, bytes]) -> NxdWriting:
+def nxd_writing(description: Description, *, xser: bool) -> NxdWriting:
     """How a rank writes its state (see `xla_ckpt.layouts.base.Layout.writing`)."""
     rank_state, native = held_by_rank(description, _WHOSE, "xser")
-    return NxdWriting(description=description, rank_state=rank_state, native=native, xser=xser, marks=marks)
+    return NxdWriting(description=description, rank_state=rank_state, native=native, xser=xser)
 
 
-def nxd_rewriting(stored: StoredState, to: Topology, name: str, *, xser: bool, marks: Mapping[str, bytes]) -> Rewriting:
+def nxd_rewriting(stored: StoredState, to: Topology, name: str, *, xser: bool) -> Rewriting:
     """The files of a stored state, for another job (see `xla_ckpt.layouts.base.Layout.rewriting`).
 
     Raises:
@@ -75,7 +81,7 @@ def nxd_rewriting(stored: StoredState, to: Topology, name: str, *, xser: bool, m
     if manifest.left_out and not xser:  # from xser files with master weights it reads no model at all
         doubts.append("neuronx-distributed, too, refuses a pt tag that lacks names of its model, unless strict=False")
     return rewritten(
-        job, to, lambda rank: files_of_rank(job.state(rank), to.mesh, rank, xser=xser), doubts=doubts, marks=marks
+        job, to, lambda rank: files_of_rank(job.state(rank), to.mesh, rank, xser=xser), doubts=doubts, marks=TAG_MARKS
     )
 
 

@@ -6,11 +6,12 @@ only single files have: lists of optimizers, an optimizer that numbers its param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.layouts.parameter_numbers import Shape, with_names
+from xla_ckpt.layouts.parameter_numbers import with_names
+from xla_ckpt.layouts.scanned import is_scanned_array
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
@@ -31,28 +32,26 @@ class FileMembers:
     """Whether the numbers of the optimizer were named after the order of the model."""
 
 
-def file_members(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape: Shape) -> FileMembers:
+def file_members(tree: Any, hints: Hints) -> FileMembers:
     """The members of the training state that a file holds.
 
     Args:
-        tree: What was saved, with anything in place of the arrays.
+        tree: What was saved, with a record or an `UnknownArray` for each array.
         hints: What the program says that wants it.
-        is_array: Whether a value of the tree is an array.
-        shape: See `Shape`.
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return FileMembers(tree)
-    tree = _without_marks(tree, is_array)
-    parts = training_state(_unlisted(tree), hints, is_array)
+    tree = _without_marks(tree)
+    parts = training_state(_unlisted(tree), hints, is_scanned_array)
     if tree.keys() <= set(schema.MEMBERS):
         parts = _as_ours(tree, parts)
-    return FileMembers(*with_names(parts, hints, shape, guess=True))
+    return FileMembers(*with_names(parts, hints, guess=True))
 
 
-def _without_marks(tree: dict[Any, Any], is_array: Callable[[Any], bool]) -> dict[Any, Any]:
+def _without_marks(tree: dict[Any, Any]) -> dict[Any, Any]:
     """A tree without SageMaker model parallel's marks on state dicts, which are no names of a model's."""
-    members = {key: _without_marks(v, is_array) if type(v) is dict else v for key, v in tree.items()}
-    if STATE_DICT_MARKS.isdisjoint(members) or not any(map(is_array, members.values())):
+    members = {key: _without_marks(v) if type(v) is dict else v for key, v in tree.items()}
+    if STATE_DICT_MARKS.isdisjoint(members) or not any(map(is_scanned_array, members.values())):
         return members
     return {key: value for key, value in members.items() if key not in STATE_DICT_MARKS}
 

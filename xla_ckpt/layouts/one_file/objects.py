@@ -17,8 +17,8 @@ import torch
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.one_file.file import SavedFiles
-from xla_ckpt.layouts.torch_save.pickle_names import STORAGES, Opaque, StorageType
-from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt
+from xla_ckpt.layouts.torch_save.stand_ins import STORAGES, Opaque, StorageType
+from xla_ckpt.layouts.torch_save.zip_reader import Ahead, StorageAt, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree.nested import leaves
@@ -27,7 +27,36 @@ Step = Any
 """A key of a dict, a place in a list, or the name of an attribute."""
 
 
-class Walk:
+def stored_tree(
+    files: SavedFiles,
+    ahead: Ahead,
+    tensor: Callable[[TensorAt], Any],
+    more: Mapping[str, Any] = types.MappingProxyType({}),
+    *,
+    compared: bool = True,
+) -> Any:
+    """What a file holds: something for each tensor, and an `UntrustedObject` for what is read on trust only.
+
+    Args:
+        files: Where the file is.
+        ahead: The file, open.
+        tensor: What stands for a tensor.
+        more: See `loads`.
+        compared: Whether `files` compares its storages with their CRC-32s from now on.
+
+    Raises:
+        CorruptCheckpointError: It is cut off or damaged, or torch.save did not write it.
+        UnsupportedStateError: It is of another byte order, or compressed.
+    """
+    archive = Zip(ahead, 0, ahead.size)
+    storages = archive.storages()
+    if compared:
+        files.storages[ahead.file] = storages
+    objects = FileObjects(files, ahead.file, archive.pickled, storages)
+    return _Walk(objects, tensor).visit(archive.value(strided=True, tolerant=True, more=more), ())
+
+
+class _Walk:
     """Puts something in place of tensors, and an `UntrustedObject` in place of whatever is no plain value.
 
     Args:
@@ -86,17 +115,14 @@ class Walk:
 class FileObjects:
     """What a file holds, unpickled with all that it names: for objects that are trusted."""
 
-    def __init__(self, directory: SavedFiles, file: str, pickled: bytes) -> None:
+    def __init__(self, directory: SavedFiles, file: str, pickled: bytes, storages: Sequence[StorageAt]) -> None:
         self.directory = directory
         self.file = file
         self.pickled = pickled
+        self._places = {storage.key: storage for storage in storages}
         self.read_by_others: set[int] = set()
         """Offsets of tensors that are read as arrays. Objects have their storages without bytes."""
         self._tree: Any = None
-
-    @cached_property
-    def _places(self) -> Mapping[str, StorageAt]:
-        return {storage.key: storage for storage in self.directory.storages.get(self.file, ())}
 
     @cached_property
     def _of_others(self) -> list[int]:

@@ -10,11 +10,11 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
-from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.one_file.objects import stored_tree
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.strided import shards_at
-from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
@@ -44,10 +44,7 @@ def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
 def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
     with closing(directory.open(file)) as source:
         size = source.size
-        archive = Zip(Ahead(source, file, FEW_AHEAD), 0, size)
-        directory.storages[file] = archive.storages()
-        walk = Walk(FileObjects(directory, file, archive.pickled), _Records().of)
-        tree = walk.visit(archive.value(strided=True, tolerant=True), ())
+        tree = stored_tree(directory, Ahead(source, file, FEW_AHEAD), _Records().of)
     if (job := job_of_part(tree)) is not None:
         logger.warning(
             "%s is the part of one rank of a job of SageMaker model parallel, of pp %d and tp %d: the name without the "
@@ -55,7 +52,7 @@ def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, lis
             file,
             *job,
         )
-    members = file_members(tree, hints, _is_array, _shape_of_numbers)
+    members = file_members(tree, hints)
     if members.guessed:
         logger.warning(
             "%s: the stored optimizer numbers its parameters. They are taken to be those of the stored model in its "
@@ -64,18 +61,6 @@ def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, lis
             file,
         )
     return scanned_manifest(file, flattened(members.tree), [FileRecord(path=file, size=size, head=0, digest=0)])
-
-
-def _is_array(value: Any) -> bool:
-    return kind_of_scanned(value) is not None
-
-
-def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array that may be a parameter, or a state of one."""
-    if isinstance(value, ArrayRecord | UnknownArray) and value.dtype is not None:
-        numbers = value.dtype.floating or value.dtype.name.startswith("complex")
-        return value.shape if numbers else None
-    return None
 
 
 class _Records:
@@ -97,13 +82,4 @@ def _record(at: TensorAt) -> ArrayRecord | UnknownArray:
     try:
         return array_record(at.dtype, at.shape, [*shards_at(at, Box.whole(at.shape), 0)])
     except UnsupportedStateError as error:
-        # The rest of the file is good: only who wants this array hears of it.
-        return UnknownArray(
-            problem=error.problem,
-            expected=str(error.expected),
-            found=str(error.found),
-            hint="Load it with torch, make it contiguous, and save it anew.",
-            dtype=at.dtype,
-            shape=at.shape,
-            tensors=1,
-        )
+        return UnknownArray.because(error, at.dtype, at.shape)  # the rest of the file is good

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, naming
+from xla_ckpt.layouts.array_links import arrays_of_links
 from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.arrays import Copies
 from xla_ckpt.layouts.by_rank.content import plain_file
@@ -19,15 +19,15 @@ from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.llama_manifest import model_alone, names_in_part
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata
 from xla_ckpt.layouts.optimum.metadata_json import parse_stage_metadata
-from xla_ckpt.layouts.optimum.names import hugging_face
+from xla_ckpt.layouts.optimum.names import links_of
 from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
-from xla_ckpt.plan.rearrange import rearranged
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.storage.base import Directory, read_whole
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_value
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,7 @@ def hugging_face_model(reader: TagReader, below: str) -> HuggingFaceModel | None
         return None
     leaves = names_in_part(manifest, schema.MODEL)
     shapes = {name: record.shape for name, leaf in leaves.items() if (record := manifest.array(leaf)) is not None}
-    model = hugging_face(shapes, list(stages.values()))
-    arrays = {name: rearranged(schema.weight(name), new, manifest) for name, new in model.items()}
+    arrays = arrays_of_links(links_of(shapes, list(stages.values())), leaves, manifest, to_hf=True)
     beside = {
         name: read_whole(reader.directory, name, limit=MAX_JSON)
         for name in CONFIGS
@@ -98,10 +97,8 @@ CONFIGS = ("config.json", "generation_config.json")
 
 
 def _json(files: RankFiles, file: str) -> Any:
-    try:
-        return json.loads(read_whole(files.directory, file, limit=MAX_JSON))
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"a JSON file is damaged: {error}", file=file) from error
+    with naming(file=file):
+        return json_value(read_whole(files.directory, file, limit=MAX_JSON), "what the trainer knows")
 
 
 def metadata_of(files: RankFiles, mesh: Mesh) -> Mapping[int, StageMetadata]:
@@ -213,7 +210,7 @@ class _Description:
         Only what differs between the ranks is looked for: a buffer is the same on all of them.
         """
         first = next(iter(copies.values()))
-        if all(self.files.equal(first, tensor) for tensor in copies.values()):
+        if all(self.files.same(first, tensor) for tensor in copies.values()):
             return None
         for pp, stage in sorted(self.model.items()):
             for name, candidates in stage.copies.items():
@@ -221,7 +218,7 @@ class _Description:
                 if (
                     parameter is not None
                     and candidates.keys() == copies.keys()
-                    and all(self.files.equal(tensor, candidates[key]) for key, tensor in copies.items())
+                    and all(self.files.same(tensor, candidates[key]) for key, tensor in copies.items())
                 ):
                     return pp, parameter
         return None

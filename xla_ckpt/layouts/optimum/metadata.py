@@ -125,20 +125,6 @@ class Attention:
             return None
         return 0, sections[part]
 
-    def query_heads(self) -> list[int]:
-        """Which head of the Hugging Face model each stored head of the queries is, in the order of the ranks.
-
-        The keys and values lie on the ranks as a whole, once for each copy. The queries of one key-value head are dealt
-        out to its copies.
-        """
-        of_one, per_copy = self.heads // self.kv_heads, self.heads // self.kv_heads // self.copies
-        return [
-            head * of_one + copy * per_copy + i
-            for copy in range(self.copies)
-            for head in range(self.kv_heads)
-            for i in range(per_copy)
-        ]
-
 
 def _role(below: str) -> tuple[str, str]:
     """(layer of an adapter or empty, name of the tensor) from a name below a layer."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, naming
 from xla_ckpt.layouts.optimum.metadata import WITHOUT, Attention, Fused, ParameterSplit, StageMetadata
+from xla_ckpt.tree.json_object import json_value
 
 T = TypeVar("T")
 
@@ -19,11 +19,9 @@ def parse_stage_metadata(data: bytes, file: str) -> StageMetadata:
         CorruptCheckpointError: It is damaged, or contradicts itself.
         UnsupportedStateError: It describes layers in a way that this library does not know.
     """
-    try:
-        read = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the metadata are no JSON: {error}", file=file, hint=_LOST) from error
-    fields = _Fields(read, file, "the file")
+    with naming(file=file, hint=_LOST):
+        content = json_value(data, "a file of metadata")
+    fields = _Fields(content, file, "the file")
     splits = fields.take("parameters", dict)
     parameters = {name: _parameter(_Fields(value, file, name), name) for name, value in splits.items()}
     layers = [

@@ -92,10 +92,8 @@ def stored_job_of(stages: Sequence[Mapping[str, Any]], partitions: Mapping[str, 
 
 def names_of_groups(optimizer: Any) -> list[list[Any]]:
     """The names of the parameters in each group of an optimizer; none if it is not kept by parameter name."""
-    groups = optimizer.get(schema.GROUPS) if isinstance(optimizer, Mapping) else None
-    if not isinstance(groups, list) or not isinstance(optimizer.get(schema.STATE), Mapping):
-        return []
-    if not all(isinstance(group, Mapping) and isinstance(group.get(schema.PARAMS), list) for group in groups):
+    groups = schema.groups_of(optimizer)
+    if groups is None or not isinstance(optimizer.get(schema.STATE), Mapping):
         return []
     names = [list(group[schema.PARAMS]) for group in groups]
     return names if all(isinstance(name, str) for group in names for name in group) else []

@@ -87,7 +87,7 @@ def _tell_other(files: RankFiles, name: str, one: Copies | None, other: Copies) 
     """Log that two pipeline stages have a name, with different values: as with SMP, the last of them counts."""
     if one is None:
         return
-    if one.keys() != other.keys() or not all(files.equal(one[key], other[key]) for key in one):
+    if one.keys() != other.keys() or not all(files.same(one[key], other[key]) for key in one):
         logger.warning("%s is stored by several pipeline stages with different values: the last one counts", name)
 
 

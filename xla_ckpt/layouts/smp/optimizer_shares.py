@@ -144,7 +144,7 @@ def united_of(files: RankFiles, shares: Mapping[RankAt, OptimizerShare]) -> dict
 
 def _same(files: RankFiles, one: Any, other: Any) -> bool:
     if isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
-        return files.equal(one, other)
+        return files.same(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(files, one[key], other[key]) for key in one)
     return bool(one == other)

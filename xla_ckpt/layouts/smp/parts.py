@@ -12,11 +12,11 @@ from xla_ckpt.errors import CorruptCheckpointError, naming
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
-from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
+from xla_ckpt.layouts.one_file.objects import stored_tree
 from xla_ckpt.layouts.smp.one_save import SetPart, identified, saves_beside, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
-from xla_ckpt.layouts.torch_save.pickle_names import Attributes
-from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.stand_ins import Attributes
+from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
 
@@ -62,11 +62,9 @@ class PartFiles(RankFiles):
         if path not in self._trees:
             with naming(file=path), closing(self._opened(path)) as source:
                 ahead = Ahead(source, path, FEW_AHEAD)
-                archive = Zip(ahead, 0, source.size)
-                self.saved.storages[path] = archive.storages()
+                tree = stored_tree(self.saved, ahead, _stored, SCALERS)
                 self.noted[path] = identified(ahead, saves_beside(self.directory_of_all, path))
-                walk = Walk(FileObjects(self.saved, path, archive.pickled), _stored)
-                self._trees[path] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
+                self._trees[path] = tree
         return self._trees[path]
 
     def _opened(self, file: str) -> Any:

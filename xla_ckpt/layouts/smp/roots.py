@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from xla_ckpt.layouts.registry import all_tags
+from xla_ckpt.layouts.listing import all_tags
 from xla_ckpt.layouts.smp.tags import NEWEST, PARTIAL, newest_lines, order_of
 from xla_ckpt.storage.door import PathLike, store_at
 

@@ -125,8 +125,8 @@ def _of_directory(parts: PartFiles, tag: SmpTag) -> StoredParts:
     infos = [config, *(tree.get(LOAD_INFO) for tree in trees.get(MODEL_SET, {}).values())]
     stored = StoredParts(degrees_of(infos) or degrees_in(tag.sets.values()))
     grids = {
-        kind: {at: trees[kind][file] for at, file in placed(held_, stored.degrees).items()}
-        for kind, held_ in tag.sets.items()
+        kind: {at: trees[kind][file] for at, file in placed(of_kind, stored.degrees).items()}
+        for kind, of_kind in tag.sets.items()
     }
     stored.models = {at: tree for at, tree in grids.get(MODEL_SET, {}).items() if not at.dp}
     states = {at: tree for kind in OPTIMIZER_SETS for at, tree in grids.get(kind, {}).items()}

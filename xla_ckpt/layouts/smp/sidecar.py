@@ -22,6 +22,7 @@ from typing import Any
 from xla_ckpt.errors import FormatError, UnsupportedVersionError
 from xla_ckpt.layouts.torch_save.zip_directory import Take, directory_at
 from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.tree.json_object import json_value
 
 NOTE_FORMAT = 1
 
@@ -116,10 +117,7 @@ def parse_notes(data: bytes) -> tuple[SaveNote, ...]:
         UnsupportedVersionError: A newer version of this library wrote them.
         FormatError: They are damaged.
     """
-    try:
-        note = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the note beside a file is no JSON: {error}"[:300]) from error
+    note = json_value(data, "the note beside a file")
     version = note.get("format") if isinstance(note, dict) else None
     if type(version) is int and version > NOTE_FORMAT:
         raise UnsupportedVersionError(

@@ -11,14 +11,8 @@ from math import prod
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError
-from xla_ckpt.layouts.torch_save.pickle_names import (
-    NAMES_IN_PICKLES,
-    Attributes,
-    Factory,
-    Function,
-    Opaque,
-    TensorView,
-)
+from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES
+from xla_ckpt.layouts.torch_save.stand_ins import Attributes, Factory, Function, Opaque, TensorView
 from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
 
 _REBUILT = "torch._tensor._rebuild_from_type_v2"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.digests import DIGESTS
-from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, find_tag, tags_among
+from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, find_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
@@ -51,9 +50,6 @@ class TorchCheckpointing(Layout):
         from xla_ckpt.layouts.torch_checkpointing.writing import rewritten_items
 
         return rewritten_items(stored, to)
-
-    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        return tags_among(store, names)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         return find_tag(store, tag)

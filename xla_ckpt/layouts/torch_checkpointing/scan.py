@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -15,31 +14,28 @@ from xla_ckpt.layouts.digests import records_in
 from xla_ckpt.layouts.hugging_face import scanned_file
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
-from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, flattened, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.one_file.objects import stored_tree
+from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES_OF_DTENSORS
 from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items
 from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks, keeps_class
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, items_by_name, world_of
-from xla_ckpt.layouts.torch_save.strided import shards_at
-from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.compared import same_tensor
+from xla_ckpt.layouts.torch_save.strided import shards_at, shards_of_piece
+from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh_cuts import MeshCutting
-from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import Directory, ReadDirectory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree.json_object import json_value
 from xla_ckpt.tree.nested import Keys, nested, replaced_leaves
 
 _UNEVEN = "versions of torch do not agree about what an interleaved strided shard of uneven blocks is"
-
-_CHUNK = 1 << 20
-"""Bytes of two tensors that are compared at a time."""
 
 
 def open_items(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
@@ -51,19 +47,12 @@ def open_items(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
     """
     with directory_to_scan(store, entry.tag, lambda: store.open(entry.directory)) as directory:
         scan = _Scan(directory)
-        members = file_members(scan.tree(), hints, lambda value: kind_of_scanned(value) is not None, _shape_of_numbers)
+        members = file_members(scan.tree(), hints)
         flat = flattened(members.tree)
         manifest, objects = scanned_manifest(
             entry.tag, flat, scan.records, created=entry.created, world=world_of(scan.paths)
         )
         return TagReader(scan.files, store.path, entry.tag, manifest, objects)
-
-
-def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array that may be a parameter, or a state of one."""
-    if isinstance(value, ArrayRecord | UnknownArray) and value.dtype is not None and value.dtype.floating:
-        return value.shape
-    return None
 
 
 class _Scan:
@@ -115,10 +104,7 @@ class _Scan:
             self._number(path, len(data))
             if form == "raw":
                 return data
-            try:
-                return json.loads(data)
-            except (ValueError, RecursionError) as error:
-                raise CorruptCheckpointError(f"an item is no JSON: {error}"[:300]) from error
+            return json_value(data, "an item")
 
     def _form(self, path: str) -> str:
         """How a file is written of which nothing is said."""
@@ -132,12 +118,9 @@ class _Scan:
 
     def _torch(self, path: str, cuttings: Mapping[Keys, MeshCutting]) -> Any:
         with closing(self.directory.open(path)) as source:
-            archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
-            if not self.is_verified:
-                self.files.storages[path] = archive.storages()
             self._number(path, source.size)
-            walk = Walk(FileObjects(self.files, path, archive.pickled), lambda at: at)
-            tree = walk.visit(archive.value(strided=True, tolerant=True, more=NAMES_OF_DTENSORS), ())
+            ahead = Ahead(source, path, FEW_AHEAD)
+            tree = stored_tree(self.files, ahead, lambda at: at, NAMES_OF_DTENSORS, compared=not self.is_verified)
 
         def as_part(keys: Keys, leaf: Any) -> Any:
             """A plain tensor that is a part of an array, as this library writes them: the metadata alone say so."""
@@ -177,7 +160,7 @@ class _Scan:
         try:
             if None in parts:
                 if any(part is not None for part in parts) or not all(
-                    self._same_tensor(first, at) for at in tensors.values()
+                    same_tensor(self.files, first, at) for at in tensors.values()
                 ):
                     return None
                 return array_record(
@@ -185,10 +168,7 @@ class _Scan:
                 )
             return self._of_parts(tensors, first)
         except UnsupportedStateError as error:
-            # The rest of the tag is good: only who wants this array hears of it.
-            return UnknownArray(
-                problem=error.problem, hint=error.hint, dtype=first.dtype, shape=first.shape, tensors=len(tensors)
-            )
+            return UnknownArray.because(error, first.dtype, first.shape, len(tensors))  # the rest of the tag is good
 
     def _of_parts(self, tensors: RankTensors, first: TensorAt) -> ArrayRecord:
         """The array that the parts of a DTensor make up."""
@@ -208,7 +188,7 @@ class _Scan:
                 )
             for piece in cutting.pieces:
                 if piece.box.size and piece.box not in shards:
-                    shards |= {shard.box: shard for shard in _shards_of(at, piece, self._numbers[at.file])}
+                    shards |= {shard.box: shard for shard in shards_of_piece(at, piece, self._numbers[at.file])}
         try:
             return array_record(first.dtype, first.part.shape, [*shards.values()], first.part.spec)
         except FormatError as error:
@@ -218,39 +198,6 @@ class _Scan:
                 found=error.found,
                 hint="The file of a rank was lost, or files of two saves lie here.",
             ) from error
-
-    def _same_tensor(self, one: TensorAt, other: TensorAt) -> bool:
-        """Whether two tensors have the same bytes: their CRC-32s say so, where there are any."""
-        if one is other:
-            return True
-        if (one.dtype, one.shape, one.strides) != (other.dtype, other.shape, other.strides):
-            return False
-        if one.crc is not None and other.crc is not None:
-            return one.crc == other.crc
-        size = Box.whole(one.shape).size * one.dtype.itemsize
-        if one.strides is not None or not size:
-            return not size
-        with closing(self.files.open(one.file)) as a, closing(self.files.open(other.file)) as b:
-            for at in range(0, size, _CHUNK):
-                pair = bytearray(min(_CHUNK, size - at)), bytearray(min(_CHUNK, size - at))
-                a.read_into(memoryview(pair[0]), one.offset + at)
-                b.read_into(memoryview(pair[1]), other.offset + at)
-                if pair[0] != pair[1]:
-                    return False
-        return True
-
-
-def _shards_of(at: TensorAt, piece: Piece, number: int) -> list[Shard]:
-    """A piece of a local tensor, as shards."""
-    whole = Box.whole(at.shape)
-    if at.strides is not None:
-        if piece.local != whole:
-            raise UnsupportedStateError("a local tensor of several pieces is not stored in C order")
-        return [*shards_at(at, piece.box, number)]
-    where = runs(piece.local, whole, at.dtype.itemsize)
-    if where.contiguous:
-        return [Shard(piece.box, number, at.offset + where.offset)]
-    return [Shard(piece.box, number, at.offset, piece.frame(at.shape))]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
+from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 
@@ -67,11 +67,6 @@ def _mark(store: Store, tag: str, names: Iterable[str]) -> str | None:
 def _is_streamed(store: Store, path: str) -> bool:
     start = store.start_of(path, _NAME_AT + len(STREAMED))
     return start.startswith(b"PK\3\4") and start[_NAME_AT:] == STREAMED
-
-
-def tags_among(store: Store, names: Iterable[str]) -> list[TagEntry]:
-    """Those of some directories that this library wrote, oldest first: steps are ordered by their numbers."""
-    return by_numbers([entry for name in names if (entry := find_tag(store, name)) is not None])
 
 
 def items_by_name(names: Iterable[str]) -> dict[str, dict[int, str]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.engine.index_files import Index
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.distcp import STEM
 from xla_ckpt.files.torch_file import TorchFile
@@ -197,15 +198,10 @@ def _is_chunk(start: int, stop: int, size: int, before: int) -> bool:
 
 
 @dataclass(frozen=True)
-class ItemsWriting:
+class ItemsWriting(Writing):
     """What one rank writes in this layout."""
 
     description: Description
-    whole: frozenset[str] = frozenset()
-
-    @property
-    def marks(self) -> Mapping[str, bytes]:
-        return {}
 
     @cached_property
     def plan(self) -> SavePlan:

@@ -14,7 +14,7 @@ import torch
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError
-from xla_ckpt.layouts.torch_save.pickle_names import STORAGES, Reference
+from xla_ckpt.layouts.torch_save.stand_ins import STORAGES, Reference
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.tree.nested import leaves

@@ -21,8 +21,8 @@ import torch
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
 from xla_ckpt.files.pickle_bounds import FEW_VALUES, MAX_SHARING, check
-from xla_ckpt.layouts.torch_save.pickle_names import (
-    NAMES_IN_PICKLES,
+from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES
+from xla_ckpt.layouts.torch_save.stand_ins import (
     Attributes,
     Buffer,
     Function,

@@ -10,6 +10,8 @@ from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Piece
+from xla_ckpt.sharding.ranges import runs
 
 MAX_BOXES = 1 << 16
 """Boxes of one tensor. Each is a read of its own: a tensor that falls into more of them would be read for hours."""
@@ -32,6 +34,23 @@ def shards_at(at: TensorAt, box: Box, number: int) -> Iterator[Shard]:
     with naming(file=at.file):
         for part, first in boxes(at.shape, at.strides, box.start):
             yield Shard(part, number, at.offset + first * at.dtype.itemsize)
+
+
+def shards_of_piece(at: TensorAt, piece: Piece, number: int) -> list[Shard]:
+    """A piece of a local tensor, as shards of the file of this number.
+
+    Raises:
+        UnsupportedStateError: The tensor is not in C order, and consists of several pieces or of too many boxes.
+    """
+    whole = Box.whole(at.shape)
+    if at.strides is not None:
+        if piece.local != whole:
+            raise UnsupportedStateError("a local tensor of several pieces is not stored in C order")
+        return [*shards_at(at, piece.box, number)]
+    where = runs(piece.local, whole, at.dtype.itemsize)
+    if where.contiguous:
+        return [Shard(piece.box, number, at.offset + where.offset)]
+    return [Shard(piece.box, number, at.offset, piece.frame(at.shape))]
 
 
 def boxes(shape: tuple[int, ...], steps: tuple[int, ...], origin: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
@@ -57,7 +76,7 @@ def boxes(shape: tuple[int, ...], steps: tuple[int, ...], origin: tuple[int, ...
             "a tensor is not stored in C order, and falls into too many parts to be read where they lie",
             expected=f"at most {MAX_BOXES} parts",
             found=f"{count} of shape {list(shape)}, strides {list(steps)}",
-            hint="Load it with torch.distributed.checkpoint, and save what its contiguous() returns.",
+            hint="Load it with the library that wrote it, make it contiguous, and save it anew.",
         )
     for at in product(*(range(1 if dim in kept else n) for dim, n in enumerate(shape))):
         start = tuple(a + i for a, i in zip(origin, at, strict=True))

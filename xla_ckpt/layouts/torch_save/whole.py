@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
+from xla_ckpt.arrays.torch_elements import bytes_of, torch_dtype
 from xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -20,8 +20,8 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
-from xla_ckpt.layouts.torch_save.pickle_names import TensorView
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
+from xla_ckpt.layouts.torch_save.stand_ins import TensorView
 from xla_ckpt.layouts.torch_save.zip_directory import records_of
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides

@@ -1,0 +1,170 @@
+"""What torch tensors have for elements: their types, whether they are plain, where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from xla_ckpt import dtypes
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.strided import HOST_MEMORY, Strided
+
+DENSE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Tensor classes that are nothing but a dense tensor."""
+
+
+_WITH_MORE = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.complex32})
+"""Element types of tensors that have more than elements, or elements that have no name (see `arrays.composite`)."""
+
+
+PLAIN = DENSE | {torch.nn.UninitializedParameter}
+"""These, and what becomes one of them."""
+
+
+def dtype_of(tensor: torch.Tensor, path: str = "") -> DType:
+    """The element type of a tensor.
+
+    Raises:
+        UnsupportedStateError: It is quantized, or of a type that cannot be stored.
+    """
+    try:
+        return _element_type(tensor.dtype)
+    except UnsupportedStateError as error:
+        error.at(leaf=path)
+        raise
+
+
+@functools.cache
+def _element_type(dtype: torch.dtype) -> DType:
+    return dtypes.dtype(type_name(dtype))
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """The name of one of torch's types, of those without a `DType`, too."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(dtype: DType) -> torch.dtype | None:
+    """Torch's type of this name; None if it has none."""
+    attribute = getattr(torch, dtype.name, None)
+    return attribute if isinstance(attribute, torch.dtype) else None
+
+
+def is_xla(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on an XLA device: five times as fast as to compare the name of its device."""
+    return bool(tensor.is_xla)  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is none of a subclass has one plain array of elements."""
+    return tensor.layout is torch.strided and tensor.dtype not in _WITH_MORE and not tensor.is_nested
+
+
+def check_dense(tensor: torch.Tensor, path: str) -> None:
+    """Refuse what has no plain array of elements.
+
+    Raises:
+        UnsupportedStateError: Sparse, on the meta device, nested, or a tensor subclass that nobody here knows.
+    """
+    if type(tensor) in DENSE and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
+        return
+    if torch.nn.parameter.is_lazy(tensor):
+        what = "a lazy parameter that has no shape yet"
+    elif not _is_ordinary(tensor):
+        what = f"a {type(tensor).__name__}"
+    elif tensor.is_nested:
+        what = "a nested tensor"
+    elif tensor.is_meta:
+        raise UnsupportedStateError(
+            "a tensor on the meta device has no elements to store",
+            leaf=path,
+            hint="Give it some: model.to_empty(device=...), and then initialise or load the model.",
+        )
+    elif tensor.layout is torch.strided:
+        return
+    else:
+        what = f"a tensor of layout {tensor.layout}"
+    raise UnsupportedStateError(f"{what} cannot be stored", leaf=path, hint="Convert it to a dense tensor first.")
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements: also one of a subclass that does nothing but add methods."""
+    return type(tensor) in PLAIN or (_has_elements(tensor) and not attributes_of(tensor))
+
+
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass has elements of its own, as one of torch's has."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def attributes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor of a subclass has beside its elements."""
+    if type(tensor) in PLAIN or not _has_elements(tensor):
+        return []
+    return [member for member in vars(tensor).values() if isinstance(member, torch.Tensor)]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, of any dtype. The tensor must be kept while it is used."""
+    nbytes = tensor.nbytes
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A CPU tensor in memory from `Slabs`, without a copy; it keeps the memory alive."""
+    if len(memory) == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
+
+
+def check_writable(value: torch.Tensor) -> None:
+    """Refuse a target whose elements share memory: torch would not write to it, when others have their values already.
+
+    Raises:
+        UsageError: They do.
+    """
+    if not value.is_contiguous() and not strided(value).is_apart:
+        raise UsageError(
+            "elements of this tensor share memory with each other, so that nothing can be loaded into it",
+            expected="memory for each element",
+            found=f"shape {list(value.shape)}, strides {list(value.stride())}",
+            hint="Give it memory of its own, with clone() or contiguous(). To load into all arrays but this one, leave "
+            "it out of the target.",
+        )
+
+
+def strided(value: torch.Tensor) -> Strided:
+    """Where the elements of a tensor lie."""
+    nbytes = value.element_size()
+    steps = tuple(step * nbytes for step in value.stride())
+    space = HOST_MEMORY if value.device.type == "cpu" else value.device
+    return Strided(space, value.data_ptr(), tuple(value.shape), steps, nbytes)
+
+
+def memory_under(value: torch.Tensor, local: LocalArray) -> list[Strided]:
+    """Where each piece of a tensor lies."""
+    memory = strided(value)
+    return [memory.cut(piece.local) for piece in local.pieces]
+
+
+def torch_type(dtype: DType, value: torch.Tensor) -> torch.dtype:
+    """Torch's type for this element type; the value's own where torch has none."""
+    return torch_dtype(dtype) or value.dtype
+
+
+def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of a region of a tensor."""
+    if box.shape == tuple(value.shape):
+        return value
+    for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
+        value = value.narrow(dim, low, high - low)
+    return value

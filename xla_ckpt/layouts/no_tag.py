@@ -1,0 +1,68 @@
+"""What is said where a tag, or a root of tags, is asked for that is not there: where the tags are."""
+
+from __future__ import annotations
+
+from xla_ckpt.errors import CheckpointError, NoCheckpointError
+from xla_ckpt.keywords import meant
+from xla_ckpt.layouts.listing import all_tags, named_itself, tag_names
+from xla_ckpt.storage import door
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.missing import MAX_LOOKED_INTO, no_such_tag
+from xla_ckpt.tags.roots import root_of
+
+
+def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
+    """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    return with_hint(no_such_tag(root_of(store), tag), store)
+
+
+def check_lies_there(store: Store) -> None:
+    """Refuse a root where nothing lies at all: a listing of it would look like that of a root without tags.
+
+    Raises:
+        NoCheckpointError: Nothing does.
+    """
+    if not root_of(store).is_certain() and not store.is_directory(""):
+        raise no_tag(store, None)
+
+
+def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
+    """The same error, with a hint at what other libraries have there, or at the root above."""
+    tags = all_tags(store)
+    foreign = [(layout.origin, entry.tag) for layout, entry in tags if layout is not None]
+    if foreign:
+        others = ", ".join(tag for _, tag in foreign[-10:])
+        if len(foreign) == len(tags):
+            error.problem += meant(error.tag, [tag for _, tag in foreign])
+            error.hint = f"{foreign[-1][0]} wrote the tags there: {others}."
+        else:
+            error.hint = f"{error.hint or ''} {foreign[-1][0]} wrote others there: {others}.".lstrip()
+    elif (inside := named_itself(store)) is not None:
+        above, name = inside
+        error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
+    elif not tags and not store.has("") and (beside := _tags_above(store)):
+        error.hint = f"Nothing lies there. {beside}"
+    elif not tags and (below := _others_below(store)):
+        error.hint = f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
+    return error
+
+
+def _others_below(root: Store) -> list[str]:
+    """The directories in a directory in which there are tags, a few of them: other libraries put them below a name."""
+    if root.file_system is None or not root.is_directory(""):
+        return []
+    try:
+        names = [name for name in root.names() if root.is_directory(name)][:MAX_LOOKED_INTO]
+        return [name for name in names if all_tags(door.store_at(f"{root.path.rstrip('/')}/{name}"))][:3]
+    except (CheckpointError, OSError):
+        return []  # it is only for a hint
+
+
+def _tags_above(root: Store) -> str:
+    """What tags there are in the directory above: where nothing lies, somebody may have named a tag by its path."""
+    try:
+        above, _ = door.above(root.path)
+        tags = tag_names(above.look())
+    except CheckpointError:
+        return ""  # it is only for a hint
+    return f"In {above.path} there are, oldest first: {', '.join(tags[-10:])}." if tags else ""

@@ -1,0 +1,141 @@
+"""A directory on its way to its name: the draft of a tag, of a checkpoint of DCP's, of a file or of a repair."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.errors import NotDurableError
+from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
+from xla_ckpt.storage.base import (
+    FileSystem,
+    Identity,
+    LocalFiles,
+    not_durable,
+    rename_durably,
+)
+from xla_ckpt.tags.cleaning import move_to_trash, remove, remove_unused
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tags.orbax_commit import COMMITTER
+from xla_ckpt.tags.placing import check_not_overtaken, place
+from xla_ckpt.tags.retention import Retention
+from xla_ckpt.tags.root import Kind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class DirectoryDraft:
+    """A directory on its way to its name."""
+
+    store: FileSystem
+    name: str
+    """The name that it will have."""
+
+    kind: Kind
+    directory: LocalFiles
+    before: LocalFiles | None
+    """What had the name when this was begun. It is open, so that no other directory gets its number."""
+
+    replaced: Identity | None
+    """The number of that directory."""
+
+    sequence: int
+    newest: TagEntry | None
+    retire_older: Callable[[str, Retention | None], float]
+    """What the root does about older tags when this is one."""
+
+    placed: bool = False
+    """Whether the directory has its name. That of the draft may be the old version's by now."""
+
+    is_open: bool = True
+
+    def commit(self, *, retention: Retention | None, report: Any, within: float) -> float:
+        match self.kind:
+            case Kind.TAG:
+                LEASES.check(self.store.path, self.sequence)
+                metadata = {"tag": self.name, "sequence": self.sequence}
+                metadata |= {} if report is None else {"report": report}
+                with self._placing():
+                    old = COMMITTER.commit(self.store, self.directory, self.name, self.replaced, metadata, within)
+                if old is not None:
+                    _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
+                LEASES.note(self.store.path, self.name, self.sequence)
+                return self.retire_older(self.name, retention)
+            case Kind.CHECKPOINT:
+                self._place()
+            case Kind.NEW:
+                if self.store.is_directory(self.name) and self.store.remove_empty(self.name):
+                    self.replaced = None
+                check_not_overtaken(self.store, self.name, None)
+                self._place()
+            case Kind.FILE:
+                check_not_overtaken(self.store, self.name, None)  # a rename would replace a file
+                rename_durably(self.store, f"{self.directory.name}/{self.name}", self.name)
+            case Kind.RENEWED_FILE:
+                self.store.rename(f"{self.directory.name}/{self.name}", self.name)
+                try:
+                    self.store.sync()
+                except OSError as refused:  # what was there is gone, so that nothing can be undone
+                    raise not_durable(self.store, self.name, refused) from refused
+            case Kind.REPAIR:
+                self._adopt()
+        return 0.0
+
+    def _place(self) -> None:
+        """Have the directory take its name. What had it before is removed, unless somebody reads it."""
+        with self._placing():
+            old = place(self.store, self.directory.name, self.name, self.replaced)
+        if old is not None:
+            remove_unused(self.store, old)
+
+    @contextlib.contextmanager
+    def _placing(self) -> Iterator[None]:
+        """The directory takes its name. Readers mark it as theirs from then on."""
+        try:
+            yield
+        except NotDurableError:
+            self.placed = True  # and what stands under the draft's name may be what a loss of power brings back
+            raise
+        self.placed = True
+        self._close()
+
+    def _adopt(self) -> None:
+        """Put the files into the places of those that the tag has."""
+        assert self.before is not None, "begin() has opened the tag"
+        self.directory.sync()
+        # What only repairs need comes first: who meets an error in between has the tag as it was.
+        for path in sorted(self.directory.files(), key=lambda path: (not path.startswith(PARITY_FOLDER), path)):
+            self.before.adopt(self.directory, path)
+        try:
+            self.before.sync()
+        except OSError as refused:
+            raise not_durable(self.store, self.name, refused) from refused
+
+    def abandon(self) -> None:
+        if self.is_open and not self.placed and self.directory.is_at(self.directory.name):
+            self._close()
+            # This process made it. Where there are no locks, `remove_unused` would leave it until it is old.
+            remove(self.store, self.directory.name)
+        self._close()
+
+    def _close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.directory.close()
+            if self.before is not None:
+                self.before.close()
+
+
+def _move_away(store: FileSystem, name: str) -> None:
+    """Move the old version of a tag to the trash. That this is refused is logged: the new one is in place."""
+    try:
+        move_to_trash(store, name)
+    except FileNotFoundError:
+        logger.debug("%s in %s: another program has removed it", name, store.path)
+    except OSError as error:
+        logger.warning("%s: the old version of a tag stays under the name %s: %s", store.path, name, error)
