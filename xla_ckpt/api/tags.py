@@ -9,7 +9,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts import registry
-from xla_ckpt.layouts.registry import no_tag, tag_names
+from xla_ckpt.layouts.registry import newest_last, no_tag, tag_names
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
@@ -68,7 +68,10 @@ def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
 
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
-    tags = list_tags(path, local=local)
+    if local is None:
+        tags = [entry.tag for entry in newest_last(store_at(path).look())]
+    else:
+        tags = list_tags(path, local=local)
     if not tags:
         expect_commit(store_at(path if local is None else local))
     return tags[-1] if tags else None
@@ -112,10 +115,10 @@ def chosen_tag(store: Store, tag: str | None) -> str:
     """
     if tag is not None:
         return tag
-    names = tag_names(store)
-    if not names:
+    entries = newest_last(store)
+    if not entries:
         raise no_tag(store, None)
-    return names[-1]
+    return entries[-1].tag
 
 
 @known_options

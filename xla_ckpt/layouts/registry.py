@@ -169,14 +169,29 @@ def tag_names(store: Store) -> list[str]:
     return [entry.tag for _, entry in all_tags(store)]
 
 
-def passed_over(tags: Sequence[tuple[Layout | None, TagEntry]]) -> tuple[str, str] | None:
-    """(who wrote it, tag) of a foreign tag that seems to be newer than our newest one, before which it is listed."""
-    ours = [entry for layout, entry in tags if layout is None]
+def newest_last(store: Store) -> list[TagEntry]:
+    """All complete tags, for a caller who takes the last one: which that is, is decided here alone.
+
+    A warning says if a tag of another library has a newer time stamp than the newest one of ours, before which it is.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    tags = all_tags(store)
+    entries = [entry for _, entry in tags]
     foreign = [(layout.origin, entry) for layout, entry in tags if layout is not None and entry.created]
-    if not ours or not foreign or not ours[-1].created:
-        return None
-    origin, newest = max(foreign, key=lambda pair: _time(pair[1]))
-    return (origin, newest.tag) if _time(newest) > _time(ours[-1]) else None
+    if foreign and tags[-1][0] is None and entries[-1].created:
+        origin, passed_over = max(foreign, key=lambda pair: _time(pair[1]))
+        if _time(passed_over) > _time(entries[-1]):
+            logger.warning(
+                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
+                "not",
+                store.path,
+                origin,
+                passed_over.tag,
+                entries[-1].tag,
+            )
+    return entries
 
 
 def _time(entry: TagEntry) -> float:
@@ -311,9 +326,13 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
     tags = all_tags(store)
     foreign = [(layout.origin, entry.tag) for layout, entry in tags if layout is not None]
-    if foreign and len(foreign) == len(tags):
-        error.problem += meant(error.tag, [tag for _, tag in foreign])
-        error.hint = f"{foreign[-1][0]} wrote the tags there: {', '.join(tag for _, tag in foreign[-10:])}."
+    if foreign:
+        others = ", ".join(tag for _, tag in foreign[-10:])
+        if len(foreign) == len(tags):
+            error.problem += meant(error.tag, [tag for _, tag in foreign])
+            error.hint = f"{foreign[-1][0]} wrote the tags there: {others}."
+        else:
+            error.hint = f"{error.hint or ''} {foreign[-1][0]} wrote others there: {others}.".lstrip()
     elif (inside := named_itself(store)) is not None:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
