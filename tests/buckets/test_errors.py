@@ -203,3 +203,17 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     for name in (package, f"obstore.auth.{package}"):
         monkeypatch.setitem(sys.modules, name, None)
     client_of.cache_clear()
+
+
+def test_answers_that_break_off_are_asked_for_again(root: str, s3: S3Server) -> None:
+    """Of files, of lists, and that there is no such file."""
+    xla_ckpt.save(root, "a", {"w": torch.arange(3)})
+    s3.forget()
+    s3.faults += [Fault("GET", "", "cut", 1, number=number) for number in range(1, 60, 3)]
+    xla_ckpt.save(root, "b", {"w": torch.arange(4)}, num_kept_ckpts=1)
+    assert xla_ckpt.list_tags(root) == ["b"]
+    assert torch.equal(xla_ckpt.restore(root).tree["w"], torch.arange(4))
+    xla_ckpt.save(f"{root}-2", "a", {"w": torch.arange(3)})
+    assert sum("cut" in request.status for request in s3.requests) >= 5
+    assert any("404 cut" in request.status for request in s3.requests)
+    assert any("list-type" in request.path and "cut" in request.status for request in s3.requests)

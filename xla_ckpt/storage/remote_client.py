@@ -45,6 +45,9 @@ whose store does not answer, and a save, which asks once more to clean up, twice
 RETRIES = 1000
 """How often it is repeated: until the time is over."""
 
+BROKEN_OFF = 3
+"""How often it is asked again, at once, where an answer broke off."""
+
 PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
 """The first pause between two tries, and the longest one, which adds to `RETRY_TIMEOUT`."""
 
@@ -102,6 +105,25 @@ def _quickly(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenat
     return ask
 
 
+def _whole(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
+    """A method that reads, which asks again if its answer breaks off.
+
+    obstore asks again for the rest of a file, and not where a list breaks off, or the answer that a file is not there.
+    """
+
+    @functools.wraps(method)
+    def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(BROKEN_OFF):
+            try:
+                return method(client, *args, **kwargs)
+            except Exception as error:
+                if "response body error" not in str(error):
+                    raise
+        return method(client, *args, **kwargs)
+
+    return ask
+
+
 _USED_BY: list[int] = []
 """The process that has used obstore, whose threads and connections are not there in one that is forked from it."""
 
@@ -152,6 +174,7 @@ class Client:
         return data, answer.meta["size"], answer.meta["e_tag"]
 
     @_quickly
+    @_whole
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
         """All of a small file, and what it takes to replace this version of it."""
         answer = self._quick.get(key)
@@ -200,6 +223,7 @@ class Client:
                 raise
 
     @_quickly
+    @_whole
     def names_below(self, prefix: str) -> list[str]:
         """What lies directly below a prefix, sorted."""
         answer = self._quick.list_with_delimiter(prefix or None)
@@ -207,6 +231,7 @@ class Client:
         return sorted(key.rstrip("/").rpartition("/")[2] for key in keys)
 
     @_quickly
+    @_whole
     def metas_below(self, prefix: str) -> list[ObjectMeta]:
         """All files below a prefix."""
         return [meta for some in self._quick.list(prefix or None) for meta in some]
@@ -216,6 +241,7 @@ class Client:
         return sorted(meta["path"] for meta in self.metas_below(prefix))
 
     @_quickly
+    @_whole
     def is_any_below(self, prefix: str) -> bool:
         """Whether there is a file below a prefix."""
         return any(some for some in self._quick.list(prefix or None, chunk_size=1))

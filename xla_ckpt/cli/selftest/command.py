@@ -107,8 +107,9 @@ def _folder(store: Store) -> Iterator[Store]:
             folder = _make(store, name)
         except StorageError:
             stack.pop_all()
-            with contextlib.suppress(StorageError):  # the first error says why; nothing or little was made
-                _remove(store, name, patience=0.0)
+            if store.file_system is not None:  # it may be there, and not be durable; in a bucket nothing is
+                with contextlib.suppress(StorageError):
+                    _remove(store, name, patience=0.0)
             raise
         yield folder
 
