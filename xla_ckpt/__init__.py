@@ -32,8 +32,12 @@ first save does not pay for it.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.storage.threads import before_threads_end
 
 if TYPE_CHECKING:
     from xla_ckpt.api.checkpoints import Checkpoints as Checkpoints
@@ -201,3 +205,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _leave(imported_by: int) -> None:
+    """At the end of a program that may be a rank of a job, even if it made no call: others may wait for it."""
+    if "torch.distributed" in sys.modules or "jax" in sys.modules:
+        channel = importlib.import_module("xla_ckpt.job.peers").channel
+        # A worker that a rank forks is not that rank.
+        importlib.import_module("xla_ckpt.job.job").leave(channel() if os.getpid() == imported_by else None)
+
+
+before_threads_end(partial(_leave, os.getpid()))

@@ -59,7 +59,7 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         names = {"tag": "tag", "leaf": "leaf", "file": "file", "rank": "rank", "path": "in"}
         where = ", ".join(
-            f"{word} {getattr(self, fact)}" for fact, word in names.items() if getattr(self, fact) is not None
+            f"{word} {getattr(self, fact)}" for fact, word in names.items() if getattr(self, fact) not in (None, "")
         )
         text = f"{self.problem} [{where}]" if where else self.problem
         compared = [

@@ -65,13 +65,30 @@ def test_an_empty_directory_and_a_tag_are_replaced(tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
-def test_a_tag_of_another_library_is_replaced_and_told(
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_tag_of_another_library_is_not_replaced(tmp_path: pathlib.Path, asynchronous: bool) -> None:
+    """It was, and a line in the log said so: a run that resumed from an old tag lost what came after it."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    before = _content(tmp_path)
+    message = f"another library has the name of the new tag.*torch.distributed.checkpoint.*move {tmp_path}/step-1 away"
+    with pytest.raises(xla_ckpt.UsageError, match=message):
+        xla_ckpt.save_checkpoint(tmp_path, "step-1", torch.nn.Linear(2, 2), async_save=asynchronous).result()
+    assert _content(tmp_path) == before
+    (tmp_path / "step-1").rename(tmp_path / "old")  # as the message says
+    xla_ckpt.save(tmp_path, "step-1", {"w": torch.zeros(2)})
+    assert xla_ckpt.restore(tmp_path).tree["w"][0] == 0
+
+
+def test_what_another_library_has_not_ended_is_replaced_and_told(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    xla_ckpt.save(tmp_path, "step-1", {"w": torch.zeros(2)})
-    assert "tag step-1, which" in caplog.text
-    assert "will be replaced" in caplog.text
+    """A job that was killed in a save comes to the same step again."""
+    xla_ckpt.save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, layout="xser")
+    for name in ("manifest.json", "commit_success.txt", "done"):
+        (tmp_path / "step_1" / name).unlink()
+    assert xla_ckpt.list_tags(tmp_path) == []
+    xla_ckpt.save(tmp_path, "step_1", {"w": torch.zeros(2)})
+    assert "began to save as tag step_1 will be replaced" in caplog.text
     assert xla_ckpt.restore(tmp_path).tree["w"][0] == 0
 
 

@@ -251,6 +251,39 @@ def test_a_part_whose_save_fails_on_another_disk_is_not_waited_for(root: str, tm
     assert xla_ckpt.verify(root).ok
 
 
+def content_of(tag: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(tag)): path.read_bytes() for path in tag.rglob("*") if path.is_file()}
+
+
+def loses_a_commit_over_a_tag(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> Any:
+    """Each rank has a disk, and the tag of that name on it. The second one's commits, and the third one's does not."""
+    local = prepared(2 * rank, hosts, environ)
+    saved(rank, root, local, 1).uploaded(SOON)
+    xla_ckpt.finalize_checkpoint()
+    before = content_of(local / "t1")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(Transaction, "commit", refuse)
+        with pytest.raises(StorageError):
+            saved(rank, root, local, 1)
+    after = content_of(local / "t1")
+    xla_ckpt.finalize_checkpoint()
+    changed = [path for path in before | after if before.get(path) != after.get(path)]
+    return changed, saved(rank, root, local, 1).uploaded(SOON).sequence
+
+
+def test_what_a_part_has_replaced_is_there_again_if_another_disk_refuses(
+    root: str, tmp_path: Path, s3: S3Server
+) -> None:
+    """The disk had neither version then, and what was not in the bucket yet was lost."""
+    hosts = [tmp_path / f"host{number}" for number in range(3)]
+    told = run_on_ranks(loses_a_commit_over_a_tag, 3, root, hosts, s3.environment)
+    assert [changed for changed, _ in told] == [[], [], []]
+    assert len({sequence for _, sequence in told}) == 1
+    assert xla_ckpt.verify(root).ok
+    assert not [path for host in hosts for path in (*host.glob(".new-*"), *host.glob(".trash/*"))]
+
+
 def wants_parity(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> str:
     with pytest.raises(UsageError) as caught:
         saved(rank, root, prepared(rank, hosts, environ), 1, parity="file")

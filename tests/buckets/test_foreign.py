@@ -55,6 +55,26 @@ def test_a_tag_of_theirs_is_not_touched(root: str) -> None:
     assert {name: read(f"{root}/{name}") for name in before} == before
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_it_is_neither_hidden_by_a_tag_of_ours_nor_the_root_of_one(root: str, asynchronous: bool) -> None:
+    upload(SMALL / "tp2_pp2_dp1/ckpt", root)
+    before = names_below(root)
+    model = torch.nn.Linear(2, 2)
+    for path, tag, message in (
+        (root, "step_40", "another library has the name of the new tag.*neuronx-distributed.*step_40 away"),
+        (f"{root}/step_40", "step_50", f"a checkpoint that neuronx-distributed wrote.*Pass {root}, and the name"),
+    ):
+        with pytest.raises(xla_ckpt.UsageError, match=message):
+            xla_ckpt.save_checkpoint(path, tag, model, async_save=asynchronous).result()
+        assert names_below(root) == before
+    xla_ckpt.save(f"{root}-native", "step_1", {"w": torch.ones(2)})
+    with pytest.raises(xla_ckpt.UsageError, match="a checkpoint that neuronx-distributed wrote"):
+        xla_ckpt.convert(f"{root}-native", f"{root}/step_40", as_tag="step_50")
+    assert names_below(root) == before
+    xla_ckpt.save_checkpoint(root, "step_50", model)
+    assert xla_ckpt.list_tags(root) == ["step_40", "step_50"]
+
+
 def test_a_tag_without_done_is_none(root: str) -> None:
     upload(SMALL / "tp2_pp2_dp1/ckpt", root)
     bucket, name = split(f"{root}/step_40/done")

@@ -140,7 +140,8 @@ def test_a_save_asks_for_nothing_twice(saved: str, s3: S3Server) -> None:
     found = kinds(s3)
     own = {"PUT file": 2, "PUT manifest.json": 1, "PUT report.json": 1, "PUT .ledger": 2}
     # The start of the manifest says to the ledger what the tag is; the pin of a tag that is replaced is looked up late.
-    assert found == {**own, "GET .lease": 1, "GET .ledger": 2, "GET manifest.json": 1}
+    # The list is for checkpoints of other libraries, which a tag of the same name would hide.
+    assert found == {**own, "GET .lease": 1, "GET .ledger": 2, "GET manifest.json": 1, "LIST": 1}
 
 
 def test_a_file_in_parts_takes_two_requests_more_than_it_has_parts(saved: str, s3: S3Server) -> None:

@@ -13,6 +13,9 @@ import xla_ckpt
 from tests.engine.test_async import ended, stored_model
 from tests.no_threads import no_thread_after_that_of_a_save, start_as_the_last
 from xla_ckpt import Product, SaveOptions
+from xla_ckpt.tags import lease
+from xla_ckpt.tags.lease_places import LeaseRecord
+from xla_ckpt.tags.lease_rules import Owner
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -31,6 +34,23 @@ def test_a_save_does_all_of_it_on_its_own_thread(tmp_path: Path, snapshot: Any) 
     tree = xla_ckpt.restore(tmp_path / "run").tree["model"]
     assert all(torch.equal(tree[name], value) for name, value in state().items())
     assert (tmp_path / "hf" / "step_1" / "model.safetensors").is_file()
+
+
+def test_a_save_says_itself_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job took the lease of a long save over, which was refused then. (A bucket has no locks.)"""
+    beats: list[int] = []
+    beat = LeaseRecord.beat
+
+    def counted(self: LeaseRecord, owner: Owner) -> None:
+        beats.append(owner.beat)
+        beat(self, owner)
+
+    monkeypatch.setattr(lease, "BEAT", 0.0)
+    monkeypatch.setattr(LeaseRecord, "beat", counted)
+    with no_thread_after_that_of_a_save():
+        xla_ckpt.save("memory://long", "a", {"w": torch.ones(1 << 24)}, async_save=True).result(60)
+    assert len(beats) > 1
+    assert beats == list(range(beats[0], beats[0] + len(beats)))
 
 
 def saves_without_further_threads(root: Path) -> None:

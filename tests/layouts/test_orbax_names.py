@@ -124,6 +124,17 @@ def test_it_is_converted_and_exported(saved: Path, tmp_path: Path) -> None:
     check_numbers(LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval())
 
 
+def test_rules_of_which_none_fits_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    xla_ckpt.register_names([("params/misspelt/kernel", "a.weight", "in out -> out in")])
+    xla_ckpt.restore(saved)
+    (told,) = [r.getMessage() for r in caplog.records if r.name.startswith("xla_ckpt")]
+    assert "no rule of register_names is for an array of this checkpoint: params/misspelt/kernel. Its arrays: " in told
+    caplog.clear()
+    xla_ckpt.register_names(jax_llama.RULES[:2])
+    xla_ckpt.restore(saved)
+    assert "no rule of register_names" not in caplog.text
+
+
 def test_layers_of_their_own(tmp_path: Path) -> None:
     """Arrays that are not put together: the number of a layer is in the path."""
     import orbax.checkpoint as ocp

@@ -230,3 +230,11 @@ def test_one_document_has_it_all_and_leads_nowhere_else(root: Path) -> None:
     ):
         assert text in titles
     assert one_document("<", []).count(b"<h1>&lt;</h1>") == 1
+
+
+def test_a_directory_above_roots_names_them(tmp_path: Path) -> None:
+    for name in ("a b", "c/d"):
+        xla_ckpt.save(tmp_path / name, "step_1", {"w": np.ones(2)})
+    texts = page(tmp_path, {}).text
+    assert f"xla-ckpt view '{tmp_path}/a b'" in texts
+    assert f"xla-ckpt view {tmp_path}/c/d" in texts

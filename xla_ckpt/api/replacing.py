@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from xla_ckpt.errors import UsageError, storage_errors
+from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.layouts.listing import find_foreign, named_itself
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.missing import check_is_no_tag
-from xla_ckpt.tags.names import is_tag_name
+from xla_ckpt.tags.names import LEDGER, is_tag_name
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
@@ -20,15 +21,14 @@ MAX_SHOWN_NAMES = 5
 
 
 def check_place(store: Store, tag: str) -> None:
-    """Refuse a tag whose name something else has than a tag, which would be lost; and a root that is a tag itself.
+    """Refuse a tag whose name something else has than a tag of ours, and a root that is a checkpoint itself.
 
     Raises:
         UsageError: Something else has it; or the root is a tag, or is not there, and the tag's name is that of a root.
         StorageError: It cannot be looked at.
     """
-    if store.file_system is None:
-        # There a tag lies below a name that nobody else gives. `LedgerRoot.hold` looks whether the root is a tag: the
-        # caller does not wait for that.
+    if store.object_store is not None:
+        _check_in_object_store(store.look(), tag)
         return
     _check_is_root(store)
     if not store.has(tag):
@@ -45,9 +45,8 @@ def check_place(store: Store, tag: str) -> None:
     root = root_of(store)
     if root.is_ours(tag):
         return
-    foreign = find_foreign(store, tag)
-    if foreign is not None and foreign[0].tagged:
-        logger.warning("%s: tag %s, which %s wrote, will be replaced", store.path, tag, foreign[0].origin or "a layout")
+    if _is_unfinished(store, tag):
+        logger.warning("%s: what another library began to save as tag %s will be replaced", store.path, tag)
         return
     with storage_errors("looking at what has the tag's name", path=store.path, tag=tag):
         names = store.names(tag) if store.is_directory(tag) else None
@@ -63,17 +62,60 @@ def check_place(store: Store, tag: str) -> None:
     )
 
 
-def _check_is_root(store: Store) -> None:
-    """Refuse a root that is itself a tag.
+def _check_in_object_store(store: Store, tag: str) -> None:
+    """Where tags lie under names of their own: a checkpoint of another library's is not lost there, but hidden.
 
-    Retention would remove the tags in a tag of ours with it. Those in a checkpoint of another library would hide it.
+    One listing answers it for most saves. `LedgerRoot.hold` looks whether the root is a tag of ours.
+    """
+    try:
+        names = names_in(store)
+        if LEDGER not in names and names:
+            _check_is_no_other_checkpoint(store)
+        if tag in names and not root_of(store).is_ours(tag):
+            _is_unfinished(store, tag)
+    except StorageError as error:
+        # Who may only write there can save all the same, and what is wrong with the storage a save meets next.
+        logger.debug("%s: what lies there cannot be listed: %s", store.path, error)
+
+
+def _is_unfinished(store: Store, tag: str) -> bool:
+    """Whether another library has begun a checkpoint of this name and not ended it.
+
+    Raises:
+        UsageError: It has ended it.
+    """
+    foreign = find_foreign(store, tag)
+    if foreign is None or not foreign[0].tagged:
+        return False
+    layout, entry = foreign
+    if entry.complete:
+        raise UsageError(
+            "a checkpoint of another library has the name of the new tag",
+            path=store.path,
+            tag=tag,
+            found=f"one that {layout.origin or layout.name} wrote",
+            hint=f"Give the new tag another name, or first move {store.path}/{tag} away.",
+        )
+    return True
+
+
+def _check_is_root(store: Store) -> None:
+    """Refuse a root that is itself a tag: retention would remove the tags in it with it.
+
+    Raises:
+        UsageError: It is one, or a checkpoint of another library.
+    """
+    check_is_no_tag(store.path, root_of)
+    if not store.is_directory("") or not root_of(store).is_root(""):  # most saves go to a root that is one
+        _check_is_no_other_checkpoint(store)
+
+
+def _check_is_no_other_checkpoint(store: Store) -> None:
+    """Refuse a root that is a checkpoint of another library, which the tags in it would hide.
 
     Raises:
         UsageError: It is one.
     """
-    check_is_no_tag(store.path, root_of)
-    if store.is_directory("") and root_of(store).is_root(""):
-        return  # most saves
     if (itself := named_itself(store)) is None:
         return
     above, name = itself

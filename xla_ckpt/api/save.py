@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from xla_ckpt.api.freezing import freeze
@@ -36,6 +37,7 @@ from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
+from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
@@ -219,6 +221,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
                 pinned=wish.pinned,
                 num_kept=wish.num_kept,
                 uploader=uploader,
+                check=partial(_check_object_store, root.store, tag),
                 committed=follower(root, tag, options.products),
                 workers=max(1, wish.workers),
                 shown=wish.shown(job),
@@ -285,11 +288,18 @@ def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
     )
 
 
+def _check_object_store(store: Store, tag: str) -> None:
+    """What `_prepare` does for directories. It takes a request: the thread of the save makes it."""
+    if store.object_store is not None:
+        check_place(store, tag)
+
+
 def _prepare(root: Root, tag: str) -> None:
     """Fail early where a save could not even begin."""
     root.check_commits()
     store = root.store
-    check_place(store, tag)
+    if store.object_store is None:
+        check_place(store, tag)
     try:
         store.prepare()
     except (FileExistsError, NotADirectoryError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.api.tags import both_places
+from xla_ckpt.api.tags import both_places, list_tags
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.listing import all_tags
@@ -14,10 +15,18 @@ from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.layouts.registry import layout_of
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import parsed_policy, why_kept
+from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tree import schema
+
+MAX_DEPTH = 3
+"""Levels below a directory at which roots are looked for."""
+
+MAX_LOOKED_AT = 1000
+"""Directories that are looked at for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +100,34 @@ def summaries(store: Store) -> tuple[TagSummary, ...]:
     policy = parsed_policy(looks[own[-1].tag][1]) if own else None
     reasons = {} if policy is None else {**others, **why_kept(facts_of(store, own), policy)}
     return tuple(replace(summary, kept=reasons.get(tag, ())) for tag, (summary, _) in looks.items())
+
+
+def roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:
+    """The root directories of tags below a directory, by path, with their newest tags. Its own tags are no roots.
+
+    Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at. An object store with tags
+    has what they consist of beside them, under names of its own: there nothing is looked at.
+    """
+    if tags and store_at(path).file_system is None:
+        return []
+    roots: list[dict[str, Any]] = []
+    level, left = [path], MAX_LOOKED_AT
+    for _ in range(MAX_DEPTH):
+        below: list[str] = []
+        for directory in level:
+            store = store_at(directory)
+            passed = tags if directory == path else ()
+            named = [n for n in names_in(store) if not n.startswith(".") and n not in passed]
+            names = [n for n in named if store.is_directory(n)][:left]
+            left -= len(names)
+            for name in names:
+                child = f"{directory.rstrip('/')}/{name}"
+                if its := list_tags(child):
+                    roots.append({"path": child, "tags": len(its), "newest": its[-1]})
+                else:
+                    below.append(child)
+        level = below
+    return sorted(roots, key=lambda root: root["path"])
 
 
 def summaries_of_both(near: FileSystem, far: ObjectStore) -> tuple[TagSummary, ...]:

@@ -99,10 +99,18 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
 
     Raises:
         InvalidTagError: The tag is no string.
+        UsageError: A tag of a single file is named.
     """
     store = store_at(path).look()
     if tag is not None:
         check_is_text(tag, store.path)
+        if store.file_system is not None and store.has("") and not store.is_directory(""):
+            raise UsageError(
+                "a file has no tags: it is one checkpoint, or none",
+                path=store.path,
+                tag=tag,
+                hint="Pass the path of the file without a tag, or the root directory of the tags.",
+            )
     elif (inside := named_itself(store)) is not None:
         return inside
     return store, tag

@@ -6,22 +6,15 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.api.summaries import fields_of, summaries, summaries_of_both, summary_of
+from xla_ckpt.api.summaries import fields_of, roots_below, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.no_tag import check_lies_there
 from xla_ckpt.storage.door import full_path, store_at
-from xla_ckpt.tags.listing import names_in
-
-MAX_DEPTH = 3
-"""Levels below a directory at which roots are looked for."""
-
-MAX_LOOKED_AT = 1000
-"""Directories that are looked at for that."""
 
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
@@ -59,34 +52,7 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     store = store_at(root).look()
     check_lies_there(store)
     tags = [fields_of(summary) for summary in summaries(store)]
-    # An object store has what tags consist of beside them, under names of its own.
-    looks = not tags or store.file_system is not None
-    return {"path": root, "tags": tags, "roots": roots_below(root, {tag["tag"] for tag in tags}) if looks else []}
-
-
-def roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:
-    """The root directories of tags below a directory, by path, with their newest tags. Its own tags are no roots.
-
-    Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at.
-    """
-    roots: list[dict[str, Any]] = []
-    level, left = [path], MAX_LOOKED_AT
-    for _ in range(MAX_DEPTH):
-        below: list[str] = []
-        for directory in level:
-            store = store_at(directory)
-            passed = tags if directory == path else ()
-            named = [n for n in names_in(store) if not n.startswith(".") and n not in passed]
-            names = [n for n in named if store.is_directory(n)][:left]
-            left -= len(names)
-            for name in names:
-                child = f"{directory.rstrip('/')}/{name}"
-                if its := list_tags(child):
-                    roots.append({"path": child, "tags": len(its), "newest": its[-1]})
-                else:
-                    below.append(child)
-        level = below
-    return sorted(roots, key=lambda root: root["path"])
+    return {"path": root, "tags": tags, "roots": roots_below(root, {tag["tag"] for tag in tags})}
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.keywords import meant
 
 if TYPE_CHECKING:
     from xla_ckpt.api.llama import LlamaJob
@@ -86,6 +89,19 @@ def add_max_memory(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="array data in memory at a time (default: 1 GiB)",
     )
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
+    """One of some names, as argparse wants it. Another word is told with the one that was probably meant."""
+
+    def chosen(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(
+                f"there is no {text!r}{meant(text, names)} (choose from {', '.join(names)})"
+            )
+        return text
+
+    return chosen
 
 
 def size(text: str) -> int:

@@ -75,7 +75,13 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="DST",
         help="root directory of the new tag; for safetensors, peft the directory to make, for torch the file (out.pt)",
     )
-    parser.add_argument("--to", required=True, choices=converted(), help="the layout; torch is one file of torch.save")
+    parser.add_argument(
+        "--to",
+        required=True,
+        type=options.one_of(converted()),
+        choices=converted(),
+        help="the layout; torch is one file of torch.save",
+    )
     parser.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")
     options.add_tag(parser)
     parser.add_argument(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
@@ -16,10 +14,10 @@ from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, UsageError, from_json
-from xla_ckpt.job.job import leave
 from xla_ckpt.keywords import known_options
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
+from xla_ckpt.storage.threads import before_threads_end
 from xla_ckpt.storage.undisturbed import undisturbed, waited
 from xla_ckpt.tags.lease import LEASES
 
@@ -328,21 +326,14 @@ def _raise_to_later(handle: SaveHandle) -> NoReturn:
 SAVES = Saves()
 """The saves of this process."""
 
-# Saves need thread pools, and the interpreter closes those before it joins threads or runs atexit functions; only this
-# hook, the one that concurrent.futures itself uses, runs before.
-_register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
-
 
 @functools.cache
 def install_exit_hook() -> None:
-    """Have the interpreter wait for saves in flight, and then for the other ranks. Does it once."""
+    """Have the interpreter wait for saves in flight, before it leaves the other ranks (`job.leave`). Does it once."""
     # Hooks run newest first, and none can be added once the first runs: whatever a save in flight may still import
     # has to have its hooks in place before ours.
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 
-    _register(leave)
-    _register(LEASES.give_back)
-    _register(ERRANDS.at_exit)
-    _register(UPLOADS.at_exit)
-    _register(SAVES.at_exit)
+    for action in (LEASES.give_back, ERRANDS.at_exit, UPLOADS.at_exit, SAVES.at_exit):
+        before_threads_end(action)

@@ -15,7 +15,7 @@ from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.save_messages import Begun, hear_verdict
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
-from xla_ckpt.storage.base import Directory, read_whole, write_small
+from xla_ckpt.storage.base import Directory, LocalFiles, read_whole, write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Transaction
 
@@ -80,6 +80,8 @@ class OtherDisk:
         self._order, self._exchange, self._leader = order, exchange, leader
         self._transaction = Transaction(order.root, order.tag) if leader == exchange.rank else None
         self._has_committed = False
+        self._replaced: LocalFiles | None = None
+        """The version of the tag that the commit replaces: open, so that no cleaning removes it."""
 
     def begun(self, begun: Begun, check: Callable[[], object]) -> Begun:
         """What rank 0 has begun, as it is on this disk.
@@ -130,7 +132,8 @@ class OtherDisk:
         """The number of the tag, when rank 0 has said that the save is committed.
 
         Raises:
-            CheckpointError: It is not. Then the part of this disk is removed: its upload would wait for the others.
+            CheckpointError: It is not. Then the part of this disk is removed, whose upload would wait for the others,
+                and what it has replaced has its name again.
         """
         try:
             return hear_verdict(self._exchange).sequence
@@ -140,11 +143,17 @@ class OtherDisk:
             if self._has_committed:
                 self._take_back()
             raise
+        finally:
+            if self._replaced is not None:
+                self._replaced.close()
 
     def _take_back(self) -> None:
         root, tag = self._order.root, self._order.tag
         try:
-            root.retire(tag)
+            if self._replaced is None:
+                root.retire(tag)
+            elif self._order.uploader is not None:
+                self._order.uploader.root.bring_back(tag, self._replaced)
             root.clean()
         except (OSError, CheckpointError) as error:
             logger.warning("%s: a part of tag %s stays, which counts for nobody: %s", root.path, tag, error)
@@ -158,5 +167,7 @@ class OtherDisk:
         within = self._exchange.timeout * LEAD
         self._order.root.await_ready(within)
         self._exchange.hear("commit", 0)
+        if self._order.uploader is not None:
+            self._replaced = self._order.uploader.root.opened(self._order.tag)
         transaction.commit(retention=self._order.retention, within=within)
         self._has_committed = True

@@ -48,6 +48,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory
+from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tree.path import listed
 
@@ -163,6 +164,7 @@ class Save:
                 frozen = self._ready().agreed(agreed.united)
                 check_parity(disks := agreed.disks, self.order)
                 with self.phases.timed("commit"):
+                    self.order.check()
                     self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
                 earlier = earlier_tag(self.order, transaction.newest)
@@ -288,6 +290,7 @@ class Save:
 
             def dealt(nbytes: int) -> None:
                 self.cancellation.check()
+                LEASES.renew(self.order.root.path)
                 bar(nbytes)
 
             with collector_paused():

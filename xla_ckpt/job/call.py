@@ -17,6 +17,9 @@ _HINT = (
     "All ranks make the same calls, in the same order, with the same arguments. If a rank has left a call out, this is "
     "its next one beside theirs: wait for all saves on all ranks (xla_ckpt.finalize_checkpoint), and go on together."
 )
+_END = "the end of the process"
+"""In the place of a call: the rank makes none any more."""
+
 _WORD, _VERDICT = "opening", "opening/verdict"
 
 
@@ -49,6 +52,30 @@ class Word(Message):
     call: Call
     value: Any = None
     error: CheckpointError | None = None
+
+    @property
+    def ended(self) -> CheckpointError | None:
+        """The error of all calls from this one on, if a rank has ended that this one waits for."""
+        return self.error if self.call.doing == _END else None
+
+
+def say_end(exchange: Round) -> None:
+    """Say that the process of this rank ends, in the round of a call that others may make.
+
+    Raises:
+        RankFailedError: The store is gone.
+    """
+    error = RankFailedError(
+        f"rank {exchange.rank} has ended, and this call waits for it",
+        rank=exchange.rank,
+        hint="All ranks must make the same calls: none of them may stand under `if rank == 0`, and no rank may end "
+        "before the others.",
+    )
+    word = Word(call=Call(_END), error=error).to_json()
+    if exchange.rank == 0:
+        exchange.settle(_VERDICT, word)
+    else:
+        exchange.say(f"{_WORD}/{exchange.rank}", word)
 
 
 def word_of(exchange: Round, call: Call, prepare: Callable[[], Any]) -> Word:
@@ -83,6 +110,8 @@ def _judged(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> W
     try:
         for rank in range(exchange.size):
             said = word if rank == 0 else Word.from_json(exchange.hear(f"{_WORD}/{rank}", rank, deadline))
+            if said.ended is not None:
+                return said
             if said.error is not None:
                 raise said.error
             words.append(said)
@@ -101,7 +130,7 @@ def _failed(call: Call, error: CheckpointError) -> Word:
 
 def is_missed(call: Call, verdict: Word) -> bool:
     """Whether a verdict is about another call, which this rank has left out, and for which the others gave it up."""
-    return isinstance(verdict.error, RankFailedError) and verdict.call != call
+    return isinstance(verdict.error, RankFailedError) and verdict.ended is None and verdict.call != call
 
 
 def different_calls(calls: Sequence[Call]) -> UsageError | None:

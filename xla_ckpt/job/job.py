@@ -9,16 +9,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.job.call import Call, is_missed, open_together, word_of
+from xla_ckpt.errors import CheckpointError, RankFailedError, from_json
+from xla_ckpt.job.call import Call, is_missed, open_together, say_end, word_of
 from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import Round, raise_as_told
 from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.storage.this_process import after_fork
 
 logger = logging.getLogger(__name__)
 
 LINGER = 10.0
 """Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""
+
+TELLS_WITHIN = 1.0
+"""Seconds that the store has at the exit of the program to take the word of its end: it may have ended before."""
 
 _rounds: list[Rounds] = []
 """The rounds of the current process group, if there were any. A later group gets others."""
@@ -27,7 +32,8 @@ _rounds: list[Rounds] = []
 def rounds_over(communicator: Communicator) -> Rounds:
     """The rounds over a communicator. Their numbers go on from those of an earlier one, which used the same store."""
     if not _rounds or _rounds[0].communicator is not communicator:
-        _rounds[:] = [Rounds(communicator, _rounds[0].last if _rounds else 0)]
+        # One number is left out: in that round a rank of the earlier group may have said that it has ended.
+        _rounds[:] = [Rounds(communicator, _rounds[0].last + 1 if _rounds else 0)]
     return _rounds[0]
 
 
@@ -66,12 +72,17 @@ class Job:
         """
         if self.exchange.size == 1:
             return unite([prepare()])
+        if self.rounds.ended is not None:
+            raise _of_call(self.rounds.ended, call)
         self.rounds.tidy(self.exchange.timeout)
         word = word_of(self.exchange, call, prepare)
         while is_missed(call, verdict := open_together(self.exchange, word, unite)):
             text = "this rank has left out a call that others made, %s, and which failed for that; it goes on with %s"
             logger.warning(text, verdict.call, call)
             self.rounds.pass_over(self.exchange)
+        if verdict.ended is not None:
+            self.rounds.ended = verdict.ended
+            raise _of_call(verdict.ended, call)
         if verdict.error is not None:
             raise_as_told(verdict.error, word.error)
         return verdict.value
@@ -81,16 +92,35 @@ class Job:
         return progress if self.exchange.rank == 0 else False
 
 
+def _of_call(error: CheckpointError, call: Call) -> CheckpointError:
+    """The same error, of one of the calls that it is the error of."""
+    return from_json(error.to_json()).at(path=call.path or None, tag=call.tag)
+
+
 def launcher_has_store() -> bool:
     """Whether the job's store is in the launcher's process: else it is in that of rank 0, and ends with it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def leave() -> None:
-    """Wait, at the end of the program, for ranks that still have to hear of its last calls.
+def leave(communicator: Communicator | None) -> None:
+    """At the end of the program: tell the other ranks of it, and wait for those that have to hear of its last calls.
 
     They hear through the store, and where there is no launcher, rank 0's process holds it.
+
+    Args:
+        communicator: What this process would meet the others through if it made its first call now.
     """
+    if not _rounds and communicator is not None:
+        rounds_over(communicator)
+    for rounds in _rounds:
+        try:
+            say_end(rounds.following(TELLS_WITHIN))
+        except (RankFailedError, RuntimeError) as error:
+            # The store was in another process, which has ended; or Python starts no thread any more to reach it by.
+            logger.debug("the end of this process could not be told to other ranks: %s", error)
     if not launcher_has_store():
         for rounds in _rounds:
             rounds.linger(LINGER)
+
+
+after_fork(_rounds.clear)  # a worker that a rank forks is not that rank

@@ -33,12 +33,18 @@ class Rounds:
         """Number of the latest round. The first follows `before`, which an earlier group on the same store reached."""
         self._open: dict[str, tuple[int, Round]] = {}
         """(number, round) of rounds of which something is left in the store, by name, oldest first."""
+        self.ended: CheckpointError | None = None
+        """That a rank has ended, once it is known: no call of all ranks can succeed any more."""
 
     def begin(self, doing: str, timeout: float) -> Round:
         """The next round: the same one on all ranks that make the same calls in the same order."""
         exchange = Round(self.communicator, "", timeout, LoadError if doing == "load" else SaveError)
         self._number(exchange)
         return exchange
+
+    def following(self, timeout: float) -> Round:
+        """The round in which the others wait for this rank, if they call it once more. It does not take part in it."""
+        return Round(self.communicator, f"call/{self.last + 1}", timeout)
 
     def pass_over(self, exchange: Round) -> None:
         """Leave a round that is of another call, and has failed, for the next one.

@@ -57,7 +57,10 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
             raise UnsupportedStateError(f"safetensors has no element type {written.name}", leaf=leaf)
         arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
-        hint = f"Name another part of it (part=). Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}."
+        hint = (
+            f"Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}. export_hf(..., part=) writes another "
+            "part of it than the model, as xla-ckpt export --part does."
+        )
         raise UsageError("the checkpoint holds no arrays there", leaf=part, hint=hint)
     if len({array.region.name for array in arrays}) != len(arrays):
         raise UnsupportedStateError("two arrays would have the same name in the export", leaf=part)

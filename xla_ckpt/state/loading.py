@@ -26,7 +26,7 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import flatten
-from xla_ckpt.tree.skeleton import array_paths, children, part_at
+from xla_ckpt.tree.skeleton import array_paths, children, is_object, part_at
 from xla_ckpt.tree.unflatten import Resolve, Unflattener
 
 
@@ -311,5 +311,10 @@ def absent_part(stored: Stored, what: str) -> Loading:
     )
     if not {"params", "token_embedder", "base"}.isdisjoint(below):
         members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
+    if is_object(stored.skeleton):
+        members = (
+            "one pickled object. If that is a module that torch.save was given whole, load it with torch, and save its "
+            "state_dict()"
+        )
     loading.add_problem(what, f"not in the checkpoint, which holds {members}")
     return loading

@@ -48,20 +48,27 @@ class _Held:
     over: threading.Event = field(default_factory=threading.Event)
     """Set when it is given back: nothing is written to it any more."""
 
+    has_thread: bool = True
+    """Whether a thread says that this process runs."""
+
+    beaten: float = field(default_factory=time.monotonic)
+    """When that was said last."""
+
     def keep_alive(self) -> None:
         """Say again and again that this process runs, on a thread of its own: another storage may not answer."""
         while not self.over.wait(BEAT):
-            try:
-                self.beat()
-            except OSError as error:
-                logger.debug("%s: no sign of life could be written: %s", self.place.path, error)
+            self.beat()
 
     def beat(self) -> None:
         """Say that this process runs."""
         with self.lock:
-            if not self.over.is_set():
-                self.owner = replace(self.owner, beat=self.owner.beat + 1)
+            if self.over.is_set():
+                return
+            self.owner, self.beaten = replace(self.owner, beat=self.owner.beat + 1), time.monotonic()
+            try:
                 self.place.beat(self.owner)
+            except OSError as error:
+                logger.debug("%s: no sign of life could be written: %s", self.place.path, error)
 
     def end(self) -> None:
         with self.lock:
@@ -181,6 +188,12 @@ class Leases:
             with lease.lock:
                 lease.owner, lease.sequence = replace(lease.owner, saved=tag or lease.owner.saved), sequence
 
+    def renew(self, path: str) -> None:
+        """Say that this process runs, if no thread does so and it is time: whoever writes calls this between parts."""
+        lease = self._held.get(path)
+        if lease is not None and not lease.has_thread and time.monotonic() - lease.beaten >= BEAT:
+            lease.beat()
+
     def give_back(self) -> None:
         """Give all leases back: the process ends, or will not save there any more."""
         with self._lock:
@@ -226,9 +239,8 @@ class Leases:
             self._held[place.path] = lease
             too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT_LEASES]]
             self._lost.pop(place.path, None)
-        # Without that thread its lock alone says that this process runs. In an object store, where there are no locks,
-        # another job takes the lease over in the end, and `check` refuses what this one commits afterwards.
-        started(lease.keep_alive, "xla_ckpt-lease")
+        # Without that thread its lock says that this process runs, and where there are no locks, `renew`.
+        lease.has_thread = started(lease.keep_alive, "xla_ckpt-lease") is not None
         if gone is not None:
             gone.end()
         for other in too_many:

@@ -111,7 +111,10 @@ def names_in(store: Store) -> list[str]:
         return store.names()
     except NotADirectoryError as error:
         problem = StorageError.of(error, "listing the tags", path=store.path)
-        problem.hint = "It is a file, and none that torch.save wrote: pass the root directory of the checkpoints."
+        problem.hint = (
+            "It is a file, and none that torch.save wrote: pass the root directory of the checkpoints, or the "
+            "directory of the checkpoint to which this file belongs."
+        )
         raise problem from error
     except OSError as error:
         raise StorageError.of(error, "listing the tags", path=store.path) from error

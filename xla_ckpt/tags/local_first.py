@@ -11,12 +11,13 @@ from collections.abc import Callable
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.manifest.records import Head
 from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source, write_small
-from xla_ckpt.tags.cleaning import remove, retire_older
+from xla_ckpt.tags.cleaning import move_to_trash, remove, retire_older
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.directory_draft import DirectoryDraft
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.names import DISK_MARK, NEW_PREFIX
+from xla_ckpt.tags.names import DISK_MARK, NEW_PREFIX, TRASH
+from xla_ckpt.tags.placing import place
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Kind, go_on
 from xla_ckpt.tags.upload_rules import Journal, address_in, parse_journal
@@ -151,6 +152,27 @@ class LocalFirst(DirectoryRoot):
             self.clean()
         except OSError as error:
             logger.warning("could not clean up in %s after tag %s: %s", self.path, tag, error)
+
+    def opened(self, tag: str) -> LocalFiles | None:
+        """A tag, open for reading; None if there is none of this name."""
+        try:
+            return self.open(tag)
+        except NoCheckpointError:
+            return None
+
+    def bring_back(self, tag: str, replaced: LocalFiles) -> None:
+        """Give the version of a tag its name again that a commit has replaced; what that has committed is removed.
+
+        Raises:
+            OSError: The storage refused, or it is gone.
+        """
+        trash = (f"{TRASH}/{name}" for name in self.store.names(TRASH))
+        name = next((name for name in trash if replaced.is_at(name)), None)
+        if name is None:
+            raise FileNotFoundError(errno.ENOENT, "what was replaced is gone", tag)
+        old = place(self.store, name, tag, self.store.identity(tag))
+        if old is not None and old != name:
+            move_to_trash(self.store, old)
 
     def journal(self, entry: TagEntry) -> Journal:
         """What a tag says of its upload."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,7 @@ class Pages:
         path: str,
         tags: Sequence[Mapping[str, Any]],
         timings: Mapping[str, Mapping[str, Any]],
+        roots: Sequence[Mapping[str, Any]],
     ) -> Page:
         """All tags of a root directory: when they were saved, their sizes, how long it took, and what keeps them.
 
@@ -68,6 +70,7 @@ class Pages:
             path: The root directory.
             tags: The fields of each `TagSummary`, oldest first.
             timings: Of tags that keep a report of their save.
+            roots: The root directories below it: path, number of tags, newest tag.
         """
         largest = max((tag["nbytes"] or 0 for tag in tags), default=0) or 1
         knows_policy = any(tag["kept"] for tag in tags)
@@ -90,6 +93,9 @@ class Pages:
             return self.href({"page": "save", "tag": row["tag"]}) if column == "took" and row["took"] else None
 
         parts = [drawings.timeline(tags), html.fragment(table, link, self.level + 1)]
+        if roots:
+            below = [(f"xla-ckpt view {shlex.quote(r['path'])}", str(r["tags"]), r["newest"]) for r in roots]
+            parts.append(html.fragment(Rows("Below it", ("command", ">tags", "newest"), below), level=self.level + 1))
         if self.live and len(tags) > 1:
             parts += [self._head(1, "Compare two tags"), self._compare_form([tag["tag"] for tag in tags])]
         return self._page(f"Checkpoints in {path}", parts)

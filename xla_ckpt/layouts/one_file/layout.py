@@ -15,6 +15,9 @@ from xla_ckpt.tags.names import is_tag_name
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """What programs give to torch.save as the ending of a name."""
 
+PART_OF_DCP = ".distcp"
+"""The ending of a file of torch.distributed.checkpoint's. It consists of zips of torch.save, and begins like one."""
+
 STATE_FILE = "state.pt"
 """What a plan calls the file; whoever writes it knows its name."""
 
@@ -31,7 +34,7 @@ class OneFile(Layout):
     asks = True
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        if not is_tag_name(tag) or not store.has(tag) or store.is_directory(tag):
+        if not is_tag_name(tag) or tag.endswith(PART_OF_DCP) or not store.has(tag) or store.is_directory(tag):
             return None
         try:
             is_zip = tag.endswith(SUFFIXES) or store.start_of(tag, 4) == b"PK\3\4"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.json_object import json_object
 from xla_ckpt.tree.nested import nested
+from xla_ckpt.tree.path import listed
+
+logger = logging.getLogger(__name__)
 
 _CODEC = ValueCodec(apart=lambda value: value if isinstance(value, Composite) else None)
 
@@ -101,7 +105,10 @@ def _state_of(files: DecodedFiles) -> dict[str, Any]:
             trees.setdefault(item, json_object(data, "an item that is JSON"))
     tree = next(iter(trees.values())) if len(trees) == 1 else trees
     tree = tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
-    return model.beside(tree) if model.parts else tree
+    if model.parts:
+        return model.beside(tree)
+    model.tell_useless()
+    return tree
 
 
 class _Model:
@@ -110,6 +117,8 @@ class _Model:
     def __init__(self) -> None:
         self.rules = registered_names()
         self.parts: dict[str, tuple[DType, tuple[int, ...], list[Shard]]] = {}
+        self.others: list[str] = []
+        """Paths of arrays that are not of the model, as rules have them."""
         self.same: dict[str, str] = {}
         """Further names of arrays -> the names that they have in `parts`."""
 
@@ -118,6 +127,7 @@ class _Model:
         path = "/".join(map(str, leaf.keys))
         array.renaming = renaming(self.rules, path, array.shape, array.grid, leaf.name) if self.rules else None
         if array.renaming is None:
+            self.others.append(path)
             return False
         if array.renaming.changes and not array.dtype.floating:
             raise IncompatibleCheckpointError(
@@ -132,6 +142,15 @@ class _Model:
             shards.append(shard)
         self.same |= array.renaming.other_names(self.rules)
         return True
+
+    def tell_useless(self) -> None:
+        """Say that there are rules, and that none of them is for an array of this checkpoint: a path is misspelt."""
+        if self.rules and self.others:
+            logger.warning(
+                "no rule of register_names is for an array of this checkpoint: %s. Its arrays: %s",
+                listed([rule.path for rule in self.rules]),
+                listed(self.others),
+            )
 
     def beside(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The tree with the model, under the name that models have."""

@@ -1,0 +1,63 @@
+"""What the command line answers to words that make no sense: it says which word, and what to say in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import xla_ckpt
+from xla_ckpt.cli.main import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command says that ends with exit code 1."""
+    assert main([str(word) for word in words]) == 1
+    return capsys.readouterr().err
+
+
+def test_a_misspelt_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", str(tmp_path), "out", "--to", "saftensors"])
+    assert caught.value.code == 2
+    assert "argument --to: there is no 'saftensors': did you mean 'safetensors'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_tag_of_a_file(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt")
+    said = refused(capsys, command, tmp_path / "old.pt", "--tag", "x")
+    assert "a file has no tags" in said
+    assert "Pass the path of the file without a tag" in said
+    with pytest.raises(xla_ckpt.UsageError, match="a file has no tags"):
+        xla_ckpt.load_checkpoint(tmp_path / "old.pt", "x")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_file_of_a_checkpoint_of_dcp(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its data files begin as those of torch.save do, and were called damaged."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert (tmp_path / file).exists()
+    for command in ("ls", "show", "verify"):
+        assert "the directory of the checkpoint to which this file belongs" in refused(capsys, command, tmp_path / file)
+
+
+def test_a_part_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    xla_ckpt.save(tmp_path / "run", "a", {"params": {"w": torch.ones(2)}})
+    said = refused(capsys, "convert", tmp_path / "run", tmp_path / "out", "--to", "safetensors")
+    assert "xla-ckpt export --part" in said
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--part", "params"]) == 0  # as it says
+
+
+def test_a_module_that_was_saved_whole(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    torch.save(model, tmp_path / "whole.pt")
+    for trust in (False, True):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"one pickled object.*save its state_dict\(\)"):
+            xla_ckpt.load_checkpoint(tmp_path / "whole.pt", model=model, trust_pickle=trust)
+    with pytest.raises(xla_ckpt.UntrustedObjectError) as caught:
+        xla_ckpt.restore(tmp_path / "whole.pt")
+    assert "leaf ," not in str(caught.value)
