@@ -30,6 +30,12 @@ class ArrayAdapter(Protocol):
             UnsupportedStateError: It cannot be stored (sparse, quantized, an unknown dtype).
         """
 
+    def look(self, value: Any) -> Hashable | None:
+        """Equal for two arrays of one element type and shape that say nothing of where they lie; else None.
+
+        A save asks `dtype`, `shape` and `place` of one array of each look.
+        """
+
     def shape(self, value: Any) -> tuple[int, ...]:
         """Shape of what this process holds in one tensor; for arrays that know their place, the global shape."""
 

@@ -38,6 +38,9 @@ class DTensors:
     def dtype(self, value: Any, path: str = "") -> DType:
         return self._plain(value._local_tensor).dtype(value._local_tensor, path)
 
+    def look(self, value: Any) -> Hashable | None:
+        return None
+
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 

@@ -110,6 +110,9 @@ class Jax:
             raise UnsupportedStateError(f"a jax array of dtype {value.dtype} cannot be stored", leaf=path)
         return element
 
+    def look(self, value: Any) -> Hashable | None:
+        return None
+
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 

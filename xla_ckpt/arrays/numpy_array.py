@@ -38,6 +38,9 @@ class Numpy:
     def dtype(self, value: Any, path: str = "") -> DType:
         return dtypes.dtype(value.dtype.name)
 
+    def look(self, value: Any) -> Hashable | None:
+        return (value.dtype, value.shape) if type(value) is np.ndarray else None
+
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 

@@ -67,6 +67,9 @@ class Spmd:
         check_dense(global_tensor(value), path)
         return dtype_of(value, path)
 
+    def look(self, value: torch.Tensor) -> Hashable | None:
+        return None
+
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         return tuple(value.shape)
 

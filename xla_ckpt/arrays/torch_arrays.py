@@ -75,8 +75,8 @@ class TorchAdapters:
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of a tensor; None for anything else, and for a tensor that consists of several."""
         if type(value) in PLAIN:  # as nearly all arrays
-            if is_xla(value):
-                return self._on_xla(value)
+            if value.is_xla:
+                return self._on_xla(value) if self._spmd else _xla(False)
             if is_plain(value):
                 return _TORCH_HOST
         if not isinstance(value, torch.Tensor):

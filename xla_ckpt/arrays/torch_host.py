@@ -42,6 +42,10 @@ class WholeTensors(ABC):
         check_dense(value, path)
         return dtype_of(value, path)
 
+    def look(self, value: torch.Tensor) -> Hashable | None:
+        # An attribute of the tensor may say how it is split.
+        return (value.dtype, value.shape) if type(value) in DENSE and not value.__dict__ else None
+
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         return tuple(value.shape)
 
@@ -69,6 +73,10 @@ class TorchHost(WholeTensors):
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
+
+    def look(self, value: torch.Tensor) -> Hashable | None:
+        has_elements = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+        return super().look(value) if has_elements else None
 
     def identity(self, value: torch.Tensor) -> Hashable | None:
         if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:

@@ -192,8 +192,9 @@ class SaveHandle:
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
         assert self._thread is not None
-        if self._thread.is_alive():  # not so in a forked child, where nobody sets the event any more
-            waited(self._tidied.wait)
+        if not self._thread.is_alive():  # so in a forked child, too, where nobody sets the event any more
+            return
+        waited(self._tidied.wait)
         with undisturbed():  # Python takes a thread for ended when a signal handler interrupts who joins it
             self._thread.join()
 

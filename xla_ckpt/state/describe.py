@@ -247,13 +247,12 @@ def describe_arrays(
     numbers: dict[tuple[int, int, bool], int] = {}
     """By the identity of what is kept here: a hash of it would take as long as all the rest."""
     forms: list[tuple[DType, Holding]] = []
-    for (path, value), adapter in zip(arrays.items(), adapters, strict=True):
-        dtype = adapter.dtype(value, path)
+    described = zip(arrays.items(), adapters, shardings.forms(arrays, adapters), strict=True)
+    for (path, value), adapter, (dtype, local) in described:
         identity = adapter.identity(value)
         if identity is not None and (same := first.setdefault(identity, path)) != path:
             aliases[path] = same
             continue
-        local = shardings.local(path, value, adapter)
         number = numbers.setdefault((id(dtype), id(local), path in together), len(forms))
         if number == len(forms):
             forms.append((dtype, holding_of(local, together=path in together)))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import Adapters
+from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.manifest.arrays import ArrayRecord
@@ -29,6 +30,7 @@ from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.sharding.sharding import UNSPLIT, Sharding
 from xla_ckpt.state.attributes import declared_sharding, is_declared
 from xla_ckpt.state.layers import Layers, layer_shardings
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import MASTER_RULE, TORCH, Lies, OptimizerSchema, StateRule, misfit
 
@@ -116,6 +118,29 @@ class StateShardings:
         if parameter is not None:
             return self._state(path, shape, parameter)
         return self._placed(path, self._sharding(path, value), shape)
+
+    def forms(self, arrays: Mapping[str, Any], adapters: Sequence[ArrayAdapter]) -> Iterator[tuple[DType, LocalArray]]:
+        """The element types of some arrays, and where they lie: one value for all of one look that nobody names.
+
+        Args:
+            arrays: By leaf path.
+            adapters: The adapter of each.
+
+        Raises:
+            UsageError: A rule does not fit.
+            UnsupportedStateError: One of them cannot be stored, or its attributes do not fit.
+        """
+        known: dict[Hashable, tuple[DType, LocalArray]] = {}
+        layers, ruled = self.layers, bool(self.rules)
+        named = (*self.alone, paths.join(schema.OPTIMIZER, "")) if self.parameters else self.alone
+        for (path, value), adapter in zip(arrays.items(), adapters, strict=True):
+            look = None if ruled or id(value) in layers or path.startswith(named) else adapter.look(value)
+            form = known.get(look)
+            if form is None:
+                form = adapter.dtype(value, path), self.local(path, value, adapter)
+                if look is not None:
+                    known[look] = form
+            yield form
 
     def compare(self, path: str, record: ArrayRecord, local: LocalArray, manifest: Manifest, *, own: bool) -> None:
         """Compare the order of the rows that a stored array has with the one that this job expects.

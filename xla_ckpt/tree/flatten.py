@@ -175,7 +175,8 @@ class _Flattener:
         return [self.visit(v, paths.join(path, str(i))) for i, v in enumerate(values)]
 
     def fields(self, members: Mapping[str, Any], path: str) -> dict[str, Json]:
-        return {k: self.visit(v, paths.join(path, paths.escape(k))) for k, v in members.items()}
+        above = paths.join(path, "") if path else path
+        return {k: self.visit(v, above + paths.escape(k)) for k, v in members.items()}
 
     def pairs(self, name: str, value: Mapping[Any, Any], path: str) -> Json:
         keys = [self.hashable(k) for k in value]
