@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
 .PHONY: help setup demo demo-objects test test-all test-latest test-objects test-trainers check bench bench-short bench-check
-.PHONY: test-versions crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens lock clean
+.PHONY: test-versions crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens selftests lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -125,6 +125,9 @@ docs: $(DOCS)/.ready ## the documents as a site, in build/site; a warning is an 
 
 screens: $(READY) ## pictures of the pages of xla-ckpt view, in docs/drawings/view, by the Chromium that XLA_CKPT_CHROMIUM names
 	$(BIN)/python -m tests.view.screens
+
+selftests: $(READY) ## xla-ckpt selftest in a directory and in a bucket of moto's, in some minutes; writes docs/measured/selftest
+	$(BIN)/python -m tests.cli.selftests
 
 lock: $(READY)  ## renew the pins in the requirements-*.txt
 	for extra in dev latest; do \

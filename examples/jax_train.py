@@ -46,8 +46,9 @@ def beginning(seed: int) -> dict[str, Any]:
         "layers": [0.02 * jax.random.normal(each, (WIDTH, WIDTH)) for each in layers],
         "head": jnp.zeros((WIDTH, 256)),
     }
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return {"params": params, "mean": zeros, "square": zeros, "key": key, "step": jnp.int32(0)}
+    # Arrays of their own for each: one buffer cannot be donated twice.
+    mean, square = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    return {"params": params, "mean": mean, "square": square, "key": key, "step": jnp.int32(0)}
 
 
 def on_devices(shapes: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -22,8 +23,9 @@ import xla_ckpt
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
 from xla_ckpt.cli.selftest import command, storage
-from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, holds
+from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, sighted
 from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
+from xla_ckpt.errors import CorruptCheckpointError, StorageError
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource
@@ -98,7 +100,6 @@ BREAKS: list[tuple[str, type, str, Callable[..., Any], str]] = [
     ("names", LocalStore, "_at", lambda store, path: f"{store.path}/{path}".lower(), "exist"),
     ("rename", LocalStore, "rename", replaces, "taken the place of one that was not empty"),
     ("rename", LocalStore, "exchange", exchanges_in_steps, "found one of them gone"),
-    ("rename", LocalStore, "make", refuses, "Input/output error"),
     ("fsync", LocalSink, "commit", LocalSink.abandon, "reaches no disk"),
     ("bytes", LocalSource, "read_once", reads_another_byte, "Other bytes"),
     ("room", LocalDirectory, "free", lambda _: 1000, "1.0 kB may be written"),
@@ -119,6 +120,26 @@ def test_a_promise_that_is_broken(
     sighting = seen(CHECKS[name], tmp_path / "root")
     assert sighting.verdict == "does not hold"
     assert says in sighting.sentence
+
+
+@pytest.mark.parametrize("name", ["room", "names", "rename", "fsync", "bytes", "clock", "speed"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS], ids=errno.errorcode.get)
+def test_storage_that_refuses_has_broken_no_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalSink, "commit", refuse)
+    sighting = seen(CHECKS[name], tmp_path)
+    assert (sighting.verdict, os.strerror(number) in sighting.sentence) == ("could not be seen", True), sighting
+
+
+def test_a_rename_that_is_refused_for_another_reason_says_nothing_of_what_it_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "rename", refuses)
+    assert seen(CHECKS["rename"], tmp_path).verdict == "could not be seen"
 
 
 def test_a_save_that_is_much_slower_than_a_plain_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +219,7 @@ def test_a_full_disk_breaks_no_promise(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_process_that_ends_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("XLA_CKPT_LEASE", "perhaps")
     sighting = seen(CHECKS[name], tmp_path)
-    assert (sighting.verdict, "exit code 1: " in sighting.sentence) == ("does not hold", True)
+    assert (sighting.verdict, "exit code 1: " in sighting.sentence) == ("could not be seen", True)
     assert "perhaps" in sighting.sentence
 
 
@@ -218,6 +239,20 @@ def test_a_framework_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.M
     assert (sighting.verdict, "exit code 7" in sighting.sentence) == ("could not be seen", True)
 
 
+def test_what_a_framework_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jax.py").write_text("import os\nprint('compiling')\nos.system('echo a compiler was here')\nexit(7)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sighting = seen(DEVICES["jax"], tmp_path)
+    assert (sighting.verdict, "exit code 7: a compiler" in sighting.sentence) == ("could not be seen", True), sighting
+
+
+def test_a_tag_that_comes_back_damaged_on_a_device(tmp_path: Path) -> None:
+    def damaged() -> Sighting:
+        raise CorruptCheckpointError("other bytes")
+
+    assert sighted(damaged).verdict == "does not hold"
+
+
 def few(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
     monkeypatch.setattr(storage, "storage_checks", lambda objects: [CHECKS["names"], *checks])
     monkeypatch.setattr("xla_ckpt.cli.selftest.devices.DEVICE_CHECKS", [])
@@ -227,12 +262,65 @@ def test_the_command(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Monkey
     (tmp_path / "mine").write_text("stays")
     few(monkeypatch, Check("last", "something is", lambda _: holds("It is.")))
     code, out, _ = call(capsys, "selftest", tmp_path)
-    assert (code, len(out.splitlines())) == (0, 2)
-    assert "last: something is. It is." in out.splitlines()[1]
-    few(monkeypatch, Check("last", "something is", refuses))
+    facts, seen_of_it = out.splitlines()[:4], out.splitlines()[4:]
+    assert (code, [line.split()[0] for line in facts]) == (0, ["date", "machine", "storage", "versions"])
+    assert ["last: something is. It is." in line for line in seen_of_it] == [False, True]
+    few(monkeypatch, Check("last", "something is", lambda _: broken("It is not.")))
     code, out, _ = call(capsys, "selftest", tmp_path, "--json")
-    assert (code, [c["verdict"] for c in json.loads(out)["checks"]]) == (1, ["holds", "does not hold"])
+    report = json.loads(out)
+    assert (code, [c["verdict"] for c in report["checks"]]) == (1, ["holds", "does not hold"])
+    assert f"Python {platform.python_version()}" in report["versions"]
     assert names_in(tmp_path) == ["mine"]
+
+
+def test_a_folder_that_cannot_be_removed(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch)
+    monkeypatch.setattr(LocalStore, "remove", refuses)
+    remove = command._remove
+    monkeypatch.setattr(command, "_remove", lambda store, name: remove(store, name, patience=0.0))
+    code, out, err = call(capsys, "selftest", tmp_path, "--json")
+    assert (code, [c["verdict"] for c in json.loads(out)["checks"]]) == (1, ["holds"])
+    (name,) = names_in(tmp_path)
+    assert f"{tmp_path}/{name}]. Remove it by hand" in err
+
+
+def test_where_no_folder_can_be_made_nothing_stays(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = LocalStore.prepare
+
+    def made_and_not_durable(store: LocalStore) -> None:
+        prepare(store)
+        raise OSError(errno.EIO, "the first error")
+
+    monkeypatch.setattr(LocalStore, "prepare", made_and_not_durable)
+    code, out, err = call(capsys, "selftest", tmp_path)
+    assert (code, out, "making a folder for the selftest failed: the first error" in err) == (1, "", True)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [("memory://run",), (".", "--seconds", "inf"), (".", "--seconds", "soon")])
+def test_wrong_usage(words: tuple[str, ...], capsys: Capture) -> None:
+    try:
+        code, _, err = call(capsys, "selftest", *words)
+    except SystemExit as ended:
+        code, err = ended.code, capsys.readouterr().err
+    assert code
+    assert "no number of seconds" in err or "memory of one process" in err
+
+
+@pytest.mark.parametrize(
+    "words", ["selftest . --seconds 0.001 --json", "selftest . --seconds 0.001", "completion bash"]
+)
+def test_an_answer_that_finds_no_room(tmp_path: Path, words: str) -> None:
+    command = [sys.executable, "-m", "xla_ckpt", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path, check=False
+        )
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "writing the answer to the standard output failed: No space left on device" in done.stderr
+    assert names_in(tmp_path) == []
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:
@@ -254,9 +342,8 @@ def test_what_was_just_killed_may_be_at_work_for_an_instant(tmp_path: Path, monk
     assert (len(refused), names_in(tmp_path)) == (3, [])
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(LocalStore, "remove", refuses)
-    monkeypatch.setattr(command, "REMOVAL", 0.0)
-    with pytest.raises(OSError, match="Input/output"):
-        command._remove(LocalStore(str(tmp_path)), "folder")
+    with pytest.raises(StorageError, match="Input/output.*Remove it by hand"):
+        command._remove(LocalStore(str(tmp_path)), "folder", patience=0.0)
 
 
 @pytest.mark.crash

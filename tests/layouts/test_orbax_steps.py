@@ -56,6 +56,58 @@ def test_a_manager_goes_on(tmp_path: Path) -> None:
         assert_equal(manager.restore(12), state_at(12))
 
 
+def _restored(root: Path) -> str | None:
+    return xla_ckpt.restore(root).report.tag
+
+
+def _loaded(root: Path) -> str | None:
+    return xla_ckpt.load_checkpoint(root).report.tag
+
+
+def _converted(root: Path) -> str | None:
+    return xla_ckpt.convert(root, root.with_name("to")).tag
+
+
+def _shown(root: Path) -> str | None:
+    return xla_ckpt.Checkpoints(root).show().tag
+
+
+def _verified(root: Path) -> str | None:
+    return xla_ckpt.verify(root).tag
+
+
+def _compared(root: Path) -> str | None:
+    return "7" if xla_ckpt.diff(root, root, tag_b="7").same else None
+
+
+def _latest(root: Path) -> str | None:
+    return xla_ckpt.Checkpoints(root).latest()
+
+
+@pytest.mark.parametrize(
+    "call", [_restored, _loaded, _converted, _shown, _verified, _compared, _latest, xla_ckpt.latest_tag]
+)
+def test_whoever_takes_the_newest_says_that_a_manager_went_on(
+    tmp_path: Path, call: Callable[[Path], str | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = saved(tmp_path / "run", 7, layout="orbax-manager")
+    with v0.CheckpointManager(root) as manager:
+        assert manager.save(8, args=v0.args.StandardSave(state_at(8)))
+    caplog.clear()
+    assert call(root) == "7"
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("xla_ckpt")]
+    assert [text for text in told if "orbax's tag 8 has a newer time stamp than 7" in text] == told, told
+    assert len(told) == 1
+
+
+def test_a_tag_that_is_not_there_names_those_of_all_libraries(tmp_path: Path) -> None:
+    root = saved(tmp_path / "run", 7, layout="orbax-manager")
+    with v0.CheckpointManager(root) as manager:
+        assert manager.save(8, args=v0.args.StandardSave(state_at(8)))
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"oldest first: 7\..* orbax wrote others there: 8\."):
+        xla_ckpt.restore(root, "9")
+
+
 def test_a_checkpointer_of_v1_goes_on(tmp_path: Path) -> None:
     root = saved(tmp_path / "run", 9, 10, layout="orbax-v1")
     policy = v1.training.preservation_policies.LatestN(2)

@@ -72,8 +72,7 @@ class Checkpoints:
         Raises:
             StorageError: The directory cannot be read.
         """
-        names = self.tags()
-        return names[-1] if names else None
+        return tags.latest_tag(self.path)
 
     def summaries(self) -> tuple[TagSummary, ...]:
         """All tags, oldest commit first, with what a list says of each. A damaged one has a `problem`.

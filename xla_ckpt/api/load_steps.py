@@ -31,7 +31,7 @@ from xla_ckpt.job.job import Job
 from xla_ckpt.job.lead import of_lead, put_together
 from xla_ckpt.job.peers import check_can_share
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
-from xla_ckpt.layouts.listing import all_tags, find_foreign, passed_over
+from xla_ckpt.layouts.listing import find_foreign, newest_last
 from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.options import LoadOptions
@@ -47,7 +47,6 @@ from xla_ckpt.state.proof import Proof, prove
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.local_first import LocalFirst
 from xla_ckpt.tags.upload_rules import newest_first
 from xla_ckpt.tree import path as paths
@@ -208,24 +207,11 @@ class Load:
 
     def _candidates(self, name: str | None) -> list[Candidate]:
         near = [] if self.near is None else self.near.whole_entries()
-        far = self._listed()
+        far = newest_last(self.store)
         # Where each disk has a part: first what the disks have, then all from the object store, if that is damaged.
         parts = [(entry, is_near) for entry in reversed(far) for is_near in (True, False)]
         both = parts if self.several else newest_first(near, far)
         return [(entry.tag, is_near) for entry, is_near in both if name in (None, entry.tag)]
-
-    def _listed(self) -> list[TagEntry]:
-        tags = all_tags(self.store)
-        if (newer := passed_over(tags)) is not None:
-            logger.warning(
-                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
-                "not",
-                self.store.path,
-                newer[0],
-                newer[1],
-                tags[-1][1].tag,
-            )
-        return [entry for _, entry in tags]
 
     def _open(self, store: Store, tag: str, exchange: Round) -> TagReader:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""

@@ -8,7 +8,7 @@ import sys
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_options
-from xla_ckpt.layouts.listing import all_tags, named_itself, tag_names
+from xla_ckpt.layouts.listing import all_tags, named_itself, newest_last, tag_names
 from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import repair_stored, verify_stored
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
@@ -69,7 +69,10 @@ def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
 
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
-    tags = list_tags(path, local=local)
+    if local is None:
+        tags = [entry.tag for entry in newest_last(store_at(path).look())]
+    else:
+        tags = list_tags(path, local=local)
     if not tags:
         expect_commit(store_at(path if local is None else local))
     return tags[-1] if tags else None
@@ -113,10 +116,10 @@ def chosen_tag(store: Store, tag: str | None) -> str:
     """
     if tag is not None:
         return tag
-    names = tag_names(store)
-    if not names:
+    entries = newest_last(store)
+    if not entries:
         raise no_tag(store, None)
-    return names[-1]
+    return entries[-1].tag
 
 
 @known_options

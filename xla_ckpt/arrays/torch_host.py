@@ -96,7 +96,8 @@ class TorchHost(WholeTensors):
         check_writable(value)
         over = functools.partial(memory_under, value, local)
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
-            fresh = self.like(value, local)
+            # In host memory: a second tensor on the device might have no room there.
+            fresh = making_tensors(dtype_of(value), tuple(value.shape), value.dtype, None, local)()
 
             def install() -> torch.Tensor:
                 loaded = fresh.install()

@@ -6,6 +6,8 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
+from xla_ckpt.cli.output import answering
+
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -17,7 +19,8 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the script of a shell for a parser whose commands have all of their arguments."""
     commands = _commands(parser)
-    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](commands))
+    with answering():
+        print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](commands), flush=True)
     return 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from xla_ckpt import __version__
 from xla_ckpt.cli import completion, keeping, looking, viewing, writing
+from xla_ckpt.cli.output import answering
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options
 from xla_ckpt.errors import CheckpointError
@@ -240,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parsed(words)
         code = int(args.action(args))
-        sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
+        with answering():
+            sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:
         print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)
         return 1

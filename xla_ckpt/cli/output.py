@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,10 +21,29 @@ def print_answer(args: argparse.Namespace, answer: Any, how: Callable[[Any], Ren
 
     A terminal gets tables as wide as itself. A pipe or a file gets every line whole, with tabs between columns.
     """
-    if args.json:
-        print(json.dumps(answer, indent=1))
-        return
-    from rich.console import Console
+    with answering():
+        if args.json:
+            print(json.dumps(answer, indent=1), flush=True)
+            return
+        from rich.console import Console
 
-    terminal = sys.stdout.isatty()
-    Console(width=None if terminal else 200, highlight=False).print(how(answer), soft_wrap=not terminal)
+        terminal = sys.stdout.isatty()
+        Console(width=None if terminal else 200, highlight=False).print(how(answer), soft_wrap=not terminal)
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Around what writes to the standard output.
+
+    Raises:
+        BrokenPipeError: Who reads it has seen enough.
+        StorageError: It cannot be written: the disk is full, for instance.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # Else the interpreter writes what is left when it ends, and complains once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise StorageError.of(error, "writing the answer to the standard output") from error

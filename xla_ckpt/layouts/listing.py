@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Sequence
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout
@@ -55,14 +54,29 @@ def tag_names(store: Store) -> list[str]:
     return [entry.tag for _, entry in all_tags(store)]
 
 
-def passed_over(tags: Sequence[tuple[Layout | None, TagEntry]]) -> tuple[str, str] | None:
-    """(who wrote it, tag) of a foreign tag that seems to be newer than our newest one, before which it is listed."""
-    ours = [entry for layout, entry in tags if layout is None]
+def newest_last(store: Store) -> list[TagEntry]:
+    """All complete tags, for a caller who takes the last one: which that is, is decided here alone.
+
+    A warning says if a tag of another library has a newer time stamp than the newest one of ours, before which it is.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    tags = all_tags(store)
+    entries = [entry for _, entry in tags]
     foreign = [(layout.origin, entry) for layout, entry in tags if layout is not None and entry.created]
-    if not ours or not foreign or not ours[-1].created:
-        return None
-    origin, newest = max(foreign, key=lambda pair: _time(pair[1]))
-    return (origin, newest.tag) if _time(newest) > _time(ours[-1]) else None
+    if foreign and tags[-1][0] is None and entries[-1].created:
+        origin, passed_over = max(foreign, key=lambda pair: _time(pair[1]))
+        if _time(passed_over) > _time(entries[-1]):
+            logger.warning(
+                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
+                "not",
+                store.path,
+                origin,
+                passed_over.tag,
+                entries[-1].tag,
+            )
+    return entries
 
 
 def _time(entry: TagEntry) -> float:

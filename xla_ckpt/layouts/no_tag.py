@@ -30,9 +30,13 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
     tags = all_tags(store)
     foreign = [(layout.origin, entry.tag) for layout, entry in tags if layout is not None]
-    if foreign and len(foreign) == len(tags):
-        error.problem += meant(error.tag, [tag for _, tag in foreign])
-        error.hint = f"{foreign[-1][0]} wrote the tags there: {', '.join(tag for _, tag in foreign[-10:])}."
+    if foreign:
+        others = ", ".join(tag for _, tag in foreign[-10:])
+        if len(foreign) == len(tags):
+            error.problem += meant(error.tag, [tag for _, tag in foreign])
+            error.hint = f"{foreign[-1][0]} wrote the tags there: {others}."
+        else:
+            error.hint = f"{error.hint or ''} {foreign[-1][0]} wrote others there: {others}.".lstrip()
     elif (inside := named_itself(store)) is not None:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Literal
 
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.program import importing_alike
@@ -45,7 +45,7 @@ class Child:
     """What it, or Python for it, prints as errors."""
 
     def ending(self) -> str:
-        """How it ended, when it says no more: its exit code, and the last line of its errors."""
+        """How it ended, or is about to end: its exit code, and the last line of its errors."""
         code = self.process.wait()
         self.errors.seek(0)
         last = self.errors.read().strip().rpartition("\n")[2]
@@ -120,9 +120,20 @@ class Check:
         """Look whether the promise holds."""
         if not bench.left:
             return unseen(NO_TIME)
-        try:
-            return self.see(bench)
-        except (CheckpointError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return unseen(f"There was no room: {error}")  # the storage has broken no promise
-            return broken(f"{type(error).__name__}: {error}")
+        return sighted(partial(self._see, bench))
+
+    def _see(self, bench: Bench) -> Sighting:
+        bench.store.prepare()
+        return self.see(bench)
+
+
+def sighted(see: Callable[[], Sighting]) -> Sighting:
+    """What was seen. Storage that refuses something has broken no promise, unless it has lost what it had taken."""
+    try:
+        return see()
+    except (CorruptCheckpointError, FileNotFoundError) as error:
+        return broken(f"{type(error).__name__}: {error}")
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return unseen(f"There was no room: {error}")
+        return unseen(f"{type(error).__name__}: {error}")

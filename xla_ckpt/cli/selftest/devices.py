@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Sighting, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Sighting, broken, holds, sighted, unseen
 from xla_ckpt.dtypes import DTYPE_NAMES, dtype
 from xla_ckpt.extras import is_installed
 
@@ -60,7 +60,7 @@ def _bytes(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 
 
-def _say(
+def _look(
     path: str, device: str, arrays: Mapping[str, tuple[Any, bytes]], first: Any, step: Callable[[Any], Any]
 ) -> Sighting:
     """Look at one device.
@@ -93,22 +93,22 @@ def _say(
     return holds(f"{device}: {len(arrays)} types of elements, and {STEPS} steps beside a save.{without}")
 
 
-def _print(sightings: list[Sighting]) -> None:
-    """Say the worst verdict, and all sentences."""
+def _answer(sightings: list[Sighting]) -> str:
+    """The worst verdict, and all sentences, as a line."""
     order = ("does not hold", "could not be seen", "holds")
     worst = min((seen.verdict for seen in sightings), key=order.index)
-    print(json.dumps({"verdict": worst, "sentence": " ".join(seen.sentence for seen in sightings)}), flush=True)
+    return json.dumps({"verdict": worst, "sentence": " ".join(seen.sentence for seen in sightings)})
 
 
-def _torch(path: str, device: Any, after: Callable[[], object]) -> Sighting:
+def _torch(path: str, device: Any, name: str, after: Callable[[], object]) -> Sighting:
     import torch
 
     arrays = {}
-    for name in DTYPE_NAMES:
-        if (kind := getattr(torch, name, None)) is not None:
+    for kind_name in DTYPE_NAMES:
+        if (kind := getattr(torch, kind_name, None)) is not None:
             try:
-                bits = torch.from_numpy(_bits(name).copy())
-                arrays[name] = bits.view(kind).to(device), _bytes(bits)
+                bits = torch.from_numpy(_bits(kind_name).copy())
+                arrays[kind_name] = bits.view(kind).to(device), _bytes(bits)
                 after()
             except (RuntimeError, TypeError):
                 continue  # the device has no such type: the sentence lists it
@@ -118,29 +118,31 @@ def _torch(path: str, device: Any, after: Callable[[], object]) -> Sighting:
         after()
         return value
 
-    return _say(f"{path}-{torch.device(device).type}", str(device), arrays, torch.rand(MOVED, device=device), step)
+    first = torch.rand(MOVED, device=device)
+    return sighted(lambda: _look(f"{path}-{device.type}", name, arrays, first, step))
 
 
-def see_torch(path: str) -> None:
+def see_torch(path: str) -> Iterator[str]:
     """Say what holds on the CPU, and on the accelerator that torch has."""
     import torch
 
-    devices = ["cpu"]
-    if torch.accelerator.is_available():
-        devices.append(str(torch.accelerator.current_accelerator()))
-    _print([_torch(path, device, lambda: None) for device in devices])
+    devices = {"cpu": torch.device("cpu")}
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        model = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: "of an unknown model")
+        devices[f"{accelerator} ({model()})"] = accelerator
+    yield _answer([_torch(path, device, name, lambda: None) for name, device in devices.items()])
 
 
-def see_torch_xla(path: str) -> None:
+def see_torch_xla(path: str) -> Iterator[str]:
     """Say what holds on the device that torch_xla has."""
     import torch_xla
     import torch_xla.runtime
 
-    seen = _torch(path, torch_xla.device(), torch_xla.sync)
-    _print([Sighting(seen.verdict, f"{torch_xla.runtime.device_type()}, {seen.sentence}")])
+    device = torch_xla.device()
+    yield _answer([_torch(path, device, f"{torch_xla.runtime.device_type()}, {device}", torch_xla.sync)])
 
 
-def see_jax(path: str) -> None:
+def see_jax(path: str) -> Iterator[str]:
     """Say what holds on the first device that jax has."""
     import jax
     import ml_dtypes
@@ -157,4 +159,6 @@ def see_jax(path: str) -> None:
                 continue  # the device has no such type: the sentence lists it
     step = jax.jit(lambda value: value + 1, donate_argnums=0)  # its memory may be used again, as of training steps
     first = jax.numpy.arange(MOVED, dtype="float32")
-    _print([_say(path, jax.devices()[0].platform, arrays, first, step)])
+    device = jax.devices()[0]
+    name = device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"
+    yield _answer([sighted(lambda: _look(path, name, arrays, first, step))])
