@@ -13,6 +13,7 @@ import torch
 
 from xla_ckpt.arrays.accelerator import TensorShard, version_of
 from xla_ckpt.arrays.torch_elements import (
+    DENSE,
     bytes_of,
     check_dense,
     check_writable,
