@@ -23,7 +23,6 @@ PAGES = ROOT / "docs/measured/selftest"
 SHOWN, SHOWN_IN = "directory", ROOT / "docs/unverified.md"
 BEGIN, END = "<!-- made by make selftests -->\n", "<!-- end -->\n"
 FACTS = ("date", "machine", "storage", "versions")
-UNKNOWN = "not said: the version that made this report had no such facts"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import xla_ckpt
+from tests.cli import selftests
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
 from xla_ckpt.cli.selftest import command, storage
@@ -362,3 +363,24 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, after: str) -> None:
     process.communicate()
     assert process.returncode == 130
     assert names_in(tmp_path) == []
+
+
+def test_pages_are_made_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tmp_path / "unverified.md"
+    document.write_text(f"before\n{selftests.BEGIN}old\n{selftests.END}after\n")
+    monkeypatch.setattr(selftests, "PAGES", tmp_path / "selftest")
+    monkeypatch.setattr(selftests, "SHOWN_IN", document)
+    facts = dict.fromkeys(selftests.FACTS, "a|b")
+    answer = {"check": "names", "promise": "p", "verdict": "holds", "sentence": "Seen."}
+    selftests.write(selftests.SHOWN, {"path": "/runs", **facts, "checks": [answer]})
+    page = (tmp_path / "selftest/directory.md").read_text()
+    assert "| date | a\\|b |\n" in page
+    assert "| holds | `names` | Seen. |\n" in page
+    before, shown, after = document.read_text().partition(page.partition("\n\n|")[2])
+    assert (bool(shown), before.startswith("before\n"), after.endswith("after\n")) == (True, True, True)
+    assert "old" not in before + after
+
+
+def test_the_page_that_docs_show_is_the_one_that_was_made() -> None:
+    page = (selftests.PAGES / f"{selftests.SHOWN}.md").read_text()
+    assert page.partition("\n\n|")[2] in selftests.SHOWN_IN.read_text()
