@@ -215,4 +215,7 @@ def _leave(imported_by: int) -> None:
         importlib.import_module("xla_ckpt.job.job").leave(channel() if os.getpid() == imported_by else None)
 
 
-before_threads_end(partial(_leave, os.getpid()))
+try:
+    before_threads_end(partial(_leave, os.getpid()))
+except RuntimeError:
+    pass  # the program is at its end, and imports this to look into a directory: it makes no call that others wait for

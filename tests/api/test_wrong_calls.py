@@ -305,3 +305,31 @@ def test_a_member_of_extras_that_is_not_stored_names_those_that_are(tmp_path: pa
     xla_ckpt.save_checkpoint(tmp_path, "a", torch.nn.Linear(2, 2), extras={"rng": xla_ckpt.RNGState()})
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="extras/loader: not in .* which holds extras/rng"):
         xla_ckpt.load_checkpoint(tmp_path, extras={"loader": {"at": 0}})
+
+
+def test_a_number_in_the_place_of_a_tag(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(xla_ckpt.InvalidTagError, match=r"found the number 3\. Write '3'\."):
+        xla_ckpt.restore(tmp_path, 3)  # type: ignore[arg-type]
+
+
+def test_a_tree_of_save_in_the_place_of_a_training_run(tmp_path: pathlib.Path) -> None:
+    """Rules of names are for what orbax wrote, and were offered for a tag of this library's, too."""
+    xla_ckpt.save(tmp_path, "a", {"params": {"w": torch.ones(2)}, "step": 3})
+    message = r"which holds params, step \(a tree of save's is given back by restore\)"
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=message):
+        xla_ckpt.load_checkpoint(tmp_path, model=torch.nn.Linear(2, 2))
+
+
+def test_an_export_of_plain_values(tmp_path: pathlib.Path) -> None:
+    xla_ckpt.save(tmp_path / "run", "a", {"step": 3})
+    with pytest.raises(xla_ckpt.UsageError, match="It has plain values alone"):
+        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "hf")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_root_of_tags_in_the_place_of_a_checkpoint_of_dcp(tmp_path: pathlib.Path) -> None:
+    import xla_ckpt.dcp as dcp
+
+    xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)})
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="Tags of this library lie in it, a: use load_checkpoint"):
+        dcp.load({"w": torch.ones(2)}, checkpoint_id=tmp_path)

@@ -53,3 +53,13 @@ def test_a_key_whose_numbers_are_stored(tmp_path: Path, like: object) -> None:
         xla_ckpt.restore(tmp_path, like={"k": like})
     assert refused.value.leaf == "k"
     assert "wrap_key_data" in (refused.value.hint or "")
+
+
+def test_an_array_that_is_being_traced(tmp_path: Path) -> None:
+    def step(w: jax.Array) -> jax.Array:
+        xla_ckpt.save(tmp_path, "a", {"w": w})
+        return w
+
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"is being traced.*leaf w.*outside of functions"):
+        jax.jit(step)(np.ones(2, np.float32))
+    assert xla_ckpt.list_tags(tmp_path) == []

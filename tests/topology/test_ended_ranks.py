@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import finish, run_on_ranks, start_on_ranks, torchrun
+from tests.runs import environment
 from xla_ckpt import SaveOptions
 
 RANKS = 3
@@ -59,6 +62,21 @@ def test_so_they_do_if_it_has_never_made_a_call(tmp_path: Path) -> None:
     (error,), nothing = torchrun(only_rank_0_saves, 2, tmp_path, tmp_path / "root")
     assert error[:3] == ("RankFailedError", 1, "a")
     assert nothing == []
+
+
+def test_an_import_at_the_end_of_a_program(tmp_path: Path) -> None:
+    """Python takes nothing any more then that is to be done at the end."""
+    xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)})
+    code = """
+import atexit, sys, threading
+
+@atexit.register
+def look():
+    import xla_ckpt
+    print(xla_ckpt.list_tags(sys.argv[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, env=environment())
+    assert done.stdout == "['a']\n", done.stderr
 
 
 def a_worker_ends(rank: int, root: Path) -> str | None:

@@ -117,6 +117,12 @@ class Jax:
         return tuple(value.shape)
 
     def place(self, value: Any, path: str = "") -> LocalArray | None:
+        if isinstance(value, jax.core.Tracer):
+            raise UnsupportedStateError(
+                "a jax array is being traced, and has no values yet",
+                leaf=path,
+                hint="Save and load outside of functions that jax.jit, grad or vmap trace.",
+            )
         if value.is_deleted():  # a pattern that the program has donated: it says where the new one is to lie
             return _on_devices(value.sharding, value.shape)
         return self._place(value).local

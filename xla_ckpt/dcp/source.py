@@ -236,6 +236,10 @@ def _other_than_dcp(names: frozenset[str]) -> str:
     below = sorted(f.removesuffix(f"/{METADATA}") for f in names if f.count("/") == 1 and f.endswith(f"/{METADATA}"))
     if below:
         return f"Checkpoints lie in it: pass the path of one, {', '.join(below[-10:])}."
+    tags = sorted(f.removesuffix(f"/{MANIFEST}") for f in names if f.count("/") == 1 and f.endswith(f"/{MANIFEST}"))
+    if tags:
+        names_of_tags = ", ".join(tags[-10:])
+        return f"Tags of this library lie in it, {names_of_tags}: use load_checkpoint, or xla-ckpt convert --to dcp."
     if MANIFEST in names:
         return "It is a tag of this library in another layout: use load_checkpoint, or xla-ckpt convert --to dcp."
     return f"It has no {METADATA}: its save did not end, or it is no checkpoint of DCP's."

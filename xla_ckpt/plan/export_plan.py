@@ -58,8 +58,10 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
         arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
         hint = (
-            f"Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}. export_hf(..., part=) writes another "
-            "part of it than the model, as xla-ckpt export --part does."
+            "Name another part of it: export_hf(part=), or xla-ckpt export --part. "
+            f"Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}."
+            if manifest.arrays
+            else "It has plain values alone."
         )
         raise UsageError("the checkpoint holds no arrays there", leaf=part, hint=hint)
     if len({array.region.name for array in arrays}) != len(arrays):

@@ -25,6 +25,7 @@ from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.skeleton import array_paths, children, is_object, part_at
 from xla_ckpt.tree.unflatten import Resolve, Unflattener
@@ -309,7 +310,9 @@ def absent_part(stored: Stored, what: str) -> Loading:
     members = (
         ", ".join(below if near is None else (f"{beside}/{n}" for n in children(near.skeleton) or ())) or "nothing"
     )
-    if not {"params", "token_embedder", "base"}.isdisjoint(below):
+    if stored.manifest.head.sequence and set(below).isdisjoint(schema.MEMBERS):
+        members += " (a tree of save's is given back by restore)"
+    elif not {"params", "token_embedder", "base"}.isdisjoint(below):
         members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
     if is_object(stored.skeleton):
         members = (

@@ -40,8 +40,10 @@ def check_is_text(tag: object, path: str | None = None) -> str:
             "a tag is a string",
             path=path,
             expected="a str, such as 'step_10'",
-            found=type(tag).__name__,
-            hint="The tag is the argument after the path. A load without one takes the newest: say model=..., by name.",
+            found=f"the number {tag}" if type(tag) is int else type(tag).__name__,
+            hint=f"Write {str(tag)!r}."
+            if type(tag) is int
+            else "The tag is the argument after the path. A load without one takes the newest: say model=..., by name.",
         )
     return tag
 
