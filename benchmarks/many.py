@@ -90,7 +90,7 @@ def stall(args: argparse.Namespace, root: str) -> None:
     """How long the caller of an asynchronous save waits."""
     import xla_ckpt
 
-    for count, shape in ((60, (8_333_333,)), (800, (625_000,)), (args.arrays, (256,))):
+    for count, shape in ((1, (256,)), (60, (8_333_333,)), (800, (625_000,)), (args.arrays, (256,))):
         module = xla_module([shape] * count)
 
         def begin(module: Any = module, path: str = f"{root}/{count}") -> Any:

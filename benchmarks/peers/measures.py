@@ -211,14 +211,12 @@ def spmd_saves(gb: float, directory: str) -> Figures:
 
     xr.use_spmd()
     mesh = xs.Mesh(np.arange(8), (8,), ("x",))
-    state = State("cpu", gb)
+    state = fresh_state("cpu", gb, 0)
     module = state.module.to(torch_xla.device())
     for parameter in module.parameters():
         xs.mark_sharding(parameter, mesh, ("x", *[None] * (parameter.dim() - 1)))
     torch_xla.sync(wait=True)
     wait_for_device("xla")
-    import orbax.checkpoint  # noqa: F401
-
     began = time.perf_counter()
     xla_ckpt.save_checkpoint(directory, "a", module)
     return {"seconds": time.perf_counter() - began, "nbytes": state.nbytes}

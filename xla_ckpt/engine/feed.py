@@ -3,6 +3,8 @@
 One thread copies segment after segment, in the order in which they are written, into an `Arena`. It runs ahead of the
 writers as far as the budget reaches, and waits for them then. What it has copied is settled: the program may write to
 that memory again.
+
+Where nobody waits for that, and the host makes the copies itself, each writer copies its segment into its own buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -19,6 +22,7 @@ import numpy as np
 from xla_ckpt.errors import CheckpointError, SaveError
 from xla_ckpt.snapshot.arena import Arena, ArenaPiece
 from xla_ckpt.snapshot.freezing import Deferred
+from xla_ckpt.snapshot.memory import Bytes
 from xla_ckpt.snapshot.shards import HOST, Link
 from xla_ckpt.storage.threads import started
 
@@ -67,14 +71,17 @@ class Feed:
         self._changed = threading.Condition()
         self._images: dict[Hashable, ArenaPiece] = {}
         self._error: Exception | None = None
+        self._ahead = any(source.changes or source.link is not HOST for source in self._left)
+        """Whether somebody gains by copies that are made ahead of the writers: the program, or a device."""
         self._thread: threading.Thread | None = None
-        """None before it is entered, and where no thread is to be had: then whoever asks for a segment copies it."""
+        """None before it is entered, and where nobody gains by it or none is to be had: then whoever asks for a segment
+        copies it."""
 
     def __contains__(self, segment: Hashable) -> bool:
         return segment in self._wanted
 
     def __enter__(self) -> Feed:
-        if self._wanted:
+        if self._ahead:
             self._thread = started(self._run, "xla_ckpt-feed")
         return self
 
@@ -86,17 +93,17 @@ class Feed:
             self._thread.join()
         self._arena.close()
 
-    def image(self, segment: Hashable) -> ArenaPiece:
-        """The image of a segment, to be given back. Waits until it is there.
+    def image(self, segment: Hashable, buffer: memoryview) -> ArenaPiece:
+        """The image of a segment, to be given back. Waits until it is there, or makes it in `buffer`.
 
         Raises:
             CheckpointError: The bytes could not be copied, or were written to before.
         """
+        if self._thread is None:
+            memory = np.frombuffer(buffer, np.uint8)
+            self._begin(self._wanted[segment].extracts, memory)()
+            return ArenaPiece(memory, _kept_by_its_owner)
         with self._changed:
-            if self._thread is None:
-                with self._told_of_errors():
-                    if (room := self._arena.take(self._wanted[segment].nbytes, wait=True)) is not None:
-                        self._begin(segment, self._wanted[segment].extracts, room)()
             self._changed.wait_for(lambda: segment in self._images or self._error is not None)
             if segment not in self._images:
                 assert self._error is not None
@@ -122,7 +129,7 @@ class Feed:
             room = room or self._arena.take(wanted.nbytes, wait=True)
             if room is None:  # left before all was written: the save has failed
                 return
-            begun = self._begin(segment, wanted.extracts, room)
+            begun = partial(self._hand_out, segment, room, self._begin(wanted.extracts, room.memory))
             if under_way is not None:
                 under_way()
             under_way = begun
@@ -140,11 +147,18 @@ class Feed:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _begin(self, segment: Hashable, extracts: Sequence[Extract], image: ArenaPiece) -> Callable[[], None]:
-        """Begin the copies of one segment; how to wait for them, settle what is complete, and hand the image out."""
+    def _hand_out(self, segment: Hashable, image: ArenaPiece, complete: Callable[[], None]) -> None:
+        """Let the writers have an image, when its copies are complete."""
+        complete()
+        with self._changed:
+            self._images[segment] = image
+            self._changed.notify_all()
+
+    def _begin(self, extracts: Sequence[Extract], memory: Bytes) -> Callable[[], None]:
+        """Begin the copies of one segment; how to wait for them, and settle what is complete."""
         moved: list[Deferred] = []
         for extract in extracts:
-            target = image.memory[extract.at : extract.at + extract.nbytes]
+            target = memory[extract.at : extract.at + extract.nbytes]
             if isinstance(extract.source, Deferred):
                 with _copying(extract.source):
                     extract.source.begin_copy(extract.offset, target)
@@ -159,14 +173,17 @@ class Feed:
                 for wait in waits:
                     wait()
             for source in moved:
-                self._left[source] -= 1
-                if self._left[source] == 0:
+                with self._changed:
+                    self._left[source] -= 1
+                    last = self._left[source] == 0
+                if last:
                     source.settle()
-            with self._changed:
-                self._images[segment] = image
-                self._changed.notify_all()
 
         return finish
+
+
+def _kept_by_its_owner() -> None:
+    """A writer's own buffer: nothing is to be given back."""
 
 
 def _filled_by(sources: Iterable[Deferred]) -> Link:

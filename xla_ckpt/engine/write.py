@@ -89,7 +89,7 @@ def write_files(
             _add_copy(phases, file, began, parts)
             yield buffer, parts
             return
-        piece = feed.image(segment)
+        piece = feed.image(segment, buffer)
         try:
             parts = segment_parts(file, segment)
             _add_copy(phases, file, began, parts)

@@ -92,7 +92,7 @@ class Deferred:
         self.link: Link = shard.link
         self._shard: MemoryShard | None = shard
         self._freezing = freezing
-        self._changes = changes
+        self.changes = changes
         self._version = shard.version() if changes and shard.version is not None else None
         if changes:
             freezing.begun()
@@ -114,18 +114,18 @@ class Deferred:
             ChangedStateError: The program has written to the memory meanwhile.
         """
         shard, self._shard = self._shard, None
-        if shard is not None and self._changes:
+        if shard is not None and self.changes:
             self._check(shard)
             self._freezing.settled()
 
     def drop(self) -> None:
         """Nobody needs the bytes, or needs them any more."""
         shard, self._shard = self._shard, None
-        if shard is not None and self._changes:
+        if shard is not None and self.changes:
             self._freezing.settled()
 
     def _check(self, shard: MemoryShard) -> None:
-        if self._changes and shard.version is not None and shard.version() != self._version:
+        if self.changes and shard.version is not None and shard.version() != self._version:
             raise ChangedStateError(
                 "the program wrote to this tensor before it was saved",
                 leaf=self.leaf,
