@@ -205,11 +205,11 @@ def main() -> None:
         shutil.rmtree(where, ignore_errors=True)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else str(training.device)
     print(
-        f"# Accelerators\n\nMade by `python -m benchmarks.accelerator` on {name}, {os.cpu_count()} cores, Linux "
-        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}. A stack of linear "
-        f"layers is trained with a fused AdamW: parameters and moments are {nbytes / 1e9:.1f} GB, and a step takes "
-        f"{usual * 1e3:.1f} ms. Numbers are medians of {args.rounds} interleaved rounds. Compare within "
-        "this page only.\n\n"
+        f"# Accelerators\n\nMade by `python -m benchmarks.accelerator --gb {args.gb:g} --rounds {args.rounds}` on {name}, "
+        f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}. A stack of linear layers is trained with a fused AdamW: parameters and moments are "
+        f"{nbytes / 1e9:.1f} GB, and a step takes {usual * 1e3:.1f} ms. The ways take turns; a number is the median of "
+        f"all rounds but the first, here of {args.rounds}. Compare within this page only.\n\n"
         "## Saves\n\nThe loop goes on beside each save until it is durable, and a second longer. *Lost* is how much "
         "later it was than without the save, the call included. In the first save of a process, and the first that "
         "is larger, host memory is pinned.\n\n"
