@@ -71,18 +71,47 @@ def saved(folder: Path, tree: Any) -> Path:
     return folder / "run"
 
 
+def trained(run: Path, params: Any, *steps: int) -> Path:
+    """A run as training saves it: steps of a manager's, with moments that have the names of the parameters, too."""
+    with ocp.CheckpointManager(run / "checkpoints", item_names=("items",)) as manager:
+        for step in steps:
+            state = {"params": {"params": params}, "opt_state": [{"mu": {"params": params}, "count": 5}], "step": step}
+            manager.save(step, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
+    return run
+
+
 @pytest.mark.parametrize("rope", ["halves", "interleaved"])
 @pytest.mark.parametrize("form", ["scanned", "named", "listed"])
 def test_a_run_as_training_saves_it(tmp_path: Path, rope: Rope, form: Form) -> None:
-    """A step of a manager's, with moments that have the names of the parameters, too."""
-    params = parameters(rope, form)
-    state = {"params": {"params": params}, "opt_state": [{"mu": {"params": params}, "count": 5}], "step": 3}
-    with ocp.CheckpointManager(tmp_path / "run", item_names=("items",)) as manager:
-        manager.save(3, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
+    run = trained(tmp_path / "run", parameters(rope, form), 3)
     xla_ckpt.register_names(xla_ckpt.maxtext_names(rope))
     model = llama()
-    xla_ckpt.load_checkpoint(tmp_path / "run", model=model)
+    xla_ckpt.load_checkpoint(run / "checkpoints", model=model)
     check_numbers(model)
+
+
+def test_the_directory_of_a_run(tmp_path: Path) -> None:
+    """Its steps are its tags, though they lie below a directory of their own."""
+    run = trained(tmp_path / "run", parameters("halves"), 9, 10)
+    (run / "tensorboard").mkdir()
+    assert xla_ckpt.has_checkpoint(run)
+    assert xla_ckpt.list_tags(run) == ["9", "10"]
+    assert xla_ckpt.verify(run, "9").ok
+    assert xla_ckpt.restore(run).tree["step"] == 10
+    assert xla_ckpt.restore(run, "9").tree["step"] == 9
+    assert xla_ckpt.restore(run / "checkpoints/9").tree["step"] == 9
+    xla_ckpt.register_names(xla_ckpt.maxtext_names("halves"))
+    model = llama()
+    xla_ckpt.load_checkpoint(run, model=model)
+    check_numbers(model)
+
+
+def test_a_run_that_has_saved_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    assert not xla_ckpt.has_checkpoint(tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/checkpoints").write_text("a file")
+    assert xla_ckpt.list_tags(tmp_path / "other") == []
 
 
 @pytest.mark.parametrize("around", ["params", "nnx", "base"])
@@ -118,7 +147,7 @@ def test_the_wrong_order_is_another_model(tmp_path: Path) -> None:
 def test_the_order_is_asked_for(tmp_path: Path, *, nnx: bool) -> None:
     params = parameters("halves")
     path = saved(tmp_path, params if nnx else {"params": {"params": params}})
-    with pytest.raises(xla_ckpt.CheckpointError, match=r"maxtext_names\(rope=\.\.\.\)"):
+    with pytest.raises(xla_ckpt.CheckpointError, match=r"maxtext_names\(rope=\.\.\."):
         xla_ckpt.load_checkpoint(path, model=llama())
 
 

@@ -1,7 +1,6 @@
 """Models of transformers in MaxText's form and back: the trees are those that MaxText's own code makes.
 
-`tests/fixtures/maxtext/trees.json` was written by an earlier form of `tests/fixtures/maxtext/make.py`, which made
-models of the same sizes, with MaxText as of 22 August 2026.
+`tests/fixtures/maxtext/trees.json` was written by `tests/fixtures/maxtext/make.py`, with MaxText as of 22 August 2026.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import xla_ckpt
@@ -100,6 +100,33 @@ def test_there_and_back(tmp_path: Path, family: str, *, scan_layers: bool) -> No
             assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("family", [family for family in CLASSES if family != "llama"])
+def test_a_model_says_its_names(tmp_path: Path, family: str) -> None:
+    """Where MaxText has one way to store it. Rules that a program registers count more."""
+    model = model_of(family)
+    registered(family, model)
+    run = saved_by_orbax(written(tmp_path, model))
+    xla_ckpt.register_names([])
+    again = CLASSES[family][1](model.config)
+    xla_ckpt.load_checkpoint(run, model=again)
+    assert torch.equal(again.model.layers[1].self_attn.v_proj.weight, model.model.layers[1].self_attn.v_proj.weight)
+    assert "model" not in xla_ckpt.restore(run).tree
+    xla_ckpt.register_names([("params/params/decoder/decoder_norm/scale", "model.norm.weight", "embed -> embed")])
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="embed_tokens"):
+        xla_ckpt.load_checkpoint(run, model=again)
+
+
+def test_a_model_that_maxtext_does_not_have(tmp_path: Path) -> None:
+    """Another one than the checkpoint's: the error says what MaxText has."""
+    model = model_of("gemma")
+    registered("gemma", model)
+    run = saved_by_orbax(written(tmp_path, model))
+    xla_ckpt.register_names([])
+    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+    with pytest.raises(xla_ckpt.UsageError, match="no names of MaxText's are known.*gpt2"):
+        xla_ckpt.load_checkpoint(run, model=other)
+
+
 def test_the_arithmetic_is_maxtexts(tmp_path: Path) -> None:
     """As its converter has it: norms with one added, queries and embeddings by roots, the last one in bfloat16."""
     config = transformers.Gemma3TextConfig(**{**SIZES, "hidden_size": 40, "num_hidden_layers": 6})
@@ -113,6 +140,38 @@ def test_the_arithmetic_is_maxtexts(tmp_path: Path) -> None:
     assert np.array_equal(
         params["decoder"]["layers"]["layers_5"]["pre_self_attention_norm"]["scale"][:, 0], norm + np.float32(1)
     )
+
+
+@pytest.mark.parametrize(("family", "scan_layers"), [("llama", True), ("mixtral", False), ("gemma3_text", True)])
+def test_what_was_written_is_a_model(tmp_path: Path, family: str, *, scan_layers: bool) -> None:
+    """A tag has the rules by which it was written, so nobody has to say them again."""
+    model = model_of(family)
+    registered(family, model, scan_layers=scan_layers)
+    run = written(tmp_path, model)
+    xla_ckpt.register_names([])
+    again = CLASSES[family][1](model.config)
+    xla_ckpt.load_checkpoint(run, model=again)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=3e-7 if family.startswith("gemma") else 0, msg=name)
+    xla_ckpt.export_hf(run, tmp_path / "again")
+    with safe_open(tmp_path / "again/model.safetensors", "pt") as file:
+        assert "model.layers.1.self_attn.q_proj.weight" in file.keys()  # noqa: SIM118  # it has no `in`
+    shown = xla_ckpt.Checkpoints(run).show()
+    assert any(array.leaf.startswith("params/params/decoder") for array in shown.arrays)
+
+
+@pytest.mark.parametrize("damaged", ["names.json", "params.params.token_embedder.embedding/0.0"])
+def test_what_was_written_is_verified(tmp_path: Path, damaged: str) -> None:
+    """With the digests that a tag of ours has, though its elements are rearranged."""
+    model = model_of("gemma")
+    registered("gemma", model)
+    file = written(tmp_path, model) / "0" / damaged
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert [problem.file for problem in xla_ckpt.verify(tmp_path / "run", "0").problems] == [damaged]
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match=damaged):
+        xla_ckpt.load_checkpoint(tmp_path / "run", model=CLASSES["gemma"][1](model.config))
 
 
 def test_interleaved_there_and_back(tmp_path: Path) -> None:
@@ -186,6 +245,16 @@ def test_large_tables_are_cut_into_rows(tmp_path: Path, monkeypatch: pytest.Monk
     xla_ckpt.convert(hugging_face(tmp_path / "hf", {"w": table}), tmp_path / "run", to="orbax-model", as_tag="0")
     assert json.loads((tmp_path / "run/0/table/.zarray").read_text())["chunks"] == [3, 5]
     assert np.array_equal(ocp.PyTreeCheckpointer().restore(tmp_path / "run/0")["table"], table.numpy() / 2)
+
+
+def test_a_chunk_is_one_region(tmp_path: Path) -> None:
+    """However many rows of the stored array it has a part of: real models have 4096 of them, in each layer."""
+    tensors = {f"layers.{n}.w": torch.full((2, 4096), float(n)) for n in range(20)}
+    xla_ckpt.register_names(RULES)
+    xla_ckpt.convert(hugging_face(tmp_path / "hf", tensors), tmp_path / "run", to="orbax-model", as_tag="0")
+    assert [array.shards for array in xla_ckpt.Checkpoints(tmp_path / "run").show().arrays] == [20]
+    tree = ocp.PyTreeCheckpointer().restore(tmp_path / "run/0")
+    assert (tree["layers"]["w"] == np.arange(20)[None, :, None]).all()
 
 
 @pytest.mark.parametrize(

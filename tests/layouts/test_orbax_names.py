@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import torch
 from hypothesis import given
@@ -19,12 +20,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import xla_ckpt
-from tests.layouts import jax_llama
+from tests.layouts import jax_llama, scanned_memory
 from tests.layouts.orbax_saves import eight_devices
 from tests.layouts.writing import as_job
 from tests.runs import ROOT
 from xla_ckpt import Mesh
-from xla_ckpt.layouts.orbax import chunks
+from xla_ckpt.layouts.orbax import array_files, model_parts
 from xla_ckpt.layouts.orbax.name_rules import parse_names
 from xla_ckpt.layouts.orbax.names import Renaming, renaming
 from xla_ckpt.sharding.box import Box
@@ -98,6 +99,30 @@ def test_each_chunk_is_decoded_once(saved: Path, monkeypatch: pytest.MonkeyPatch
     xla_ckpt.register_names(jax_llama.RULES)
     xla_ckpt.load_checkpoint(saved / "first", model=llama())
     assert len(decoded) == len(set(decoded)) > 11
+
+
+def test_a_chunk_is_kept_for_all_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that may take little memory comes back to a chunk for each layer. One chunk is kept at a time."""
+    decoded: list[str] = []
+    ordered = Renaming.ordered
+    monkeypatch.setattr(Renaming, "ordered", lambda self, a, c: decoded.append(self.leaf) or ordered(self, a, c))
+    monkeypatch.setattr(array_files, "MADE_BYTES", 1)
+    arrays = {name: np.arange(6 * 8 * 5, dtype=np.float32).reshape(6, 8, 5) + n for n, name in enumerate("vw")}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", arrays)
+    xla_ckpt.register_names([(name, f"{{layer}}.{name}", "in layer out -> out in") for name in arrays])
+    little = xla_ckpt.ConvertOptions(max_memory=100, num_workers=1)
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "native", to="native", as_tag="0", options=little)
+    assert sorted(decoded) == ["v", "w"]
+    model = xla_ckpt.restore(tmp_path / "native").tree["model"]
+    assert all(np.array_equal(model[f"{n}.{k}"], array[:, n].T) for k, array in arrays.items() for n in range(8))
+
+
+@pytest.mark.slow
+def test_what_memory_a_chunk_takes(tmp_path: Path) -> None:
+    """It is decoded as a whole: once compressed and once not, and no copy of it is made for all layers."""
+    nbytes, growth = scanned_memory.measured(tmp_path)
+    assert nbytes < growth < 2.4 * nbytes
 
 
 def test_another_topology(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +227,7 @@ def test_a_model_without_rules(saved: Path) -> None:
 
 def test_parts_without_number(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile file may say any number of layers."""
-    monkeypatch.setattr(chunks, "MAX_CHUNKS", 15)
+    monkeypatch.setattr(model_parts, "MAX_MODEL_PARTS", 15)
     xla_ckpt.register_names(jax_llama.RULES)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="too many parts"):
         xla_ckpt.restore(saved / "first")
@@ -229,7 +254,7 @@ def test_the_parts_of_chunks_are_the_arrays(data: st.DataObject) -> None:
     for low in itertools.product(*(range(0, n, k) for n, k in zip(shape, chunk, strict=True))):
         box = Box(low, tuple(min(a + k, n) for a, k, n in zip(low, chunk, shape, strict=True)))
         index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-        elements, at = of.ordered(whole[index], box).reshape(-1), 0
+        elements, at = of.computed(of.ordered(whole[index], box)).reshape(-1), 0
         assert np.array_equal(of.stored(elements, box), whole[index])  # its own inverse
         for name, part in of.parts(box):
             array = arrays.setdefault(name, np.full(of.shape, -1))

@@ -158,7 +158,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         UsageError: No leaf is like the pattern.
         CheckpointError: It is damaged, or what the caller knows contradicts it.
     """
-    with opened(store, tag, about) as reader:
+    with opened(store, tag, about, as_stored=True) as reader:
         manifest, survives = reader.manifest, parity_of(reader.directory)
     foreign = find_foreign(store, tag)
     named = dict(leaves_below(manifest.skeleton))

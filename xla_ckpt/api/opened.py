@@ -68,7 +68,7 @@ class Knowledge:
         return replace(hints, arrays={**llama_hints(self.known.config), **hints.arrays})
 
 
-def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT) -> TagReader:
+def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT, as_stored: bool = False) -> TagReader:
     """A reader of a tag of any layout.
 
     Args:
@@ -76,6 +76,7 @@ def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT) 
         tag: Which tag.
         about: What the caller knows of it.
         part: The leaf path of what is wanted of it: without its optimizer a tag may be sound.
+        as_stored: See `open_tag`.
 
     Raises:
         NoCheckpointError: There is no such tag.
@@ -83,7 +84,7 @@ def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT) 
     """
     foreign = find_foreign(store, tag)
     hints = about.hints(part) if foreign is not None and foreign[0].asks else None
-    reader = open_tag(store, tag, hints)
+    reader = open_tag(store, tag, hints, as_stored=as_stored)
     if about.known is not None:
         try:
             with naming(path=reader.root, tag=reader.tag):

@@ -230,6 +230,14 @@ class Layout:
             CorruptCheckpointError: It is not: another program has saved over it, say.
         """
 
+    def as_saved(self, reader: TagReader) -> TagReader:
+        """A reader of the state that an open tag of ours, written in this layout, was made of: by default the same.
+
+        Raises:
+            CheckpointError: The tag does not say it any more.
+        """
+        return reader
+
     def as_hugging_face(self, store: Store, entry: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
         """The model of such a tag as Hugging Face has it; None if the tag does not say how that is.
 

@@ -26,8 +26,14 @@ from xla_ckpt.tags.roots import root_of
 logger = logging.getLogger(__name__)
 
 
-def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
-    """A reader of a tag of any layout. `hints` say what the files of some layouts do not.
+def open_tag(store: Store, tag: str, hints: Hints | None = None, *, as_stored: bool = False) -> TagReader:
+    """A reader of a tag of any layout.
+
+    Args:
+        store: The root directory.
+        tag: Which tag.
+        hints: What the files of some layouts do not say.
+        as_stored: Whether a tag of ours is read in the form that its files have, and not in that of what was saved.
 
     Raises:
         NoCheckpointError: There is no such tag; the hint names those that are there, whoever wrote them.
@@ -52,17 +58,18 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         # A newer version may have replaced it since the look.
         if root_of(now := store.look()).place_of(tag) == directory.name:
             raise CorruptCheckpointError("the tag has no files", path=store.path, tag=tag) from None
-        return open_tag(now, tag, hints)
+        return open_tag(now, tag, hints, as_stored=as_stored)
     layout = layout_of(reader.manifest)
     try:
         if store.file_system is not None or has_ours:  # else nobody else's files get into its directory
             reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
             _tell_beside(store, tag, [other for other in all_layouts() if other.marks - layout.marks])
         layout.check(reader)
+        with naming(path=store.path, tag=tag):
+            return reader if as_stored else layout.as_saved(reader)
     except BaseException:
         reader.close()  # nobody else will
         raise
-    return reader
 
 
 def _tell_beside(store: Store, tag: str, others: Sequence[Layout]) -> None:
@@ -89,7 +96,7 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
         with naming(path=store.path, tag=tag), naming_extras(f"a tag of {layout.origin or layout.name}'s"):
             return layout.verify(store, entry, workers)
     try:
-        with open_tag(store, tag) as reader:
+        with open_tag(store, tag, as_stored=True) as reader:
             return verify_tag(reader, marks=layout_of(reader.manifest).marks, workers=workers)
     except CorruptCheckpointError as error:
         return VerifyReport(path=store.path, tag=tag, problems=[error])

@@ -33,10 +33,10 @@ _layouts: list[Layout] = [
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
+    OrbaxModel(),  # before orbax's: what it writes are orbax's files, too
     Orbax("orbax"),
     Orbax("orbax-manager", item="default"),  # the items that orbax's own managers look for, unless a program names one
     Orbax("orbax-v1", item="state"),
-    OrbaxModel(),
     TorchCheckpointing(),
     HuggingFace(),
     Peft(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.sharding.mesh import Mesh
@@ -79,6 +80,9 @@ class Hints:
 
     rank: int = 0
     """Which of them this one is."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the configuration of a model of transformers says; empty if the model is none."""
 
     def hint(self, name: str) -> ArrayHint:
         """What is known about an array; a rule for any name of a shared parameter holds for it."""

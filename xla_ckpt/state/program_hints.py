@@ -17,7 +17,7 @@ from xla_ckpt.state.attributes import declared_sharding, true_shape
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.ties import all_names
-from xla_ckpt.state.wrappers import is_view
+from xla_ckpt.state.wrappers import is_view, modules_in
 from xla_ckpt.tree import schema
 
 
@@ -53,7 +53,14 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
         states=schema_of(optimizer),
         mesh=shardings.placement.mesh,
         rank=shardings.placement.rank,
+        config=_config_of(model),
     )
+
+
+def _config_of(model: Any) -> Mapping[str, Any]:
+    """What the configuration of a model of transformers says; nothing if it is none."""
+    configs: list[Any] = [getattr(module, "config", None) for module in modules_in(model)]
+    return next((c.to_dict() for c in configs if hasattr(c, "to_dict") and hasattr(c, "model_type")), {})
 
 
 def hints_of_tree(like: Any, shardings: StateShardings) -> Hints:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.layouts.orbax.array_files import ArrayFiles, ChunkFile, costs_of_chunks
 from xla_ckpt.layouts.orbax.grid import CHUNK_BYTES
 from xla_ckpt.layouts.orbax.name_rules import registered_names
 from xla_ckpt.layouts.orbax.names import Inverse, inverses
@@ -27,10 +28,9 @@ from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.manifest.shards import Shard
-from xla_ckpt.plan.costs import DISK, Costs
+from xla_ckpt.plan.costs import Costs
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import ReadDirectory
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
@@ -54,11 +54,11 @@ def assembled_model(reader: TagReader) -> TagReader:
     if not model:
         raise UsageError("the checkpoint has no model", leaf=schema.MODEL)
     sizes = {name: (record.shape, record.dtype.itemsize) for name, (_, record) in model.items()}
-    files = AssembledFiles(reader)
+    files = AssembledFiles(reader.directory)
     tree = []
     for number, (path, inverse) in enumerate(inverses(rules, sizes, CHUNK_BYTES).items()):
         files.arrays[path] = array = AssembledArray(reader, inverse, model)
-        tree.append((tuple(path.split("/")), array.record(path, number)))
+        tree.append((tuple(path.split("/")), array.record(number)))
     flat = flatten(nested(tree), lambda value: "numpy" if isinstance(value, ArrayRecord) else None, ValueCodec())
     records = [FileRecord(path=p, size=array.size, head=0, digest=digest(b"")) for p, array in files.arrays.items()]
     manifest, _ = scanned_manifest(reader.tag, flat, records)
@@ -77,25 +77,25 @@ def _model_of(manifest: Manifest) -> dict[str, tuple[str, ArrayRecord]]:
     return model
 
 
-class AssembledArray:
-    """A stored array, made of arrays of a model, as a file of its chunks. A `Source`."""
+class AssembledArray(ChunkFile):
+    """A stored array, made of arrays of a model."""
 
     def __init__(self, reader: TagReader, inverse: Inverse, model: Mapping[str, tuple[str, ArrayRecord]]) -> None:
         self._reader = reader
         self._inverse = inverse
         self._model = model
         spans = [range(0, n, size) for n, size in zip(inverse.shape, inverse.chunk, strict=True)]
-        self._chunks = [
+        chunks = [
             Box(low, tuple(min(a + size, n) for a, size, n in zip(low, inverse.chunk, inverse.shape, strict=True)))
             for low in itertools.product(*spans)
         ]
-        first = next(inverse.renaming.parts(self._chunks[0]))[0]
-        self.dtype: DType = model[first][1].dtype
+        first = next(inverse.renaming.parts(chunks[0]))[0]
+        super().__init__(chunks, model[first][1].dtype)
         if inverse.renaming.changes and not self.dtype.floating:
             raise IncompatibleCheckpointError(
                 "a rule computes with elements that are no floating-point numbers", leaf=first, found=self.dtype.name
             )
-        for chunk in self._chunks:
+        for chunk in chunks:
             for name, _ in inverse.renaming.parts(chunk):
                 if (other := model[name][1].dtype) != self.dtype:
                     raise IncompatibleCheckpointError(
@@ -104,37 +104,17 @@ class AssembledArray:
                         expected=self.dtype.name,
                         found=other.name,
                     )
-        self.largest = self._chunks[0].size * self.dtype.itemsize
-        """Bytes of the largest chunk."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of all elements."""
-        return Box.whole(self._inverse.shape).size * self.dtype.itemsize
-
-    def record(self, path: str, file: int) -> ArrayRecord:
+    def record(self, file: int) -> ArrayRecord:
         """What a manifest says of it, in which it is the file that has this number."""
         shards, offset = [], 0
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             shards.append(Shard(chunk, file, offset))
             offset += chunk.size * self.dtype.itemsize
         return array_record(self.dtype, self._inverse.shape, shards)
 
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` on, with chunks that are put together now."""
-        wanted = min(len(buffer), self.size - offset)
-        begin = 0
-        for chunk in self._chunks:
-            end = begin + chunk.size * self.dtype.itemsize
-            low, high = max(offset, begin), min(offset + wanted, end)
-            if low < high:
-                elements = self._put_together(chunk).reshape(-1).view(np.uint8)
-                np.frombuffer(buffer, np.uint8)[low - offset : high - offset] = elements[low - begin : high - begin]
-            begin = end
-        return wanted
-
-    def _put_together(self, chunk: Box) -> Any:
-        """The elements of a chunk, from those of the model, which are verified."""
+    def elements(self, chunk: Box) -> Any:
+        """They are put together from those of the model, which are verified."""
         renaming, itemsize = self._inverse.renaming, self.dtype.itemsize
         memory = np.empty(chunk.size * itemsize, np.uint8)
         wants, slots, at = [], [], 0
@@ -143,44 +123,17 @@ class AssembledArray:
             slots.append(memory.data[at : at + box.size * itemsize])
             at += box.size * itemsize
         read_into(self._reader, plan_restore(self._reader.manifest, wants), slots, Crew(workers=1))
-        return np.ascontiguousarray(renaming.stored(memory.view(numpy_dtype(self.dtype)), chunk))
-
-    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        """As `read_into`."""
-        return self.read_into(buffer, offset)
-
-    def close(self) -> None:
-        """Whoever opened the tag closes it."""
+        return renaming.stored(memory.view(numpy_dtype(self.dtype)), chunk)
 
 
-class AssembledFiles:
+class AssembledFiles(ArrayFiles[AssembledArray]):
     """The arrays of a model as a program of jax has them, a file for each. A `ReadDirectory`."""
-
-    def __init__(self, reader: TagReader) -> None:
-        self._directory: ReadDirectory = reader.directory
-        self.arrays: dict[str, AssembledArray] = {}
-        """Path of each file -> the array."""
-
-    @property
-    def name(self) -> str:
-        return self._directory.name
 
     @cached_property
     def costs(self) -> Costs:
-        """A chunk is put together as a whole, so it is read in one go, and by one thread at a time. Each batch asks."""
-        batch = max([DISK.batch_bytes, *(array.largest for array in self.arrays.values())])
-        return Costs(batch_bytes=batch, piece_bytes=batch, straight_bytes=0, max_gap=0, in_flight=1, cached=False)
-
-    def open(self, path: str, size: int | None = None) -> AssembledArray:
-        if path not in self.arrays:
-            raise FileNotFoundError(path)
-        return self.arrays[path]
-
-    def files(self) -> list[str]:
-        return sorted(self.arrays)
-
-    def is_at(self, name: str) -> bool:
-        return self._directory.is_at(name)
+        """Each batch asks for it. A chunk is put together by one thread at a time."""
+        sizes = (array.largest for array in self.arrays.values())
+        return replace(costs_of_chunks(sizes), straight_bytes=0, in_flight=1)
 
     def close(self) -> None:
         """Whoever opened the tag closes it."""

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -23,10 +22,11 @@ import tensorstore
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
+from xla_ckpt.layouts.orbax.array_files import ArrayFiles, KeptChunks, costs_of_chunks, elements_between
 from xla_ckpt.layouts.orbax.names import Renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT
-from xla_ckpt.manifest.shards import Shard, ShardColumns
-from xla_ckpt.plan.costs import DISK, Costs
+from xla_ckpt.manifest.shards import ShardColumns
+from xla_ckpt.plan.costs import Costs
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Corners
 from xla_ckpt.storage.base import InBucket, LocalFiles, ReadDirectory
@@ -39,9 +39,6 @@ MAX_CHUNKS = 1 << 22
 
 ODD_BYTES = 1 << 16
 """Bytes that a chunk may have, however small its array is."""
-
-DECODED_BYTES = 1 << 30
-"""Bytes of chunks that are decoded at a time, or one chunk, if that is larger."""
 
 CACHE_BYTES = 1 << 28
 """Decoded chunks that tensorstore keeps, for reads that want another part of one."""
@@ -73,9 +70,10 @@ def tensorstore_errors(name: str) -> Iterator[None]:
 class ChunkedArray:
     """An array as a file of its chunks, decoded. A `Source`."""
 
-    def __init__(self, name: str, array: Any, chunks: int) -> None:
+    def __init__(self, name: str, array: Any, chunks: int, kept: KeptChunks) -> None:
         self.name = name
         self._array = array
+        self._kept = kept
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: DType = dtypes.dtype(array.dtype.name)
         self.renaming: Renaming | None = None
@@ -120,21 +118,10 @@ class ChunkedArray:
             box=Corners(self._start, self._stop), file=np.full(len(offset), file, np.int64), offset=offset
         )
 
-    def parts(self, file: int) -> Iterator[tuple[str, Shard]]:
-        """(name, shard of the file that has this number) of each part of an array of a model that a chunk has."""
-        assert self.renaming is not None, self.name
-        if (count := self.renaming.most_parts * len(self._ends)) > MAX_CHUNKS:
-            raise FormatError(
-                "an array has too many parts", file=self.name, expected=f"at most {MAX_CHUNKS}", found=count
-            )
-        begin = 0
-        for row, end in enumerate(self._ends.tolist()):
-            offset = begin
-            for name, box in self.renaming.parts(self._chunk(row)):
-                yield name, Shard(box, file, offset)
-                offset += box.size * self.dtype.itemsize
-            assert offset == end, self.name
-            begin = end
+    @property
+    def chunks(self) -> list[Box]:
+        """All of them, in the order in which the file has them."""
+        return [self._chunk(row) for row in range(len(self._ends))]
 
     def _chunk(self, row: int) -> Box:
         return Box(tuple(self._start[row].tolist()), tuple(self._stop[row].tolist()))
@@ -145,7 +132,7 @@ class ChunkedArray:
             return self._array.read().result().reshape(()).item()
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` on; all chunks of that range are decoded at once."""
+        """Fill `buffer` from `offset` on; all chunks of that range are decoded at once, unless they are kept."""
         wanted = min(len(buffer), self.size - offset)
         into = np.frombuffer(buffer, np.uint8)[:wanted]
         first = int(np.searchsorted(self._ends, offset, side="right"))
@@ -155,7 +142,11 @@ class ChunkedArray:
             for row in range(first, last):
                 begin = int(self._ends[row - 1]) if row else 0
                 low, high = max(offset - begin, 0), min(offset + wanted, int(self._ends[row])) - begin
-                waiting.append(self._part(row, low, into[begin + low - offset : begin + high - offset]))
+                part = into[begin + low - offset : begin + high - offset]
+                if self.renaming is not None:
+                    part[:] = self._rearranged(self.renaming, row, low, high)
+                else:
+                    waiting.append(self._part(row, low, part))
             for future, copy in waiting:
                 copy(future.result())
         return wanted
@@ -166,18 +157,6 @@ class ChunkedArray:
         tensorstore gives boxes. This one is cut along the first dim that has more than one element, and where it holds
         these bytes alone, they come where they are wanted.
         """
-        if (renaming := self.renaming) is not None:
-            chunk = self._chunk(row)
-            whole = self._array[tuple(slice(a, b) for a, b in zip(chunk.start, chunk.stop, strict=True))]
-
-            def take(elements: Any) -> None:
-                ordered = renaming.ordered(elements, chunk)
-                if len(into) == ordered.nbytes and into.ctypes.data % ordered.itemsize == 0:  # no third copy of a chunk
-                    np.copyto(into.view(ordered.dtype).reshape(ordered.shape), ordered)
-                    return
-                into[:] = np.ascontiguousarray(ordered).reshape(-1).view(np.uint8)[low : low + len(into)]
-
-            return whole.read(), take
         start, stop = self._start[row].tolist(), self._stop[row].tolist()
         dim = next((d for d, (a, b) in enumerate(zip(start, stop, strict=True)) if b - a > 1), None)
         if dim is not None:
@@ -200,6 +179,17 @@ class ChunkedArray:
 
         return part.read(), copy
 
+    def _rearranged(self, renaming: Renaming, row: int, low: int, high: int) -> Any:
+        """Some bytes of a chunk in the order of the model. It is kept as it was decoded, so that there is one copy."""
+        chunk, itemsize = self._chunk(row), self.dtype.itemsize
+        part = self._array[tuple(slice(a, b) for a, b in zip(chunk.start, chunk.stop, strict=True))]
+        ordered = self._kept.get(
+            (self.name, row), chunk.size * itemsize, lambda: renaming.ordered(part.read().result(), chunk)
+        )
+        first, last = low // itemsize, -(-high // itemsize)
+        elements = renaming.computed(elements_between(ordered, first, last))
+        return elements.view(np.uint8)[low - first * itemsize : high - first * itemsize]
+
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
         """As `read_into`: tensorstore has memory of its own."""
         return self.read_into(buffer, offset)
@@ -208,15 +198,14 @@ class ChunkedArray:
         """Nothing is open between reads."""
 
 
-class DecodedFiles:
+class DecodedFiles(ArrayFiles[ChunkedArray]):
     """The arrays of a checkpoint of orbax's, a file for each. A `ReadDirectory`."""
 
     def __init__(self, directory: ReadDirectory, place: Mapping[str, Any]) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self._place = place
         """The directory as tensorstore's key-value store."""
-        self.arrays: dict[str, ChunkedArray] = {}
-        """Path of each file -> the array."""
+        self._kept = KeptChunks()
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def add(
@@ -252,7 +241,7 @@ class DecodedFiles:
             path = quote(f"{item}/{name}" if item else name, safe="/")
             path = path.replace("//", "/%2F").strip("/") or "%2F"
             with tensorstore_errors(path):
-                self.arrays[path] = ChunkedArray(path, future.result(), chunks[name])
+                self.arrays[path] = ChunkedArray(path, future.result(), chunks[name], self._kept)
             arrays[name] = path, self.arrays[path]
         return arrays
 
@@ -278,40 +267,18 @@ class DecodedFiles:
         """An item as tensorstore's key-value store."""
         return {**self._place, "path": f"{self._place['path']}{item}/" if item else self._place["path"]}
 
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
     @cached_property
     def costs(self) -> Costs:
-        """A chunk is decoded as a whole, so it is read in one go, however large it is. Each batch asks for it."""
-        largest = max((array.largest for array in self.arrays.values()), default=0)
-        batch = max(largest, DISK.batch_bytes)
-        renamed = any(array.renaming is not None for array in self.arrays.values())
-        return replace(
-            DISK,
-            # A chunk may have a part of each layer of a model. Read one by one, it would be decoded for each of them.
-            straight_bytes=1 << 62 if renamed else DISK.straight_bytes,
-            batch_bytes=batch,
-            piece_bytes=batch,
-            max_gap=0,
-            in_flight=max(DECODED_BYTES // batch, 1) if batch * 8 > DECODED_BYTES else 0,
-            cached=False,
+        """Each batch asks for it."""
+        arrays = self.arrays.values()
+        return costs_of_chunks(
+            (array.largest for array in arrays if array.renaming is None),
+            (array.largest for array in arrays if array.renaming is not None),
         )
 
-    def open(self, path: str, size: int | None = None) -> ChunkedArray:
-        if path not in self.arrays:
-            raise FileNotFoundError(path)
-        return self.arrays[path]
-
-    def files(self) -> list[str]:
-        return sorted(self.arrays)
-
-    def is_at(self, name: str) -> bool:
-        return self.directory.is_at(name)
-
     def close(self) -> None:
-        self.directory.close()
+        self._kept.clear()
+        super().close()
 
 
 def on_disk(directory: LocalFiles) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def chunk_files(
         part = Box(low, tuple(map(min, frame.stop, box.stop)))
         places: list[tuple[int, int]] = []
         sources, entries = [], []
-        for region, row in enumerate(_rows(part, frame, box)):
+        for region, row in enumerate(_rows(part, frame, *(() if source is None else (box,)))):
             places.append((runs(row, frame, itemsize).offset, row.size * itemsize))
             entries.append(Entry(leaf=leaf, box=row, region=region, copy=copy))
             if source is not None:

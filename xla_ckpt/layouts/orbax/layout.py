@@ -7,11 +7,13 @@ Conversions write a model in a form of jax's, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import InvalidTagError, UsageError
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.orbax.name_rules import registered_names
 from xla_ckpt.layouts.orbax.tags import find_orbax_tag, is_step, orbax_tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
@@ -37,6 +39,7 @@ class Orbax(Layout):
     """
 
     saves = True
+    asks = True  # a program knows what a model in jax is to it
 
     def __init__(self, name: str, *, item: str = "") -> None:
         self.name, self._below = name, f"{item}/" if item else ""
@@ -84,13 +87,13 @@ class Orbax(Layout):
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         from xla_ckpt.layouts.orbax.scan import open_orbax
 
-        return open_orbax(store, entry)
+        return open_orbax(store, entry, hints.config)
 
 
 class OrbaxModel(Layout):
     """A model alone, in orbax's files, under the names and in the form that a program of jax has it.
 
-    The rules of `register_names` say which. Read by this library, it has that form: the rules are for what orbax wrote.
+    The rules of `register_names` say which, and stay in the tag: by them this library finds the model in it again.
     """
 
     name = "orbax-model"
@@ -103,6 +106,18 @@ class OrbaxModel(Layout):
         return assembled_model(reader), paths.ROOT
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.orbax.stored_names import names_file
         from xla_ckpt.layouts.orbax.writing import rewriting_of
 
-        return rewriting_of(stored, as_stored=True)
+        files, names = rewriting_of(stored, as_stored=True), names_file(registered_names())
+        return replace(files, index=lambda reader: {**files.index(reader), **names})
+
+    def wrote(self, manifest: Manifest) -> bool:
+        from xla_ckpt.layouts.orbax.stored_names import is_renamed
+
+        return is_renamed(manifest)
+
+    def as_saved(self, reader: TagReader) -> TagReader:
+        from xla_ckpt.layouts.orbax.stored_names import original_model
+
+        return original_model(reader)

@@ -10,7 +10,7 @@ embeddings multiplied by the root of their size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -188,6 +188,32 @@ def maxtext_names(
         sizes["head"] = (of_keys and _number(about, "num_key_value_heads")) or heads
         rules.append((path, array, _AXIS.sub(partial(_sized, sizes), before) + arrow + after))
     return [(begin + path + end, array, pattern) for begin, end in _TREES for path, array, pattern in rules]
+
+
+def is_tree_of_maxtext(leaves: Iterable[str]) -> bool:
+    """Whether a tree with these paths has a model of MaxText's."""
+    tables = {begin + _TABLE[0] + end for begin, end in _TREES}
+    return not tables.isdisjoint(leaves)
+
+
+def names_for(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The rules for a model of transformers that is to be filled from a checkpoint of MaxText's.
+
+    Args:
+        config: What the model's configuration says.
+
+    Raises:
+        UsageError: MaxText has no such model, or the rules depend on what the checkpoint does not say.
+    """
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if family is not None and len(family.ropes) > 1:
+        raise UsageError(
+            f"MaxText has several ways to store a {config['model_type']}, and the checkpoint does not say which",
+            expected="rules for it",
+            hint="Call xla_ckpt.register_names(xla_ckpt.maxtext_names(rope=..., config=model.config)) first "
+            "(docs/from-orbax.md#maxtexts-models).",
+        )
+    return maxtext_names(config=config)
 
 
 _AXIS = re.compile(r"\b(?:dim|pair|layer|head)\b(?!:)")

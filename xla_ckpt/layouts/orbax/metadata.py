@@ -41,6 +41,11 @@ class OrbaxLeaf:
         """What orbax calls it: its keys, joined by dots. Dots in a key stay as they are."""
         return ".".join(map(str, self.keys))
 
+    @property
+    def path(self) -> str:
+        """What rules of names call it: its keys, joined by slashes."""
+        return "/".join(map(str, self.keys))
+
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItem:

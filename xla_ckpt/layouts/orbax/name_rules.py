@@ -58,6 +58,9 @@ class NameRule:
     name: str
     """The name in the model, with numbers of the path, and of dims that it does not have, in braces."""
 
+    pattern: str
+    """What the caller said of the dims, from which all else comes."""
+
     before: tuple[Axes, ...]
     """The axes of each stored dim, outermost first."""
 
@@ -123,7 +126,7 @@ def _parsed(rule: tuple[str, str, str]) -> NameRule:
         sizes: dict[str, int] = {}
         before, after = _axes(left, sizes), _axes(right, sizes)
         factor, plus = _arithmetic(dict(zip(rest[::2], rest[1::2], strict=True)), rest[::2])
-        parsed = NameRule(path, name, before, after, sizes, factor, plus)
+        parsed = NameRule(path, name, pattern, before, after, sizes, factor, plus)
         numbers = [*parsed.paths.groupindex, *parsed.numbering]
         parsed.named(dict.fromkeys(numbers, 0))
         path.format(**dict.fromkeys(numbers, 0))  # a brace that is no number would be found out when a model is written

@@ -88,21 +88,25 @@ class Renaming:
         return extents
 
     def ordered(self, elements: Any, chunk: Box) -> Any:
-        """The elements of a chunk, an array of numpy's, as the model has them, with the axes in `order`."""
+        """The elements of a chunk, an array of numpy's, with the axes in `order`: another view of the same memory."""
         sizes = self._lengths(chunk)
-        if self.changes:
-            wide = _wide(elements)
-            number, root = wide.dtype.type, self.rule.factor.root(self.sizes)
-            if self.rule.factor.divides:
-                wide /= number(root)
-            else:
-                wide *= number(root)
-            wide += number(self.rule.plus)
-            elements = wide.astype(elements.dtype)
         return elements.reshape([*sizes.values()]).transpose([[*sizes].index(axis) for axis in self.order])
 
+    def computed(self, elements: Any) -> Any:
+        """Stored elements, an array of numpy's, as the model has them."""
+        if not self.changes:
+            return elements
+        wide = _wide(elements)
+        number, root = wide.dtype.type, self.rule.factor.root(self.sizes)
+        if self.rule.factor.divides:
+            wide /= number(root)
+        else:
+            wide *= number(root)
+        wide += number(self.rule.plus)
+        return wide.astype(elements.dtype)
+
     def stored(self, elements: Any, chunk: Box) -> Any:
-        """The elements of a chunk as they are stored, from what `ordered` gives: its inverse."""
+        """The elements of a chunk as they are stored, from what `ordered` and `computed` give: their inverse."""
         sizes = self._lengths(chunk)
         elements = elements.reshape([sizes[axis] for axis in self.order])
         elements = elements.transpose([self.order.index(axis) for axis in sizes]).reshape(chunk.shape)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from xla_ckpt.arrays.pytree import KEY
-from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, naming
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_bucket, on_disk
+from xla_ckpt.layouts.orbax.maxtext import is_tree_of_maxtext, names_for
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
-from xla_ckpt.layouts.orbax.name_rules import registered_names
+from xla_ckpt.layouts.orbax.model_parts import ModelParts
+from xla_ckpt.layouts.orbax.name_rules import NameRule, parse_names, registered_names
 from xla_ckpt.layouts.orbax.names import renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import schema
@@ -36,18 +36,23 @@ logger = logging.getLogger(__name__)
 _CODEC = ValueCodec(apart=lambda value: value if isinstance(value, Composite) else None)
 
 
-def open_orbax(store: Store, entry: TagEntry) -> TagReader:
+def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagReader:
     """A reader of a checkpoint of orbax's, for the restore engine.
+
+    Args:
+        store: The root directory.
+        entry: The checkpoint in it.
+        config: What the configuration of a model of transformers says that is to be filled from it; or nothing.
 
     Raises:
         CorruptCheckpointError: Files are missing, damaged, or do not add up.
         UnsupportedStateError: An array is of a type that is not known.
-        UsageError: It lies where tensorstore does not read it.
+        UsageError: It lies where tensorstore does not read it; or it is MaxText's, and its model is no such model.
     """
     with directory_to_scan(store, entry.tag, lambda: _decoded(store, entry.directory)) as files:
         for path in files.directory.files() if store.file_system is not None else ():
             files.directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
-        state = _state_of(files)
+        state = _state_of(files, config)
         # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
         # by its names, as in DCP's directories.
         flat = flatten(state, _kind, _CODEC)
@@ -87,15 +92,15 @@ def _kind(value: Any) -> str | None:
     return value.kind if isinstance(value, _Stored) else None
 
 
-def _state_of(files: DecodedFiles) -> dict[str, Any]:
+def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint, with a `_Stored` for each array. A single item is the state itself.
 
     Raises:
         CheckpointError: It is damaged, or holds what cannot be described.
     """
     directory, names = files.directory, files.directory.files()
-    model = _Model()
-    trees = {item: _tree_of(files, item, names, model) for item in items_of(names)}
+    model = ModelParts(registered_names())
+    trees = {item: _tree_of(files, item, names, model, config) for item in items_of(names)}
     if not trees:
         raise CorruptCheckpointError("a file is missing", file=TREE_METADATA)
     for item in json_items_of(names):
@@ -105,67 +110,43 @@ def _state_of(files: DecodedFiles) -> dict[str, Any]:
             trees.setdefault(item, json_object(data, "an item that is JSON"))
     tree = next(iter(trees.values())) if len(trees) == 1 else trees
     tree = tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
-    if model.parts:
-        return model.beside(tree)
-    model.tell_useless()
-    return tree
+    return _with_model(tree, model)
 
 
-class _Model:
-    """The arrays of a model that rules find in the arrays of a checkpoint (`register_names`)."""
+def _takes(model: ModelParts, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
+    """Whether an array is of the model, by its rules: then it is taken."""
+    if model.rules:
+        array.renaming = renaming(model.rules, leaf.path, array.shape, array.grid, leaf.name)
+    if array.renaming is None:
+        model.others.append(leaf.path)
+        return False
+    model.add(array.renaming, array.dtype, array.chunks, file)
+    return True
 
-    def __init__(self) -> None:
-        self.rules = registered_names()
-        self.parts: dict[str, tuple[DType, tuple[int, ...], list[Shard]]] = {}
-        self.others: list[str] = []
-        """Paths of arrays that are not of the model, as rules have them."""
-        self.same: dict[str, str] = {}
-        """Further names of arrays -> the names that they have in `parts`."""
 
-    def takes(self, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
-        """Whether an array is of the model: then it is taken."""
-        path = "/".join(map(str, leaf.keys))
-        array.renaming = renaming(self.rules, path, array.shape, array.grid, leaf.name) if self.rules else None
-        if array.renaming is None:
-            self.others.append(path)
-            return False
-        if array.renaming.changes and not array.dtype.floating:
-            raise IncompatibleCheckpointError(
-                "a rule computes with elements that are no floating-point numbers",
-                leaf=leaf.name,
-                found=array.dtype.name,
-            )
-        for name, shard in array.parts(file):
-            dtype, shape, shards = self.parts.setdefault(name, (array.dtype, array.renaming.shape, []))
-            if (dtype, shape) != (array.dtype, array.renaming.shape):
-                raise IncompatibleCheckpointError("two rules give other arrays one name", leaf=leaf.name, found=name)
-            shards.append(shard)
-        self.same |= array.renaming.other_names(self.rules)
-        return True
+def _known_rules(leaves: Sequence[OrbaxLeaf], config: Mapping[str, Any]) -> Sequence[NameRule]:
+    """The rules of a model of transformers', where the tree is MaxText's; else none."""
+    return parse_names(names_for(config)) if config and is_tree_of_maxtext(leaf.path for leaf in leaves) else ()
 
-    def tell_useless(self) -> None:
-        """Say that there are rules, and that none of them is for an array of this checkpoint: a path is misspelt."""
-        if self.rules and self.others:
+
+def _with_model(tree: dict[str, Any], model: ModelParts) -> dict[str, Any]:
+    """The tree with the model beside it, under the name that models have."""
+    if not (records := model.records()):
+        if model.rules and model.others:  # a path is misspelt
             logger.warning(
                 "no rule of register_names is for an array of this checkpoint: %s. Its arrays: %s",
-                listed([rule.path for rule in self.rules]),
-                listed(self.others),
+                listed([rule.path for rule in model.rules]),
+                listed(model.others),
             )
-
-    def beside(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree with the model, under the name that models have."""
-        if tree.get(schema.MODEL):
-            hint = "Call register_names([]): the model has its names already."
-            raise IncompatibleCheckpointError("rules of names find a second model", leaf=schema.MODEL, hint=hint)
-        arrays = {}
-        for name, (dtype, shape, shards) in self.parts.items():
-            with naming(leaf=name):
-                arrays[name] = _Stored(array_record(dtype, shape, shards), "torch")
-        arrays |= {other: arrays[name] for other, name in self.same.items()}
-        return {**tree, schema.MODEL: arrays}
+        return tree
+    if tree.get(schema.MODEL):
+        hint = "Call register_names([]): the model has its names already."
+        raise IncompatibleCheckpointError("rules of names find a second model", leaf=schema.MODEL, hint=hint)
+    stored = {id(record): _Stored(record, "torch") for record in records.values()}  # names of one array have the same
+    return {**tree, schema.MODEL: {name: stored[id(record)] for name, record in records.items()}}
 
 
-def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: _Model) -> Any:
+def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: ModelParts, config: Mapping[str, Any]) -> Any:
     """The tree of an item, without what is of the model."""
     below = f"{item}/" if item else ""
     together = below + OCDBT in names
@@ -175,6 +156,7 @@ def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: _Model
         leaves = said.leaves
         if leaves is None:
             leaves = [OrbaxLeaf((name,), metadata.ARRAY) for name in metadata.names_of(keys)]
+    model.rules = model.rules or _known_rules(leaves, config)
     stored = [leaf.name for leaf in leaves if leaf.kind in (metadata.ARRAY, metadata.NUMPY, metadata.SCALAR)]
     arrays = files.add(item, metadata.chunks_of(keys, stored), zarr3=said.zarr3, together=together)
     number = {path: i for i, path in enumerate(files.arrays)}
@@ -191,7 +173,7 @@ def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: _Model
             if leaf.kind == metadata.SCALAR:
                 values[leaf] = array.number()
                 continue
-            if model.takes(leaf, array, number[path]):
+            if _takes(model, leaf, array, number[path]):
                 continue
             with naming(leaf=leaf.name, file=path):
                 record = array_record(array.dtype, array.shape, array.shards(number[path]))

@@ -2,11 +2,13 @@
 
 A step of a `CheckpointManager` is ``<root>/<step>/<item>/``, where one item or several lie; a `Checkpointer` makes a
 single item. An item of arrays has the file ``_METADATA``. Steps are complete when they have their name: until then
-``.orbax-checkpoint-tmp`` is a part of it.
+``.orbax-checkpoint-tmp`` is a part of it. A run of MaxText's keeps its steps in ``<run>/checkpoints/``, so they are the
+tags of the run, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
@@ -22,19 +24,28 @@ _OF_PROCESS = "ocdbt.process_"
 """Begins the name of what one process wrote of an item: it is a database, too, and holds a part of the arrays."""
 
 
+_STEPS = "checkpoints"
+"""Where a run of MaxText's has its steps (`checkpoint_dir` in its `configs/types.py`)."""
+
+
 def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
     """The checkpoint of orbax's that has this name; None if there is none."""
     if not _may_be_named(tag):
         return None
+    places = (tag, f"{_STEPS}/{tag}") if is_step(tag) else (tag,)
+    return next((entry for place in places if (entry := _entry_at(store, tag, place)) is not None), None)
+
+
+def _entry_at(store: Store, tag: str, directory: str) -> TagEntry | None:
     try:
-        if not _is_item(store, tag):  # only then is each name in it asked for: an object store is asked in requests
-            inside = (f"{tag}/{name}" for name in store.names(tag) if _may_be_named(name))
+        if not _is_item(store, directory):  # only then is each name in it asked for: an object store counts requests
+            inside = (f"{directory}/{name}" for name in store.names(directory) if _may_be_named(name))
             if not any(store.is_directory(name) and _is_below(store, name) for name in inside):
                 return None
-        time = store.modified(f"{tag}/{ORBAX_METADATA}") or store.modified(tag)
+        time = store.modified(f"{directory}/{ORBAX_METADATA}") or store.modified(directory)
     except OSError:
         return None
-    return TagEntry(tag=tag, created=time_text(time or 0), directory=tag)
+    return TagEntry(tag=tag, created=time_text(time or 0), directory=directory)
 
 
 def is_step(tag: str) -> bool:
@@ -66,6 +77,10 @@ def _is_below(store: Store, directory: str) -> bool:
 
 def orbax_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
     """The checkpoints among some names, oldest first: steps are ordered by their numbers."""
+    names = {*names}
+    if _STEPS in names:
+        with contextlib.suppress(OSError):  # it is a file, or somebody else's
+            names |= {name for name in store.names(_STEPS) if is_step(name)}
     return by_numbers([entry for name in names if (entry := find_orbax_tag(store, name)) is not None])
 
 
