@@ -279,6 +279,10 @@ def test_python_would_say_less_of_such_arguments(call: Callable[[Any], Any], mes
             "like= is a tree .*found Linear. load_checkpoint",
         ),
         (lambda r: xla_ckpt.restore(r, like={"model": torch.nn.Linear(2, 2)}), "leaf model.*found Linear"),
+        (
+            lambda r: xla_ckpt.save(r, "b", {"w": torch.ones(2)}, shardings={"w": ("tp",)}),
+            r"rules of shardings are a list.*found a dict.*list\(shardings\.items\(\)\)",
+        ),
         (lambda r: xla_ckpt.PerRank(1, reshard=5), "reshard is not of the kind .*found 5"),
         (lambda _: xla_ckpt.ArraySpec(5, "float32"), r"shape of an ArraySpec .*\(4, 8\).*found 5"),
         (lambda _: xla_ckpt.ArraySpec((4, -1), "float32"), r"shape of an ArraySpec .*found \(4, -1\)"),

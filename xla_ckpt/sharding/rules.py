@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import UsageError
@@ -21,6 +21,12 @@ def parse_rules(rules: Rules | None) -> Parsed:
     Raises:
         UsageError: One of them is malformed.
     """
+    if isinstance(rules, Mapping):
+        raise UsageError(
+            "rules of shardings are a list, of which the first that fits decides",
+            found="a dict",
+            hint="Write [(regular expression, spec), ...]; of this dict list(shardings.items()) makes one.",
+        )
     parsed = []
     for rule in rules or ():
         try:
