@@ -12,7 +12,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.api.llama import (
     KnownModel,
     LlamaJob,
-    config_text,
+    config_content,
     known_model,
     name_as_hugging_face,
     name_as_told,
@@ -46,7 +46,6 @@ from xla_ckpt.storage.door import PathLike, above, full_path
 from xla_ckpt.tags.root import Kind, Transaction
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.json_object import json_object
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 """Element types that arrays are exported in, where they are not as they are stored."""
@@ -177,7 +176,7 @@ def with_config(rewriting: Rewriting, reader: TagReader, known: KnownModel | Non
     if known is not None:
         content = known.config.content
     elif own is not None:
-        content = json_object(config_text(own)[0], "a config.json", UsageError)
+        content = config_content(own)
     else:
         return rewriting
     entries = [entry for of_rank in rewriting.files for file in of_rank for entry in file.entries]

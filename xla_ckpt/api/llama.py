@@ -183,6 +183,16 @@ def config_text(config: PathLike) -> tuple[bytes, str]:
     return data, path
 
 
+def config_content(config: PathLike) -> dict[str, Any]:
+    """What a config.json says.
+
+    Raises:
+        UsageError: There is none, it is too large, or no JSON object.
+        StorageError: It cannot be read.
+    """
+    return json_object(config_text(config)[0], "a config.json", UsageError)
+
+
 def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     """How a neuronx-distributed job has a model.
 
@@ -223,7 +233,7 @@ def if_like_llama(own: str | None) -> str | None:
         UsageError: It is no JSON object.
         StorageError: It cannot be read.
     """
-    kind = None if own is None else json_object(config_text(own)[0], "a config.json", UsageError).get("model_type")
+    kind = None if own is None else config_content(own).get("model_type")
     return own if kind is None or kind in LIKE_LLAMA else None
 
 
