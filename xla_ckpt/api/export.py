@@ -202,7 +202,11 @@ def write_directory(
     store, name = above(destination)
     target = full_path(destination)
     if store.has(name) and (not store.is_directory(name) or store.names(name)):
-        raise UsageError("the destination of an export must not exist, or be empty", path=target)
+        raise UsageError(
+            "the destination of an export must not exist, or be empty",
+            path=target,
+            hint="Name another one, or remove it first.",
+        )
     files = [file for rank in rewriting.files for file in rank]
     with (
         storage_errors("exporting", path=target, tag=reader.tag),

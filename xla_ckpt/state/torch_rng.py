@@ -31,10 +31,13 @@ def generators() -> dict[str, Any]:
 def set_generators(state: Mapping[str, Any]) -> None:
     """Set those of torch's generators that `state` holds and that this process has."""
     torch.set_rng_state(state["torch"].cpu())
-    if "xla" in state and "torch_xla" in sys.modules:
-        import torch_xla.core.xla_model as xm
+    if "xla" in state:
+        if "torch_xla" in sys.modules:
+            import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(state["xla"])
+            xm.set_rng_state(state["xla"])
+        else:
+            logger.warning("XLA's random generator was saved, and torch_xla is not loaded here: it is left out")
     for kind in (key for key in state if key not in _ELSEWHERE):
         _set_all(kind, [s.cpu() for s in state[kind]])
 

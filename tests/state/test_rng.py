@@ -1,0 +1,20 @@
+"""Random state that a process has no generator for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from xla_ckpt import RNGState
+
+
+def test_xlas_generator_is_missed_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {**RNGState().state_dict(), "xla": 5}
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
+    with caplog.at_level(logging.WARNING):
+        RNGState().load_state_dict(state)
+    assert "torch_xla is not loaded here" in caplog.text
