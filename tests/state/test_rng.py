@@ -6,6 +6,7 @@ import logging
 import sys
 
 import pytest
+import torch
 
 from xla_ckpt import RNGState
 
@@ -13,6 +14,7 @@ from xla_ckpt import RNGState
 def test_xlas_generator_is_missed_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    torch.manual_seed(0)
     state = {**RNGState().state_dict(), "xla": 5}
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     with caplog.at_level(logging.WARNING):

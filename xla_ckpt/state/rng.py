@@ -16,11 +16,11 @@ class RNGState:
     ``extras={"rng": xla_ckpt.RNGState()}`` stores them with a save and sets them on a load. The accelerator is
     ``torch.accelerator``'s (CUDA, or any other), and each of its devices has a state. XLA's is included where torch_xla
     is loaded; a state without it leaves XLA's generator alone. On a load, a process without such an accelerator, with
-    fewer devices, or without torch_xla leaves out what it has no generator for, with a warning. A program that has not imported torch
-    has python's and numpy's alone. jax has none: its keys are values of the program.
+    fewer devices, or without torch_xla leaves out what it has no generator for, with a warning. A program that has not
+    imported torch has python's and numpy's alone. jax has none: its keys are values of the program.
 
-    What draws between the load and the next step shifts all that follows. A `DataLoader` of torch's does so when somebody
-    begins to iterate over it, unless it has a ``generator`` of its own.
+    What draws between the load and the next step shifts all that follows. A `DataLoader` of torch's does so when
+    somebody begins to iterate over it, unless it has a ``generator`` of its own.
 
     Every rank has a state of its own (see `PerRank`). A job of more ranks than saved it leaves the generators of the
     others as they are, with a warning: two ranks must not draw the same numbers.
