@@ -217,6 +217,26 @@ def test_retain_leaves_a_tag_that_is_read(tmp_path: Path, capsys: pytest.Capture
     )
 
 
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [2, -20], ids=["in the first line", "behind it"])
+def test_no_damaged_tag_takes_the_place_of_a_good_one(root: Path, at: int, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(root / "c" / "manifest.json", at)
+    code, out, _ = call(capsys, "retain", root, "--newest", "1", "--yes")
+    assert (code, out.splitlines()) == (
+        0,
+        ["a: deleted", "b: stays (the newest; of the newest 1)", "c: stays (its manifest cannot be read)"],
+    )
+    code, _, err = call(capsys, "rm", root, "b", "--yes")
+    assert (code, "last tag here whose manifest can be read" in err) == (1, True)
+    assert call(capsys, "rm", root, "c", "--yes")[0] == 0
+    assert xla_ckpt.list_tags(root) == ["b"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,13 @@ def test_what_is_not_known_deletes_nothing() -> None:
     assert kept(listed, BestN("loss")) == ["b", "d"]
     for policy in (EveryNSeconds(HOUR), LatestDuration(datetime.timedelta(hours=1))):
         assert {"a", "b"} < set(kept(listed, policy))
+
+
+def test_what_cannot_be_read_stays_and_is_not_counted() -> None:
+    """Else a damaged tag, as the newest, would have all good ones deleted."""
+    facts = [fact("a", 1), fact("b", 2), replace(fact("c", 3), readable=False), replace(fact("d", 4), readable=False)]
+    assert superfluous(facts, LatestN(1)) == ["a"]
+    assert why_kept(facts, LatestN(1))["d"] == ("its manifest cannot be read",)
 
 
 def test_pinned_tags_are_not_counted() -> None:

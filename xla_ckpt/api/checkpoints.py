@@ -23,6 +23,7 @@ from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags import deleting
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import why_kept
+from xla_ckpt.tags.listing import looked_into
 from xla_ckpt.tags.retention import Retention, check_policy
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
@@ -257,7 +258,9 @@ class Checkpoints:
         """
         check_policy("retention", retention)
         root = root_of(store_at(self.path).look())
-        return why_kept(facts_of(root.store, root.entries()), retention)
+        # Whoever asks may be about to delete. A save needs no such look: it knows that the newest tag is sound.
+        entries = [looked_into(root.store, entry) for entry in root.entries()]
+        return why_kept(facts_of(root.store, entries), retention)
 
     @taking_values(options=ConvertOptions)
     def diff(

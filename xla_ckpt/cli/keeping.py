@@ -56,7 +56,9 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``rm``."""
     add_tags(parser)
     parser.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
-    parser.add_argument("--force", action="store_true", help="also tags that are pinned, being read, or the last one")
+    parser.add_argument(
+        "--force", action="store_true", help="also tags that are pinned, being read, or the last that can be read"
+    )
 
 
 def rm(args: argparse.Namespace) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import superfluous
+from xla_ckpt.tags.listing import looked_into
 from xla_ckpt.tags.missing import existing, no_such_tag
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Root
@@ -18,7 +20,7 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
     Args:
         root: Where it is.
         tag: Which tag.
-        force: Delete it although it is pinned, being read, or the last tag.
+        force: Delete it although it is pinned, being read, or the last tag, or the last one that can be read.
 
     Raises:
         NoCheckpointError: There is no such tag.
@@ -29,7 +31,7 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
     if root.is_written(tag):
         raise busy(root, tag)
     if not force:
-        _check_dispensable(root, tag, pinned=entry.pinned)
+        _check_dispensable(root, entry)
     try:
         root.retire(tag)
         root.clean()
@@ -58,13 +60,20 @@ def busy(root: Root, tag: str) -> UsageError:
     return UsageError("a save of this tag is running", path=root.path, tag=tag, hint="Try again when it has ended.")
 
 
-def _check_dispensable(root: Root, tag: str, *, pinned: bool) -> None:
-    if pinned:
+def _check_dispensable(root: Root, entry: TagEntry) -> None:
+    others = [other for other in root.entries() if other.tag != entry.tag]
+    if entry.pinned:
         problem, hint = "this tag is pinned", "Unpin it first"
-    elif [entry.tag for entry in root.entries()] == [tag]:
+    elif not others:
         problem, hint = "this is the last tag that this library has here", "Save another one first"
-    elif root.is_read(tag):
+    elif _is_sound(root, entry) and not any(_is_sound(root, other) for other in reversed(others)):
+        problem, hint = "this is the last tag here whose manifest can be read", "Save another one first"
+    elif root.is_read(entry.tag):
         problem, hint = "somebody reads this tag, or may do so", "Try again later"
     else:
         return
-    raise UsageError(problem, path=root.path, tag=tag, hint=f"{hint}, or say force=True (--force).")
+    raise UsageError(problem, path=root.path, tag=entry.tag, hint=f"{hint}, or say force=True (--force).")
+
+
+def _is_sound(root: Root, entry: TagEntry) -> bool:
+    return looked_into(root.store, entry).damage is None

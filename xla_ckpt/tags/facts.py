@@ -37,7 +37,14 @@ _metrics: dict[tuple[str, str, int, str, str], float | None] = {}
 def facts_of(store: Store, entries: Iterable[TagEntry]) -> list[TagFact]:
     """What retention knows of listed tags. A number is read from a tag's manifest if a policy asks for it."""
     return [
-        TagFact(entry.tag, entry.sequence, entry.pinned, entry.created, partial(_metric, store, entry))
+        TagFact(
+            entry.tag,
+            entry.sequence,
+            entry.pinned,
+            entry.created,
+            partial(_metric, store, entry),
+            readable=entry.damage is None,
+        )
         for entry in entries
     ]
 

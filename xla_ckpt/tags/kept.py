@@ -95,9 +95,13 @@ def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tu
     """
     ordered = sorted(facts, key=lambda fact: (fact.sequence, fact.created, fact.tag))
     reasons: dict[str, list[str]] = {fact.tag: ["pinned"] if fact.pinned else [] for fact in ordered}
-    if ordered:
-        reasons[ordered[-1].tag].append("the newest")
-    live = [fact for fact in ordered if not fact.pinned]
+    for fact in ordered:
+        if not fact.readable:  # it may be mended; and counted among the newest, it would have good ones deleted
+            reasons[fact.tag].append("its manifest cannot be read")
+    readable = [fact for fact in ordered if fact.readable]
+    if readable:
+        reasons[readable[-1].tag].append("the newest")
+    live = [fact for fact in readable if not fact.pinned]
     for part in () if policy is None else policy.parts:
         kept = part.keeps(live)
         reason = part.reason(live)

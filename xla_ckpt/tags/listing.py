@@ -8,13 +8,15 @@ them.)
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, naming, storage_errors
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.storage.base import FileSystem, LocalFiles, Store
+from xla_ckpt.storage.base import FileSystem, LocalFiles, Store, directory_in, read_whole
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 from xla_ckpt.tags.names import OLD_PREFIX, check_tag, is_tag_name
 
@@ -136,6 +138,22 @@ def _entry(store: Store, name: str, tag: str) -> TagEntry | None:
         return TagEntry(tag=tag, sequence=head.sequence, pinned=head.pinned, created=head.created, directory=name)
     damage.at(path=store.path, tag=tag, file=MANIFEST)
     return TagEntry(tag=tag, sequence=_orbax_sequence(store, name), directory=name, damage=damage)
+
+
+def looked_into(store: Store, entry: TagEntry) -> TagEntry:
+    """The same tag, with its `damage` if any of its manifest cannot be read: a list reads the first line alone."""
+    if entry.damage is not None:
+        return entry
+    try:
+        with (
+            naming(path=store.path, tag=entry.tag, file=MANIFEST),
+            storage_errors("reading a manifest"),
+            contextlib.closing(directory_in(store, entry.directory)) as directory,
+        ):
+            manifest_json.parse(read_whole(directory, MANIFEST))
+    except CheckpointError as error:
+        return replace(entry, damage=error)
+    return entry
 
 
 def is_ours(store: Store, name: str) -> bool:

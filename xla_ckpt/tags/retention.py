@@ -35,6 +35,9 @@ class TagFact:
     """A number that the program saved with the tag, by its name; None if there is none. It is looked up when a policy
     asks, and raises a `CheckpointError` if that cannot be done."""
 
+    readable: bool = True
+    """Whether its manifest can be read, as far as somebody has looked."""
+
     @property
     def step(self) -> int:
         """The number at the end of the name; the commit number where there is none.
@@ -58,7 +61,7 @@ class TagFact:
 class Retention(ABC):
     """Which tags are kept: a policy, as a value. ``a | b`` keeps what one of the two keeps.
 
-    The newest tag is kept in any case, and so are pinned tags, which no policy counts.
+    The newest tag is kept in any case, and so are pinned tags and those that cannot be read, which no policy counts.
     """
 
     __slots__ = ()
