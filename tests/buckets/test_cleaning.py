@@ -92,6 +92,9 @@ def test_a_lost_ledger_is_made_anew(root: str, how: str, capsys: Capture) -> Non
     unfinished = Transaction(ledger, "unfinished").begin()
     write_small(unfinished.directory, "text", b"")
     ledger.store.remove(LEDGER)
+    if how == "removed":
+        code, _, err = call(capsys, "ls", root)
+        assert (code, "no record of them" in err, "xla-ckpt adopt" in err) == (1, True, True)
     if how == "damaged":
         ledger.store.write_record(LEDGER, b"{", None)
         code, _, err = call(capsys, "clean", root)

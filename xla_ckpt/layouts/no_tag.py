@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, storage_errors
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.listing import all_tags, named_itself, tag_names
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.ledger_cleaning import check_not_lost
+from xla_ckpt.tags.ledger_rules import Ledger
 from xla_ckpt.tags.missing import MAX_LOOKED_INTO, no_such_tag
 from xla_ckpt.tags.roots import root_of
 
@@ -17,13 +19,19 @@ def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
 
 
 def check_lies_there(store: Store) -> None:
-    """Refuse a root where nothing lies at all: a listing of it would look like that of a root without tags.
+    """Refuse a root where nothing lies at all, or whose tags are lost: its list would look like that of an empty one.
 
     Raises:
-        NoCheckpointError: Nothing does.
+        NoCheckpointError: Nothing lies there.
+        CorruptCheckpointError: Tags lie there, and the record of them is gone.
     """
-    if not root_of(store).is_certain() and not store.is_directory(""):
+    if root_of(store).is_certain():
+        return
+    if not store.is_directory(""):
         raise no_tag(store, None)
+    if store.object_store is not None:
+        with storage_errors("listing the tags", path=store.path):
+            check_not_lost(store.object_store, Ledger)
 
 
 def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
