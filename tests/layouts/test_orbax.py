@@ -263,13 +263,14 @@ def test_a_pipe_and_a_link_are_no_chunks(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytree", "pytree-files"])
-def test_an_older_one_has_no_tree(saved: Path, tmp_path: Path, name: str) -> None:
+def test_an_older_one_has_no_tree(saved: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     copy = damaged(saved, tmp_path, name)
     (copy / "_METADATA").unlink()
     if name == "pytree-files":
         assert xla_ckpt.list_tags(tmp_path) == []  # nothing says that orbax wrote it
         return
     state = xla_ckpt.restore(copy).tree
+    assert "has no _METADATA" in caplog.text
     assert_equal(state["params.a.b/c"], orbax_saves.arrays()["whole"])
     assert state["step"].tolist() == 12
 

@@ -190,6 +190,13 @@ def _item_of(directory: ReadDirectory, below: str, names: Sequence[str]) -> Orba
         return read_whole(directory, path, limit=MAX_JSON, what="a file of orbax's metadata")
 
     if below + TREE_METADATA not in names:
+        logger.warning(
+            "%s/%s has no %s: an old version of orbax's wrote it, or the file was removed. orbax restores it no more. "
+            "Its tree is not known, and its arrays have names with dots",
+            directory.name,
+            below,
+            TREE_METADATA,
+        )
         return OrbaxItem()
     leaves, zarr3, together = metadata.leaves_of(read(below + TREE_METADATA))
     if together and below + OCDBT not in names:
