@@ -139,7 +139,7 @@ def test_a_root_without_tags(root: str) -> None:
         xla_ckpt.save(root, "a", {})
     assert not store_at(root).has(""), "a refused save makes nothing"
     store_at(root).prepare()
-    empty = "No tag was ever committed there" if store_at(root).file_system else "Nothing lies there"
+    empty = "No tag of this library is there" if store_at(root).file_system else "Nothing lies there"
     with pytest.raises(xla_ckpt.NoCheckpointError, match=empty):
         xla_ckpt.restore(root)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import logging
 import os
 import tempfile
@@ -15,6 +17,7 @@ import torch
 import xla_ckpt
 from tests.jobs import run_alone
 from tests.runs import names_in
+from xla_ckpt.cli.main import main
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags.lease_rules import Owner
 
@@ -110,3 +113,25 @@ def test_a_root_that_may_only_be_read(root: Path) -> None:
     assert seen["tags"] == {"theirs": [1.0] * 3}, "everything that reads works"
     assert seen["bad"] == []
     assert names_in(root) == before
+
+
+def verify_all_as_somebody(root: str) -> tuple[int, str]:
+    """What ``xla-ckpt verify --all`` says to that user, once all modules are imported."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        main(["verify", root, "--all"])
+    os.setgroups([])
+    os.setgid(SOMEBODY)
+    os.setuid(SOMEBODY)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(["verify", root, "--all"])
+    return code, out.getvalue()
+
+
+def test_a_tag_that_may_not_be_read_is_not_called_damaged_and_the_others_are_verified(root: Path) -> None:
+    for tag in ("a", "b"):
+        xla_ckpt.save(root, tag, {"w": torch.ones(3)})
+    (payload,) = (root / "a").glob("*/*.safetensors")
+    payload.chmod(0)
+    code, out = run_alone(verify_all_as_somebody, str(root))
+    assert (code, "COULD NOT BE READ" in out, "DAMAGED" in out, "sound  b in" in out) == (1, True, False, True), out

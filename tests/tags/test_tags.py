@@ -82,7 +82,7 @@ def test_a_directory_without_tags(tmp_path: Path) -> None:
     assert xla_ckpt.list_tags(tmp_path / "nowhere") == []
     assert xla_ckpt.latest_tag(tmp_path) is None
     assert not xla_ckpt.has_checkpoint(tmp_path)
-    with pytest.raises(xla_ckpt.NoCheckpointError, match="No tag was ever committed there"):
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="No tag of this library is there"):
         xla_ckpt.load_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="Nothing lies there"):
         xla_ckpt.load_checkpoint(tmp_path / "nowhere")

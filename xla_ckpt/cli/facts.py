@@ -11,7 +11,8 @@ from typing import Any
 
 from xla_ckpt.api.summaries import fields_of, roots_below, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.no_tag import check_lies_there
 from xla_ckpt.storage.door import full_path, store_at
@@ -68,7 +69,7 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
 def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = False) -> dict[str, Any]:
     """What reading all bytes of a tag found, which is repaired first if that is wanted.
 
-    A tag that cannot be repaired is an error; `of_many` tags that are looked at, such a one is verified all the same.
+    A tag that cannot be repaired, or read, is an error; `of_many` tags that are looked at, it is a problem of that one.
     """
     repaired: Sequence[str] = ()
     problems: list[CheckpointError] = []
@@ -82,7 +83,12 @@ def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = 
             if not of_many:
                 raise
             problems.append(error)
-    report = verify(root, tag)
+    try:
+        report = verify(root, tag)
+    except StorageError as error:
+        if not of_many:
+            raise
+        report = VerifyReport(path=root, tag=tag, problems=[error])
     report.problems = [*problems, *report.problems]
     return {**report.to_json(), "repaired": list(repaired)}
 

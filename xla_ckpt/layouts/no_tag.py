@@ -9,7 +9,7 @@ from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.ledger_cleaning import check_not_lost
 from xla_ckpt.tags.ledger_rules import Ledger
-from xla_ckpt.tags.missing import MAX_LOOKED_INTO, no_such_tag
+from xla_ckpt.tags.missing import MAX_LOOKED_INTO, below_it, no_such_tag
 from xla_ckpt.tags.roots import root_of
 
 
@@ -51,17 +51,17 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     elif not tags and not store.has("") and (beside := _tags_above(store)):
         error.hint = f"Nothing lies there. {beside}"
     elif not tags and (below := _others_below(store)):
-        error.hint = f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
+        error.hint = below_it(below)
     return error
 
 
 def _others_below(root: Store) -> list[str]:
-    """The directories in a directory in which there are tags, a few of them: other libraries put them below a name."""
+    """The directories in a directory in which there are tags: other libraries put them below a name."""
     if root.file_system is None or not root.is_directory(""):
         return []
     try:
         names = [name for name in root.names() if root.is_directory(name)][:MAX_LOOKED_INTO]
-        return [name for name in names if all_tags(door.store_at(f"{root.path.rstrip('/')}/{name}"))][:3]
+        return [name for name in names if all_tags(door.store_at(f"{root.path.rstrip('/')}/{name}"))]
     except (CheckpointError, OSError):
         return []  # it is only for a hint
 

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from xla_ckpt.errors import StorageError
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.tables.rows import Rows
 from xla_ckpt.tables.texts import MAX_SIBLINGS, collapsed, count, shape, short, size, speed, when
@@ -159,7 +160,9 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
             f"{count(facts['files'], 'file')}, {checked}{f' ({rate})' if rate else ''}"
         )
     else:
-        lines.append(f"[red]DAMAGED[/red]  {where}: {count(len(facts['problems']), 'problem')}")
+        unread = all(problem["kind"] == StorageError.__name__ for problem in facts["problems"])
+        word = "COULD NOT BE READ" if unread else "DAMAGED"
+        lines.append(f"[red]{word}[/red]  {where}: {count(len(facts['problems']), 'problem')}")
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
     lines += [f"  [green]repaired:[/green] {escape(name)}" for name in facts["repaired"]]
     lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]

@@ -15,6 +15,9 @@ from xla_ckpt.tags.root import Root
 MAX_LOOKED_INTO = 100
 """Directories that are looked into for the sake of a hint, at most."""
 
+MAX_NAMED = 10
+"""Directories that a hint names, at most."""
+
 
 def check_is_no_tag(path: str, root_of: Callable[[Store], Root]) -> None:
     """Refuse a root that is itself a tag of the root above it, which `root_of` makes of a store.
@@ -68,18 +71,24 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
     if tags:
         return f"Tags there, oldest first: {', '.join(tags[-10:])}. Where a tag may be left out, the newest is taken."
     if below := roots_below(root):
-        return f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
+        return below_it(below)
     try:
         unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
     except OSError:
         unfinished = []
-    return "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
+    return "No tag of this library is there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
+
+
+def below_it(names: Sequence[str]) -> str:
+    """What is said where checkpoints lie in directories of these names: a path was named that is not long enough."""
+    others = " and others" if len(names) > MAX_NAMED else ""
+    return f"There are checkpoints below it, in {', '.join(names[:MAX_NAMED])}{others}: pass one of these directories."
 
 
 def roots_below(root: Root) -> list[str]:
-    """The directories in a root directory that hold tags of ours, a few of them: somebody left out a part of a path."""
+    """The directories in a root directory that hold tags of ours: somebody left out a part of a path."""
     try:
         names = [name for name in root.store.names()[:MAX_LOOKED_INTO] if is_tag_name(name)]
-        return [name for name in names if root.is_root(name)][:3]
+        return [name for name in names if root.is_root(name)]
     except OSError:
         return []  # it is only for a hint
