@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -131,7 +130,7 @@ def targets(name: str | None) -> tuple[Any, Any]:
     module, _, function = name.partition(":")
     if not module or not function:
         raise UsageError("--like names a function", expected="MODULE:FUNCTION, such as my_job:build", found=name)
-    sys.path.insert(0, os.getcwd())  # as python -m does
+    sys.path.insert(0, "")  # the current directory, as python -c has it: one that was removed is no error
     try:
         built = getattr(importlib.import_module(module), function)()
     except Exception as error:
@@ -140,7 +139,7 @@ def targets(name: str | None) -> tuple[Any, Any]:
             f"the model could not be made: {type(error).__name__}: {error}", expected="MODULE:FUNCTION", found=name
         ) from error
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove("")
     if built is None:
         raise UsageError("the function returns nothing", expected="the model, or (model, optimizer)", found=name)
     return (built[0], built[1]) if isinstance(built, tuple) else (built, None)

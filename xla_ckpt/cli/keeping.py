@@ -183,7 +183,14 @@ def _last(text: str) -> Retention:
     count, unit = text[:-1], UNITS.get(text[-1:])
     if unit is None or not count.isdecimal():
         raise UsageError("--last is no time", expected="a number and a unit: 30m, 12h, 7d, 4w", found=text)
-    return LatestDuration(datetime.timedelta(**{unit: int(count)}))
+    try:
+        return LatestDuration(datetime.timedelta(**{unit: int(count)}))
+    except (OverflowError, ValueError) as error:  # ValueError: more digits than Python makes an int of
+        raise UsageError(
+            "--last is longer than any time that can be counted",
+            expected=f"at most {datetime.timedelta.max.days}d",
+            found=text[:40],
+        ) from error
 
 
 def pin(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from xla_ckpt.cli import completion, keeping, looking, viewing, writing
 from xla_ckpt.cli.output import answering
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.keywords import meant
 
 
@@ -240,6 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     try:
         args = _parsed(words)
+        if sys.stdout is None:  # Python's word for a closed one (`>&-`)
+            # The next file to be opened, one of a tag perhaps, would get its number, and what libraries print.
+            raise UsageError("the standard output is closed", hint="Where nobody reads it, send it to /dev/null.")
         code = int(args.action(args))
         with answering():
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it

@@ -13,11 +13,13 @@ from xla_ckpt.tables.texts import size
 if TYPE_CHECKING:
     from xla_ckpt.view.site import ViewedRoot
 
+MAX_PORT = 65535
+
 
 def add_view(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``view``."""
     parser.add_argument("path", metavar="PATH", help=options.PATH)
-    parser.add_argument("--port", type=int, default=0, help="of this machine (default: any that is free)")
+    parser.add_argument("--port", type=_port, default=0, help="of this machine (default: any that is free)")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -47,6 +49,13 @@ def view(args: argparse.Namespace) -> int:
     if address:
         raise UsageError("pages that are served ask for this themselves", expected="--html FILE with it")
     return _serve(site, args.port)
+
+
+def _port(text: str) -> int:
+    """A port, as argparse wants it."""
+    if not text.isdecimal() or len(text) > len(str(MAX_PORT)) or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: they are numbers from 0 to {MAX_PORT}")
+    return int(text)
 
 
 def _check_may_be_written(file: Path) -> None:
