@@ -48,6 +48,28 @@ def test_a_file_of_a_checkpoint_of_dcp(tmp_path: Path, file: str, capsys: pytest
         assert "the directory of the checkpoint to which this file belongs" in refused(capsys, command, tmp_path / file)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("verify ROOT a --all", "'a' names one of them"),
+        ("verify ROOT --tag a --all", "'a' names one of them"),
+        ("verify ROOT/a --all", "'a' names one of them"),
+        ("show ROOT a --tag b", "two tags are named"),
+        ("explain ROOT --mesh dp=1 --tag a b", "two tags are named"),
+    ],
+)
+def test_words_of_which_one_would_be_ignored(
+    tmp_path: Path, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tag in "ab":
+        xla_ckpt.save(tmp_path, tag, {"w": torch.ones(2)})
+    with pytest.raises(SystemExit) as caught:
+        main([word.replace("ROOT", str(tmp_path)) for word in words.split()])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True)
+
+
 @pytest.mark.parametrize("port", ["99999", "-1", "9" * 5000, "http"])
 def test_a_port_that_is_none(tmp_path: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
