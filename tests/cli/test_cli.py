@@ -332,6 +332,14 @@ def test_long_names_are_folded_and_numbers_are_not() -> None:
     assert "".join(line.split()[0] for line in lines.splitlines()[1:]) == leaf
 
 
+@pytest.mark.parametrize(
+    "words", ["show --leaf model ROOT best", "show ROOT --leaf model best", "show ROOT best --leaf model"]
+)
+def test_options_stand_anywhere(root: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, *words.replace("ROOT", str(root)).split())
+    assert (code, out.split()[0]) == (0, "best")
+
+
 def test_leaves_below_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(11))})
     xla_ckpt.save_checkpoint(tmp_path, "a", model)
