@@ -13,7 +13,6 @@ from xla_ckpt.api.tags import located
 from xla_ckpt.engine.difference import Distance
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.no_tag import check_lies_there, no_tag
-from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tables.texts import size
@@ -25,9 +24,6 @@ MAX_TIMED = 200
 
 MAX_COMPARED = 1 << 30
 """Bytes of arrays that a page compares, at most: who waits for a page does not wait for terabytes."""
-
-MAX_MESH = 1024
-"""Ranks of a mesh over which a page plans a restore."""
 
 MAX_PAGES = 10
 """Tags that have a page in a single document, the newest ones."""
@@ -139,12 +135,7 @@ class ViewedRoot:
         return pages.tag(contents.to_json(), has_report=True)
 
     def _plan(self, tag: str | None, text: str, pages: Pages) -> Page:
-        mesh = as_mesh(text)
-        if mesh is None or mesh.size // mesh.pp > MAX_MESH:
-            raise UsageError(
-                "a page plans for fewer ranks", expected=f"a stage of at most {MAX_MESH}", hint="Run xla-ckpt explain."
-            )
-        return pages.plan(explain(self.root.path, tag, mesh=mesh, shardings=self.shardings).to_json())
+        return pages.plan(explain(self.root.path, tag, mesh=text, shardings=self.shardings).to_json())
 
     def _compare(self, address: Address, pages: Pages) -> Page:
         leaf = address.get("leaf") or None
