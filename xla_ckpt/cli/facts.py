@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.api.summaries import fields_of, roots_below, summaries, summaries_of_both, summary_of
+from xla_ckpt.api.summaries import listing_of, roots_below, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from xla_ckpt.layouts.listing import find_foreign
@@ -46,12 +46,11 @@ def tags_beside(root: str, tag: str) -> int:
 def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     """All tags of a root directory, oldest first; with `local` those of that directory, too, and where each is."""
     if local is not None:
-        both = summaries_of_both(*near_and_far(root, local))
-        return {"path": root, "tags": [fields_of(summary) for summary in both], "roots": []}
+        return listing_of(root, summaries_of_both(*near_and_far(root, local)))
     store = store_at(root).look()
     check_lies_there(store)
-    tags = [fields_of(summary) for summary in summaries(store)]
-    return {"path": root, "tags": tags, "roots": roots_below(root, {tag["tag"] for tag in tags})}
+    tags = summaries(store)
+    return listing_of(root, tags, roots_below(root, {summary.tag for summary in tags}))
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     store = store_at(root).look()
     foreign = find_foreign(store, tag)
     if foreign is not None and not foreign[0].tagged:
-        return {"path": root, "tags": [fields_of(summary_of(store, *foreign))], "roots": []}
+        return listing_of(root, [summary_of(store, *foreign)])
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag], "roots": []}
 
