@@ -267,9 +267,15 @@ def upload(args: argparse.Namespace) -> int:
     """The command ``upload``; returns its exit code."""
     from xla_ckpt.api.tags import near_and_far
     from xla_ckpt.engine.upload import UPLOADS
+    from xla_ckpt.layouts.no_tag import no_tag
+    from xla_ckpt.tags.upload_rules import place_after_upload
 
     uploader = UPLOADS.of(*near_and_far(args.destination, args.path))
     with _held(uploader.root, "uploading") as root:
+        if not root.entries():
+            error = no_tag(root.store, None)
+            error.problem = "there is no tag of this library, which could be uploaded"
+            raise error
         root.hold(WATCHED_AT_MOST)
         entries = {entry.tag: entry for entry in root.entries()}
         before = {tag for tag, entry in entries.items() if uploader.root.journal(entry).is_remote}
@@ -278,10 +284,11 @@ def upload(args: argparse.Namespace) -> int:
             uploader.finish()
         finally:
             uploader.end()  # if it is interrupted, its thread ends soon, and not with the last tag
+        remote = {entry.tag: entry for entry in uploader.root.remote.entries()}
 
         def told(tag: str) -> str:
             uploader.uploaded(entries[tag].sequence, None)
-            return "was there already" if tag in before else "uploaded"
+            return place_after_upload(entries[tag], remote.get(tag)) if tag in before else "uploaded"
 
         return _each(args, [*entries], told)
 
