@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import xla_ckpt
 from tests.buckets.s3_server import S3Server
@@ -148,6 +150,37 @@ def test_ctrl_c_ends_the_command_after_the_file_that_it_sends(
     assert main(["upload", str(tmp_path), root]) == 0
     assert xla_ckpt.list_tags(root) == ["a", "b"]
     assert set(puts(s3).values()) == {1}, "nothing is sent again"
+
+
+def test_the_command_says_what_was_deleted_in_the_bucket(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, tag in enumerate("abc"):
+        xla_ckpt.save(tmp_path, tag, tree(number))
+    assert main(["upload", str(tmp_path), root]) == 0
+    xla_ckpt.Checkpoints(root).delete("a")
+    xla_ckpt.save(root, "b", tree(5))
+    UPLOADS.__init__()  # type: ignore[misc]  # as in a new process
+    capsys.readouterr()
+    assert main(["upload", str(tmp_path), root]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a: was uploaded before, and has been deleted there since",
+        "b: was uploaded before, and has been replaced there since",
+        "c: was there already",
+    ]
+    assert xla_ckpt.list_tags(root) == ["c", "b"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+def test_the_command_uploads_no_tags_of_other_libraries(
+    root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert main(["upload", str(tmp_path), root]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no tag of this library, which could be uploaded" in err
+    assert "wrote the tags there: a" in err
 
 
 def test_the_command_needs_a_directory_of_tags(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,14 @@ def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
+def test_ls_of_an_older_tag_does_not_call_it_the_newest(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tag, notes in (("best", "pinned"), ("step_2", "newest")):
+        _, row = call(capsys, "ls", root / tag)[1].splitlines()
+        assert (row.split("\t")[0], row.split("\t")[-1]) == (tag, notes)
+        answer = json.loads(call(capsys, "ls", root / tag, "--json")[1])
+        assert (answer["newest"], [t["tag"] for t in answer["tags"]]) == ("step_2", [tag])
+
+
 def test_ls_says_why_tags_are_kept(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)}, num_kept_ckpts=1)
     code, out, _ = call(capsys, "ls", root)
@@ -318,7 +326,7 @@ def test_a_listing_at_two_widths(width: int) -> None:
         {**one, "tag": "step_20", "sequence": 14, "arrays": 1200, "nbytes": 123_456_789_012, "files": 64, "ranks": 32,
          "layout": "dcp"},
     ]  # fmt: skip
-    shown = on_terminal(render.tag_table({"path": "/runs/lm", "tags": tags, "roots": []}), width)
+    shown = on_terminal(render.tag_table({"path": "/runs/lm", "tags": tags, "newest": "step_20", "roots": []}), width)
     assert shown.splitlines() == LS[width].splitlines()
 
 
@@ -330,6 +338,14 @@ def test_long_names_are_folded_and_numbers_are_not() -> None:
     assert "4096 x 16" in lines
     assert "shards" not in lines
     assert "".join(line.split()[0] for line in lines.splitlines()[1:]) == leaf
+
+
+@pytest.mark.parametrize(
+    "words", ["show --leaf model ROOT best", "show ROOT --leaf model best", "show ROOT best --leaf model"]
+)
+def test_options_stand_anywhere(root: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, *words.replace("ROOT", str(root)).split())
+    assert (code, out.split()[0]) == (0, "best")
 
 
 def test_leaves_below_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

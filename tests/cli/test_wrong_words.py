@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import xla_ckpt
+from tests.runs import environment
 from xla_ckpt.cli.main import main
 
 
@@ -43,6 +46,67 @@ def test_a_file_of_a_checkpoint_of_dcp(tmp_path: Path, file: str, capsys: pytest
     assert (tmp_path / file).exists()
     for command in ("ls", "show", "verify"):
         assert "the directory of the checkpoint to which this file belongs" in refused(capsys, command, tmp_path / file)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("verify ROOT a --all", "'a' names one of them"),
+        ("verify ROOT --tag a --all", "'a' names one of them"),
+        ("verify ROOT/a --all", "'a' names one of them"),
+        ("show ROOT a --tag b", "two tags are named"),
+        ("explain ROOT --mesh dp=1 --tag a b", "two tags are named"),
+    ],
+)
+def test_words_of_which_one_would_be_ignored(
+    tmp_path: Path, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tag in "ab":
+        xla_ckpt.save(tmp_path, tag, {"w": torch.ones(2)})
+    with pytest.raises(SystemExit) as caught:
+        main([word.replace("ROOT", str(tmp_path)) for word in words.split()])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True)
+
+
+def test_a_mesh_of_too_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)})
+    said = refused(capsys, "explain", tmp_path, "--mesh", "pp=2,dp=100000")
+    assert "expected a pipeline stage of at most 1,024 ranks, found 100,000 in pp=2,dp=100000" in said
+    assert main(["explain", str(tmp_path), "--mesh", "pp=8,dp=1024"]) == 0
+
+
+@pytest.mark.parametrize("port", ["99999", "-1", "9" * 5000, "http"])
+def test_a_port_that_is_none(tmp_path: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["view", str(tmp_path), f"--port={port}"])
+    assert caught.value.code == 2
+    assert "is no port: they are numbers from 0 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time", ["99999999999d", "9" * 5000 + "m"])
+def test_a_time_that_is_too_long(tmp_path: Path, time: str, capsys: pytest.CaptureFixture[str]) -> None:
+    xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)})
+    said = refused(capsys, "retain", tmp_path, "--last", time, "--dry-run")
+    assert "expected at most 999999999d" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('exec "$@" >&-', "the standard output is closed"),
+        ('rmdir "$PWD"; exec "$@"', "asking which directory the program works in"),
+    ],
+)
+def test_a_shell_that_took_something_away(tmp_path: Path, script: str, words: str) -> None:
+    command = [sys.executable, "-m", "xla_ckpt", "ls", "."]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert done.stderr.startswith("xla-ckpt: ")
 
 
 def test_a_part_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

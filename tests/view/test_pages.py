@@ -100,7 +100,7 @@ def test_what_makes_no_sense_is_told(root: Path) -> None:
         "there is no such page": {"page": "<b>"},
         "there is no such checkpoint": {"page": "tag", "tag": "step_900"},
         "a mesh makes no sense": {"page": "plan", "mesh": "<script>"},
-        "a page plans for fewer ranks": {"page": "plan", "mesh": "tp=99999999"},
+        "a restore is planned for fewer ranks": {"page": "plan", "mesh": "tp=99999999"},
         "no such array": {"page": "array", "leaf": "nothing"},
         "no leaf is like this": {"page": "tag", "leaf": "nothing"},
     }

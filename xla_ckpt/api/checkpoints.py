@@ -10,7 +10,7 @@ from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, source_of
 from xla_ckpt.api.samples import VALUE_BYTES, ArraySample, sample_of
-from xla_ckpt.api.summaries import TagSummary, fields_of, summaries
+from xla_ckpt.api.summaries import TagSummary, listing_of, summaries
 from xla_ckpt.engine.rank_timings import timings
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
@@ -154,8 +154,7 @@ class Checkpoints:
     def _repr_html_(self) -> str:
         from xla_ckpt.tables import html, render
 
-        tags = [fields_of(summary) for summary in self.summaries()]
-        return html.fragment(render.tag_table({"path": self.path, "tags": tags, "roots": []}))
+        return html.fragment(render.tag_table(listing_of(self.path, self.summaries())))
 
     @known_options
     def read(

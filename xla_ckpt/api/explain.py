@@ -8,7 +8,7 @@ from typing import Any
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, opened, source_of
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, UsageError
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.manifest.records import Manifest, UnknownArray
@@ -18,6 +18,9 @@ from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+
+MAX_STAGE = 1024
+"""Ranks of a pipeline stage for which a restore is planned, one after another: time and memory grow with them."""
 
 
 @taking_values(llama=LlamaJob)
@@ -39,7 +42,7 @@ def explain(
     Args:
         path: Root directory; or a file that torch.save wrote.
         tag: Which checkpoint; None takes the newest.
-        mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
+        mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``. A pipeline stage has at most 1,024 ranks.
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         optimizer: Likewise.
@@ -51,13 +54,20 @@ def explain(
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: Its manifest is damaged.
-        UsageError: Mesh or rules make no sense.
+        UsageError: Mesh or rules make no sense, or a pipeline stage of the mesh has more than 1,024 ranks.
 
     Example:
         ``print(xla_ckpt.explain("ckpt", mesh="dp=2,tp=4").problems)``
     """
     store, tag = source_of(path, tag)
     over = as_mesh(mesh) or Mesh()
+    if over.size // over.pp > MAX_STAGE:
+        raise UsageError(
+            "a restore is planned for fewer ranks",
+            expected=f"a pipeline stage of at most {MAX_STAGE:,} ranks",
+            found=f"{over.size // over.pp:,} in {over}",
+            hint="Take a smaller dp: of arrays that are not split over it, each of its ranks reads the same.",
+        )
     rules = parse_rules(shardings)
     about = Knowledge(rules=rules, model=model, optimizer=optimizer, known=known_model(llama))
     with opened(store, tag, about) as reader:

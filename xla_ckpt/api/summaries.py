@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,6 +88,12 @@ class StoredFile:
 def fields_of(value: Any) -> dict[str, Any]:
     """The fields of a value that has plain ones only, as plain JSON."""
     return {name: getattr(value, name) for name in type(value).__slots__}
+
+
+def listing_of(path: str, tags: Sequence[TagSummary], roots: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The tags of a root directory, oldest first, as plain JSON; the newest of them; and the roots below it."""
+    newest = tags[-1].tag if tags else None
+    return {"path": path, "tags": [fields_of(summary) for summary in tags], "newest": newest, "roots": list(roots)}
 
 
 def summaries(store: Store) -> tuple[TagSummary, ...]:

@@ -16,17 +16,11 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="which shell")
 
 
-def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the script of a shell for a parser whose commands have all of their arguments."""
-    commands = _commands(parser)
+def complete(args: argparse.Namespace, commands: dict[str, argparse.ArgumentParser]) -> int:
+    """Print the script of a shell for the parsers of all commands, by their names."""
     with answering():
         print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](commands), flush=True)
     return 0
-
-
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    subparsers = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(next(subparsers).choices)
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:

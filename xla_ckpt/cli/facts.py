@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.api.summaries import fields_of, roots_below, summaries, summaries_of_both, summary_of
+from xla_ckpt.api.summaries import listing_of, roots_below, summaries, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
@@ -48,12 +47,11 @@ def tags_beside(root: str, tag: str) -> int:
 def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     """All tags of a root directory, oldest first; with `local` those of that directory, too, and where each is."""
     if local is not None:
-        both = summaries_of_both(*near_and_far(root, local))
-        return {"path": root, "tags": [fields_of(summary) for summary in both], "roots": []}
+        return listing_of(root, summaries_of_both(*near_and_far(root, local)))
     store = store_at(root).look()
     check_lies_there(store)
-    tags = [fields_of(summary) for summary in summaries(store)]
-    return {"path": root, "tags": tags, "roots": roots_below(root, {tag["tag"] for tag in tags})}
+    tags = summaries(store)
+    return listing_of(root, tags, roots_below(root, {summary.tag for summary in tags}))
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     store = store_at(root).look()
     foreign = find_foreign(store, tag)
     if foreign is not None and not foreign[0].tagged:
-        return {"path": root, "tags": [fields_of(summary_of(store, *foreign))], "roots": []}
+        return listing_of(root, [summary_of(store, *foreign)])
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag], "roots": []}
 
@@ -137,7 +135,7 @@ def targets(name: str | None) -> tuple[Any, Any]:
     module, _, function = name.partition(":")
     if not module or not function:
         raise UsageError("--like names a function", expected="MODULE:FUNCTION, such as my_job:build", found=name)
-    sys.path.insert(0, os.getcwd())  # as python -m does
+    sys.path.insert(0, "")  # the current directory, as python -c has it: one that was removed is no error
     try:
         built = getattr(importlib.import_module(module), function)()
     except Exception as error:
@@ -146,7 +144,7 @@ def targets(name: str | None) -> tuple[Any, Any]:
             f"the model could not be made: {type(error).__name__}: {error}", expected="MODULE:FUNCTION", found=name
         ) from error
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove("")
     if built is None:
         raise UsageError("the function returns nothing", expected="the model, or (model, optimizer)", found=name)
     return (built[0], built[1]) if isinstance(built, tuple) else (built, None)

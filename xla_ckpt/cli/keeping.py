@@ -185,7 +185,14 @@ def _last(text: str) -> Retention:
     count, unit = text[:-1], UNITS.get(text[-1:])
     if unit is None or not count.isdecimal():
         raise UsageError("--last is no time", expected="a number and a unit: 30m, 12h, 7d, 4w", found=text)
-    return LatestDuration(datetime.timedelta(**{unit: int(count)}))
+    try:
+        return LatestDuration(datetime.timedelta(**{unit: int(count)}))
+    except (OverflowError, ValueError) as error:  # ValueError: more digits than Python makes an int of
+        raise UsageError(
+            "--last is longer than any time that can be counted",
+            expected=f"at most {datetime.timedelta.max.days}d",
+            found=text[:40],
+        ) from error
 
 
 def pin(args: argparse.Namespace) -> int:
@@ -262,9 +269,15 @@ def upload(args: argparse.Namespace) -> int:
     """The command ``upload``; returns its exit code."""
     from xla_ckpt.api.tags import near_and_far
     from xla_ckpt.engine.upload import UPLOADS
+    from xla_ckpt.layouts.no_tag import no_tag
+    from xla_ckpt.tags.upload_rules import place_after_upload
 
     uploader = UPLOADS.of(*near_and_far(args.destination, args.path))
     with _held(uploader.root, "uploading") as root:
+        if not root.entries():
+            error = no_tag(root.store, None)
+            error.problem = "there is no tag of this library, which could be uploaded"
+            raise error
         root.hold(WATCHED_AT_MOST)
         entries = {entry.tag: entry for entry in root.entries()}
         before = {tag for tag, entry in entries.items() if uploader.root.journal(entry).is_remote}
@@ -273,10 +286,11 @@ def upload(args: argparse.Namespace) -> int:
             uploader.finish()
         finally:
             uploader.end()  # if it is interrupted, its thread ends soon, and not with the last tag
+        remote = {entry.tag: entry for entry in uploader.root.remote.entries()}
 
         def told(tag: str) -> str:
             uploader.uploaded(entries[tag].sequence, None)
-            return "was there already" if tag in before else "uploaded"
+            return place_after_upload(entries[tag], remote.get(tag)) if tag in before else "uploaded"
 
         return _each(args, [*entries], told)
 

@@ -71,7 +71,9 @@ def verify(args: argparse.Namespace) -> int:
     from xla_ckpt.tables import render
 
     root, tag = facts.locate(args.path, args.tag)
-    if args.all and tag is None:
+    if args.all and tag is not None:
+        args.parser.error(f"--all means all tags of a root directory, and {tag!r} names one of them: leave one out")
+    if args.all:
         tags = [t["tag"] for t in facts.list_facts(root)["tags"]]
         if not tags:
             facts.newest(root, None)  # says that there is none

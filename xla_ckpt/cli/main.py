@@ -20,7 +20,7 @@ from xla_ckpt.cli import completion, keeping, looking, viewing, writing
 from xla_ckpt.cli.output import answering
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.keywords import meant
 
 
@@ -37,7 +37,10 @@ class _Command:
 
 def _complete(args: argparse.Namespace) -> int:
     """``completion``, which needs the arguments of all commands."""
-    return completion.complete(args, _parser(tuple(_COMMANDS)))
+    parsers = _parsers()[1]
+    for name, command in _COMMANDS.items():
+        command.add_arguments(parsers[name])
+    return completion.complete(args, parsers)
 
 
 _COMMANDS: dict[str, _Command] = {
@@ -188,25 +191,24 @@ _COMMANDS: dict[str, _Command] = {
 }
 
 
-def _parser(chosen: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of a command line that calls one of the commands `chosen`. Others have no arguments in it."""
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of what stands before the arguments of a command, and that of each command, still without them."""
     parser = argparse.ArgumentParser(
         prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew."
     )
     parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parsers = {}
     for name, command in _COMMANDS.items():
-        subparser = commands.add_parser(
+        parsers[name] = commands.add_parser(
             name,
             help=command.help,
             description=command.help,
             epilog=f"examples:\n{command.examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name in chosen:
-            subparser.set_defaults(action=command.action, parser=subparser)
-            command.add_arguments(subparser)
-    return parser
+        parsers[name].set_defaults(action=command.action, parser=parsers[name])
+    return parser, parsers
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -215,14 +217,17 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: It makes no sense, or asks for help.
     """
-    chosen = [word for word in words if not word.startswith("-")][:1]
-    parser = _parser(chosen)
-    if chosen and chosen[0] not in _COMMANDS:
-        parser.error(f"there is no command {chosen[0]!r}{meant(chosen[0], [*_COMMANDS])} (xla-ckpt --help lists them)")
-    args, unknown = parser.parse_known_args(words)
+    parser, parsers = _parsers()
+    at = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
+    if at < len(words) and words[at] not in _COMMANDS:
+        similar = meant(words[at], [*_COMMANDS])
+        parser.error(f"there is no command {words[at]!r}{similar} (xla-ckpt --help lists them)")
+    parser.parse_args(words[: at + 1])
+    command = parsers[words[at]]
+    _COMMANDS[words[at]].add_arguments(command)
+    # Else an argument such as TAG, which may be left out, would have to stand before all options.
+    args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
     if unknown:
-        # `parse_args` would show the usage of no command in particular.
-        command: argparse.ArgumentParser = args.parser
         options = [option for option, _ in completion.options_of(command)]
         command.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0].partition('=')[0], options)}")
     return args
@@ -240,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     try:
         args = _parsed(words)
+        if sys.stdout is None:  # Python's word for a closed one (`>&-`)
+            # The next file to be opened, one of a tag perhaps, would get its number, and what libraries print.
+            raise UsageError("the standard output is closed", hint="Where nobody reads it, send it to /dev/null.")
         code = int(args.action(args))
         with answering():
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it

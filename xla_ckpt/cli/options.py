@@ -32,13 +32,33 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_path_and_tag(parser: argparse.ArgumentParser) -> None:
     """As `add_path`; and which tag, as an option or as the word after the path, as commands have it that keep tags."""
     add_path(parser)
-    parser.add_argument("tag", metavar="TAG", nargs="?", default=argparse.SUPPRESS, help="the same as --tag")
+    parser.add_argument(
+        "tag", metavar="TAG", nargs="?", default=argparse.SUPPRESS, action=_OneTag, help="the same as --tag"
+    )
     add_tag(parser)
 
 
 def add_tag(parser: argparse.ArgumentParser) -> None:
     """Which tag."""
-    parser.add_argument("--tag", help="which one (default: the newest)")
+    parser.add_argument("--tag", action=_OneTag, help="which one (default: the newest)")
+
+
+class _OneTag(argparse.Action):
+    """A tag. A second one is wrong usage, as neither can be meant alone."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        named = getattr(namespace, self.dest, None)
+        if named not in (None, values):
+            raise argparse.ArgumentError(
+                self, f"two tags are named, {named!r} and {values!r}, and only one can be meant"
+            )
+        setattr(namespace, self.dest, values)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,19 @@ from xla_ckpt.tables.texts import size
 if TYPE_CHECKING:
     from xla_ckpt.view.site import ViewedRoot
 
+MAX_PORT = 65535
+
 
 def add_view(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``view``."""
     parser.add_argument("path", metavar="PATH", help=options.PATH)
-    parser.add_argument("--port", type=int, default=0, help="of this machine (default: any that is free)")
-    parser.add_argument("--html", metavar="FILE", help="write all pages into one file, and serve nothing")
+    parser.add_argument("--port", type=_port, default=0, help="of this machine (default: any that is free)")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write all pages into one file, and serve nothing; of files that are there it takes the place of an older "
+        "such page, and of no other one",
+    )
     parser.add_argument("--mesh", metavar="MESH", help="with --html: plan a restore of the newest tag over it")
     parser.add_argument("--against", metavar="TAG", help="with --html: what differs between this tag and the newest")
     options.add_leaf(parser)
@@ -33,6 +40,7 @@ def view(args: argparse.Namespace) -> int:
     asked = {"leaf": args.leaf, "mesh": args.mesh, "a": args.against}
     address = {name: text for name, text in asked.items() if text is not None}
     if args.html is not None:
+        _check_may_be_written(Path(args.html))
         page = site.one_document(address)
         with storage_errors("writing the page", path=args.html):
             Path(args.html).write_bytes(page)
@@ -41,6 +49,38 @@ def view(args: argparse.Namespace) -> int:
     if address:
         raise UsageError("pages that are served ask for this themselves", expected="--html FILE with it")
     return _serve(site, args.port)
+
+
+def _port(text: str) -> int:
+    """A port, as argparse wants it."""
+    if not text.isdecimal() or len(text) > len(str(MAX_PORT)) or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: they are numbers from 0 to {MAX_PORT}")
+    return int(text)
+
+
+def _check_may_be_written(file: Path) -> None:
+    """Refuse a file that is there and holds something else than an older page: a tag's manifest, for instance.
+
+    Pipes and devices are written to as they are.
+
+    Raises:
+        UsageError: It does.
+        StorageError: It cannot be read.
+    """
+    from xla_ckpt.view.document import BEGINNING
+
+    with storage_errors("looking at the file for the page", path=str(file)):
+        if not file.is_file() or not file.stat().st_size:
+            return
+        with file.open("rb") as opened:
+            beginning = opened.read(len(BEGINNING.encode()))
+    if beginning != BEGINNING.encode():
+        raise UsageError(
+            "this file is there, and is no page that view wrote",
+            path=str(file),
+            expected="a new file, or an older page of view --html",
+            hint="Name another file for --html, or remove this one.",
+        )
 
 
 def _serve(site: ViewedRoot, port: int) -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from urllib.parse import unquote
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.memory import MemoryFiles, MemoryStore
@@ -56,6 +56,7 @@ def full_path(path: PathLike) -> str:
 
     Raises:
         UsageError: As `store_at`.
+        StorageError: The path is relative, and the directory that the program works in was removed.
     """
     try:
         text = os.fspath(path)
@@ -93,9 +94,9 @@ def full_path(path: PathLike) -> str:
         )
     scheme, separator, location = text.partition("://")
     if not (separator and scheme.isalnum()):
-        return os.path.abspath(text)
+        return _absolute(text)
     if scheme == "file":
-        return os.path.abspath(_local(text, location))
+        return _absolute(_local(text, location))
     if scheme not in _SCHEMES:
         raise UsageError(
             "no storage of this library has such an address",
@@ -106,6 +107,16 @@ def full_path(path: PathLike) -> str:
     if location.startswith("/") and scheme != "memory":  # else the name of a folder would be that of the bucket
         raise UsageError("the address names no bucket", expected=f"{scheme}://bucket/path", found=text)
     return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
+
+
+def _absolute(path: str) -> str:
+    """The full path of a directory of a file system.
+
+    Raises:
+        StorageError: It is relative to the directory that the program works in, and somebody removed that one.
+    """
+    with storage_errors("asking which directory the program works in", path=path):
+        return os.path.abspath(path)
 
 
 def _local(text: str, location: str) -> str:

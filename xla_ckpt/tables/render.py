@@ -34,11 +34,11 @@ def _tags(facts: dict[str, Any]) -> RenderableType:
         return Text(f"No tags in {facts['path']}")
     rows = []
     knows_policy = any(t.get("kept") for t in facts["tags"])
-    for i, t in enumerate(facts["tags"]):
+    for t in facts["tags"]:
         arrays, files, ranks = ("?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks"))
         numbers = (str(t["sequence"] or "?"), when(t["created"]), arrays, size(t["nbytes"]), files, ranks)
         kept = [kept_because(t)] if knows_policy else []
-        rows.append((t["tag"], *numbers, *kept, notes(t, newest=i == len(facts["tags"]) - 1)))
+        rows.append((t["tag"], *numbers, *kept, notes(t, newest=t["tag"] == facts["newest"])))
     red = frozenset(i for i, t in enumerate(facts["tags"]) if t["problem"])
     return Rows(
         facts["path"],

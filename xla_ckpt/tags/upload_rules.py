@@ -90,6 +90,16 @@ def is_same(one: TagEntry, other: TagEntry | None) -> bool:
     return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
 
 
+def place_after_upload(entry: TagEntry, there: TagEntry | None) -> str:
+    """What has become of a tag that was uploaded before, where the object store has `there` under its name.
+
+    A tag that was deleted there, by retention perhaps, is not uploaded again.
+    """
+    if is_same(entry, there):
+        return "was there already"
+    return f"was uploaded before, and has been {'deleted' if there is None else 'replaced'} there since"
+
+
 def uploaded_as(entry: TagEntry) -> str:
     """What the attempt of this version of a tag is known by in the object store: its name begins so."""
     return to_hex(digest(f"{entry.sequence} {entry.created}".encode()))

@@ -45,6 +45,11 @@ label { display: grid; color: var(--soft); }
 input, select, button { font: inherit; padding: .3rem .5rem; max-width: 100%; box-sizing: border-box; }
 """
 
+BEGINNING = (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="xla-ckpt view">'
+)
+"""How each document begins. A file that begins so may be written anew; any other one is somebody's."""
+
 CONTENT_POLICY = (
     f"default-src 'none'; style-src 'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'; "
     "form-action 'self'; base-uri 'none'"
@@ -62,8 +67,7 @@ def document(title: str, body: str, *, home: str | None) -> bytes:
     """
     back = "" if home is None else f'<nav aria-label="Pages"><a href="{escaped(home)}">All tags</a></nav>'
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escaped(CONTENT_POLICY)}">'
+        f'{BEGINNING}<meta http-equiv="Content-Security-Policy" content="{escaped(CONTENT_POLICY)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escaped(title)}</title><style>{STYLE}</style></head><body>"

@@ -12,9 +12,9 @@ from xla_ckpt.api.summaries import fields_of, roots_below
 from xla_ckpt.api.tags import located
 from xla_ckpt.engine.difference import Distance
 from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.layouts.no_tag import check_lies_there
-from xla_ckpt.sharding.mesh import as_mesh
+from xla_ckpt.layouts.no_tag import check_lies_there, no_tag
 from xla_ckpt.sharding.rules import Rules
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.tables.texts import size
 from xla_ckpt.view.document import one_document
 from xla_ckpt.view.pages import Address, Page, Pages
@@ -24,9 +24,6 @@ MAX_TIMED = 200
 
 MAX_COMPARED = 1 << 30
 """Bytes of arrays that a page compares, at most: who waits for a page does not wait for terabytes."""
-
-MAX_MESH = 1024
-"""Ranks of a mesh over which a page plans a restore."""
 
 MAX_PAGES = 10
 """Tags that have a page in a single document, the newest ones."""
@@ -78,29 +75,32 @@ class ViewedRoot:
                 restore over a mesh (`mesh`), and what differs from another tag (`a`).
 
         Raises:
-            CheckpointError: Something of it cannot be read.
+            CheckpointError: There is no tag of which something is asked for besides, or no such plan or difference.
         """
         tags = self.root.tags()[-MAX_PAGES:][::-1] if self.only is None else [self.only]
+        if address and not tags:
+            raise no_tag(store_at(self.root.path), None)
         timed = self._timings(tags)
         addresses: list[Address] = [] if self.only is not None else [{}]
         for tag in tags:
             addresses += [{"page": "tag", "tag": tag}] + ([{"page": "save", "tag": tag}] if tag in timed else [])
-        if tags and "leaf" in address:
+        if "leaf" in address:
             contents = self.root.show(tags[0], leaf=address["leaf"], shardings=self.shardings)
             addresses += [{"page": "array", "tag": tags[0], "leaf": array.leaf} for array in contents.arrays]
-        if tags and "mesh" in address:
-            addresses.append({"page": "plan", "tag": tags[0], "mesh": address["mesh"]})
-        if tags and "a" in address:
-            addresses.append({"page": "compare", "a": address["a"], "b": tags[0], "leaf": address.get("leaf", "")})
-        names = {frozenset(item.items()): f"page-{number}" for number, item in enumerate(addresses)}
+        asked: list[Address] = []
+        if "mesh" in address:
+            asked.append({"page": "plan", "tag": tags[0], "mesh": address["mesh"]})
+        if "a" in address:
+            asked.append({"page": "compare", "a": address["a"], "b": tags[0], "leaf": address.get("leaf", "")})
+        names = {frozenset(item.items()): f"page-{number}" for number, item in enumerate([*addresses, *asked])}
 
         def href(target: Address) -> str | None:
             name = names.get(frozenset(target.items()))
             return None if name is None else f"#{name}"
 
         pages = Pages(href=href, level=2, live=False)
-        shown = [(names[frozenset(item.items())], self.page_or_problem(item, pages)) for item in addresses]
-        return one_document(f"Checkpoints in {self.root.path}", shown)
+        shown = [self.page_or_problem(item, pages) for item in addresses] + [self.page(item, pages) for item in asked]
+        return one_document(f"Checkpoints in {self.root.path}", list(zip(names.values(), shown, strict=True)))
 
     def page_or_problem(self, address: Address, pages: Pages) -> Page:
         """The page that is asked for, or one that says why there is none: a damaged tag hides no other one."""
@@ -135,12 +135,7 @@ class ViewedRoot:
         return pages.tag(contents.to_json(), has_report=True)
 
     def _plan(self, tag: str | None, text: str, pages: Pages) -> Page:
-        mesh = as_mesh(text)
-        if mesh is None or mesh.size // mesh.pp > MAX_MESH:
-            raise UsageError(
-                "a page plans for fewer ranks", expected=f"a stage of at most {MAX_MESH}", hint="Run xla-ckpt explain."
-            )
-        return pages.plan(explain(self.root.path, tag, mesh=mesh, shardings=self.shardings).to_json())
+        return pages.plan(explain(self.root.path, tag, mesh=text, shardings=self.shardings).to_json())
 
     def _compare(self, address: Address, pages: Pages) -> Page:
         leaf = address.get("leaf") or None
