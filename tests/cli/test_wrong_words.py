@@ -73,7 +73,7 @@ def test_words_of_which_one_would_be_ignored(
 def test_a_mesh_of_too_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)})
     said = refused(capsys, "explain", tmp_path, "--mesh", "pp=2,dp=100000")
-    assert "expected a pipeline stage of at most 1,024 ranks, found 100,000 in pp=2,dp=100000" in said
+    assert "expected a pipeline stage of at most 4,096 ranks, found 100,000 in pp=2,dp=100000" in said
     assert main(["explain", str(tmp_path), "--mesh", "pp=8,dp=1024"]) == 0
 
 

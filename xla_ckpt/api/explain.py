@@ -19,7 +19,7 @@ from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
-MAX_STAGE = 1024
+MAX_STAGE = 4096
 """Ranks of a pipeline stage for which a restore is planned, one after another: time and memory grow with them."""
 
 
@@ -42,7 +42,7 @@ def explain(
     Args:
         path: Root directory; or a file that torch.save wrote.
         tag: Which checkpoint; None takes the newest.
-        mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``. A pipeline stage has at most 1,024 ranks.
+        mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``. A pipeline stage has at most 4,096 ranks.
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         optimizer: Likewise.
@@ -54,7 +54,7 @@ def explain(
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: Its manifest is damaged.
-        UsageError: Mesh or rules make no sense, or a pipeline stage of the mesh has more than 1,024 ranks.
+        UsageError: Mesh or rules make no sense, or a pipeline stage of the mesh has more than 4,096 ranks.
 
     Example:
         ``print(xla_ckpt.explain("ckpt", mesh="dp=2,tp=4").problems)``
