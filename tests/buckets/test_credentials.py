@@ -136,7 +136,8 @@ def test_the_bucket_is_in_the_path_unless_it_is_in_the_host(
     client_of.cache_clear()
     with pytest.raises(StorageError, match="no such bucket"):  # the host's name has none here
         goes(root)
-    assert all(request.path.startswith("/run/") for request in s3.requests)
+    # A list names what it wants behind the path.
+    assert {request.path.partition("?")[0][:5] for request in s3.requests} <= {"/", "/run/"}
 
 
 def test_credentials_that_are_renewed_meanwhile(no_keys: Path, root: str, s3: S3Server) -> None:

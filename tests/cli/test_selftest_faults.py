@@ -50,7 +50,7 @@ def broken(answers: dict[str, Any]) -> set[str]:
     ("call", "error", "when", "unseen"),
     [
         ("fsync", "EIO", "3+7", {"rename", "lease", "speed"}),
-        ("fsync", "ENOSPC", "5", {"lease"}),  # the process that saves ends after its first commit
+        ("fsync", "ENOSPC", "3", {"lease"}),  # the process that saves ends
         ("renameat2", "EIO", "1+1", {"rename"}),
     ],
 )

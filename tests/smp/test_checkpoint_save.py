@@ -98,16 +98,18 @@ def test_the_end_of_the_program_waits_for_the_list(tmp_path: Path) -> None:
     assert (tmp_path / "newest").read_text() == "t_partial\n"
 
 
-def test_a_tag_that_smp_has_written(tmp_path: Path) -> None:
+def test_a_tag_that_smp_has_written_is_not_replaced(tmp_path: Path) -> None:
     theirs(tmp_path, "a", 1.0)
     theirs(tmp_path, "b", 1.0)
     begin(1, 1)
     held = model(5.0)
-    smp.save_checkpoint(tmp_path, "a", model=held)
-    assert (tmp_path / "newest").read_text() == "b_partial\na_partial\n"
+    with pytest.raises(xla_ckpt.UsageError, match="SageMaker model parallel wrote.*another name"):
+        smp.save_checkpoint(tmp_path, "a", model=held)
+    assert (tmp_path / "newest").read_text() == "a_partial\nb_partial\n"
+    smp.save_checkpoint(tmp_path, "c", model=held)
+    assert (tmp_path / "newest").read_text() == "a_partial\nb_partial\nc_partial\n"
     resumed(tmp_path)
     assert held.weight.eq(5).all()
-    assert names(tmp_path) == ["a_partial", "b_partial", "newest"]
 
 
 def saves_by_rule(rank: int, root: str) -> None:
