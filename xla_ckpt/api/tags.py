@@ -16,7 +16,7 @@ from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.local_first import journal_of
-from xla_ckpt.tags.missing import MAX_NAMED, roots_below
+from xla_ckpt.tags.missing import MAX_NAMED_ROOTS, roots_below
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.upload_rules import whereabouts
@@ -144,7 +144,9 @@ def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
     store, tag = located(path, None)
     exists = tag is not None or bool(tag_names(store) if local is None else list_tags(path, local=local))
     if not exists and (below := roots_below(root_of(store))):
-        logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below[:MAX_NAMED]))
+        logger.warning(
+            "there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below[:MAX_NAMED_ROOTS])
+        )
     if not exists:
         expect_commit(store if local is None else store_at(local))
     return exists

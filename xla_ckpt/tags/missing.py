@@ -15,7 +15,7 @@ from xla_ckpt.tags.root import Root
 MAX_LOOKED_INTO = 100
 """Directories that are looked into for the sake of a hint, at most."""
 
-MAX_NAMED = 10
+MAX_NAMED_ROOTS = 10
 """Directories that a hint names, at most."""
 
 
@@ -81,8 +81,8 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
 
 def below_it(names: Sequence[str]) -> str:
     """What is said where checkpoints lie in directories of these names: a path was named that is not long enough."""
-    others = " and others" if len(names) > MAX_NAMED else ""
-    return f"There are checkpoints below it, in {', '.join(names[:MAX_NAMED])}{others}: pass one of these directories."
+    others = " and others" if len(names) > MAX_NAMED_ROOTS else ""
+    return f"There are checkpoints below it, in {', '.join(names[:MAX_NAMED_ROOTS])}{others}: pass one of these directories."
 
 
 def roots_below(root: Root) -> list[str]:
