@@ -81,8 +81,8 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
 
 def below_it(names: Sequence[str]) -> str:
     """What is said where checkpoints lie in directories of these names: a path was named that is not long enough."""
-    others = " and others" if len(names) > MAX_NAMED_ROOTS else ""
-    return f"There are checkpoints below it, in {', '.join(names[:MAX_NAMED_ROOTS])}{others}: pass one of these directories."
+    named, others = ", ".join(names[:MAX_NAMED_ROOTS]), " and others" if len(names) > MAX_NAMED_ROOTS else ""
+    return f"There are checkpoints below it, in {named}{others}: pass one of these directories."
 
 
 def roots_below(root: Root) -> list[str]:
