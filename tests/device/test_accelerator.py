@@ -137,9 +137,9 @@ def test_without_the_guard_the_save_fails(tmp_path: Path) -> None:
     assert run_alone(unguarded, tmp_path).startswith("model/")
 
 
-def odd_tensors(root: Path) -> list[str]:
-    sim.load()
-    wanted = {
+def odd_values() -> dict[str, torch.Tensor]:
+    """Tensors in CPU memory, each of another kind."""
+    return {
         "turned": torch.arange(12.0).reshape(3, 4).T,
         "strided": torch.arange(100)[::3],
         "scalar": torch.tensor(3.0),
@@ -148,6 +148,11 @@ def odd_tensors(root: Path) -> list[str]:
         "complex": torch.tensor([1 + 2j, 3 - 4j]),
         "bfloat16": torch.tensor([1.0, 2.0]).bfloat16(),
     }
+
+
+def odd_tensors(root: Path) -> list[str]:
+    sim.load()
+    wanted = odd_values()
     tree: dict[str, Any] = {name: value.to("sim") for name, value in wanted.items()}
     tree["strided"] = torch.arange(100).to("sim")[::3]
     wanted["parameter"] = wanted["turned"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.device.test_accelerator import odd_values
 from tests.snapshot.trials import different, trials
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
@@ -40,16 +41,7 @@ def test_what_a_tag_has_is_what_was_there_at_the_call(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tensors_of_every_kind(tmp_path: Path, mode: str) -> None:
-    wanted = {
-        "turned": torch.arange(12.0).reshape(3, 4).T,
-        "strided": torch.arange(100)[::3],
-        "scalar": torch.tensor(3.0),
-        "empty": torch.empty(0, 3),
-        "bool": torch.tensor([True, False]),
-        "complex": torch.tensor([1 + 2j, 3 - 4j]),
-        "bfloat16": torch.tensor([1.0, 2.0]).bfloat16(),
-        "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn).view(torch.uint8),
-    }
+    wanted = odd_values() | {"float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn).view(torch.uint8)}
     tree = {name: value.to(device()) for name, value in wanted.items()}
     tree["strided"] = torch.arange(100).to(device())[::3]
     tree["conjugate"] = tree["complex"].conj()
