@@ -1,4 +1,4 @@
-"""Saves beside a training loop on an accelerator, and loads onto it, beside torch's own ways and safetensors.
+"""Saves beside a training loop on an accelerator, and loads onto it, beside torch's own ways.
 
     python -m benchmarks.accelerator [--gb 4] [--rounds 3] [--dir DIR] > docs/measured/accelerators.md
 

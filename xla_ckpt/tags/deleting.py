@@ -61,12 +61,11 @@ def busy(root: Root, tag: str) -> UsageError:
 
 
 def _check_dispensable(root: Root, entry: TagEntry) -> None:
-    others = [other for other in root.entries() if other.tag != entry.tag]
     if entry.pinned:
         problem, hint = "this tag is pinned", "Unpin it first"
-    elif not others:
+    elif not (others := [other for other in root.entries() if other.tag != entry.tag]):
         problem, hint = "this is the last tag that this library has here", "Save another one first"
-    elif _is_sound(root, entry) and not any(_is_sound(root, other) for other in reversed(others)):
+    elif not any(_is_sound(root, other) for other in reversed(others)) and _is_sound(root, entry):
         problem, hint = "this is the last tag here whose manifest can be read", "Save another one first"
     elif root.is_read(entry.tag):
         problem, hint = "somebody reads this tag, or may do so", "Try again later"

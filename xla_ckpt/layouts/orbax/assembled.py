@@ -25,8 +25,7 @@ from xla_ckpt.layouts.orbax.name_rules import registered_names
 from xla_ckpt.layouts.orbax.names import Inverse, inverses
 from xla_ckpt.layouts.scanned import scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import FileRecord, Manifest
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.plan.restore_plan import Want, plan_restore
@@ -60,8 +59,7 @@ def assembled_model(reader: TagReader) -> TagReader:
         files.arrays[path] = array = AssembledArray(reader, inverse, model)
         tree.append((tuple(path.split("/")), array.record(number)))
     flat = flatten(nested(tree), lambda value: "numpy" if isinstance(value, ArrayRecord) else None, ValueCodec())
-    records = [FileRecord(path=p, size=array.size, head=0, digest=digest(b"")) for p, array in files.arrays.items()]
-    manifest, _ = scanned_manifest(reader.tag, flat, records)
+    manifest, _ = scanned_manifest(reader.tag, flat, files.records())
     return TagReader(files, reader.root, reader.tag, manifest, ())
 
 
@@ -91,10 +89,7 @@ class AssembledArray(ChunkFile):
         ]
         first = next(inverse.renaming.parts(chunks[0]))[0]
         super().__init__(chunks, model[first][1].dtype)
-        if inverse.renaming.changes and not self.dtype.floating:
-            raise IncompatibleCheckpointError(
-                "a rule computes with elements that are no floating-point numbers", leaf=first, found=self.dtype.name
-            )
+        inverse.renaming.check_type(self.dtype, first)
         for chunk in chunks:
             for name, _ in inverse.renaming.parts(chunk):
                 if (other := model[name][1].dtype) != self.dtype:

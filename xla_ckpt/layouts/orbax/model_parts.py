@@ -40,12 +40,7 @@ class ModelParts:
             IncompatibleCheckpointError: The rules do not fit it.
             FormatError: It has too many parts.
         """
-        if renaming.changes and not dtype.floating:
-            raise IncompatibleCheckpointError(
-                "a rule computes with elements that are no floating-point numbers",
-                leaf=renaming.leaf,
-                found=dtype.name,
-            )
+        renaming.check_type(dtype, renaming.leaf)
         if (count := renaming.most_parts * len(chunks)) > MAX_MODEL_PARTS:
             raise FormatError(
                 "an array has too many parts", leaf=renaming.leaf, expected=f"at most {MAX_MODEL_PARTS}", found=count

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.orbax.name_rules import Axes, NameRule
 from xla_ckpt.sharding.box import Box
@@ -45,6 +46,17 @@ class Renaming:
     def changes(self) -> bool:
         """Whether elements are multiplied, or something is added to them."""
         return self.rule.factor.root(self.sizes) != 1 or self.rule.plus != 0
+
+    def check_type(self, dtype: DType, leaf: str) -> None:
+        """Refuse elements that the rule cannot compute with.
+
+        Raises:
+            IncompatibleCheckpointError: They are no floating-point numbers, and the rule changes them.
+        """
+        if self.changes and not dtype.floating:
+            raise IncompatibleCheckpointError(
+                "a rule computes with elements that are no floating-point numbers", leaf=leaf, found=dtype.name
+            )
 
     @property
     def outer(self) -> Axes:

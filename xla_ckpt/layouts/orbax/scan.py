@@ -20,8 +20,6 @@ from xla_ckpt.layouts.orbax.names import renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import schema
@@ -57,10 +55,7 @@ def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagR
         # by its names, as in DCP's directories.
         flat = flatten(state, _kind, _CODEC)
         flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
-        records = [
-            FileRecord(path=path, size=array.size, head=0, digest=digest(b"")) for path, array in files.arrays.items()
-        ]
-        manifest, _ = scanned_manifest(entry.tag, flat, records, created=entry.created)
+        manifest, _ = scanned_manifest(entry.tag, flat, files.records(), created=entry.created)
         return TagReader(files, store.path, entry.tag, manifest, ())
 
 

@@ -26,7 +26,7 @@ from xla_ckpt.layouts.orbax.names import Renaming, renaming
 from xla_ckpt.layouts.scanned import flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import FileRecord, Manifest
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
@@ -64,9 +64,8 @@ def original_model(reader: TagReader) -> TagReader:
         array = _array(reader, leaf, record, rules, "/".join(keys))
         parts.add(array.renaming, array.dtype, array.chunks, len(stored.files) + len(files.arrays))
         files.arrays[f"{NAMES}/{len(files.arrays)}"] = array
-    records = [FileRecord(path=p, size=array.size, head=0, digest=digest(b"")) for p, array in files.arrays.items()]
     flat = flattened_model(parts.records())
-    manifest, _ = scanned_manifest(reader.tag, flat, [*stored.files, *records])
+    manifest, _ = scanned_manifest(reader.tag, flat, [*stored.files, *files.records()])
     manifest = replace(manifest, head=stored.head, mesh=stored.mesh, world=stored.world)
     return TagReader(files, reader.root, reader.tag, manifest, ())
 
