@@ -89,6 +89,12 @@ def test_alone_nothing_is_said() -> None:
     assert board.contents == {}
 
 
+def test_an_error_that_all_have_met_is_shown_once() -> None:
+    told = on_all(Board(3), raising({rank: UsageError("no" if rank < 2 else "late", tag="a") for rank in range(3)}))
+    assert [str(error) for error in told] == ["no [tag a, rank 0]"] * 3
+    assert [error.__suppress_context__ for error in told] == [True, True, False]
+
+
 def test_the_error_of_the_lowest_rank_is_raised_on_all() -> None:
     mine = CorruptCheckpointError("torn", leaf="model/w", expected="a", found="b", tag="t", path="/p", hint="h")
     told = on_all(Board(4), raising({3: UsageError("late"), 1: mine}))

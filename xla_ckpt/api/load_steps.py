@@ -314,6 +314,9 @@ class Load:
             optional = isinstance(self.content, Objects)
             error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
             raise error.at(path=reader.root, tag=reader.tag)
+        if refused:
+            fitting = len(loadings.targets)
+            logger.warning("tag %s: strict=False loads %d arrays, and leaves others as they are:", reader.tag, fitting)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))

@@ -308,6 +308,8 @@ def raise_as_told(verdict: CheckpointError, own_error: CheckpointError | None) -
     """Raise the error that all ranks raise: as the one that this rank has met, if it is that, with its traceback."""
     if own_error is not None and own_error.rank == verdict.rank:
         raise own_error from own_error.__cause__
+    if own_error is not None and own_error.to_json() | {"rank": verdict.rank} == verdict.to_json():
+        raise verdict from None  # this rank has met the same: a traceback would show it twice
     raise verdict
 
 
