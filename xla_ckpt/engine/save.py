@@ -38,7 +38,8 @@ from xla_ckpt.engine.unchanged import note_saved
 from xla_ckpt.engine.write import check_space, write_files, write_objects
 from xla_ckpt.errors import CheckpointError, RankFailedError, naming
 from xla_ckpt.job.job import Job
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.same_arrays import first_of_stage

@@ -21,7 +21,7 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.base import read_whole
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys, leaves, replaced_leaves
 

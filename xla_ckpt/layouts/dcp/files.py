@@ -32,7 +32,8 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, Source, read_whole
+from xla_ckpt.storage.base import Directory, Source
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
 _NOTHING = digest(b"")

@@ -30,7 +30,8 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh_cuts import MeshCutting
-from xla_ckpt.storage.base import Directory, ReadDirectory, Store, read_whole
+from xla_ckpt.storage.base import Directory, ReadDirectory, Store
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree.json_object import json_value
 from xla_ckpt.tree.nested import Keys, nested, replaced_leaves
