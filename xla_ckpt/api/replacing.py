@@ -48,7 +48,7 @@ def check_place(store: Store, tag: str) -> None:
     if root.is_ours(tag):
         return
     if (foreign := _foreign_tag(store, tag)) is not None:
-        _check_unfinished(store, *foreign)
+        _check_unfinished(store, tag, *foreign)
         logger.warning("%s: what another library began to save as tag %s will be replaced", store.path, tag)
         return
     with storage_errors("looking at what has the tag's name", path=store.path, tag=tag):
@@ -75,7 +75,7 @@ def _check_in_object_store(store: Store, tag: str) -> None:
         if LEDGER not in names and names:
             _check_is_no_other_checkpoint(store)
         if tag in names and not root_of(store).is_ours(tag) and (foreign := _foreign_tag(store, tag)) is not None:
-            _check_unfinished(store, *foreign)
+            _check_unfinished(store, tag, *foreign)
     except StorageError as error:
         # Who may only write there can save all the same, and what is wrong with the storage a save meets next.
         logger.debug("%s: what lies there cannot be listed: %s", store.path, error)
@@ -87,7 +87,7 @@ def _foreign_tag(store: Store, name: str) -> tuple[Layout, TagEntry] | None:
     return foreign if foreign is not None and foreign[0].tagged else None
 
 
-def _check_unfinished(store: Store, layout: Layout, entry: TagEntry) -> None:
+def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -> None:
     """Refuse to replace a checkpoint of another library that is complete.
 
     Raises:
@@ -97,9 +97,9 @@ def _check_unfinished(store: Store, layout: Layout, entry: TagEntry) -> None:
         raise UsageError(
             "a checkpoint of another library has the name of the new tag",
             path=store.path,
-            tag=entry.tag,
+            tag=tag,
             found=f"one that {layout.origin or layout.name} wrote",
-            hint=f"Give the new tag another name, or first move {store.path}/{entry.tag} away.",
+            hint=f"Give the new tag another name, or first move {store.path}/{tag} away.",
         )
 
 
