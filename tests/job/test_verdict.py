@@ -19,7 +19,7 @@ from xla_ckpt.errors import (
     UsageError,
 )
 from xla_ckpt.job.communicator import Solo
-from xla_ckpt.job.verdict import COMPRESS_BYTES, LEAD, Deadline, Round
+from xla_ckpt.job.round import COMPRESS_BYTES, LEAD, Deadline, Round
 
 
 class Board(Solo):

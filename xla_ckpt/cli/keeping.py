@@ -122,14 +122,13 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
 def retain(args: argparse.Namespace) -> int:
     """The command ``retain``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
+    from xla_ckpt.layouts.no_tag import no_tag
     from xla_ckpt.storage.door import store_at
-    from xla_ckpt.tags.missing import no_such_tag
-    from xla_ckpt.tags.roots import root_of
 
     root = Checkpoints(args.path)
     reasons = root.why_kept(_policy(args))
     if not reasons:
-        raise no_such_tag(root_of(store_at(root.path)), None)
+        raise no_tag(store_at(root.path), None)
     doomed = [tag for tag, why in reasons.items() if not why]
     asks = doomed and not args.dry_run and not args.yes
     if asks and not _confirmed(f"Delete {', '.join(doomed)} in {args.path}? [y/N] "):
@@ -243,13 +242,14 @@ def add_adopt(parser: argparse.ArgumentParser) -> None:
 
 def adopt(args: argparse.Namespace) -> int:
     """The command ``adopt``; returns its exit code."""
-    from xla_ckpt.tags.missing import existing, no_such_tag
+    from xla_ckpt.layouts.no_tag import no_tag
+    from xla_ckpt.tags.missing import existing
 
     with _held(_root_at(args.path), "adopting tags") as root:
         adopted = root.adopt(args.tags, WATCHED_AT_MOST)
         tags = args.tags or adopted or [entry.tag for entry in root.entries()]
         if not tags:
-            raise no_such_tag(root, None)
+            raise no_tag(root.store, None)
 
         def told(tag: str) -> str:
             existing(root, tag)

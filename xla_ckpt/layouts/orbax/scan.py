@@ -20,7 +20,8 @@ from xla_ckpt.layouts.orbax.names import renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
+from xla_ckpt.storage.base import ReadDirectory, Store
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Composite, ValueCodec
