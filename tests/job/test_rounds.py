@@ -78,7 +78,7 @@ def test_an_error_in_a_call_is_what_the_call_raises_though_nobody_can_be_told() 
 def test_a_rank_that_is_interrupted_tells_the_others_which_do_not_wait_for_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("xla_ckpt.job.verdict.PATIENCE", 0.05)
+    monkeypatch.setattr("xla_ckpt.job.round.PATIENCE", 0.05)
     solo = Solo(0, 2, {})
     ranks = [Rounds(solo.peer(rank)) for rank in range(2)]
     made = [rounds.begin("load", 300) for rounds in ranks]

@@ -266,7 +266,7 @@ def test_a_verdict_that_comes_too_late_for_one_is_no_verdict_for_the_others() ->
 def test_a_long_wait_names_the_rank_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("xla_ckpt.job.verdict.PATIENCE", 0.05)
+    monkeypatch.setattr("xla_ckpt.job.round.PATIENCE", 0.05)
     board = Board(2)
     told = threading.Event()
     add = caplog.handler.emit
