@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo demo-objects test test-all test-latest test-objects test-trainers check bench bench-short bench-check
+.PHONY: help setup demo demo-objects test test-all test-matrices test-latest test-objects test-trainers check bench bench-short bench-check
 .PHONY: test-versions crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens selftests lock clean
 
 help:           ## say what there is
@@ -47,8 +47,11 @@ demo-objects: $(READY) ## the same in a bucket, on a server of this machine that
 test: $(READY)  ## all tests but those that are marked as slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -q -m "not slow"
 
-test-all: $(READY) ## all tests
+test-all: $(READY) ## all tests, the slow ones, too
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
+
+test-matrices: $(READY) ## the rest of each matrix, of which the other targets run a covering part
+	$(BIN)/python -m pytest -n auto --dist worksteal -q -m rest --rest
 
 test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
@@ -68,8 +71,8 @@ test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers,
 test-servers: $(SERVERS)/.ready ## s3:// against other servers than moto: ministack, and rclone, which is refused
 	$(BIN)/python -m pytest -q tests/buckets/test_other_servers.py
 
-test-versions: $(READY) ## some tests with the oldest dependencies, on Python 3.12 and 3.13, and on the newest of all. LEG=name
-	$(BIN)/python -m tests.versions $(if $(LEG),--leg $(LEG))
+test-versions: $(READY) ## some tests with the oldest and the newest dependencies, on Python 3.12 and 3.13. LEG="name ..."
+	$(BIN)/python -m tests.versions $(LEG:%=--leg %)
 
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
@@ -138,5 +141,5 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) .venv-313 $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS) $(SERVERS) .versions
+	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS) $(SERVERS) .versions
 	rm -rf demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

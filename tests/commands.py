@@ -51,7 +51,12 @@ class Started:
 
 
 class Commands:
-    """Has the names of `subprocess` that our programs use; what the commands print is printed when they have ended."""
+    """Has the names of `subprocess` that our programs and documents use.
+
+    What the commands print is printed when they have ended.
+    """
+
+    PIPE = subprocess.PIPE
 
     @staticmethod
     def Popen(command: Sequence[str]) -> Started:
@@ -61,8 +66,10 @@ class Commands:
 
     @staticmethod
     def run(
-        command: Sequence[str], *, check: bool, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+        command: Sequence[str], *, check: bool, env: Mapping[str, str] | None = None,
+        stdout: int | None = None, text: bool = True,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """What was printed is returned as text, also if nobody asks for it by `stdout`."""
         ranks, program = parsed(command)
         own = environment(env)
         started = [

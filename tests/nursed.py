@@ -124,6 +124,8 @@ def _run(request: dict[str, Any]) -> None:
     random.seed()
     importlib.import_module("numpy").random.seed()
     faulthandler.enable()  # SIGABRT shows where a program hangs
+    if os.environ.get("NEURON_COMPAT_EMULATE") and "neuron_compat" in sys.modules:
+        importlib.reload(sys.modules["neuron_compat"])  # what its import does in this environment
     what = request["what"]
     orbax_commit.Program = helper.FromNursery  # type: ignore[attr-defined]
     if request["end"] == "as python":

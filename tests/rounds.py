@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from xla_ckpt.job.verdict import Round, agreed
+from xla_ckpt.job.round import Round
+from xla_ckpt.job.verdict import agreed
 
 Value = TypeVar("Value")
 

@@ -23,7 +23,8 @@ from xla_ckpt.job.job import launcher_has_store
 from xla_ckpt.job.mesh_source import current_mesh
 from xla_ckpt.job.peers import check_can_meet
 from xla_ckpt.job.process_group import StoreCommunicator, communicator
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import run, start
+from tests.jobs import finish, run_program
+from tests.nursery import Program, bear
 from tests.xla import HAS_XLA
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.snapshot.memory import Slabs
@@ -98,9 +99,8 @@ def test_memory_is_given_back() -> None:
 @pytest.mark.slow
 def test_a_program_that_resumes_ends_well(tmp_path: Path) -> None:
     """Its last step still runs, and gives loaded memory back, while the interpreter ends."""
-
-    run(RESUMES, tmp_path, "save")
-    programs = [start(RESUMES, tmp_path, "load") for _ in range(3)]  # more than one: it was so in three of five runs
-    for program in programs:
-        _, err = program.communicate(timeout=240)
-        assert program.returncode == 0, err
+    run_program(RESUMES, tmp_path, "save", xla=True)
+    resumes = Program(RESUMES, (str(tmp_path), "load"))
+    # More than one: it was so in three of five runs.
+    for code, out, err in finish([bear(resumes, xla=True, end="as python") for _ in range(3)]):
+        assert code == 0, out + err

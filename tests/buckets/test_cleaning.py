@@ -18,7 +18,7 @@ from tests.runs import environment
 from tests.tags.test_lease import Job, save, set_up
 from tests.tags.test_ledger import begin, put, text_of
 from xla_ckpt.cli.main import main
-from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags import ledger_cleaning
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.attempt import Attempt

@@ -15,7 +15,7 @@ import torch
 import xla_ckpt
 from tests.buckets.s3_server import S3Server
 from tests.buckets.uploads import SOON, Gate, listed, puts
-from tests.jobs import finish, run_on_ranks, start_on_ranks, torchrun
+from tests.jobs import finish, run_on_ranks, start_on_ranks
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine import sent_part
@@ -71,7 +71,7 @@ def name(rank: int, world: int = 4) -> str:
 
 def test_a_tag_of_two_disks_is_whole_in_the_bucket(root: str, tmp_path: Path, s3: S3Server) -> None:
     hosts = [tmp_path / "host0", tmp_path / "host1"]
-    told = torchrun(saves_and_loads, 4, tmp_path, root, hosts, s3.environment)
+    told = run_on_ranks(saves_and_loads, 4, root, hosts, s3.environment)
     assert [of_rank[0] for of_rank in told] == [("t2", whole(2), root)] * 4
     assert [of_rank[1] for of_rank in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert xla_ckpt.list_tags(root) == ["t1", "t2"]

@@ -59,8 +59,8 @@ def is_number(root: object, number: int, tag: str | None = None, **more: Any) ->
 
 def bytes_of(root: str | Path, tag: str) -> dict[str, bytes]:
     """The files of a tag, but for what the directory and the bucket each have for themselves."""
-    from xla_ckpt.storage.base import read_whole
     from xla_ckpt.storage.door import store_at
+    from xla_ckpt.storage.small_files import read_whole
     from xla_ckpt.tags.roots import root_of
 
     directory = root_of(store_at(root)).open(tag)

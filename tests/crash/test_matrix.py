@@ -40,7 +40,7 @@ def test_a_sample_of_the_faults_loses_nothing_and_is_told_truly(tmp_path: Path) 
 CHANGES = """
 import os, sys
 from tests.crash.recorder import Fault, Recorder
-from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.storage.local import LocalStore
 root, log = sys.argv[1:]
 if log:

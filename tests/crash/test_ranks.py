@@ -34,7 +34,7 @@ from tests.crash.ranks import (
 )
 from tests.jobs import finish, start_on_ranks
 from tests.runs import names_in
-from xla_ckpt.job.verdict import Round
+from xla_ckpt.job.round import Round
 
 SHORT = 2.0
 """The timeout of calls in which a rank is lost, in seconds."""

@@ -14,9 +14,10 @@ import xla_ckpt
 from tests.storage.failing import FailingFiles, FailingObjects, Faults
 from xla_ckpt.engine.upload import Uploader
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.storage.base import Directory, read_whole
+from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.attempt import WRITING
 from xla_ckpt.tags.ledger import LedgerRoot
 

@@ -19,7 +19,7 @@ from xla_ckpt.errors import (
     UsageError,
 )
 from xla_ckpt.job.communicator import Solo
-from xla_ckpt.job.verdict import COMPRESS_BYTES, LEAD, Deadline, Round
+from xla_ckpt.job.round import COMPRESS_BYTES, LEAD, Deadline, Round
 
 
 class Board(Solo):
@@ -87,6 +87,12 @@ def test_alone_nothing_is_said() -> None:
     with pytest.raises(ZeroDivisionError):  # as it is: nobody else has to be told
         agree(Round(board, "save/1", 1), "doing", lambda: 1 // 0)
     assert board.contents == {}
+
+
+def test_an_error_that_all_have_met_is_shown_once() -> None:
+    told = on_all(Board(3), raising({rank: UsageError("no" if rank < 2 else "late", tag="a") for rank in range(3)}))
+    assert [str(error) for error in told] == ["no [tag a, rank 0]"] * 3
+    assert [error.__suppress_context__ for error in told] == [True, True, False]
 
 
 def test_the_error_of_the_lowest_rank_is_raised_on_all() -> None:

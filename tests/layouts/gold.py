@@ -18,8 +18,8 @@ from tests.topology.state import ceil_to
 from xla_ckpt import Mesh
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import PLAYED, Job
+from xla_ckpt.job.round import Round
 from xla_ckpt.job.rounds import Rounds
-from xla_ckpt.job.verdict import Round
 from xla_ckpt.sharding.placement import Placement
 
 _ROOT = Path(__file__).resolve().parents[2]

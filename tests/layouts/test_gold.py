@@ -21,8 +21,8 @@ from tests.xla import HAS_XLA
 from xla_ckpt import Mesh
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import PLAYED, Job
+from xla_ckpt.job.round import Round
 from xla_ckpt.job.rounds import Rounds
-from xla_ckpt.job.verdict import Round
 from xla_ckpt.sharding.placement import Placement
 
 WHOLE = [c for c in cases() if c[0] != LOST]

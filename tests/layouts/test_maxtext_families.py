@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import xla_ckpt
 from tests.layouts.test_orbax_names import forgotten
 from tests.runs import ROOT
+from xla_ckpt.cli.main import main
 
 pytestmark = pytest.mark.usefixtures(forgotten.__name__)
 
@@ -236,6 +237,28 @@ def test_without_rules(tmp_path: Path) -> None:
     source = hugging_face(tmp_path / "hf", {"w": torch.ones(2)})
     with pytest.raises(xla_ckpt.UsageError, match=r"register_names.*maxtext_names\(config"):
         xla_ckpt.convert(source, tmp_path / "run", to="orbax-model")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_the_configuration_in_the_folder_says_the_names(tmp_path: Path, family: str) -> None:
+    model = model_of(family)
+    registered(family, model)
+    expected = shapes(ocp.PyTreeCheckpointer().restore(written(tmp_path, model) / "0"))
+    xla_ckpt.register_names([])
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "again"), "--to", "orbax-model", "--as", "0"]) == 0
+    assert shapes(ocp.PyTreeCheckpointer().restore(tmp_path / "again/0")) == expected
+    other = model_of(family)
+    torch.nn.init.zeros_(other.lm_head.weight)
+    xla_ckpt.load_checkpoint(tmp_path / "again", "0", model=other)
+    for name, value in model.state_dict().items():  # norms of Gemma's are rounded, since one is added
+        assert torch.allclose(value, other.state_dict()[name], atol=1e-6), name
+
+
+def test_the_configuration_in_the_folder_does_not_say_how_heads_turn(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path / "hf")
+    with pytest.raises(xla_ckpt.UsageError, match="several ways to store a llama"):
+        xla_ckpt.convert(tmp_path / "hf", tmp_path / "run", to="orbax-model")
+    assert not (tmp_path / "run").exists()
 
 
 def test_large_tables_are_cut_into_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from xla_ckpt import Mesh
 from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError
 from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.smp.tags import find_smp_tag, listed_sets, part_of
-from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.small_files import write_small
 
 
 def loads(path: Path | str, tag: str | None = None) -> xla_ckpt.Loaded:

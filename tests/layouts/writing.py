@@ -20,8 +20,8 @@ from xla_ckpt.engine.background import Saves
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import PLAYED, Job
+from xla_ckpt.job.round import Round
 from xla_ckpt.job.rounds import Rounds
-from xla_ckpt.job.verdict import Round
 from xla_ckpt.sharding.placement import Placement
 
 LAYOUTS = pytest.mark.parametrize("layout", ["xser", "pt"])

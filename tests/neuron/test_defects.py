@@ -86,6 +86,8 @@ def with_master_weights(rank: int, root: str) -> list[Any]:
         p.expert_model_parallel = True
     with pytest.raises(xla_ckpt.UsageError) as caught:
         NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, save_master_weights=True, lr=0.1)
+    with pytest.raises(xla_ckpt.UsageError, match=r'model\.to\("xla"\)'):
+        NeuronZero1Optimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.AdamW, lr=0.1)
     return [*told, str(caught.value)]
 
 

@@ -1,4 +1,4 @@
-"""Programs as they are written for Trainium, unchanged, on CPUs: NEURON_COMPAT_EMULATE=1 under the real torchrun."""
+"""Programs as they are written for Trainium, unchanged, on CPUs: NEURON_COMPAT_EMULATE=1, under torchrun, too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch_xla.runtime as xr
 
 import neuron_compat
 import neuron_compat.nxd as nxd
+from tests.commands import Commands
 from tests.jobs import finish, places, run_alone
 from tests.nursery import Call, bear
 from tests.runs import ROOT, environment
@@ -76,8 +77,9 @@ def test_the_program_and_the_test_of_the_document_run(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PJRT_DEVICE")  # a program for Trainium does not set it
-    test: Any = runpy.run_path("test_resume.py")
-    test["test_resumes_on_other_ranks"]()
+    test: Any = runpy.run_path("test_resume.py")["test_resumes_on_other_ranks"]
+    test.__globals__["subprocess"] = Commands
+    test()
     assert nxd.has_checkpoint("checkpoints")
 
 

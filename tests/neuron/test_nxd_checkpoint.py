@@ -241,8 +241,8 @@ def test_samples_of_the_developer_guide(tmp_path: Path) -> None:
 
 def test_signatures_are_those_of_neuronx_distributed() -> None:
     save = inspect.signature(nxd.save_checkpoint).parameters
-    own = {n for n, p in save.items() if p.kind is p.KEYWORD_ONLY}
-    assert own == {"layout", "options"}
+    own = {n for n, p in save.items() if p.kind is not p.POSITIONAL_OR_KEYWORD}
+    assert own == {"layout", "more"}
     assert [(n, p.default) for n, p in save.items() if n not in own][2:] == [
         ("model", None), ("optimizer", None), ("scheduler", None), ("user_content", None), ("num_workers", 8),
         ("use_xser", False), ("num_kept_ckpts", None), ("async_save", False), ("zero1_optimizer", False),
@@ -254,6 +254,21 @@ def test_signatures_are_those_of_neuronx_distributed() -> None:
         ("tag", None), ("model", None), ("optimizer", None), ("scheduler", None), ("num_workers", 8), ("strict", True),
         ("use_zero1_dcp", False),
     ]  # fmt: skip
+
+
+def test_further_arguments_are_those_of_the_library(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3).bfloat16()
+    nxd.save_checkpoint(tmp_path, "step", model, pinned=True)
+    assert not xla_ckpt.Checkpoints(tmp_path).pin("step"), "it is pinned"
+    wanted = torch.nn.Linear(2, 3)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="cast=True"):
+        nxd.load_checkpoint(tmp_path, model=wanted)
+    nxd.load_checkpoint(tmp_path, model=wanted, cast=True)
+    assert torch.equal(wanted.weight, model.weight.float())
+    with pytest.raises(TypeError, match="did you mean 'use_xser'"):
+        nxd.save_checkpoint(tmp_path, "step", model, use_xsr=True)
+    with pytest.raises(TypeError, match="did you mean 'strict'"):
+        nxd.load_checkpoint(tmp_path, model=model, strct=False)
 
 
 def test_one_process_without_a_job(tmp_path: Path) -> None:

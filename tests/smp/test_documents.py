@@ -161,10 +161,20 @@ def run(folder: Path, name: str, program: str, degrees: dict[str, int], *args: s
     return [json.loads(file.read_text()) for file in found if file.exists()]
 
 
-@pytest.mark.parametrize("kind", ["partial", "full"])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "pp"),
+    [
+        ("partial", 2),
+        ("full", 4),
+        pytest.param("partial", 4, marks=pytest.mark.rest),
+        pytest.param("full", 2, marks=pytest.mark.rest),
+    ],
+)
 def test_the_general_sample(tmp_path: Path, kind: str, pp: int) -> None:
-    """Each of its branches: partial and full, saved and loaded. The job that loads trains on as the one that saved."""
+    """Each of its branches: partial and full, saved and loaded. The job that loads trains on as the one that saved.
+
+    Files of each form with more degrees are in test_pairs.py, so each form is tried with one number of stages here.
+    """
     degrees = {"pipeline_parallel_degree": pp}
     save = GENERAL_WRAP + "train(slice(0, 2))\n" + GENERAL_SAVE + "train(slice(2, 4))\n"
     load = GENERAL_WRAP + GENERAL_LOAD + "train(slice(2, 4))\n"
@@ -179,9 +189,17 @@ def test_the_general_sample(tmp_path: Path, kind: str, pp: int) -> None:
 DEGREES = {"tp2 x rdp2": {"tensor_parallel_degree": 2}, "pp2 x tp2": {"tensor_parallel_degree": 2, "partitions": 2}}
 
 
-@pytest.mark.parametrize("option", [1, 2])
-@pytest.mark.parametrize("degrees", DEGREES.values(), ids=list(DEGREES))
-def test_the_options_of_the_page_on_tensor_parallelism(tmp_path: Path, option: int, degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        (1, "pp2 x tp2"),
+        (2, "tp2 x rdp2"),
+        pytest.param(1, "tp2 x rdp2", marks=pytest.mark.rest),
+        pytest.param(2, "pp2 x tp2", marks=pytest.mark.rest),
+    ],
+)
+def test_the_options_of_the_page_on_tensor_parallelism(tmp_path: Path, option: int, name: str) -> None:
+    degrees = DEGREES[name]
     save = TP_WRAP + "train(slice(0, 2))\n" + TP_SAVE[option] + "train(slice(2, 4))\n"
     load = TP_WRAP + TP_LOAD[option] + "train(slice(2, 4))\n"
     saved = run(tmp_path, "save", save, degrees, "Net", "")

@@ -272,8 +272,8 @@ def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     [
         ("fp16", "pp2-tp2"),
         ("bf16", "tp2-rdp2"),
-        pytest.param("fp16", "tp2-rdp2", marks=pytest.mark.slow),
-        pytest.param("bf16", "pp2-tp2", marks=pytest.mark.slow),
+        pytest.param("fp16", "tp2-rdp2", marks=pytest.mark.rest),
+        pytest.param("bf16", "pp2-tp2", marks=pytest.mark.rest),
     ],
 )
 def test_training_in_16_bits(kind: str, name: str) -> None:

@@ -24,10 +24,11 @@ from xla_ckpt.cli.main import main
 from xla_ckpt.engine import save as engine_save
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.storage import door
-from xla_ckpt.storage.base import Store, read_whole
+from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.memory import MemoryDirectory
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.names import LEASE, LEDGER
 from xla_ckpt.tags.roots import root_of

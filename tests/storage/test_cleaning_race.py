@@ -11,9 +11,10 @@ import pytest
 
 from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.storage import local
-from xla_ckpt.storage.base import Directory, read_whole, write_small
+from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags.cleaning import clean, move_to_trash
 from xla_ckpt.tags.names import TRASH
 

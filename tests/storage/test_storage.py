@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from xla_ckpt.storage.base import BLOCK, Directory, write_small
+from xla_ckpt.storage.base import BLOCK, Directory
 from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import LocalSink
 from xla_ckpt.storage.memory import MemoryDirectory
+from xla_ckpt.storage.small_files import write_small
 
 
 def aligned(data: bytes) -> memoryview:

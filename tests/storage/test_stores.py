@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from xla_ckpt.errors import NotAFileError, UsageError
-from xla_ckpt.storage.base import Changed, Directory, FileSystem, ObjectStore, Store, read_whole, write_small
+from xla_ckpt.storage.base import Changed, Directory, FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import above, full_path, same_directory, store_at
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.small_files import read_whole, write_small
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

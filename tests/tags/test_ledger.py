@@ -29,8 +29,9 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.storage import door
-from xla_ckpt.storage.base import Changed, ObjectStore, read_whole, write_small
+from xla_ckpt.storage.base import Changed, ObjectStore
 from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags import deleting
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.kept import policy_of

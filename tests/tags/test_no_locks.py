@@ -16,8 +16,8 @@ import torch
 import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.storage import local
-from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.root import Transaction

@@ -20,9 +20,9 @@ from xla_ckpt.engine.parity import Covered, write_share
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.parity import PARITY_BLOCK
-from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.storage.small_files import write_small
 
 SEED = np.random.default_rng(7)
 TREE = {

@@ -9,9 +9,10 @@ import pytest
 
 from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.errors import NotDurableError, SaveError
-from xla_ckpt.storage.base import FileSystem, read_whole, write_small
+from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.storage.door import above
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.root import Kind, Transaction

@@ -22,7 +22,10 @@ def possible(*kinds: str) -> tuple[str, ...]:
 
 
 def pairs(sources: Sequence[str], kinds: Sequence[str], every: int = 1) -> list[tuple[str, str]]:
-    """(who saved, who loads): every one, or every third: another third for each that saved. So each kind loads."""
+    """(who saved, who loads): every one, or every third: another third for each that saved. So each kind loads.
+
+    Each one that saved is loaded, too, if there are as many kinds.
+    """
     return [(s, k) for i, s in enumerate(sources) for j, k in enumerate(kinds) if (i + j) % every == 0]
 
 

@@ -23,7 +23,7 @@ SAVED = ("fsdp2", "hsdp", "tp_fsdp")
 FORMS = ("nested", "flattened", "titan", "app")
 
 
-THIRD_OR_ALL = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+THIRD_OR_ALL = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.rest)])
 """Of the pairs. That each of them is planned right is proved without jobs, in test_all_pairs.py."""
 
 

@@ -19,7 +19,7 @@ from tests.jobs import finish, start_on_ranks
 from tests.nursery import Born
 from tests.runs import names_in
 from xla_ckpt.engine import save as engine
-from xla_ckpt.job.verdict import LEAD
+from xla_ckpt.job.round import LEAD
 
 RANKS = 4
 TIMEOUT = 5.0

@@ -160,13 +160,19 @@ def convert(
             expected=" or ".join(map(repr, get_args(Parity))),
             found=f"{parity!r} for {layout.name}",
         )
-    topology = Topology(
-        mesh=as_mesh(mesh) or Mesh(), rules=parse_rules(shardings), pipeline_cuts=pipeline_cuts, zero1=zero1
-    )
     store, tag = source_of(source, tag)
-    own = own_config(store, tag)
+    own = own_config(store, tag) if job.config is None else None
     needed = not job.is_silent or layout.model_names is ModelNames.FUSED
-    known = job.model(own if needed else if_like_llama(own))
+    with naming(path=store.path, tag=tag):
+        known = job.model(own if needed else if_like_llama(own))
+    config = own if known is None else known.config.content
+    topology = Topology(
+        mesh=as_mesh(mesh) or Mesh(),
+        rules=parse_rules(shardings),
+        pipeline_cuts=pipeline_cuts,
+        zero1=zero1,
+        config=config or {},
+    )
     form = _new_form(store, tag, layout, known, job)
     called = _tag_of(store, tag) if as_tag is None else as_tag
     wanted = layout.holds if part is None else part
@@ -200,11 +206,11 @@ def convert(
             reader, beside = name_as_told(store, reader) if to_hf else (reader, {})
             if known is not None and to_hf:
                 reader = name_as_hugging_face(reader, schema.MODEL, known, options)
-            reader, wanted = layout.source(reader, wanted)
+            reader, wanted = layout.source(reader, wanted, topology)
             stored = OpenState(reader, trust=trust_pickle, part=wanted)
             rewriting = with_files(layout.rewriting(stored, topology), beside)
             if layout.model_names is ModelNames.HUGGING_FACE:
-                rewriting = with_config(rewriting, reader, known, own)
+                rewriting = with_config(rewriting, reader, config)
             with Progress(f"convert {tag}", rewriting.nbytes, options.progress) as bar:
                 crew = Crew(workers=options.num_workers, progress=bar)
                 if layout.tagged:

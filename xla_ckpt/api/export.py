@@ -10,9 +10,7 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.api.llama import (
-    KnownModel,
     LlamaJob,
-    config_content,
     known_model,
     name_as_hugging_face,
     name_as_told,
@@ -137,7 +135,7 @@ def export_hf(
             )
         rewriting = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
         rewriting = with_files(rewriting, beside)
-        rewriting = with_config(rewriting, reader, known, own)
+        rewriting = with_config(rewriting, reader, own if known is None else known.config.content)
         with Progress(f"export {tag}", rewriting.nbytes, options.progress) as bar:
             crew = Crew(workers=options.num_workers, progress=bar)
             write_directory(reader, destination, rewriting, crew, max_memory=options.max_memory)
@@ -168,16 +166,15 @@ def with_files(rewriting: Rewriting, files: Mapping[str, bytes]) -> Rewriting:
     return replace(rewriting, marks={**rewriting.marks, **files})
 
 
-def with_config(rewriting: Rewriting, reader: TagReader, known: KnownModel | None, own: str | None) -> Rewriting:
+def with_config(rewriting: Rewriting, reader: TagReader, content: Mapping[str, Any] | None) -> Rewriting:
     """The same files, and the config.json beside them, with the element type that the arrays have in them.
 
-    It is that of the model that is known, else what the directory of Hugging Face's has itself, if there is any.
+    Args:
+        rewriting: The files.
+        reader: What they are made of.
+        content: What the configuration says; None makes no file.
     """
-    if known is not None:
-        content = known.config.content
-    elif own is not None:
-        content = config_content(own)
-    else:
+    if content is None:
         return rewriting
     entries = [entry for of_rank in rewriting.files for file in of_rank for entry in file.entries]
     types = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.engine.compare import same_bytes
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, storage_errors
+from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_fields
 from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.listing import find_foreign
@@ -129,7 +129,7 @@ def job_of(llama: LlamaJob | None) -> LlamaJob:
     return llama or LlamaJob()
 
 
-def known_model(llama: LlamaJob | None, own: str | None = None) -> KnownModel | None:
+def known_model(llama: LlamaJob | None, own: Mapping[str, Any] | None = None) -> KnownModel | None:
     """What a caller says about a model whose tag has its form itself; None without a configuration.
 
     Raises:
@@ -183,16 +183,6 @@ def config_text(config: PathLike) -> tuple[bytes, str]:
     return data, path
 
 
-def config_content(config: PathLike) -> dict[str, Any]:
-    """What a config.json says.
-
-    Raises:
-        UsageError: There is none, it is too large, or no JSON object.
-        StorageError: It cannot be read.
-    """
-    return json_object(config_text(config)[0], "a config.json", UsageError)
-
-
 def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     """How a neuronx-distributed job has a model.
 
@@ -218,22 +208,24 @@ def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     return Form(projection=projection, copies=count, adjacent=count > 1 and bool(copies.adjacent))
 
 
-def own_config(store: Store, tag: str) -> str | None:
-    """The directory of a config.json that lies in one of Hugging Face's; None for any other tag, and without one."""
+def own_config(store: Store, tag: str) -> Mapping[str, Any] | None:
+    """What the config.json says that lies in a directory of Hugging Face's; None for any other tag, and without one.
+
+    Raises:
+        UsageError: It is too large, or no JSON object.
+        StorageError: It cannot be read.
+    """
     foreign = find_foreign(store, tag)
     if foreign is None or foreign[0].model_names is not ModelNames.HUGGING_FACE or not store.has(f"{tag}/{CONFIG}"):
         return None
-    return f"{store.path.rstrip('/')}/{tag}"
+    data, path = config_text(f"{store.path.rstrip('/')}/{tag}")
+    with naming(path=path):
+        return json_object(data, "a config.json", UsageError)
 
 
-def if_like_llama(own: str | None) -> str | None:
-    """The same directory if its config.json is that of a Llama-like model; else None: then its names stay as they are.
-
-    Raises:
-        UsageError: It is no JSON object.
-        StorageError: It cannot be read.
-    """
-    kind = None if own is None else config_content(own).get("model_type")
+def if_like_llama(own: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The same configuration if it is that of a Llama-like model; else None: then its names stay as they are."""
+    kind = None if own is None else own.get("model_type")
     return own if kind is None or kind in LIKE_LLAMA else None
 
 

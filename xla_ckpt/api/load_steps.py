@@ -30,7 +30,8 @@ from xla_ckpt.errors import (
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.lead import of_lead, put_together
 from xla_ckpt.job.peers import check_can_share
-from xla_ckpt.job.verdict import LateLoss, Round, agreed
+from xla_ckpt.job.round import Round
+from xla_ckpt.job.verdict import LateLoss, agreed
 from xla_ckpt.layouts.listing import find_foreign, newest_last
 from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import open_tag
@@ -314,6 +315,9 @@ class Load:
             optional = isinstance(self.content, Objects)
             error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
             raise error.at(path=reader.root, tag=reader.tag)
+        if refused:
+            fitting = len(loadings.targets)
+            logger.warning("tag %s: strict=False loads %d arrays, and leaves others as they are:", reader.tag, fitting)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))

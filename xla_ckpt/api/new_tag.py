@@ -21,8 +21,9 @@ from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.record import Record
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.base import Store, write_small
+from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import same_directory
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tags.root import Kind, Transaction
 from xla_ckpt.tags.roots import root_of

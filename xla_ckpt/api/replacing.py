@@ -6,9 +6,11 @@ import logging
 from collections.abc import Sequence
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
+from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.listing import find_foreign, named_itself
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import LEDGER, is_tag_name
@@ -45,7 +47,8 @@ def check_place(store: Store, tag: str) -> None:
     root = root_of(store)
     if root.is_ours(tag):
         return
-    if _is_unfinished(store, tag):
+    if (foreign := _foreign_tag(store, tag)) is not None:
+        _check_unfinished(store, tag, *foreign)
         logger.warning("%s: what another library began to save as tag %s will be replaced", store.path, tag)
         return
     with storage_errors("looking at what has the tag's name", path=store.path, tag=tag):
@@ -71,23 +74,25 @@ def _check_in_object_store(store: Store, tag: str) -> None:
         names = names_in(store)
         if LEDGER not in names and names:
             _check_is_no_other_checkpoint(store)
-        if tag in names and not root_of(store).is_ours(tag):
-            _is_unfinished(store, tag)
+        if tag in names and not root_of(store).is_ours(tag) and (foreign := _foreign_tag(store, tag)) is not None:
+            _check_unfinished(store, tag, *foreign)
     except StorageError as error:
         # Who may only write there can save all the same, and what is wrong with the storage a save meets next.
         logger.debug("%s: what lies there cannot be listed: %s", store.path, error)
 
 
-def _is_unfinished(store: Store, tag: str) -> bool:
-    """Whether another library has begun a checkpoint of this name and not ended it.
+def _foreign_tag(store: Store, name: str) -> tuple[Layout, TagEntry] | None:
+    """What another library has saved as a tag of this name, or has begun to save; None if it is none."""
+    foreign = find_foreign(store, name)
+    return foreign if foreign is not None and foreign[0].tagged else None
+
+
+def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -> None:
+    """Refuse to replace a checkpoint of another library that is complete.
 
     Raises:
-        UsageError: It has ended it.
+        UsageError: It is.
     """
-    foreign = find_foreign(store, tag)
-    if foreign is None or not foreign[0].tagged:
-        return False
-    layout, entry = foreign
     if entry.complete:
         raise UsageError(
             "a checkpoint of another library has the name of the new tag",
@@ -96,7 +101,6 @@ def _is_unfinished(store: Store, tag: str) -> bool:
             found=f"one that {layout.origin or layout.name} wrote",
             hint=f"Give the new tag another name, or first move {store.path}/{tag} away.",
         )
-    return True
 
 
 def _check_is_root(store: Store) -> None:
@@ -119,8 +123,7 @@ def _check_is_no_other_checkpoint(store: Store) -> None:
     if (itself := named_itself(store)) is None:
         return
     above, name = itself
-    foreign = find_foreign(above, name)
-    if foreign is not None and foreign[0].tagged:
+    if (foreign := _foreign_tag(above, name)) is not None:
         raise UsageError(
             f"this is a checkpoint that {foreign[0].origin} wrote, and no root of tags",
             path=store.path,

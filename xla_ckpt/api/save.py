@@ -37,7 +37,6 @@ from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
-from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
@@ -221,7 +220,8 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
                 pinned=wish.pinned,
                 num_kept=wish.num_kept,
                 uploader=uploader,
-                check=partial(_check_object_store, root.store, tag),
+                # A look at a bucket takes requests: the thread of the save makes them.
+                check=None if root.store.object_store is None else partial(check_place, root.store, tag),
                 committed=follower(root, tag, options.products),
                 workers=max(1, wish.workers),
                 shown=wish.shown(job),
@@ -288,18 +288,12 @@ def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
     )
 
 
-def _check_object_store(store: Store, tag: str) -> None:
-    """What `_prepare` does for directories. It takes a request: the thread of the save makes it."""
-    if store.object_store is not None:
-        check_place(store, tag)
-
-
-def _prepare(root: Root, tag: str) -> None:
+def _prepare(order: Order) -> None:
     """Fail early where a save could not even begin."""
-    root.check_commits()
-    store = root.store
-    if store.object_store is None:
-        check_place(store, tag)
+    order.root.check_commits()
+    store = order.root.store
+    if order.check is None:
+        check_place(store, order.tag)
     try:
         store.prepare()
     except (FileExistsError, NotADirectoryError) as error:
@@ -322,7 +316,7 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0 or order.uploader is not None:  # with local=, each host may have a disk of its own
-        _prepare(order.root, order.tag)
+        _prepare(order)
     with collector_paused():
         return freeze(state, placement, phases, wish)
 

@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.api.tags import both_places, list_tags
+from xla_ckpt.api.tags import both_places
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.listing import all_tags
+from xla_ckpt.layouts.listing import all_tags, roots_below
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.layouts.registry import layout_of
 from xla_ckpt.manifest.records import Manifest
@@ -19,7 +19,6 @@ from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import parsed_policy, why_kept
-from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tree import schema
 
 MAX_DEPTH = 3
@@ -108,7 +107,7 @@ def summaries(store: Store) -> tuple[TagSummary, ...]:
     return tuple(replace(summary, kept=reasons.get(tag, ())) for tag, (summary, _) in looks.items())
 
 
-def roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:
+def summaries_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:
     """The root directories of tags below a directory, by path, with their newest tags. Its own tags are no roots.
 
     Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at. An object store with tags
@@ -116,24 +115,8 @@ def roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]
     """
     if tags and store_at(path).file_system is None:
         return []
-    roots: list[dict[str, Any]] = []
-    level, left = [path], MAX_LOOKED_AT
-    for _ in range(MAX_DEPTH):
-        below: list[str] = []
-        for directory in level:
-            store = store_at(directory)
-            passed = tags if directory == path else ()
-            named = [n for n in names_in(store) if not n.startswith(".") and n not in passed]
-            names = [n for n in named if store.is_directory(n)][:left]
-            left -= len(names)
-            for name in names:
-                child = f"{directory.rstrip('/')}/{name}"
-                if its := list_tags(child):
-                    roots.append({"path": child, "tags": len(its), "newest": its[-1]})
-                else:
-                    below.append(child)
-        level = below
-    return sorted(roots, key=lambda root: root["path"])
+    roots = roots_below(path, levels=MAX_DEPTH, most=MAX_LOOKED_AT, passed=tags)
+    return [{"path": below, "tags": len(its), "newest": its[-1]} for below, its in roots]
 
 
 def summaries_of_both(near: FileSystem, far: ObjectStore) -> tuple[TagSummary, ...]:

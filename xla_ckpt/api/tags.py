@@ -9,14 +9,13 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts.listing import all_tags, named_itself, newest_last, tag_names
-from xla_ckpt.layouts.no_tag import no_tag
+from xla_ckpt.layouts.no_tag import names_of_roots_below, no_tag
 from xla_ckpt.layouts.opening import repair_stored, verify_stored
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.local_first import journal_of
-from xla_ckpt.tags.missing import MAX_NAMED_ROOTS, roots_below
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.upload_rules import whereabouts
@@ -143,10 +142,8 @@ def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
     """
     store, tag = located(path, None)
     exists = tag is not None or bool(tag_names(store) if local is None else list_tags(path, local=local))
-    if not exists and (below := roots_below(root_of(store))):
-        logger.warning(
-            "there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below[:MAX_NAMED_ROOTS])
-        )
+    if not exists and (below := names_of_roots_below(store)):
+        logger.warning("there is no checkpoint in %s, but in %s below it", store.path, below)
     if not exists:
         expect_commit(store if local is None else store_at(local))
     return exists

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.api.summaries import listing_of, roots_below, summaries, summaries_of_both, summary_of
+from xla_ckpt.api.summaries import listing_of, summaries, summaries_below, summaries_of_both, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
@@ -51,7 +51,7 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     store = store_at(root).look()
     check_lies_there(store)
     tags = summaries(store)
-    return listing_of(root, tags, roots_below(root, {summary.tag for summary in tags}))
+    return listing_of(root, tags, summaries_below(root, {summary.tag for summary in tags}))
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:

@@ -36,7 +36,8 @@ from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json, naming
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.peers import check_can_meet
-from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
+from xla_ckpt.job.round import LEAD
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import known_options, taking_values
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.door import PathLike, full_path

@@ -43,7 +43,8 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.job.process_group import REACH, communicator
-from xla_ckpt.job.verdict import Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.dcp.index import pickled
 from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
 from xla_ckpt.layouts.digests import DIGESTS, dump_digests, record_of

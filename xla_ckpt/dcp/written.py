@@ -28,7 +28,8 @@ from xla_ckpt.plan.save_plan import SavePlan as FilePlans
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.shards import HostShard
-from xla_ckpt.storage.base import Directory, write_small
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.small_files import write_small
 
 
 def is_tensor(item: WriteItem) -> bool:

@@ -33,9 +33,9 @@ class Order:
     uploader: Uploader | None = None
     """What brings the tag to an object store from the directory in which it is committed."""
 
-    check: Callable[[], object] = lambda: None
-    """Is called on rank 0 before anything is written, and raises what refuses the save: what its caller does not wait
-    for."""
+    check: Callable[[], object] | None = None
+    """Is called on rank 0 before anything is written, and raises what refuses the save; None if that was looked at
+    before the save was begun."""
 
     committed: Callable[[int], object] = lambda number: None
     """Is called on rank 0 after the commit, with its number. Never raises."""

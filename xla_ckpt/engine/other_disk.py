@@ -14,8 +14,10 @@ from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.save_messages import Begun, hear_verdict
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
-from xla_ckpt.storage.base import Directory, LocalFiles, read_whole, write_small
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.storage.base import Directory, LocalFiles
+from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Transaction
 

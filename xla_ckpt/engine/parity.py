@@ -31,8 +31,9 @@ from xla_ckpt.plan.parity import (
     places,
     share,
 )
-from xla_ckpt.storage.base import Directory, Sink, Source, write_small
+from xla_ckpt.storage.base import Directory, Sink, Source
 from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.storage.small_files import write_small
 
 WORKERS = 8
 """Threads that read and add, if the machine has the cores."""

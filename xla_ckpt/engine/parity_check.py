@@ -14,8 +14,9 @@ from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.parity_json import ParityIndex, parse
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.parity import COPY, FOLDER, PARITY_BLOCK, PARITY_INDEX, Blocks, Sum, SumPlace, file_sizes, places
-from xla_ckpt.storage.base import ReadDirectory, read_whole
+from xla_ckpt.storage.base import ReadDirectory
 from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
 REPAIR = "The tag has parity: `xla-ckpt verify PATH --tag TAG --repair`, or xla_ckpt.repair, may mend it."

@@ -8,7 +8,8 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import Covered, Files, Share, covered_files, write_index, write_share
 from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.storage.base import Directory

@@ -35,8 +35,9 @@ from xla_ckpt.plan.parity import (
     file_sizes,
     solve,
 )
-from xla_ckpt.storage.base import Directory, Source, read_whole, size_of, write_small
+from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.storage.small_files import read_whole, size_of, write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Kind, Root, Transaction
 

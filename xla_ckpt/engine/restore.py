@@ -17,7 +17,8 @@ from xla_ckpt.engine.shared_memory import check_shared
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target, by_kind
 from xla_ckpt.errors import storage_errors
-from xla_ckpt.job.verdict import LateLoss, Round, agreed
+from xla_ckpt.job.round import Round
+from xla_ckpt.job.verdict import LateLoss, agreed
 from xla_ckpt.plan.costs import STRAIGHT_BYTES
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare

@@ -38,7 +38,8 @@ from xla_ckpt.engine.unchanged import note_saved
 from xla_ckpt.engine.write import check_space, write_files, write_objects
 from xla_ckpt.errors import CheckpointError, RankFailedError, naming
 from xla_ckpt.job.job import Job
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.same_arrays import first_of_stage
@@ -164,7 +165,8 @@ class Save:
                 frozen = self._ready().agreed(agreed.united)
                 check_parity(disks := agreed.disks, self.order)
                 with self.phases.timed("commit"):
-                    self.order.check()
+                    if self.order.check is not None:
+                        self.order.check()
                     self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
                 earlier = earlier_tag(self.order, transaction.newest)

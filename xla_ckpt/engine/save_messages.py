@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xla_ckpt.engine.rank_timings import Measured
 from xla_ckpt.errors import RankFailedError
 from xla_ckpt.job.messages import Message
-from xla_ckpt.job.verdict import LEAD, Deadline, Round
+from xla_ckpt.job.round import LEAD, Deadline, Round
 from xla_ckpt.plan.record import Record
 
 

@@ -9,7 +9,7 @@ from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.index_files import Index, indexed
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Transaction
 

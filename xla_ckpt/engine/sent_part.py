@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from xla_ckpt.engine.sent_files import checked, whole_file
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, RankFailedError
-from xla_ckpt.storage.base import LocalFiles, size_of
+from xla_ckpt.storage.base import LocalFiles
+from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tags.attempt import Attempt
 from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
 from xla_ckpt.tags.local_first import LocalFirst, write_journal

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from xla_ckpt.errors import StorageError
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import Directory, size_of
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tags.root import Root
 
 ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path, such as a shared file system."

@@ -14,7 +14,7 @@ from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.writing import Staged, Writing
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.job.messages import Message
-from xla_ckpt.job.verdict import LEAD, Deadline, Round
+from xla_ckpt.job.round import LEAD, Deadline, Round
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh

@@ -20,7 +20,7 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
+from xla_ckpt.manifest.digest import NO_DIGEST, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.storage.base import ReadDirectory, Source
 from xla_ckpt.tags.entry import MANIFEST
@@ -35,10 +35,6 @@ name one object as often as it likes."""
 
 DAMAGED = "Load another tag, or restore this file from a copy."
 """What to do about a file that is not as it was saved."""
-
-
-_OF_NOTHING = (0, digest(b""))
-"""What stands for the digest of a file where none is known."""
 
 
 class ForeignObject(Protocol):
@@ -141,7 +137,7 @@ class TagReader:
 
         It is made of the digests that the manifest has. Where another library wrote the tag, there may be none.
         """
-        known = sorted((f.path, f.size, f.digest) for f in self.manifest.files if f.digest not in _OF_NOTHING)
+        known = sorted((f.path, f.size, f.digest) for f in self.manifest.files if f.digest != NO_DIGEST)
         return to_hex(digest(repr((self.manifest.head.sequence, known)).encode()))
 
     def file_name(self, file: int) -> str:

@@ -34,8 +34,9 @@ from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.save_plan import SavePlan, Written
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.freezing import Deferred
-from xla_ckpt.storage.base import BLOCK, Directory, write_small
+from xla_ckpt.storage.base import BLOCK, Directory
 from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
+from xla_ckpt.storage.small_files import write_small
 
 WRITERS = 8
 """Threads that write, if the machine has the cores."""

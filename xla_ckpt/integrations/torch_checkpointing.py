@@ -28,11 +28,11 @@ from xla_ckpt.engine.verified import StreamDigester, VerifiedDirectory
 from xla_ckpt.errors import CheckpointError, UsageError, naming
 from xla_ckpt.integrations.unfinished import RECORDS, FileInDraft, file_system_at, seal_draft
 from xla_ckpt.job.process_group import REACH, communicator
-from xla_ckpt.job.verdict import Round
+from xla_ckpt.job.round import Round
 from xla_ckpt.layouts.digests import DIGESTS, records_in
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import sync_or_undo
 from xla_ckpt.storage.door import above
+from xla_ckpt.storage.durable_names import sync_or_undo
 
 logger = logging.getLogger(__name__)
 

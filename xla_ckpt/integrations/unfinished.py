@@ -16,8 +16,9 @@ from xla_ckpt.errors import FormatError, SaveError
 from xla_ckpt.layouts.digests import DIGESTS, dump_digests
 from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import FileSystem, write_small
+from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.storage.door import above, store_at
+from xla_ckpt.storage.small_files import write_small
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
 from xla_ckpt.job.messages import Message
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.plan.agreement import Disagreement
 
 DIFFERENT = "the ranks make different calls"

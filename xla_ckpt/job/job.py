@@ -12,8 +12,9 @@ from typing import Any
 from xla_ckpt.errors import CheckpointError, RankFailedError, from_json
 from xla_ckpt.job.call import Call, is_missed, open_together, say_end, word_of
 from xla_ckpt.job.communicator import Communicator
+from xla_ckpt.job.round import Round
 from xla_ckpt.job.rounds import Rounds
-from xla_ckpt.job.verdict import Round, raise_as_told
+from xla_ckpt.job.verdict import raise_as_told
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.storage.this_process import after_fork
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from xla_ckpt.errors import LoadError
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 
 Answer = TypeVar("Answer")
 

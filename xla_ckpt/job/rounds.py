@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError, LoadError, RankFailedError, SaveError
 from xla_ckpt.job.communicator import Communicator
-from xla_ckpt.job.verdict import Deadline, Round
+from xla_ckpt.job.round import Deadline, Round
 
 logger = logging.getLogger(__name__)
 

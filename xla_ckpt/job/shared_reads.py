@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from xla_ckpt.job.messages import Message
-from xla_ckpt.job.verdict import LEAD, Deadline, Round
+from xla_ckpt.job.round import LEAD, Deadline, Round
 from xla_ckpt.plan.restore_plan import Want
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare, Together, find_common, share_out
 from xla_ckpt.sharding.box import Box

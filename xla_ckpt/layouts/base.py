@@ -57,6 +57,9 @@ class Topology:
     zero1: bool | None = None
     """Whether the optimizer's states are dealt out over dp; None does as the old job did, or as the layout has it."""
 
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the config.json of the model says; empty if there is none."""
+
 
 class StoredState(Protocol):
     """What a conversion reads: an open tag, and the objects in it."""
@@ -268,7 +271,7 @@ class Layout:
         """
         raise UsageError(f"the layout {self.name} is not written by saves", hint="Convert a tag to it.")
 
-    def source(self, reader: TagReader, part: str) -> tuple[TagReader, str]:
+    def source(self, reader: TagReader, part: str, to: Topology) -> tuple[TagReader, str]:
         """What a conversion to it reads instead of an open tag and a part of it: by default the same.
 
         Raises:

@@ -22,7 +22,8 @@ from xla_ckpt.errors import FormatError, UnsupportedVersionError, naming
 from xla_ckpt.manifest.digest import digest, sealed, unsealed
 from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import ReadDirectory, read_whole
+from xla_ckpt.storage.base import ReadDirectory
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree.json_object import json_object
 
 DIGESTS = "xla_ckpt_digests.json"

@@ -19,8 +19,9 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX, index, plan_export
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, ReadDirectory, Store, read_whole
+from xla_ckpt.storage.base import Directory, ReadDirectory, Store
 from xla_ckpt.storage.pool import READERS
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_object

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+from collections.abc import Set
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout
@@ -52,6 +53,38 @@ def tag_names(store: Store) -> list[str]:
         StorageError: The directory cannot be read.
     """
     return [entry.tag for _, entry in all_tags(store)]
+
+
+def roots_below(path: str, *, levels: int, most: int, passed: Set[str] = frozenset()) -> list[tuple[str, list[str]]]:
+    """The root directories below a directory: the path of each, and its tags, oldest first.
+
+    Nothing is looked for in a root, nor in what begins with a dot.
+
+    Args:
+        path: The directory, which may be a root itself.
+        levels: How many levels below it are looked at.
+        most: How many directories are looked at.
+        passed: Names in it that are left out: its own tags.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    roots: list[tuple[str, list[str]]] = []
+    level = [path]
+    for _ in range(levels):
+        below: list[str] = []
+        for directory in level:
+            store = door.store_at(directory)
+            names = [n for n in names_in(store) if not n.startswith(".") and not (directory == path and n in passed)]
+            directories = [n for n in names if store.is_directory(n)][:most]
+            most -= len(directories)
+            for child in (f"{directory.rstrip('/')}/{name}" for name in directories):
+                if tags := tag_names(door.store_at(child).look()):
+                    roots.append((child, tags))
+                else:
+                    below.append(child)
+        level = below
+    return sorted(roots)
 
 
 def newest_last(store: Store) -> list[TagEntry]:

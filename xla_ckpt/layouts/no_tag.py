@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import closest, meant
-from xla_ckpt.layouts.listing import all_tags, find_foreign, named_itself, tag_names
+from xla_ckpt.layouts.listing import all_tags, find_foreign, named_itself, roots_below, tag_names
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tags.ledger_cleaning import check_not_lost
 from xla_ckpt.tags.ledger_rules import Ledger
-from xla_ckpt.tags.missing import MAX_LOOKED_INTO, below_it, no_such_tag
+from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
+
+MAX_LOOKED_INTO = 100
+"""Directories that are looked into for the sake of a hint, at most."""
+
+MAX_NAMED_ROOTS = 10
+"""Directories that a hint names, at most."""
 
 
 def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
@@ -88,20 +94,21 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     elif not tags and not store.has(""):
         error.problem += _path_meant(store.path)
         error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
-    elif not tags and (below := _others_below(store)):
-        error.hint = below_it(below)
+    elif not tags and (below := names_of_roots_below(store)):
+        error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
     return error
 
 
-def _others_below(root: Store) -> list[str]:
-    """The directories in a directory in which there are tags: other libraries put them below a name."""
-    if root.file_system is None or not root.is_directory(""):
-        return []
+def names_of_roots_below(store: Store) -> str:
+    """The directories in a directory in which there are tags: a path was named that is not long enough. Empty if there
+    are none, or it cannot be found out: it is only for a hint.
+    """
     try:
-        names = [name for name in root.names() if root.is_directory(name)][:MAX_LOOKED_INTO]
-        return [name for name in names if all_tags(door.store_at(f"{root.path.rstrip('/')}/{name}"))]
+        below = roots_below(store.path, levels=1, most=MAX_LOOKED_INTO)
     except (CheckpointError, OSError):
-        return []  # it is only for a hint
+        return ""
+    names = [path.rpartition("/")[2] for path, _ in below]
+    return ", ".join(names[:MAX_NAMED_ROOTS]) + (" and others" if len(names) > MAX_NAMED_ROOTS else "")
 
 
 def _path_meant(path: str) -> str:

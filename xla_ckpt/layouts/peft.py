@@ -24,7 +24,8 @@ from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
 from xla_ckpt.plan.file_plan import FilePlan
-from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema

@@ -12,6 +12,16 @@ from xla_ckpt.tree.nested import Keys
 MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module", "net")
 """What a model's state dict is called, the likeliest first."""
 
+OPTIMIZER_NAMES = (
+    "optimizer",
+    "optimizer_state_dict",
+    "optimizer_state",
+    "optimizer_states",
+    "optim",
+    "optim_state_dict",
+)
+"""What an optimizer's state dict is called, where there are several of them."""
+
 SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -41,18 +51,13 @@ class DictAt:
         return ".".join(map(str, self.path)) or "the state itself"
 
 
-def places_in(
-    tree: Mapping[str, Any], path: Keys = (), *, closed: Callable[[Mapping[str, Any]], bool] = lambda _: False
-) -> Iterator[DictAt]:
-    """The dicts in a state, those further up first within their branch. Those with other keys than texts are values.
-
-    Nothing is looked for in what is `closed`.
-    """
+def places_in(tree: Mapping[str, Any], path: Keys = ()) -> Iterator[DictAt]:
+    """The dicts in a state, those further up first within their branch. Those with other keys than texts are values."""
     yield DictAt(path, tree)
-    if len(path) < MAX_NESTING and not closed(tree):
+    if len(path) < MAX_NESTING:
         for key, value in tree.items():
             if has_names(value):
-                yield from places_in(value, (*path, key), closed=closed)
+                yield from places_in(value, (*path, key))
 
 
 def is_below(path: Keys, others: Collection[Keys]) -> bool:

@@ -18,6 +18,21 @@ from xla_ckpt.tree.flatten import Flat, flatten
 R = TypeVar("R", bound=ReadDirectory)
 
 
+class ScannedFiles:
+    """The files of a scan, as its manifest has them."""
+
+    def __init__(self) -> None:
+        self.records: list[FileRecord] = []
+        self.numbers: dict[str, int] = {}
+        """Path of each file -> its place among the records."""
+
+    def add(self, record: FileRecord) -> int:
+        """The number of a further file."""
+        self.numbers[record.path] = len(self.records)
+        self.records.append(record)
+        return self.numbers[record.path]
+
+
 @contextmanager
 def directory_to_scan(store: Store, tag: str, opened: Callable[[], R]) -> Iterator[R]:
     """A directory that stays open for the reader which is made of it. Errors name the tag, and close the directory.

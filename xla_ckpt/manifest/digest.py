@@ -69,6 +69,10 @@ def digest(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+NO_DIGEST = digest(b"")
+"""That of no bytes. It stands for the digest of a file where none is known."""
+
+
 ROWS_BYTES = 256
 """Rows of fewer bytes are digested together."""
 

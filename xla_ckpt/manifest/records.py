@@ -17,7 +17,7 @@ import numpy as np
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
-from xla_ckpt.manifest.digest import BlockTable, block_count
+from xla_ckpt.manifest.digest import NO_DIGEST, BlockTable, block_count
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
 
@@ -46,7 +46,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file of the tag."""
+    """One file of the tag. Of another library's, whose digests nobody knows, path and size are all that is said."""
 
     path: str
     """Relative to the tag directory, with ``/``."""
@@ -54,10 +54,10 @@ class FileRecord:
     size: int
     """Bytes."""
 
-    head: int
+    head: int = 0
     """Number of bytes that no region holds. In the native format, and in files of pickles, they are the first ones."""
 
-    digest: int
+    digest: int = NO_DIGEST
     """XXH3-64 of those bytes."""
 
     regions: tuple[tuple[int, int], ...] = ()

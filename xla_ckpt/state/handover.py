@@ -15,7 +15,8 @@ from typing import Any
 
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.errors import CheckpointError, LoadError
-from xla_ckpt.job.verdict import Round, agreed
+from xla_ckpt.job.round import Round
+from xla_ckpt.job.verdict import agreed
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tree.nested import replaced_leaves
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.engine.target import Target, install_all
-from xla_ckpt.job.verdict import Round
+from xla_ckpt.job.round import Round
 from xla_ckpt.state.frozen_base import Base, forget_digests
 from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.loading import Loading

@@ -12,11 +12,10 @@ tests and simulations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from xla_ckpt.errors import FormatError, NotDurableError
 from xla_ckpt.plan.costs import Costs
 
 BLOCK = 4096
@@ -335,93 +334,3 @@ class ObjectStore(Store, Protocol):
 def directory_in(store: Store, name: str) -> Directory:
     """A directory of a store, which is not marked as being read. An object store is not asked whether it is there."""
     return store.open(name, lock=False) if store.object_store is None else store.object_store.fill(name)
-
-
-def read_whole(directory: ReadDirectory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
-    """All bytes of a small file.
-
-    Args:
-        directory: Where it is.
-        path: Its path there.
-        limit: Bytes that it may have, if others have written it.
-        what: What an error calls it.
-
-    Raises:
-        FileNotFoundError: There is none.
-        FormatError: It is larger than the limit.
-        OSError: The storage refused.
-    """
-    source = directory.open(path)
-    try:
-        if limit is not None and source.size > limit:
-            raise FormatError(f"{what} is too large", file=path, expected=f"at most {limit} bytes", found=source.size)
-        data = bytearray(source.size)
-        got = source.read_into(memoryview(data), 0)
-        return bytes(data[:got])
-    finally:
-        source.close()
-
-
-def size_of(directory: ReadDirectory, path: str) -> int:
-    """Bytes in a file.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OSError: The storage refused.
-    """
-    source = directory.open(path)
-    source.close()
-    return source.size
-
-
-def write_small(directory: Directory, path: str, data: bytes | memoryview) -> None:
-    """Write a whole file durably, at once. Large `data` begins at a page.
-
-    Raises:
-        OSError: The storage refused.
-    """
-    sink = directory.create(path, len(data))
-    try:
-        sink.write(memoryview(data), len(data), 0)
-        sink.commit()
-    except BaseException:
-        sink.abandon()
-        raise
-
-
-def rename_durably(store: FileSystem, old: str, new: str) -> None:
-    """Give a directory, or a file, another name that outlasts a loss of power; if not, it keeps the old one.
-
-    Raises:
-        OSError: The storage refused; it has the old name.
-        NotDurableError: It has the new name; the storage refused to make that durable, and to undo it.
-    """
-    store.rename(old, new)
-    sync_or_undo(store, new, lambda: store.rename(new, old))
-
-
-def sync_or_undo(store: FileSystem, name: str, undo: Callable[[], object]) -> None:
-    """Make a name that was just given outlast a loss of power; if that is refused, take it back.
-
-    Raises:
-        OSError: The storage refused; it is undone.
-        NotDurableError: The storage refused to undo it, too.
-    """
-    try:
-        store.sync()
-    except OSError as refused:
-        try:
-            undo()
-        except OSError as error:
-            raise not_durable(store, name, refused) from error
-        raise
-
-
-def not_durable(store: Store, name: str, refused: OSError) -> NotDurableError:
-    """The error for a name that the storage neither makes durable nor takes back."""
-    return NotDurableError(
-        f"{name} is in place and complete, but the storage refused to make its name durable",
-        path=store.path,
-        found=refused.strerror or str(refused),
-        hint="A loss of power may bring back what was there before. Save again where the storage works.",
-    )

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.addresses import Addresses
 from xla_ckpt.storage.base import InBucket, ReadDirectory
-from xla_ckpt.storage.remote_client import Client, client_of, server_of
+from xla_ckpt.storage.remote_client import Client, client_of
+from xla_ckpt.storage.remote_settings import server_of
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -14,13 +14,13 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.extras import naming_extras
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
+from xla_ckpt.storage.remote_settings import allows_http, client_settings, no_account
 from xla_ckpt.storage.threads import started
 
 if TYPE_CHECKING:
@@ -50,9 +50,6 @@ BROKEN_OFF = 3
 
 PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
 """The first pause between two tries, and the longest one, which adds to `RETRY_TIMEOUT`."""
-
-_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
-"""Environment variables that permit requests without TLS, as obstore names them."""
 
 PROBE = ".probe"
 """A small file in each root by which it is found out whether conditions of requests are kept."""
@@ -304,9 +301,8 @@ def client_of(scheme: str, bucket: str) -> Client:
         from obstore import exceptions, store
     _check_process()  # before the store is made, which may begin a thread
     kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
-    options = _s3_options() if scheme == "s3" else {}
-    # A test server on this machine speaks no TLS. Who asks any other one without it says so.
-    plain = os.environ.get(_ALLOW_HTTP[scheme], "").lower() == "true" or options.get("endpoint", "").startswith("http:")
+    options = client_settings(scheme)
+    plain = allows_http(scheme, options)
     patient = {"timeout": PART_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain}
     quick = {**patient, "read_timeout": READ_TIMEOUT}
     options["retry_config"] = {
@@ -318,95 +314,7 @@ def client_of(scheme: str, bucket: str) -> Client:
         return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
     except exceptions.BaseError as error:
         if scheme == "az" and "Account must be specified" in str(error):
-            raise _no_account(bucket) from error
+            raise no_account(bucket) from error
         problem = f"the settings for {scheme}:// in the environment make no sense"
         hint = "docs/object-stores.md has the names and the meaning of the variables."
         raise UsageError(problem, found=str(error).partition("\n")[0].rstrip("."), hint=hint) from error
-
-
-def _no_account(container: str) -> UsageError:
-    return UsageError(
-        "nothing says in which account of Azure's the container lies",
-        expected="the environment variable AZURE_STORAGE_ACCOUNT_NAME",
-        found=f"az://{container}",
-        hint="Set it, and beside it AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or AZURE_CLIENT_ID, "
-        "AZURE_CLIENT_SECRET and AZURE_TENANT_ID, unless this machine has an identity of Azure's.",
-    )
-
-
-def server_of(scheme: str) -> dict[str, str]:
-    """Where the servers of a scheme are, as far as the environment says it: for a library that asks them itself.
-
-    Raises:
-        UsageError: What it says makes no sense.
-    """
-    options: dict[str, str] = {}
-    if scheme == "gs":
-        _check_one_server()
-    if scheme != "s3":
-        return options
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        if not endpoint.startswith(("http://", "https://")):
-            # obstore panics
-            raise UsageError(
-                "the endpoint in the environment is no address",
-                expected=f"http://{endpoint} or https://{endpoint}",
-                found=f"AWS_ENDPOINT_URL={endpoint}",
-            )
-        options["endpoint"] = endpoint
-    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
-        options["region"] = region
-    return options
-
-
-def _check_one_server() -> None:
-    """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed.
-
-    Raises:
-        UsageError: The environment names two.
-    """
-    here, there = os.environ.get("GOOGLE_BASE_URL", ""), os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
-    if here.rstrip("/") != there.rstrip("/"):
-        raise UsageError(
-            "the environment names another server of gs:// to tensorstore than to this library",
-            expected="both variables, with the same address, or none of them",
-            found=f"GOOGLE_BASE_URL={here!r}, TENSORSTORE_GCS_HTTP_URL={there!r}",
-        )
-
-
-def _s3_options() -> dict[str, Any]:
-    """Where the servers of ``s3://`` are, and who asks them."""
-    options: dict[str, Any] = {**server_of("s3")}
-    if (provider := _profile()) is not None:
-        options.pop("region", None)  # the profile has one
-        options["credential_provider"] = provider
-    return options
-
-
-def _profile() -> Any:
-    """Credentials as boto3 finds them, where the environment names a profile, or nothing but a file has them."""
-    env = os.environ
-    file = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
-    if any(env.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")):
-        return None  # obstore finds these itself
-    if not (env.get("AWS_PROFILE") or file.is_file()):
-        return None
-    place = env.get("AWS_PROFILE") or str(file)
-    try:
-        from botocore.exceptions import BotoCoreError
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise UsageError(
-            "the credentials for s3:// stand in a profile, and boto3, which reads profiles, is not installed",
-            found=place,
-            hint="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
-        ) from error
-    try:
-        return Boto3CredentialProvider()
-    except (BotoCoreError, ValueError) as error:  # ValueError: it has found none
-        raise UsageError(
-            "boto3 finds no credentials for s3://",
-            found=f"{place}: {error}",
-            hint="Look at AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE, or log in anew.",
-        ) from error

@@ -10,7 +10,8 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, RootInUseError, UnknownOutcomeError
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.storage.base import Directory, write_small
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
 from xla_ckpt.tags.facts import facts_of

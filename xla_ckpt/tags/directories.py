@@ -18,12 +18,8 @@ from xla_ckpt.errors import CheckpointError, MissingPackageError, StorageError, 
 from xla_ckpt.extras import check_installed
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
-from xla_ckpt.storage.base import (
-    FileSystem,
-    LocalFiles,
-    read_whole,
-    write_small,
-)
+from xla_ckpt.storage.base import FileSystem, LocalFiles
+from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, retire_older
 from xla_ckpt.tags.deleting import busy

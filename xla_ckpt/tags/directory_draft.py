@@ -10,13 +10,8 @@ from typing import Any
 
 from xla_ckpt.errors import NotDurableError
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
-from xla_ckpt.storage.base import (
-    FileSystem,
-    Identity,
-    LocalFiles,
-    not_durable,
-    rename_durably,
-)
+from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
+from xla_ckpt.storage.durable_names import not_durable, rename_durably
 from xla_ckpt.tags.cleaning import move_to_trash, remove, remove_unused
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.lease import LEASES

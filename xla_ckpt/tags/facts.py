@@ -13,7 +13,8 @@ import numpy as np
 
 from xla_ckpt.errors import CheckpointError, FormatError, naming, storage_errors
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.storage.base import Store, directory_in, read_whole
+from xla_ckpt.storage.base import Store, directory_in
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.retention import TagFact
 from xla_ckpt.tree import path as paths

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_ckpt.errors import RootInUseError, StorageError, storage_errors
-from xla_ckpt.storage.base import Directory, ObjectStore, Store, read_whole
+from xla_ckpt.storage.base import Directory, ObjectStore, Store
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.attempt import WRITING, Attempt, taken_over, unknown_outcome

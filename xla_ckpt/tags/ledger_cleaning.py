@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.storage.base import ObjectStore, read_whole
+from xla_ckpt.storage.base import ObjectStore
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag

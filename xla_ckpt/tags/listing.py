@@ -16,7 +16,8 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, naming, storage_errors
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.storage.base import FileSystem, LocalFiles, Store, directory_in, read_whole
+from xla_ckpt.storage.base import FileSystem, LocalFiles, Store, directory_in
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 from xla_ckpt.tags.names import OLD_PREFIX, check_tag, is_tag_name
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.manifest.records import Head
-from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source, write_small
+from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import move_to_trash, remove, retire_older
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.directory_draft import DirectoryDraft

@@ -7,7 +7,8 @@ import json
 import logging
 from collections.abc import Callable
 
-from xla_ckpt.storage.base import Store, directory_in, write_small
+from xla_ckpt.storage.base import Store, directory_in
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import clean, move_to_trash, remove
 from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.retention import BestN, Retention, TagFact

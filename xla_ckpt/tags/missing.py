@@ -9,14 +9,8 @@ from xla_ckpt.keywords import meant
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import above
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX, is_tag_name
+from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX
 from xla_ckpt.tags.root import Root
-
-MAX_LOOKED_INTO = 100
-"""Directories that are looked into for the sake of a hint, at most."""
-
-MAX_NAMED_ROOTS = 10
-"""Directories that a hint names, at most."""
 
 
 def check_is_no_tag(path: str, root_of: Callable[[Store], Root]) -> None:
@@ -70,25 +64,8 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
         return "It is a file." if store.has("") else "Nothing lies there."
     if tags:
         return f"Tags there, oldest first: {', '.join(tags[-10:])}. Where a tag may be left out, the newest is taken."
-    if below := roots_below(root):
-        return below_it(below)
     try:
         unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
     except OSError:
         unfinished = []
     return "No tag of this library is there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
-
-
-def below_it(names: Sequence[str]) -> str:
-    """What is said where checkpoints lie in directories of these names: a path was named that is not long enough."""
-    named, others = ", ".join(names[:MAX_NAMED_ROOTS]), " and others" if len(names) > MAX_NAMED_ROOTS else ""
-    return f"There are checkpoints below it, in {named}{others}: pass one of these directories."
-
-
-def roots_below(root: Root) -> list[str]:
-    """The directories in a root directory that hold tags of ours: somebody left out a part of a path."""
-    try:
-        names = [name for name in root.store.names()[:MAX_LOOKED_INTO] if is_tag_name(name)]
-        return [name for name in names if root.is_root(name)]
-    except OSError:
-        return []  # it is only for a hint

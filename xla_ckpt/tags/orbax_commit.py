@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from xla_ckpt.errors import NotDurableError, SaveError, from_json
-from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles, not_durable
+from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
+from xla_ckpt.storage.durable_names import not_durable
 from xla_ckpt.storage.program import Program, ProgramEnded
 from xla_ckpt.storage.this_process import after_fork
 from xla_ckpt.storage.undisturbed import undisturbed

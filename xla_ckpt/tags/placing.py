@@ -7,7 +7,8 @@ there since this one began stays, and this one takes back what it has done.
 from __future__ import annotations
 
 from xla_ckpt.errors import NotDurableError, SaveError
-from xla_ckpt.storage.base import FileSystem, Identity, rename_durably, sync_or_undo
+from xla_ckpt.storage.base import FileSystem, Identity
+from xla_ckpt.storage.durable_names import rename_durably, sync_or_undo
 from xla_ckpt.tags.cleaning import move_to_trash
 from xla_ckpt.tags.names import OLD_PREFIX
 

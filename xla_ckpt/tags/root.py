@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from xla_ckpt.storage.base import Directory, Store, write_small
+from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.retention import Retention

@@ -8,7 +8,7 @@ from typing import Any
 from xla_ckpt.api.checkpoints import Checkpoints
 from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.explain import explain
-from xla_ckpt.api.summaries import fields_of, roots_below
+from xla_ckpt.api.summaries import fields_of, summaries_below
 from xla_ckpt.api.tags import located
 from xla_ckpt.engine.difference import Distance
 from xla_ckpt.errors import CheckpointError, UsageError
@@ -112,7 +112,7 @@ class ViewedRoot:
     def _root(self, pages: Pages) -> Page:
         tags = [fields_of(summary) for summary in self.root.summaries()]
         timed = self._timings([tag["tag"] for tag in tags[-MAX_TIMED:]])
-        return pages.root(self.root.path, tags, timed, roots_below(self.root.path, {tag["tag"] for tag in tags}))
+        return pages.root(self.root.path, tags, timed, summaries_below(self.root.path, {tag["tag"] for tag in tags}))
 
     def _timings(self, tags: list[str]) -> dict[str, dict[str, Any]]:
         """What the ranks measured, of those tags that keep it."""

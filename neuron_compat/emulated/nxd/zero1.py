@@ -39,7 +39,8 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
 
     Raises:
         RuntimeError: `parallel_state` is not initialised.
-        xla_ckpt.UsageError: Some parameters are experts, which data-parallel ranks do not have in common.
+        xla_ckpt.UsageError: Some parameters are experts, which data-parallel ranks do not have in common; or are not on
+            the XLA device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +53,13 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
         super().__init__(*args, **kwargs)
 
     def _shard_parameters(self) -> Any:
-        parameters = (p for group in self.param_groups for p in group["params"])
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if elsewhere := {p.device.type for p in parameters} - {"xla"}:  # torch_xla's asserts it, without a word
+            raise UsageError(
+                "NeuronZero1Optimizer is torch_xla's, which takes parameters on the XLA device alone",
+                found=", ".join(sorted(elsewhere)),
+                hint='Call model.to("xla") before you make it: on CPUs, too, where PJRT_DEVICE is CPU.',
+            )
         if parallel_state.size("ep") > 1 and any(getattr(p, "expert_model_parallel", False) for p in parameters):
             raise UsageError(
                 "NeuronZero1Optimizer does not shard experts: their replicas are fewer than the data-parallel ranks",

@@ -36,7 +36,7 @@ def save_checkpoint(
     avoid_saving_lower_precision_weights: bool = False,  # noqa: ARG001
     *,
     layout: str | Sequence[str] | None = None,
-    options: xla_ckpt.SaveOptions | None = None,
+    **more: Any,
 ) -> None:
     """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
 
@@ -59,10 +59,11 @@ def save_checkpoint(
         layout: ``"native"`` writes xla_ckpt's own format instead: fewer files, and work dealt out evenly. By default it
             is written, with a warning in the log, only where neuronx-distributed's layout has no place for the state:
             ZeRO-1 shards over context-parallel ranks, DTensors, SPMD arrays.
-        options: How the save goes about its work: ``xla_ckpt.SaveOptions(replicas="first")`` saves a job whose replicas
-            have drifted apart, for instance. By default those of `xla_ckpt.default_options`.
+        **more: Further arguments of `xla_ckpt.save_checkpoint`: ``options=xla_ckpt.SaveOptions(replicas="first")``
+            saves a job whose replicas have drifted apart, for instance.
 
     Raises:
+        TypeError: `xla_ckpt.save_checkpoint` has no such argument.
         xla_ckpt.UsageError: An argument makes no sense.
         xla_ckpt.CheckpointError: This save failed, or an asynchronous one before it; the same error on all ranks.
     """
@@ -79,7 +80,7 @@ def save_checkpoint(
         async_save=async_save,
         zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,
-        options=options,
+        **more,
     )
 
 
@@ -92,9 +93,7 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
     use_zero1_dcp: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
-    *,
-    trust_pickle: bool = False,
-    options: xla_ckpt.LoadOptions | None = None,
+    **more: Any,
 ) -> Any:
     """Load a tag, the newest by default, into the given objects.
 
@@ -107,8 +106,8 @@ def load_checkpoint(
         num_workers: Threads that read, at most.
         strict: False loads what fits, and logs what does not.
         use_zero1_dcp: Accepted; how the checkpoint was written does not matter.
-        trust_pickle: Load pickled objects in the user content, which can run any code; plain values never need it.
-        options: How the load goes about its work; by default those of `xla_ckpt.default_options`.
+        **more: Further arguments of `xla_ckpt.load_checkpoint`: ``cast=True`` for a model of another precision, for
+            instance, and ``trust_pickle=True`` for pickled objects in the user content, which can run any code.
 
     Returns:
         The user content of the save; None if there was none.
@@ -117,6 +116,7 @@ def load_checkpoint(
         xla_ckpt.NoCheckpointError: There is no such tag, or none at all (also a RuntimeError, as in
             neuronx-distributed).
         xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
+        TypeError: `xla_ckpt.load_checkpoint` has no such argument.
     """
     return xla_ckpt.load_checkpoint(
         path,
@@ -126,8 +126,7 @@ def load_checkpoint(
         scheduler,
         num_workers=num_workers,
         strict=strict,
-        trust_pickle=trust_pickle,
-        options=options,
+        **more,
     ).user_content
 
 

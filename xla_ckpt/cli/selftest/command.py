@@ -118,8 +118,8 @@ def _folder(store: Store) -> Iterator[Store]:
 
 
 def _make(store: Store, name: str) -> Store:
-    from xla_ckpt.storage.base import write_small
     from xla_ckpt.storage.door import store_at
+    from xla_ckpt.storage.small_files import write_small
 
     hint = "Name a place in which this user may make files."
     with storage_errors("making a folder for the selftest", path=store.path, hint=hint):

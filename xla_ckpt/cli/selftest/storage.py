@@ -18,7 +18,8 @@ from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Child, Sighting,
 from xla_ckpt.cli.selftest.child import TAKEN
 from xla_ckpt.errors import RootInUseError, StorageError, UsageError
 from xla_ckpt.snapshot.memory import Bytes, allocate
-from xla_ckpt.storage.base import Directory, FileSystem, read_whole, write_small
+from xla_ckpt.storage.base import Directory, FileSystem
+from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tables.texts import count, size
 from xla_ckpt.tags.lease_places import DIRECTORY_SILENCE, RECORD_SILENCE
 

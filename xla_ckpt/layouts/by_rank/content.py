@@ -13,15 +13,14 @@ from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
 from xla_ckpt.layouts.by_rank.optimizer import NAMELESS, optimizer_of
 from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Trees
 from xla_ckpt.layouts.scanned import flattened, scanned_manifest
+from xla_ckpt.layouts.torch_save.strided import record_at
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
-from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest, UnknownArray
-from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.base import read_whole
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys, leaves, replaced_leaves
 
@@ -55,7 +54,7 @@ def manifest_of(files: RankFiles, tag: str, content: Content, hints: Hints) -> t
     own = [leaf for leaf, record in flat.arrays.items() if isinstance(record, ArrayRecord) and record.own]
     _report(tag, own, content.apart, hints)
     mesh = content.mesh
-    return scanned_manifest(tag, flat, files.files, mesh=str(mesh), world=mesh.size, left_out=content.left_out)
+    return scanned_manifest(tag, flat, files.records, mesh=str(mesh), world=mesh.size, left_out=content.left_out)
 
 
 def _report(tag: str, own: list[str], apart: Mapping[str, str], hints: Hints) -> None:
@@ -172,7 +171,7 @@ def _plain(files: RankFiles, value: Any) -> Any:
         if not isinstance(leaf, StoredTensor):
             return leaf
         at = files.place(leaf)
-        return array_record(at.dtype, at.shape, [Shard(Box.whole(at.shape), files.number(at.file), at.offset)])
+        return record_at(at, files.number(at.file))
 
     return replaced_leaves(value, recorded, is_leaf=lambda v: isinstance(v, Mapping) and not _has_tensors(v))
 

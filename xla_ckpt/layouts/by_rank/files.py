@@ -13,6 +13,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
+from xla_ckpt.layouts.scanned import ScannedFiles
 from xla_ckpt.layouts.torch_save.compared import bytes_inside, same_tensor
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import FileRecord
@@ -21,6 +22,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import ReadDirectory
+from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class StoredTensor:
         return cls(dtype=at.dtype, shape=at.shape, expert=None, file=at.file, at=at)
 
 
-class RankFiles:
+class RankFiles(ScannedFiles):
     """A tag directory: its files by name, and by number for a manifest. Layouts derive a class from it.
 
     Args:
@@ -60,23 +62,18 @@ class RankFiles:
     """
 
     def __init__(self, directory: ReadDirectory, below: str = "") -> None:
+        super().__init__()
         self.directory = directory
         self.below = below
         self.names = frozenset(directory.files())
         self.folders = frozenset(name.rpartition("/")[0] for name in self.names)
-        self.files: list[FileRecord] = []
-        self._numbers: dict[str, int] = {}
         self._places: dict[str, Any] = {}
 
     def number(self, file: str) -> int:
         """The number of a file in the manifest."""
-        if file not in self._numbers:
-            source = self.directory.open(file)
-            size = source.size
-            source.close()
-            self._numbers[file] = len(self.files)
-            self.files.append(FileRecord(path=file, size=size, head=0, digest=0))
-        return self._numbers[file]
+        if file not in self.numbers:
+            self.add(FileRecord(path=file, size=size_of(self.directory, file)))
+        return self.numbers[file]
 
     def place(self, tensor: StoredTensor) -> TensorAt:
         """Where exactly a tensor lies.

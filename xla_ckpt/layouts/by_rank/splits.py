@@ -159,8 +159,10 @@ def _inferred(
     ]
     fitting = [sharding for sharding in candidates if sharding.place(local, mesh, 0).shape == wanted]
     if not fitting:
-        return _unknown(
-            f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of theirs", str(list(wanted))
+        return UnknownArray(
+            problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
+            hint=f"The model, or the config.json, has to be that of this checkpoint. {HINT}",
+            expected=str(list(wanted)),
         )
     if len(fitting) > 1:
         return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(fitting)} ways")
@@ -170,10 +172,8 @@ def _inferred(
     return fitting[0]
 
 
-def _unknown(why: str, expected: str | None = None) -> UnknownArray:
-    return UnknownArray(
-        problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT, expected=expected
-    )
+def _unknown(why: str) -> UnknownArray:
+    return UnknownArray(problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT)
 
 
 def _true_size(sharding: Sharding, local: tuple[int, ...], hint: ArrayHint) -> Sharding:

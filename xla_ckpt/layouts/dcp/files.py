@@ -27,30 +27,29 @@ from xla_ckpt.layouts.dcp.metadata import (
 )
 from xla_ckpt.layouts.dcp.tags import ranks_metadata
 from xla_ckpt.layouts.digests import DIGESTS, MAX_DIGESTS
+from xla_ckpt.layouts.scanned import ScannedFiles
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, Source, read_whole
+from xla_ckpt.storage.base import Directory, Source
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
-_NOTHING = digest(b"")
 
-
-class DcpFiles:
+class DcpFiles(ScannedFiles):
     """The files of a directory: by name, and by number for a manifest."""
 
     def __init__(self, directory: Directory) -> None:
+        super().__init__()
         self.directory = directory
-        self.records: list[FileRecord] = []
         self.digested: Mapping[str, FileRecord] = {}
         """The records of the digests, by path; empty where there are none."""
         self.digests_in = DIGESTS
         """The file that these are from."""
         self.identity = ""
         """The same for all ranks that have opened the same version of the directory; empty where nothing tells it."""
-        self._numbers: dict[str, int] = {}
         self._tables: dict[str, BlockTable] = {}
         self._sound_heads: set[str] = set()
 
@@ -142,15 +141,9 @@ class DcpFiles:
 
     def number(self, name: str, size: int) -> int:
         """The number in the manifest of a file of so many bytes."""
-        if name not in self._numbers:
-            self.add(self.digested.get(name) or FileRecord(path=name, size=size, head=0, digest=_NOTHING))
-        return self._numbers[name]
-
-    def add(self, record: FileRecord) -> int:
-        """The number of a further file."""
-        self._numbers[record.path] = len(self.records)
-        self.records.append(record)
-        return self._numbers[record.path]
+        if name not in self.numbers:
+            self.add(self.digested.get(name) or FileRecord(path=name, size=size))
+        return self.numbers[name]
 
     def number_inside(self, name: str) -> int:
         """The number of a file for arrays inside of its values.
@@ -158,9 +151,9 @@ class DcpFiles:
         The digests are those of whole values, and have been compared with all of them when this is called. Arrays in
         them are read later without any.
         """
-        number = self._numbers[name]
+        number = self.numbers[name]
         if self.records[number].regions:
-            self.records[number] = FileRecord(path=name, size=self.records[number].size, head=0, digest=_NOTHING)
+            self.records[number] = FileRecord(path=name, size=self.records[number].size)
         return number
 
     def check_value(self, ahead: Ahead, span: Span) -> None:

@@ -255,7 +255,7 @@ class _Parser:
         offset, nbytes = self._numbers((storage.get("offset"), storage.get("length")))
         if type(file) is not str:
             raise FormatError("a place names no file", found=repr(file)[:80])
-        FileRecord(path=file, size=0, head=0, digest=0)  # raises if it lies outside of the directory
+        FileRecord(path=file, size=0)  # raises if it lies outside of the directory
         if not (isinstance(transforms, list | tuple) and all(type(t) is str for t in transforms)):
             raise FormatError("broken list of extensions", found=repr(transforms)[:80])
         return Span(file, offset, nbytes, tuple(transforms))

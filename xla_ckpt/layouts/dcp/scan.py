@@ -21,7 +21,7 @@ from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, is_scanned_array, scanned_manifest
-from xla_ckpt.layouts.torch_save.strided import shards_at
+from xla_ckpt.layouts.torch_save.strided import record_at, shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
@@ -166,8 +166,7 @@ def _value(files: DcpFiles, ahead: Ahead, span: Span) -> Any:
     files.check_value(ahead, span)
 
     def record(at: TensorAt) -> ArrayRecord:
-        shards = shards_at(at, Box.whole(at.shape), files.number_inside(at.file))
-        return array_record(at.dtype, at.shape, [*shards])
+        return record_at(at, files.number_inside(at.file))
 
     try:
         value = Zip(ahead, span.offset, span.nbytes).value(strided=True, tensor=record)

@@ -112,7 +112,7 @@ def scan_optimizer(files: FolderFiles, tag: str) -> ZeroFiles:
         head=foreign_head(tag),
         skeleton=None,
         arrays=Arrays.of(work.records),
-        files=tuple(files.files),
+        files=tuple(files.records),
     )
     xser = any(f"{path}.info.pt" in files.names or f"{path}.tensors" in files.folders for path in grid.paths.values())
     return ZeroFiles(

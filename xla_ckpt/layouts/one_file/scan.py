@@ -13,10 +13,10 @@ from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import stored_tree
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
-from xla_ckpt.layouts.torch_save.strided import shards_at
+from xla_ckpt.layouts.torch_save.strided import record_at
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
-from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
@@ -60,7 +60,7 @@ def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, lis
             "(model=, optimizer=; --like)",
             file,
         )
-    return scanned_manifest(file, flattened(members.tree), [FileRecord(path=file, size=size, head=0, digest=0)])
+    return scanned_manifest(file, flattened(members.tree), [FileRecord(path=file, size=size)])
 
 
 class _Records:
@@ -80,6 +80,6 @@ class _Records:
 
 def _record(at: TensorAt) -> ArrayRecord | UnknownArray:
     try:
-        return array_record(at.dtype, at.shape, [*shards_at(at, Box.whole(at.shape), 0)])
+        return record_at(at, 0)
     except UnsupportedStateError as error:
         return UnknownArray.because(error, at.dtype, at.shape)  # the rest of the file is good

@@ -25,7 +25,8 @@ from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.storage.base import Directory, read_whole
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_value
 

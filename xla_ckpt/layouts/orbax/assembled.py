@@ -7,7 +7,7 @@ chunk is put together from the arrays of the model when somebody reads it. So on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.orbax.array_files import ArrayFiles, ChunkFile, costs_of_chunks
 from xla_ckpt.layouts.orbax.grid import CHUNK_BYTES
-from xla_ckpt.layouts.orbax.name_rules import registered_names
+from xla_ckpt.layouts.orbax.name_rules import NameRule
 from xla_ckpt.layouts.orbax.names import Inverse, inverses
 from xla_ckpt.layouts.scanned import scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -38,14 +38,13 @@ from xla_ckpt.tree.nested import nested
 from xla_ckpt.tree.skeleton import array_paths
 
 
-def assembled_model(reader: TagReader) -> TagReader:
-    """A reader of the model in a tag, as a program of jax would have stored it: by the rules of `register_names`.
+def assembled_model(reader: TagReader, rules: Sequence[NameRule]) -> TagReader:
+    """A reader of the model in a tag, as a program of jax would have stored it: by these rules.
 
     Raises:
         UsageError: There are no rules, or no model.
         IncompatibleCheckpointError: The rules do not fit the model.
     """
-    rules = registered_names()
     if not rules:
         hint = "Call xla_ckpt.register_names(...) first; for MaxText with xla_ckpt.maxtext_names(config=...)."
         raise UsageError("nothing says what a program of jax calls the arrays of the model", hint=hint)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import InvalidTagError, UsageError
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.orbax.name_rules import registered_names
+from xla_ckpt.layouts.orbax.maxtext import rules_for
 from xla_ckpt.layouts.orbax.tags import find_orbax_tag, is_step, orbax_tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
@@ -93,23 +93,24 @@ class Orbax(Layout):
 class OrbaxModel(Layout):
     """A model alone, in orbax's files, under the names and in the form that a program of jax has it.
 
-    The rules of `register_names` say which, and stay in the tag: by them this library finds the model in it again.
+    The rules of `register_names` say which, or those of MaxText's for the configuration of the model. They stay in the
+    tag: by them this library finds the model in it again.
     """
 
     name = "orbax-model"
     holds = schema.MODEL
     model_names = ModelNames.RULES
 
-    def source(self, reader: TagReader, part: str) -> tuple[TagReader, str]:
+    def source(self, reader: TagReader, part: str, to: Topology) -> tuple[TagReader, str]:
         from xla_ckpt.layouts.orbax.assembled import assembled_model
 
-        return assembled_model(reader), paths.ROOT
+        return assembled_model(reader, rules_for(to.config)), paths.ROOT
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         from xla_ckpt.layouts.orbax.stored_names import names_file
         from xla_ckpt.layouts.orbax.writing import rewriting_of
 
-        files, names = rewriting_of(stored, as_stored=True), names_file(registered_names())
+        files, names = rewriting_of(stored, as_stored=True), names_file(rules_for(to.config))
         return replace(files, index=lambda reader: {**files.index(reader), **names})
 
     def wrote(self, manifest: Manifest) -> bool:

@@ -10,13 +10,14 @@ embeddings multiplied by the root of their size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import meant
+from xla_ckpt.layouts.orbax.name_rules import NameRule, parse_names, registered_names
 
 Line = tuple[str, str, str]
 """Path below a layer or the model, name below it, pattern."""
@@ -161,6 +162,7 @@ def maxtext_names(
             f"no names of MaxText's are known for this model_type{meant(name, [*_FAMILIES])}",
             expected=" or ".join(_FAMILIES),
             found=repr(name),
+            hint="Rules of your own for xla_ckpt.register_names say what another program of jax calls it.",
         )
     turned = family.ropes[0] if rope is None and len(family.ropes) == 1 else rope
     if turned not in family.ropes:
@@ -196,24 +198,26 @@ def is_tree_of_maxtext(leaves: Iterable[str]) -> bool:
     return not tables.isdisjoint(leaves)
 
 
-def names_for(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The rules for a model of transformers that is to be filled from a checkpoint of MaxText's.
+def rules_for(config: Mapping[str, Any]) -> Sequence[NameRule]:
+    """The rules that a program registered; else those of MaxText's for a model of transformers'; else none.
 
     Args:
-        config: What the model's configuration says.
+        config: What the configuration of transformers' model says; or nothing.
 
     Raises:
-        UsageError: MaxText has no such model, or the rules depend on what the checkpoint does not say.
+        UsageError: MaxText has no such model, or the rules depend on what neither model nor checkpoint says.
     """
+    if (registered := registered_names()) or not config:
+        return registered
     family = _FAMILIES.get(str(config.get("model_type")))
     if family is not None and len(family.ropes) > 1:
         raise UsageError(
-            f"MaxText has several ways to store a {config['model_type']}, and the checkpoint does not say which",
+            f"MaxText has several ways to store a {config['model_type']}, and neither model nor checkpoint says which",
             expected="rules for it",
             hint="Call xla_ckpt.register_names(xla_ckpt.maxtext_names(rope=..., config=model.config)) first "
             "(docs/from-orbax.md#maxtexts-models).",
         )
-    return maxtext_names(config=config)
+    return parse_names(maxtext_names(config=config))
 
 
 _AXIS = re.compile(r"\b(?:dim|pair|layer|head)\b(?!:)")

@@ -12,15 +12,16 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError, naming
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.chunks import ChunkedArray, DecodedFiles, in_bucket, on_disk
-from xla_ckpt.layouts.orbax.maxtext import is_tree_of_maxtext, names_for
+from xla_ckpt.layouts.orbax.maxtext import is_tree_of_maxtext, rules_for
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
 from xla_ckpt.layouts.orbax.model_parts import ModelParts
-from xla_ckpt.layouts.orbax.name_rules import NameRule, parse_names, registered_names
+from xla_ckpt.layouts.orbax.name_rules import registered_names
 from xla_ckpt.layouts.orbax.names import renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.storage.base import ReadDirectory, Store, read_whole
+from xla_ckpt.storage.base import ReadDirectory, Store
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Composite, ValueCodec
@@ -119,11 +120,6 @@ def _takes(model: ModelParts, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -
     return True
 
 
-def _known_rules(leaves: Sequence[OrbaxLeaf], config: Mapping[str, Any]) -> Sequence[NameRule]:
-    """The rules of a model of transformers', where the tree is MaxText's; else none."""
-    return parse_names(names_for(config)) if config and is_tree_of_maxtext(leaf.path for leaf in leaves) else ()
-
-
 def _with_model(tree: dict[str, Any], model: ModelParts) -> dict[str, Any]:
     """The tree with the model beside it, under the name that models have."""
     if not (records := model.records()):
@@ -151,7 +147,8 @@ def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: ModelP
         leaves = said.leaves
         if leaves is None:
             leaves = [OrbaxLeaf((name,), metadata.ARRAY) for name in metadata.names_of(keys)]
-    model.rules = model.rules or _known_rules(leaves, config)
+    if not model.rules and is_tree_of_maxtext(leaf.path for leaf in leaves):
+        model.rules = rules_for(config)
     stored = [leaf.name for leaf in leaves if leaf.kind in (metadata.ARRAY, metadata.NUMPY, metadata.SCALAR)]
     arrays = files.add(item, metadata.chunks_of(keys, stored), zarr3=said.zarr3, together=together)
     number = {path: i for i, path in enumerate(files.arrays)}

@@ -30,7 +30,8 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Source, read_whole
+from xla_ckpt.storage.base import Source
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree import path as paths
 
 NAMES = "names.json"

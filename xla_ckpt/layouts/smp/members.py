@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import StoredTensor
-from xla_ckpt.layouts.places import MODEL_NAMES, SCHEDULER_NAMES, DictAt, best, is_below, places_in, program_names
+from xla_ckpt.layouts.member_places import StateForm, member_places
+from xla_ckpt.layouts.places import DictAt
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys
@@ -39,16 +41,30 @@ def where_is(tree: Mapping[Any, Any], hints: Hints) -> Where:
     """Where the members lie.
 
     Raises:
-        IncompatibleCheckpointError: There are several models, and nothing says which one is meant.
+        IncompatibleCheckpointError: There are several models, or several optimizers, and nothing says which one is
+            meant.
     """
-    places = [*places_in(tree, closed=lambda members: is_optimizer(members) or _is_told(members))]
-    optimizers = [place.path for place in places if is_optimizer(place.members)]
-    apart = [place for place in places if not is_below(place.path, optimizers)]
-    place = _model(apart, hints)
-    model = None if place is None else place.path
-    beside = [path for at in apart if (path := at.path) and (place is None or not is_below(path, [place.path]))]
-    scheduler = next((path for path in beside if path[-1] in SCHEDULER_NAMES), None)
-    return Where(model=model, optimizer=_nearest(optimizers, model, hints), scheduler=scheduler)
+    places = member_places({key: value for key, value in tree.items() if isinstance(key, str)}, hints, _FORM)
+    optimizer = places.optimizer
+    if optimizer is None and places.optimizers:
+        listed = ", ".join(place.name for place in places.optimizers)
+        optimizer = UnknownArray(
+            problem=f"several optimizers are stored, and nothing says which one is meant: {listed}"
+        )
+    if isinstance(optimizer, UnknownArray) and not hints.optimizer:
+        # It shows all the same which parameters are split.
+        optimizer = places.optimizers[0]
+    return Where(
+        model=_path(places.model, schema.MODEL, "Give the model: its names say so."),
+        optimizer=_path(optimizer, schema.OPTIMIZER, "Load the model alone, and the others with torch.load."),
+        scheduler=None if places.scheduler is None else places.scheduler.path,
+    )
+
+
+def _path(place: DictAt | UnknownArray | None, leaf: str, hint: str) -> Keys | None:
+    if isinstance(place, UnknownArray):
+        raise IncompatibleCheckpointError(place.problem, leaf=leaf, hint=hint)
+    return None if place is None else place.path
 
 
 def is_optimizer(value: Mapping[Any, Any]) -> bool:
@@ -76,53 +92,15 @@ def at(tree: Any, path: Keys, file: str) -> Mapping[Any, Any]:
     return tree
 
 
-def _is_told(content: Mapping[Any, Any]) -> bool:
+def _is_model(content: Mapping[Any, Any]) -> bool:
     """Whether SMP itself has marked this as a model."""
     return (IS_PARTIAL in content or LOAD_INFO in content) and not is_optimizer(content)
 
 
-def _has_tensors(content: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, StoredTensor) for value in content.values()) and all(
-        isinstance(key, str) for key in content
-    )
-
-
-def _model(places: Sequence[DictAt], hints: Hints) -> DictAt | None:
-    marked = [place for place in places if _is_told(place.members)]
-    candidates = marked or [place for place in places if _has_tensors(place.members)]
-    if len(candidates) > 1:
-        candidates = best(candidates, lambda place: len(program_names(place.members, hints.arrays))) or candidates
-    if len(candidates) > 1:
-        candidates = best(candidates, _likely) or candidates
-    if len(candidates) > 1 and marked:
-        raise IncompatibleCheckpointError(
-            "several models are stored, and nothing says which one is meant",
-            leaf=schema.MODEL,
-            found=", ".join(".".join(place.path) for place in candidates),
-            hint="Give the model: its names say so.",
-        )
-    # Without a mark, dicts of tensors beside each other may be anything: nothing is taken for a model by chance.
-    return candidates[0] if len(candidates) == 1 else None
-
-
-def _likely(place: DictAt) -> int:
-    """How likely a model is called so."""
-    name = place.path[-1] if place.path else ""
-    return len(MODEL_NAMES) - MODEL_NAMES.index(name) if name in MODEL_NAMES else 0
-
-
-def _nearest(optimizers: Sequence[Keys], model: Keys | None, hints: Hints) -> Keys | None:
-    """The optimizer that is meant: of several that which lies beside the model."""
-    if len(optimizers) < 2:
-        return optimizers[0] if optimizers else None
-    beside = [path for path in optimizers if model is not None and path[:-1] == model[:-1]]
-    candidates = beside or list(optimizers)
-    named = [path for path in candidates if path and path[-1].startswith("optim")]
-    if len(candidates) == 1 or len(named) == 1 or not hints.optimizer:
-        return (named or candidates)[0]
-    raise IncompatibleCheckpointError(
-        "several optimizers are stored, and nothing says which one is meant",
-        leaf=schema.OPTIMIZER,
-        found=", ".join(".".join(path) for path in candidates),
-        hint="Load the model alone, and the others with torch.load.",
-    )
+_FORM = StateForm(
+    is_array=lambda value: isinstance(value, StoredTensor),
+    is_optimizer=is_optimizer,
+    is_model=_is_model,
+    of_training=True,
+)
+"""What is known of a state that SMP saved in parts: it is one of a training. 1.6 marks no models."""

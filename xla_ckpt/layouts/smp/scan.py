@@ -73,7 +73,7 @@ class SmpFiles(PartFiles):
         # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
         for file in tag.files:
             number = self.number(file)
-            self.files[number] = replace(self.files[number], digest=int(self.noted[file].digest, 16))
+            self.records[number] = replace(self.records[number], digest=int(self.noted[file].digest, 16))
         return content
 
 

@@ -15,13 +15,13 @@ from xla_ckpt.layouts.hugging_face import scanned_file
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import stored_tree
-from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, flattened, scanned_manifest
+from xla_ckpt.layouts.scanned import MAX_JSON, ScannedFiles, directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES_OF_DTENSORS
 from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items
 from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks, keeps_class
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, items_by_name, world_of
 from xla_ckpt.layouts.torch_save.compared import same_tensor
-from xla_ckpt.layouts.torch_save.strided import shards_at, shards_of_piece
+from xla_ckpt.layouts.torch_save.strided import record_at, shards_of_piece
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -30,7 +30,8 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh_cuts import MeshCutting
-from xla_ckpt.storage.base import Directory, ReadDirectory, Store, read_whole
+from xla_ckpt.storage.base import Directory, ReadDirectory, Store
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree.json_object import json_value
 from xla_ckpt.tree.nested import Keys, nested, replaced_leaves
@@ -55,10 +56,11 @@ def open_items(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         return TagReader(scan.files, store.path, entry.tag, manifest, objects)
 
 
-class _Scan:
+class _Scan(ScannedFiles):
     """The files of a directory, and what they hold together."""
 
     def __init__(self, opened: Directory) -> None:
+        super().__init__()
         records = records_in(opened)
         directory: ReadDirectory = VerifiedDirectory(opened, records) if records else opened
         names = {name for name in directory.files() if not name.startswith(".")}
@@ -76,8 +78,6 @@ class _Scan:
         self.paths = {item: {rank: path for rank, (path, _) in about.files.items()} for item, about in metadata.items()}
         self.paths = by_name | self.paths
         self.files = SavedFiles(directory, [path for of_item in self.paths.values() for path in of_item.values()])
-        self.records: list[FileRecord] = []
-        self._numbers: dict[str, int] = {}
         self._records: dict[Any, ArrayRecord | UnknownArray | None] = {}
 
     def tree(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class _Scan:
             if form == "safetensors":
                 return self._safetensors(path, cuttings)
             data = read_whole(self.directory, path, limit=MAX_JSON, what="an item that is no tensor")
-            self._number(path, len(data))
+            self.add(FileRecord(path=path, size=len(data)))
             if form == "raw":
                 return data
             return json_value(data, "an item")
@@ -118,7 +118,7 @@ class _Scan:
 
     def _torch(self, path: str, cuttings: Mapping[Keys, MeshCutting]) -> Any:
         with closing(self.directory.open(path)) as source:
-            self._number(path, source.size)
+            self.add(FileRecord(path=path, size=source.size))
             ahead = Ahead(source, path, FEW_AHEAD)
             tree = stored_tree(self.files, ahead, lambda at: at, NAMES_OF_DTENSORS, compared=not self.is_verified)
 
@@ -134,7 +134,7 @@ class _Scan:
     def _safetensors(self, path: str, cuttings: Mapping[Keys, MeshCutting]) -> Any:
         """Such a file has the names of nested tensors with dots, which the metadata take apart."""
         record, _, tensors = scanned_file(self.directory, path)
-        self._number(path, record.size)
+        self.add(FileRecord(path=path, size=record.size))
         keys_of = {".".join(map(str, keys)): keys for keys in cuttings}
         items = []
         for t in tensors:
@@ -142,10 +142,6 @@ class _Scan:
             part = cuttings.get(keys)
             items.append((keys, TensorAt(file=path, offset=t.offset, dtype=t.dtype, shape=t.shape, part=part)))
         return nested(items)
-
-    def _number(self, path: str, size: int) -> None:
-        self._numbers[path] = len(self.records)
-        self.records.append(FileRecord(path=path, size=size, head=0, digest=0))
 
     def _record(self, tensors: RankTensors) -> ArrayRecord | UnknownArray | None:
         """See `Combine`. One record for all tensors that are the same elements."""
@@ -163,9 +159,7 @@ class _Scan:
                     same_tensor(self.files, first, at) for at in tensors.values()
                 ):
                     return None
-                return array_record(
-                    first.dtype, first.shape, [*shards_at(first, Box.whole(first.shape), self._numbers[first.file])]
-                )
+                return record_at(first, self.numbers[first.file])
             return self._of_parts(tensors, first)
         except UnsupportedStateError as error:
             return UnknownArray.because(error, first.dtype, first.shape, len(tensors))  # the rest of the tag is good
@@ -188,7 +182,7 @@ class _Scan:
                 )
             for piece in cutting.pieces:
                 if piece.box.size and piece.box not in shards:
-                    shards |= {shard.box: shard for shard in shards_of_piece(at, piece, self._numbers[at.file])}
+                    shards |= {shard.box: shard for shard in shards_of_piece(at, piece, self.numbers[at.file])}
         try:
             return array_record(first.dtype, first.part.shape, [*shards.values()], first.part.spec)
         except FormatError as error:

@@ -8,6 +8,7 @@ from math import prod
 
 from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
@@ -34,6 +35,15 @@ def shards_at(at: TensorAt, box: Box, number: int) -> Iterator[Shard]:
     with naming(file=at.file):
         for part, first in boxes(at.shape, at.strides, box.start):
             yield Shard(part, number, at.offset + first * at.dtype.itemsize)
+
+
+def record_at(at: TensorAt, number: int) -> ArrayRecord:
+    """A tensor that is a whole array; `number` is that of its file.
+
+    Raises:
+        UnsupportedStateError: See `shards_at`.
+    """
+    return array_record(at.dtype, at.shape, [*shards_at(at, Box.whole(at.shape), number)])
 
 
 def shards_of_piece(at: TensorAt, piece: Piece, number: int) -> list[Shard]:
