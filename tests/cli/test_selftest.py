@@ -229,7 +229,7 @@ def test_where_nothing_commits_the_selftest_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "orbax", None)
     code, _, err = call(capsys, "selftest", tmp_path)
-    assert (code, "pip install 'xla-ckpt[orbax]'" in err) == (1, True)
+    assert (code, "pip install 'xla-ckpt[orbax]'" in err) == (2, True)
     assert names_in(tmp_path) == []
 
 

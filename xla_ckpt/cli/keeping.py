@@ -91,7 +91,7 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
     from xla_ckpt.tags.retention import PERIODS
 
     parser.add_argument("path", metavar="ROOT", help="root directory of tags")
-    parser.add_argument("--newest", type=options.count, metavar="N", help="keep the N newest tags")
+    parser.add_argument("--newest", type=options.at_least_one, metavar="N", help="keep the N newest tags")
     parser.add_argument(
         "--best",
         action="append",
@@ -100,7 +100,9 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
         help="keep the tags with the N smallest numbers of this name in user_content, or with the largest: "
         "loss, loss:2, eval.accuracy:3:max",
     )
-    parser.add_argument("--every", type=options.count, metavar="N", help="keep each tag whose step is a multiple of N")
+    parser.add_argument(
+        "--every", type=options.at_least_one, metavar="N", help="keep each tag whose step is a multiple of N"
+    )
     for seconds, name in PERIODS.items():
         parser.add_argument(
             f"--per-{name}",

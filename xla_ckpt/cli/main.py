@@ -1,7 +1,7 @@
 """``xla-ckpt``: look into checkpoint directories, keep them, and write tags anew.
 
 Exit codes: 0, all is well; 1, a problem (no such tag, damage, a difference); 2, refused before anything was changed, as
-wrong usage is (`REFUSALS`); 130, Ctrl-C. docs/command-line.md has the table.
+wrong usage is (`REFUSED_FIRST`); 130, Ctrl-C. docs/command-line.md has the table.
 
 Each command imports what it needs when it runs, and gets its arguments when it is the one that is called: a person who
 asks for help, or lists some tags, waits for nothing else.
@@ -25,7 +25,7 @@ from xla_ckpt.cli.words import in_options
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UsageError
 from xla_ckpt.keywords import meant
 
-REFUSALS = (UsageError, InvalidTagError)
+REFUSED_FIRST = (UsageError, InvalidTagError)
 """Errors that end with exit code 2, as words do of which the parser makes nothing. All others end with 1."""
 
 
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:
         print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, REFUSALS) else 1
+        return 2 if isinstance(error, REFUSED_FIRST) else 1
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit
         return 0

@@ -80,7 +80,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-size-multiplier",
-        type=count,
+        type=at_least_one,
         metavar="N",
         help="with --config: how many tensor-parallel ranks hold each key-value head",
     )
@@ -112,7 +112,7 @@ def add_max_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def count(text: str) -> int:
+def at_least_one(text: str) -> int:
     """A whole number from 1, as argparse wants it."""
     if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
