@@ -176,8 +176,17 @@ def meant(word: Any, known: Sequence[Any]) -> str:
     >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"])
     (": did you mean 'async_save'?", '')
     """
-    near = difflib.get_close_matches(str(word), [k for k in known if isinstance(k, str)], 1, LIKE)
-    return f": did you mean {near[0]!r}?" if near else ""
+    near = closest(str(word), [k for k in known if isinstance(k, str)])
+    return f": did you mean {near!r}?" if near else ""
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """The known word that is most like this one; nothing if none is.
+
+    >>> closest("runz", ["notes", "runs"]), closest("x", ["runs"])
+    ('runs', '')
+    """
+    return next(iter(difflib.get_close_matches(word, known, 1, LIKE)), "")
 
 
 def nearest(leaf: str, leaves: Sequence[str]) -> str:

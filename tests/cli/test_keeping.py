@@ -100,18 +100,46 @@ def test_ctrl_c_is_one_line_and_130(root: Path) -> None:
 def test_without_a_terminal_yes_is_needed(root: Path) -> None:
     command = [sys.executable, "-m", "xla_ckpt", "rm", str(root), "a"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment())
-    assert (done.returncode, "a terminal, or --yes" in done.stderr) == (1, True)
+    assert (done.returncode, "a terminal, or --yes" in done.stderr) == (2, True)
     assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
 
 
-def test_rm_tells_what_it_did_before_it_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_one_tag_is_refused_none_is_changed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "pin", root, "b")[:2] == (0, "b: pinned\n")
-    code, out, err = call(capsys, "rm", root, "a", "b", "--yes")
-    assert (code, out) == (1, "a: deleted\n")
-    assert "this tag is pinned" in err
-    assert call(capsys, "unpin", root, "b", "c")[:2] == (0, "b: unpinned\nc: was not pinned\n")
-    assert call(capsys, "rm", root, "b", "x", "--yes")[0] == 1  # before b is deleted
-    assert xla_ckpt.list_tags(root) == ["b", "c"]
+    for words, code, says in (
+        (["rm", root, "a", "b", "--yes"], 2, "this tag is pinned"),
+        (["rm", root, "a", "b"], 2, "this tag is pinned"),  # before anybody is asked
+        (["rm", root, "c", "x", "--yes"], 1, "there is no such checkpoint"),
+        (["pin", root, "a", "x"], 1, "there is no such checkpoint"),
+    ):
+        answer = call(capsys, *words)
+        assert (answer[0], answer[1], says in answer[2]) == (code, "", True)
+        assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
+    assert call(capsys, "unpin", root, "a", "b", "c")[1] == "a: was not pinned\nb: unpinned\nc: was not pinned\n"
+    code, _, err = call(capsys, "rm", root, "a", "b", "c", "--yes")
+    assert (code, "the last tag" in err) == (2, True)
+    assert call(capsys, "rm", root, "a", "b", "--yes")[:2] == (0, "a: deleted\nb: deleted\n")
+    assert xla_ckpt.list_tags(root) == ["c"]
+
+
+def test_what_is_no_root_of_tags_is_told_so(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    for command, more in (("clean", []), ("adopt", []), ("retain", ["--newest", "1"]), ("upload", ["s3://b/run"])):
+        code, out, err = call(capsys, command, root / "a", *more)
+        assert (code, out, f"this is a tag, and no root of tags [in {root / 'a'}]. Pass {root}." in err) == (
+            2,
+            "",
+            True,
+        )
+        code, out, err = call(capsys, command, tmp_path / "x.pt", *more)
+        assert (code, out, "torch wrote this" in err) == (2, "", True)
+    for words in (["rm", tmp_path / "x.pt", "--yes"], ["pin", tmp_path / "x.pt"]):
+        code, _, err = call(capsys, *words)
+        assert (code, "torch wrote this, which this library neither pins nor deletes" in err) == (2, True)
+    assert (tmp_path / "x.pt").exists()
+    xla_ckpt.save(root / "above" / "lm", "a", {"w": torch.ones(2)})
+    code, out, err = call(capsys, "clean", root / "above")
+    assert (code, out, "There are checkpoints below it, in lm" in err) == (1, "", True)
 
 
 def test_clean_says_what_it_removed_and_what_it_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +165,7 @@ def open_locked(root: Path, name: str) -> Iterator[None]:
 
 def test_only_a_record_of_tags_adopts_any(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "adopt", root)
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "the tags of a directory are in no record" in err
     for command in ("clean", "adopt"):
         code, out, err = call(capsys, command, root / "nowhere")
@@ -158,6 +186,36 @@ def test_a_record_in_memory_adopts_what_it_has_lost(capsys: pytest.CaptureFixtur
     assert call(capsys, "adopt", path)[:2] == (0, "a: adopted\n")
     assert call(capsys, "adopt", path)[:2] == (0, "a: was known already\nb: was known already\n")
     assert xla_ckpt.verify(path, "a").ok
+
+
+def test_an_incomplete_tag_is_not_adopted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "memory://adopts/incomplete"
+    for tag in "ab":
+        xla_ckpt.save(path, tag, {"w": torch.ones(2)})
+    store = store_at(path).object_store
+    assert store is not None
+    (attempt,) = store.names("b")
+    (payload,) = (name for name in store.fill(f"b/{attempt}").files() if name.endswith(".safetensors"))
+    store.remove(f"b/{attempt}/{payload}")
+    store.remove(LEDGER)
+    code, out, _ = call(capsys, "adopt", path)
+    assert (code, out.splitlines()) == (
+        1,
+        ["a: adopted", f"b: not adopted (files of its manifest are missing: {payload})"],
+    )
+    code, out, _ = call(capsys, "adopt", path, "b")
+    assert (code, "b: not adopted" in out) == (1, True)
+    assert xla_ckpt.list_tags(path) == ["a"]
+
+
+def test_an_upload_does_not_mix_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bucket = "memory://uploads/lm"
+    for run, tag in (("one", "a"), ("two", "b")):
+        xla_ckpt.save(tmp_path / run, tag, {"w": torch.ones(2)})
+    assert call(capsys, "upload", tmp_path / "one", bucket)[:2] == (0, "a: uploaded\n")
+    code, out, err = call(capsys, "upload", tmp_path / "two", bucket)
+    assert (code, out, "tags of another run" in err, "Name an address where nothing lies" in err) == (2, "", True, True)
+    assert xla_ckpt.list_tags(bucket) == ["a"]
 
 
 def test_these_commands_import_no_torch(root: Path) -> None:
@@ -202,7 +260,7 @@ def test_retain_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert terminal.ends() == 1
     assert f"Delete step_2 in {tmp_path}?" in terminal.shown
     code, _, err = call(capsys, *words)
-    assert (code, "a terminal, or --yes" in err) == (1, True)
+    assert (code, "a terminal, or --yes" in err) == (2, True)
     assert len(xla_ckpt.list_tags(tmp_path)) == 4
     assert call(capsys, *words[:2], "--last", "4w")[0] == 0  # nothing is to be deleted: nobody has to be asked
 
@@ -232,7 +290,7 @@ def test_no_damaged_tag_takes_the_place_of_a_good_one(root: Path, at: int, capsy
         ["a: deleted", "b: stays (the newest; of the newest 1)", "c: stays (its manifest cannot be read)"],
     )
     code, _, err = call(capsys, "rm", root, "b", "--yes")
-    assert (code, "last tag here whose manifest can be read" in err) == (1, True)
+    assert (code, "last tag here whose manifest can be read" in err) == (2, True)
     assert call(capsys, "rm", root, "c", "--yes")[0] == 0
     assert xla_ckpt.list_tags(root) == ["b"]
 
@@ -241,18 +299,17 @@ def test_no_damaged_tag_takes_the_place_of_a_good_one(root: Path, at: int, capsy
     ("words", "says"),
     [
         ([], "nothing says which tags are kept"),
-        (["--newest", "0"], "LatestN: n makes no sense"),
+        (["--best", "loss:0"], "--best makes no sense"),
         (["--best", "loss:x"], "--best makes no sense"),
         (["--best", "loss:2:most"], "--best makes no sense"),
         (["--last", "7y"], "--last is no time"),
-        (["--every", "-1"], "EveryNSteps: interval_steps makes no sense"),
     ],
 )
 def test_retain_refuses_what_makes_no_sense(
     root: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = call(capsys, "retain", root, *words, "--yes")
-    assert (code, says in err) == (1, True), err
+    assert (code, says in err) == (2, True), err
     assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
 
 
@@ -272,7 +329,7 @@ def test_a_tag_may_be_named_by_its_path(root: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("command", ["rm", "pin", "unpin"])
 def test_a_root_alone_names_no_tag(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, told = call(capsys, command, root)
-    assert code == 1
+    assert code == 2
     assert f"expected {root} TAG ..., or {root}/TAG" in told
     assert "Tags there, oldest first: a, b, c" in told
     assert xla_ckpt.list_tags(root) == ["a", "b", "c"]

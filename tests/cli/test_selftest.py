@@ -193,10 +193,10 @@ def test_kills_see_a_tag_that_is_torn_or_gone(tmp_path: Path) -> None:
 
 
 def test_an_impatient_person(tmp_path: Path) -> None:
-    assert seen(CHECKS["names"], tmp_path, 0).verdict == "could not be seen"
+    assert seen(CHECKS["names"], tmp_path, 0).verdict == "was not looked at"
     for check in (CHECKS["lease"], CHECKS["kill"], DEVICES["torch"]):  # the process is killed when the time is over
         sighting = seen(check, tmp_path, 0.01)
-        assert (sighting.verdict, "no time left" in sighting.sentence) == ("could not be seen", True), sighting
+        assert (sighting.verdict, "no time left" in sighting.sentence) == ("was not looked at", True), sighting
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("torch_xla", marks=pytest.mark.xla), "jax"])
@@ -229,7 +229,7 @@ def test_where_nothing_commits_the_selftest_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "orbax", None)
     code, _, err = call(capsys, "selftest", tmp_path)
-    assert (code, "pip install 'xla-ckpt[orbax]'" in err) == (1, True)
+    assert (code, "pip install 'xla-ckpt[orbax]'" in err) == (2, True)
     assert names_in(tmp_path) == []
 
 
@@ -272,6 +272,14 @@ def test_the_command(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Monkey
     assert (code, [c["verdict"] for c in report["checks"]]) == (1, ["holds", "does not hold"])
     assert f"Python {platform.python_version()}" in report["versions"]
     assert names_in(tmp_path) == ["mine"]
+
+
+def test_what_there_was_no_time_for_is_no_success(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch)
+    code, out, _ = call(capsys, "selftest", tmp_path, "--seconds", "0.000001")
+    assert (code, "was not looked at  names: " in out, "--seconds gives more" in out) == (1, True, True)
 
 
 def test_a_folder_that_cannot_be_removed(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

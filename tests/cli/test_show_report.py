@@ -89,7 +89,7 @@ def test_tags_without_one_are_told_from_tags_that_are_not_there(
     museum = Path(__file__).parent.parent / "museum/v1"
     for path, args in ((tmp_path, ("--tag", "b")), (tmp_path / "c.pt", ()), (museum, ("--tag", "exhibit"))):
         code, out, err = call(capsys, "show", path, "--report", *args)
-        assert (code, out) == (1, "")
+        assert (code, out) == (2, "")
         assert "this tag has no report of its save" in err
     assert "there is no such checkpoint" in call(capsys, "show", tmp_path, "--report", "--tag", "d")[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ from tests.runs import environment
 from xla_ckpt.cli.main import main
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command says that ends with exit code 1."""
-    assert main([str(word) for word in words]) == 1
+def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
+    """What a command says that refuses."""
+    assert main([str(word) for word in words]) == code
     return capsys.readouterr().err
 
 
@@ -45,7 +46,9 @@ def test_a_file_of_a_checkpoint_of_dcp(tmp_path: Path, file: str, capsys: pytest
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     assert (tmp_path / file).exists()
     for command in ("ls", "show", "verify"):
-        assert "the directory of the checkpoint to which this file belongs" in refused(capsys, command, tmp_path / file)
+        assert "the directory of the checkpoint to which this file belongs" in refused(
+            capsys, command, tmp_path / file, code=1
+        )
 
 
 @pytest.mark.parametrize(
@@ -93,18 +96,18 @@ def test_a_time_that_is_too_long(tmp_path: Path, time: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "code", "words"),
     [
-        ('exec "$@" >&-', "the standard output is closed"),
-        ('rmdir "$PWD"; exec "$@"', "asking which directory the program works in"),
+        ('exec "$@" >&-', 2, "the standard output is closed"),
+        ('rmdir "$PWD"; exec "$@"', 1, "asking which directory the program works in"),
     ],
 )
-def test_a_shell_that_took_something_away(tmp_path: Path, script: str, words: str) -> None:
+def test_a_shell_that_took_something_away(tmp_path: Path, script: str, code: int, words: str) -> None:
     command = [sys.executable, "-m", "xla_ckpt", "ls", "."]
     done = subprocess.run(
         ["sh", "-c", script, "sh", *command], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (code, "")
     assert words in done.stderr
     assert done.stderr.startswith("xla-ckpt: ")
 
@@ -125,3 +128,23 @@ def test_a_module_that_was_saved_whole(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.UntrustedObjectError) as caught:
         xla_ckpt.restore(tmp_path / "whole.pt")
     assert "leaf ," not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ls TMP/runz", "there is no checkpoint: did you mean TMP/run?"),
+        ("show TMP/runz/step_1", "did you mean TMP/run/step_1?"),
+        ("verify TMP/run/step_7", "did you mean TMP/run/step_1?"),
+        ("retain TMP/runz --newest 1", "did you mean TMP/run?"),
+        ("export TMP/run out --dtype bfloat61", "there is no 'bfloat61': did you mean 'bfloat16'? (choose from "),
+        ("show TMP/run --hardware trn3", "there is no 'trn3': did you mean 'trn"),
+        ("completion fisch", "there is no 'fisch': did you mean 'fish'?"),
+        ("retain TMP/run --newest 0", "argument --newest: '0' is no whole number from 1"),
+    ],
+)
+def test_what_was_meant(tmp_path: Path, words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    xla_ckpt.save(tmp_path / "run", "step_1", {"w": torch.ones(2)})
+    with contextlib.suppress(SystemExit):
+        main(words.replace("TMP", str(tmp_path)).split())
+    assert says.replace("TMP", str(tmp_path)) in capsys.readouterr().err

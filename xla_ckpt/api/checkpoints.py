@@ -13,9 +13,9 @@ from xla_ckpt.api.samples import VALUE_BYTES, ArraySample, sample_of
 from xla_ckpt.api.summaries import TagSummary, listing_of, summaries
 from xla_ckpt.engine.rank_timings import timings
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import known_options, taking_values
 from xla_ckpt.layouts.listing import find_foreign
+from xla_ckpt.layouts.no_tag import check_is_own
 from xla_ckpt.options import ConvertOptions
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, full_path, store_at
@@ -279,13 +279,7 @@ class Checkpoints:
         return diff(self.path, self.path, tag_a, tag_b, leaf=leaf, options=options)
 
     def _root_with_own(self, tag: str) -> Root:
-        """The root directory, if the tag is not one of another library."""
+        """The root directory, if the tag is there and is no other library's."""
         store = store_at(self.path)
-        if (foreign := find_foreign(store, tag)) is not None:
-            raise UsageError(
-                f"{foreign[0].origin or foreign[0].name} wrote this tag, which this library neither pins nor deletes",
-                path=store.path,
-                tag=tag,
-                hint="Retention never deletes it. Remove its files yourself.",
-            )
+        check_is_own(store, tag)
         return root_of(store)

@@ -1,21 +1,20 @@
-"""Commands that change which tags are kept, or where: ``rm``, ``retain``, ``pin``, ``clean``, ``adopt``, ``upload``."""
+"""Commands that change which tags are kept: ``rm``, ``retain``, ``pin``, ``unpin``."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
-from xla_ckpt.cli.output import print_answer
-from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
+from xla_ckpt.cli.output import print_each
+from xla_ckpt.errors import UsageError
+from xla_ckpt.storage.door import store_at
 
 if TYPE_CHECKING:
+    from xla_ckpt.api.checkpoints import Checkpoints
     from xla_ckpt.tags.retention import Retention
-    from xla_ckpt.tags.root import Root
 
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -27,29 +26,37 @@ def add_tags(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
 
 
-def _name_tags(args: argparse.Namespace) -> None:
-    """Have the path of a tag in the arguments say its root and its name, as commands that look at tags have it.
+def _named_tags(args: argparse.Namespace) -> tuple[Checkpoints, list[str]]:
+    """The root, and the tags that are meant; the path may be that of a tag. Each of them is there, and is ours.
 
     Raises:
-        UsageError: The path is a root, and no tag is named: all of them, or the newest, would be a guess.
+        UsageError: The path is a root, and no tag is named: all of them, or the newest, would be a guess. Or another
+            library wrote one of them.
+        NoCheckpointError: One is not there.
     """
+    from xla_ckpt.api.checkpoints import Checkpoints
     from xla_ckpt.api.tags import located
     from xla_ckpt.layouts.listing import tag_names
-    from xla_ckpt.layouts.no_tag import no_tag
+    from xla_ckpt.layouts.no_tag import check_is_own, no_tag
 
+    store, tag = located(args.path, args.tags[0] if args.tags else None)
     if args.tags:
-        return
-    store, tag = located(args.path, None)
-    if tag is None:
-        if not (tags := tag_names(store)):
-            raise no_tag(store, None)
+        tags = [*dict.fromkeys(args.tags)]
+    elif tag is not None:
+        tags = [tag]
+    elif not (there := tag_names(store)):
+        raise no_tag(store, None)
+    else:
         raise UsageError(
             "nothing says which tags are meant",
             path=store.path,
             expected=f"{args.path} TAG ..., or {args.path.rstrip('/')}/TAG",
-            hint=f"Tags there, oldest first: {', '.join(tags[-10:])}.",
+            hint=f"Tags there, oldest first: {', '.join(there[-10:])}.",
         )
-    args.path, args.tags = store.path, [tag]
+    for name in tags:
+        check_is_own(store, name)
+    args.path = store.path
+    return Checkpoints(store.path), tags
 
 
 def add_rm(parser: argparse.ArgumentParser) -> None:
@@ -63,26 +70,20 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 
 def rm(args: argparse.Namespace) -> int:
     """The command ``rm``; returns its exit code."""
-    from xla_ckpt.api.checkpoints import Checkpoints
-    from xla_ckpt.layouts.no_tag import no_tag
-    from xla_ckpt.storage.door import store_at
+    from xla_ckpt.tags.deleting import check_deletable
+    from xla_ckpt.tags.roots import root_of
 
-    _name_tags(args)
-    root = Checkpoints(args.path)
-    existing = root.tags()
-    tags = [*dict.fromkeys(args.tags)]
-    for tag in tags:
-        if tag not in existing:
-            raise no_tag(store_at(args.path), tag)  # before any other one is deleted
-    if not args.yes and not _confirmed(f"Delete {', '.join(tags)} in {args.path}? [y/N] "):
-        print("xla-ckpt: nothing was deleted", file=sys.stderr)
-        return 1
+    root, tags = _named_tags(args)
+    check_deletable(root_of(store_at(root.path)), tags, force=args.force)
+    if not args.yes and not _confirmed(f"Delete {', '.join(tags)} in {root.path}? [y/N] "):
+        return _told_no()
 
     def delete(tag: str) -> str:
         root.delete(tag, force=args.force)
         return "deleted"
 
-    return _each(args, tags, delete)
+    print_each(args, tags, delete)
+    return 0
 
 
 def add_retain(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,7 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
     from xla_ckpt.tags.retention import PERIODS
 
     parser.add_argument("path", metavar="ROOT", help="root directory of tags")
-    parser.add_argument("--newest", type=int, metavar="N", help="keep the N newest tags")
+    parser.add_argument("--newest", type=options.at_least_one, metavar="N", help="keep the N newest tags")
     parser.add_argument(
         "--best",
         action="append",
@@ -99,7 +100,9 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
         help="keep the tags with the N smallest numbers of this name in user_content, or with the largest: "
         "loss, loss:2, eval.accuracy:3:max",
     )
-    parser.add_argument("--every", type=int, metavar="N", help="keep each tag whose step is a multiple of N")
+    parser.add_argument(
+        "--every", type=options.at_least_one, metavar="N", help="keep each tag whose step is a multiple of N"
+    )
     for seconds, name in PERIODS.items():
         parser.add_argument(
             f"--per-{name}",
@@ -122,18 +125,18 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
 def retain(args: argparse.Namespace) -> int:
     """The command ``retain``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
-    from xla_ckpt.layouts.no_tag import no_tag
-    from xla_ckpt.storage.door import store_at
+    from xla_ckpt.layouts.no_tag import no_tag, root_named
 
+    policy = _policy(args)
+    store = root_named(args.path).store
     root = Checkpoints(args.path)
-    reasons = root.why_kept(_policy(args))
+    reasons = root.why_kept(policy)
     if not reasons:
-        raise no_tag(store_at(root.path), None)
+        raise no_tag(store, None)
     doomed = [tag for tag, why in reasons.items() if not why]
     asks = doomed and not args.dry_run and not args.yes
     if asks and not _confirmed(f"Delete {', '.join(doomed)} in {args.path}? [y/N] "):
-        print("xla-ckpt: nothing was deleted", file=sys.stderr)
-        return 1
+        return _told_no()
 
     def act(tag: str) -> str:
         if reasons[tag]:
@@ -146,7 +149,8 @@ def retain(args: argparse.Namespace) -> int:
             return f"stays ({refused.problem})"  # another one may go all the same
         return "deleted"
 
-    return _each(args, [*reasons], act)
+    print_each(args, [*reasons], act)
+    return 0
 
 
 def _policy(args: argparse.Namespace) -> Retention:
@@ -171,11 +175,15 @@ def _best(text: str) -> Retention:
     match text.split(":"):
         case [name]:
             return BestN(name)
-        case [name, count] if count.isdecimal():
+        case [name, count] if _counts(count):
             return BestN(name, int(count))
-        case [name, count, ("min" | "max") as mode] if count.isdecimal():
+        case [name, count, ("min" | "max") as mode] if _counts(count):
             return BestN(name, int(count), mode)
     raise UsageError("--best makes no sense", expected="NAME, NAME:N or NAME:N:max, such as loss:2", found=text)
+
+
+def _counts(text: str) -> bool:
+    return text.isdecimal() and len(text) <= options.MAX_DIGITS and int(text) > 0
 
 
 def _last(text: str) -> Retention:
@@ -196,143 +204,15 @@ def _last(text: str) -> Retention:
 
 def pin(args: argparse.Namespace) -> int:
     """The command ``pin``; returns its exit code."""
-    from xla_ckpt.api.checkpoints import Checkpoints
-
-    _name_tags(args)
-    root = Checkpoints(args.path)
-    return _each(args, args.tags, lambda tag: "pinned" if root.pin(tag) else "was pinned already")
+    root, tags = _named_tags(args)
+    print_each(args, tags, lambda tag: "pinned" if root.pin(tag) else "was pinned already")
+    return 0
 
 
 def unpin(args: argparse.Namespace) -> int:
     """The command ``unpin``; returns its exit code."""
-    from xla_ckpt.api.checkpoints import Checkpoints
-
-    _name_tags(args)
-    root = Checkpoints(args.path)
-    return _each(args, args.tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
-
-
-WATCHED_AT_MOST = 120.0
-"""Seconds that ``clean``, ``adopt`` and ``upload`` wait, at most, to see whether somebody saves there."""
-
-
-def add_clean(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``clean``."""
-    parser.add_argument("path", metavar="ROOT", help="root directory of tags")
-    options.add_json(parser)
-
-
-def clean_up(args: argparse.Namespace) -> int:
-    """The command ``clean``; returns its exit code."""
-    from xla_ckpt.cli import answers
-
-    with _held(_root_at(args.path), "cleaning up") as root:
-        cleaned = root.clean_all(WATCHED_AT_MOST)
-    kept = [{"name": name, "why": why} for name, why in cleaned.kept.items()]
-    print_answer(args, {"path": args.path, "removed": [*cleaned.removed], "kept": kept}, answers.cleaned)
-    return 0
-
-
-def add_adopt(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``adopt``."""
-    parser.add_argument("path", metavar="ROOT", help="root directory of tags, in an object store")
-    parser.add_argument("tags", metavar="TAG", nargs="*", help="which tags (default: all)")
-    options.add_json(parser)
-
-
-def adopt(args: argparse.Namespace) -> int:
-    """The command ``adopt``; returns its exit code."""
-    from xla_ckpt.layouts.no_tag import no_tag
-    from xla_ckpt.tags.missing import existing
-
-    with _held(_root_at(args.path), "adopting tags") as root:
-        adopted = root.adopt(args.tags, WATCHED_AT_MOST)
-        tags = args.tags or adopted or [entry.tag for entry in root.entries()]
-        if not tags:
-            raise no_tag(root.store, None)
-
-        def told(tag: str) -> str:
-            existing(root, tag)
-            return "adopted" if tag in adopted else "was known already"
-
-        return _each(args, tags, told)
-
-
-def add_upload(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``upload``."""
-    parser.add_argument("path", metavar="DIR", help="directory that a job saved to first (local=)")
-    parser.add_argument("destination", metavar="ROOT", help="where its tags go: s3://bucket/run")
-    options.add_json(parser)
-
-
-def upload(args: argparse.Namespace) -> int:
-    """The command ``upload``; returns its exit code."""
-    from xla_ckpt.api.tags import near_and_far
-    from xla_ckpt.engine.upload import UPLOADS
-    from xla_ckpt.layouts.no_tag import no_tag
-    from xla_ckpt.tags.upload_rules import place_after_upload
-
-    uploader = UPLOADS.of(*near_and_far(args.destination, args.path))
-    with _held(uploader.root, "uploading") as root:
-        if not root.entries():
-            error = no_tag(root.store, None)
-            error.problem = "there is no tag of this library, which could be uploaded"
-            raise error
-        root.hold(WATCHED_AT_MOST)
-        entries = {entry.tag: entry for entry in root.entries()}
-        before = {tag for tag, entry in entries.items() if uploader.root.journal(entry).is_remote}
-        try:
-            uploader.wake(None)
-            uploader.finish()
-        finally:
-            uploader.end()  # if it is interrupted, its thread ends soon, and not with the last tag
-        remote = {entry.tag: entry for entry in uploader.root.remote.entries()}
-
-        def told(tag: str) -> str:
-            uploader.uploaded(entries[tag].sequence, None)
-            return place_after_upload(entries[tag], remote.get(tag)) if tag in before else "uploaded"
-
-        return _each(args, [*entries], told)
-
-
-def _root_at(path: str) -> Root:
-    from xla_ckpt.storage.door import full_path, store_at
-    from xla_ckpt.tags.roots import root_of
-
-    return root_of(store_at(full_path(path)))
-
-
-@contextlib.contextmanager
-def _held(root: Root, doing: str) -> Iterator[Root]:
-    """A root that is there. The leases that this process takes are given back when the block ends."""
-    from xla_ckpt.tags.lease import LEASES
-    from xla_ckpt.tags.missing import no_such_tag
-
-    try:
-        with storage_errors(doing, path=root.path):
-            if not root.store.is_directory(""):
-                raise no_such_tag(root, None)
-            yield root
-    finally:
-        LEASES.give_back()
-
-
-def _each(args: argparse.Namespace, tags: list[str], act: Callable[[str], str]) -> int:
-    """Do something with each tag. What was done before a refusal is told."""
-    from xla_ckpt.cli import answers
-
-    done: list[dict[str, str]] = []
-    refused: CheckpointError | None = None
-    for tag in tags:
-        try:
-            done.append({"tag": tag, "done": act(tag)})
-        except CheckpointError as error:
-            refused = error
-            break
-    if done:
-        print_answer(args, {"path": args.path, "tags": done}, answers.done)
-    if refused is not None:
-        raise refused
+    root, tags = _named_tags(args)
+    print_each(args, tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
     return 0
 
 
@@ -346,3 +226,9 @@ def _confirmed(question: str) -> bool:
         raise UsageError("nobody can be asked whether tags may be deleted", expected="a terminal, or --yes")
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _told_no() -> int:
+    """What a person is told who said no; the exit code."""
+    print("xla-ckpt: nothing was deleted", file=sys.stderr)
+    return 1

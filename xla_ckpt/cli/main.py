@@ -1,6 +1,7 @@
 """``xla-ckpt``: look into checkpoint directories, keep them, and write tags anew.
 
-Exit codes: 0, all is well; 1, a problem (no such tag, damage, a difference); 2, wrong usage; 130, Ctrl-C.
+Exit codes: 0, all is well; 1, a problem (no such tag, damage, a difference); 2, refused before anything was changed, as
+wrong usage is (`REFUSED_FIRST`); 130, Ctrl-C. docs/command-line.md has the table.
 
 Each command imports what it needs when it runs, and gets its arguments when it is the one that is called: a person who
 asks for help, or lists some tags, waits for nothing else.
@@ -14,14 +15,18 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from xla_ckpt import __version__
-from xla_ckpt.cli import completion, keeping, looking, viewing, writing
+from xla_ckpt.cli import completion, keeping, looking, mending, viewing, writing
 from xla_ckpt.cli.output import answering
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options
-from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.errors import CheckpointError, InvalidTagError, UsageError
 from xla_ckpt.keywords import meant
+
+REFUSED_FIRST = (UsageError, InvalidTagError)
+"""Errors that end with exit code 2, as words do of which the parser makes nothing. All others end with 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,24 +155,24 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "clean": _Command(
         help="Remove what killed writers left. What somebody writes or reads stays.",
-        action=keeping.clean_up,
-        add_arguments=keeping.add_clean,
+        action=mending.clean_up,
+        add_arguments=mending.add_clean,
         examples="""\
   xla-ckpt clean runs/lm                   a save does so, too; this one says what it did
   xla-ckpt clean s3://bucket/lm            and lists all files there: some no save would find""",
     ),
     "adopt": _Command(
         help="Take complete tags in an object store into its record of tags, if that is damaged or was removed.",
-        action=keeping.adopt,
-        add_arguments=keeping.add_adopt,
+        action=mending.adopt,
+        add_arguments=mending.add_adopt,
         examples="""\
   xla-ckpt adopt s3://bucket/lm            all tags that have a manifest
   xla-ckpt adopt s3://bucket/lm step_10    this one""",
     ),
     "upload": _Command(
         help="Upload the tags of a directory that a job saved to first, and that are not in the object store yet.",
-        action=keeping.upload,
-        add_arguments=keeping.add_upload,
+        action=mending.upload,
+        add_arguments=mending.add_upload,
         examples="""\
   xla-ckpt upload /nvme/lm s3://bucket/lm  after a job that saved with local="/nvme/lm", and did not wait""",
     ),
@@ -191,14 +196,23 @@ _COMMANDS: dict[str, _Command] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says of a word which is none of the choices which one was probably meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"there is no {value!r}{meant(value, choices)} (choose from {', '.join(choices)})"
+            )
+
+
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of what stands before the arguments of a command, and that of each command, still without them."""
-    parser = argparse.ArgumentParser(
-        prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew."
-    )
+    parser = _Parser(prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew.")
     parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers = {}
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for name, command in _COMMANDS.items():
         parsers[name] = commands.add_parser(
             name,
@@ -219,9 +233,6 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """
     parser, parsers = _parsers()
     at = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    if at < len(words) and words[at] not in _COMMANDS:
-        similar = meant(words[at], [*_COMMANDS])
-        parser.error(f"there is no command {words[at]!r}{similar} (xla-ckpt --help lists them)")
     parser.parse_args(words[: at + 1])
     command = parsers[words[at]]
     _COMMANDS[words[at]].add_arguments(command)
@@ -253,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:
         print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, REFUSED_FIRST) else 1
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit
         return 0

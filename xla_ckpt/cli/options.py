@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from xla_ckpt.keywords import meant
 
 if TYPE_CHECKING:
     from xla_ckpt.api.llama import LlamaJob
     from xla_ckpt.options import ConvertOptions
+
+MAX_DIGITS = 18
+"""Of a number that a person types: Python refuses to read thousands of them."""
 
 PATH = (
     "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
@@ -79,7 +80,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-size-multiplier",
-        type=int,
+        type=at_least_one,
         metavar="N",
         help="with --config: how many tensor-parallel ranks hold each key-value head",
     )
@@ -111,17 +112,11 @@ def add_max_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """One of some names, as argparse wants it. Another word is told with the one that was probably meant."""
-
-    def chosen(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(
-                f"there is no {text!r}{meant(text, names)} (choose from {', '.join(names)})"
-            )
-        return text
-
-    return chosen
+def at_least_one(text: str) -> int:
+    """A whole number from 1, as argparse wants it."""
+    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def size(text: str) -> int:

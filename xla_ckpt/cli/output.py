@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.errors import StorageError
@@ -47,3 +47,17 @@ def answering() -> Iterator[None]:
         # Else the interpreter writes what is left when it ends, and complains once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise StorageError.of(error, "writing the answer to the standard output") from error
+
+
+def print_each(args: argparse.Namespace, tags: Sequence[str], act: Callable[[str], str]) -> None:
+    """Do something with each tag, and print what. What was done before an error or Ctrl-C is printed, too."""
+    from xla_ckpt.cli import answers
+
+    done: list[dict[str, str]] = []
+    try:
+        for tag in tags:
+            what = act(tag)
+            done.append({"tag": tag, "done": what})
+    finally:
+        if done:
+            print_answer(args, {"path": args.path, "tags": done}, answers.done)

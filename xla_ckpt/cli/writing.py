@@ -78,7 +78,6 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        type=options.one_of(converted()),
         choices=converted(),
         help="the layout; torch is one file of torch.save",
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError, storage_errors
-from xla_ckpt.keywords import meant
-from xla_ckpt.layouts.listing import all_tags, named_itself, roots_below, tag_names
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
+from xla_ckpt.keywords import closest, meant
+from xla_ckpt.layouts.listing import all_tags, find_foreign, named_itself, roots_below, tag_names
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tags.ledger_cleaning import check_not_lost
 from xla_ckpt.tags.ledger_rules import Ledger
 from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
 MAX_LOOKED_INTO = 100
@@ -40,6 +42,41 @@ def check_lies_there(store: Store) -> None:
             check_not_lost(store.object_store, Ledger)
 
 
+def check_is_own(store: Store, tag: str) -> None:
+    """Refuse what is no tag of this library, for those who delete or pin.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        UsageError: Another library wrote it, or it is a single file.
+    """
+    if (foreign := find_foreign(store, tag)) is not None:
+        raise UsageError(
+            f"{foreign[0].origin or foreign[0].name} wrote this, which this library neither pins nor deletes",
+            path=store.path,
+            tag=tag,
+            hint="Retention never deletes it. Remove its files yourself.",
+        )
+    if root_of(store).entry(tag) is None:
+        raise no_tag(store, tag)
+
+
+def root_named(path: PathLike) -> Root:
+    """The root of tags that a path names, for those who put it in order.
+
+    Raises:
+        NoCheckpointError: Nothing lies there, or a file.
+        UsageError: It is a checkpoint itself, and no root, or what another library wrote.
+    """
+    store = door.store_at(path).look()
+    if (inside := named_itself(store)) is not None:
+        above, name = inside
+        check_is_own(above, name)
+        raise UsageError("this is a tag, and no root of tags", path=store.path, hint=f"Pass {above.path}.")
+    if not store.is_directory(""):
+        raise no_tag(store, None)
+    return root_of(store)
+
+
 def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
     tags = all_tags(store)
@@ -54,8 +91,9 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     elif (inside := named_itself(store)) is not None:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
-    elif not tags and not store.has("") and (beside := _tags_above(store)):
-        error.hint = f"Nothing lies there. {beside}"
+    elif not tags and not store.has(""):
+        error.problem += _path_meant(store.path)
+        error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
     return error
@@ -71,6 +109,24 @@ def names_of_roots_below(store: Store) -> str:
         return ""
     names = [path.rpartition("/")[2] for path, _ in below]
     return ", ".join(names[:MAX_NAMED_ROOTS]) + (" and others" if len(names) > MAX_NAMED_ROOTS else "")
+
+
+def _path_meant(path: str) -> str:
+    """The end of a sentence that says which path was probably meant where nothing lies; nothing if none is like it.
+
+    The first directory on the way that is not there is taken to be misspelt.
+    """
+    wanted = path
+    try:
+        while True:
+            above, name = door.above(path)
+            if above.is_directory(""):
+                near = closest(name, above.look().names())
+                meant_path = f"{path.removesuffix(name)}{near}{wanted.removeprefix(path)}"
+                return f": did you mean {meant_path}?" if near and door.store_at(meant_path).has("") else ""
+            path = above.path
+    except (CheckpointError, OSError):
+        return ""  # it is only for a hint
 
 
 def _tags_above(root: Store) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.tags.entry import TagEntry
@@ -27,11 +28,7 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
         UsageError: It is pinned, being read, or the last one, without `force`; or a save of this tag is running.
         StorageError: The storage refused.
     """
-    entry = existing(root, tag)
-    if root.is_written(tag):
-        raise busy(root, tag)
-    if not force:
-        _check_dispensable(root, entry)
+    check_deletable(root, [tag], force=force)
     try:
         root.retire(tag)
         root.clean()
@@ -39,6 +36,22 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
         raise no_such_tag(root, tag) from None  # a save's retention came first
     except OSError as error:
         raise StorageError.of(error, "deleting a tag", path=root.path, tag=tag) from error
+
+
+def check_deletable(root: Root, tags: Sequence[str], *, force: bool) -> None:
+    """Refuse to delete tags of ours if one of them must stay. Each is deleted by itself: this says it beforehand.
+
+    Raises:
+        CheckpointError: As `delete`.
+    """
+    entries = [existing(root, tag) for tag in tags]
+    for entry in entries:
+        if root.is_written(entry.tag):
+            raise busy(root, entry.tag)
+    if not force:
+        others = [other for other in root.entries() if other.tag not in tags]
+        for entry in entries:
+            _check_dispensable(root, entry, others)
 
 
 def retire_superfluous(root: Root, retention: Retention) -> None:
@@ -60,10 +73,10 @@ def busy(root: Root, tag: str) -> UsageError:
     return UsageError("a save of this tag is running", path=root.path, tag=tag, hint="Try again when it has ended.")
 
 
-def _check_dispensable(root: Root, entry: TagEntry) -> None:
+def _check_dispensable(root: Root, entry: TagEntry, others: Sequence[TagEntry]) -> None:
     if entry.pinned:
         problem, hint = "this tag is pinned", "Unpin it first"
-    elif not (others := [other for other in root.entries() if other.tag != entry.tag]):
+    elif not others:
         problem, hint = "this is the last tag that this library has here", "Save another one first"
     elif not any(_is_sound(root, other) for other in reversed(others)) and _is_sound(root, entry):
         problem, hint = "this is the last tag here whose manifest can be read", "Save another one first"

@@ -31,7 +31,7 @@ from xla_ckpt.tags.missing import existing, no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, is_tag_name
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import Cleaned, Kind, Transaction, go_on
+from xla_ckpt.tags.root import Adopted, Cleaned, Kind, Transaction, go_on
 
 logger = logging.getLogger(__name__)
 
@@ -186,11 +186,12 @@ class DirectoryRoot:
         why = "somebody uses it, or may do so: without locks, until it has not changed for an hour"
         return Cleaned(tuple(sorted(before - kept)), dict.fromkeys(sorted(kept), why))
 
-    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+    def adopt(self, tags: Sequence[str], within: float) -> Adopted:
         raise UsageError(
             "the tags of a directory are in no record: each one counts that is there",
             path=self.path,
             expected="a root in an object store",
+            hint="xla-ckpt ls ROOT lists them.",
         )
 
     def hold(self, within: float, check: Callable[[], object] = go_on) -> None:

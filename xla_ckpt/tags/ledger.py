@@ -31,7 +31,7 @@ from xla_ckpt.tags.ledger_cleaning import (
     check_not_lost,
     clean_placed,
     clean_unnamed,
-    complete_among,
+    judged,
     parsed_or_empty,
 )
 from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
@@ -39,7 +39,7 @@ from xla_ckpt.tags.ledger_rules import LAG, Ledger, attempt_name
 from xla_ckpt.tags.missing import check_is_no_tag, existing, no_such_tag
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag
 from xla_ckpt.tags.placed import Placed
-from xla_ckpt.tags.root import Cleaned, Draft, Kind, go_on
+from xla_ckpt.tags.root import Adopted, Cleaned, Draft, Kind, go_on
 
 logger = logging.getLogger(__name__)
 
@@ -264,10 +264,10 @@ class LedgerRoot:
         read = dict.fromkeys(after.doomed, f"it is no tag any more, and goes after {LAG} commits: somebody may read it")
         return Cleaned((*swept, *unnamed.removed, *placed.removed), written | read | {**unnamed.kept, **placed.kept})
 
-    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+    def adopt(self, tags: Sequence[str], within: float) -> Adopted:
         job, before = self._lease(within), set[str]()
         names = [name for name in attempts_in(self.store) if not tags or name.partition("/")[0] in tags]
-        complete = complete_among(self.store, names)
+        complete, incomplete = judged(self.store, names)
 
         def change(ledger: Ledger) -> Ledger:
             before.clear()
@@ -275,7 +275,8 @@ class LedgerRoot:
             return rules.adopted(ledger if job is None else rules.taken(ledger, job), complete)
 
         after = self._record.edit(change, parsed_or_empty)
-        return [entry.tag for entry in rules.entries_in(after) if entry.tag not in before]
+        adopted = tuple(entry.tag for entry in rules.entries_in(after) if entry.tag not in before)
+        return Adopted(adopted, rules.never_tags(after, incomplete))
 
     def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         job, self._epoch = self._lease(within, check), None

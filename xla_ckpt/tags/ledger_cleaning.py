@@ -28,21 +28,30 @@ def attempts_in(store: ObjectStore) -> list[str]:
     return [f"{tag}/{name}" for tag in tags for name in store.names(tag) if rules.is_attempt(f"{tag}/{name}")]
 
 
-def complete_among(store: ObjectStore, attempts: Iterable[str]) -> dict[str, LedgerTag]:
-    """Those attempts that are complete, by what their manifests say, and have all of their files."""
-    complete = {}
+def judged(store: ObjectStore, attempts: Iterable[str]) -> tuple[dict[str, LedgerTag], dict[str, str]]:
+    """Those attempts that are complete, by what their manifests say, and have all their files; why others are not."""
+    complete, incomplete = {}, {}
     for attempt in attempts:
         directory = store.fill(attempt)
         try:
             manifest = manifest_json.parse(read_whole(directory, MANIFEST))
-            if {record.path for record in manifest.files} <= {*directory.files()}:
+            if missing := sorted({record.path for record in manifest.files} - {*directory.files()}):
+                incomplete[attempt] = f"files of its manifest are missing: {', '.join(missing[:3])}"
+            else:
                 head = manifest.head
                 complete[attempt] = LedgerTag(attempt, head.sequence, head.pinned, head.created)
-        except (FileNotFoundError, CheckpointError):
-            continue  # it was never finished, or is damaged
+        except FileNotFoundError:
+            continue  # it was never finished
+        except CheckpointError as error:
+            incomplete[attempt] = str(error)
         finally:
             directory.close()
-    return complete
+    return complete, incomplete
+
+
+def complete_among(store: ObjectStore, attempts: Iterable[str]) -> dict[str, LedgerTag]:
+    """Those attempts that are complete."""
+    return judged(store, attempts)[0]
 
 
 def check_not_lost(store: ObjectStore, read: Callable[[], Ledger]) -> None:

@@ -233,6 +233,18 @@ def adopted(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
     return replace(ledger, sequence=sequence, tags=tags, doomed={**ledger.doomed, **doomed})
 
 
+def never_tags(ledger: Ledger, incomplete: Mapping[str, str]) -> dict[str, str]:
+    """Why names are no tags under which incomplete attempts lie that the ledger does not know.
+
+    Args:
+        ledger: The record.
+        incomplete: Attempt -> what it lacks.
+    """
+    unknown = {attempt: why for attempt, why in incomplete.items() if attempt not in named(ledger)}
+    reasons = {attempt.partition("/")[0]: why for attempt, why in unknown.items()}
+    return {tag: why for tag, why in reasons.items() if tag not in ledger.tags}
+
+
 def due(ledger: Ledger) -> list[str]:
     """Attempts whose files may go."""
     return [attempt for attempt, sequence in ledger.doomed.items() if sequence <= ledger.sequence]

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.manifest.records import Head
@@ -21,7 +21,7 @@ from xla_ckpt.tags.names import DISK_MARK, NEW_PREFIX, TRASH
 from xla_ckpt.tags.placing import place
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Kind, go_on
-from xla_ckpt.tags.upload_rules import Journal, address_in, parse_journal
+from xla_ckpt.tags.upload_rules import Journal, address_in, is_another_run, parse_journal
 
 logger = logging.getLogger(__name__)
 
@@ -101,32 +101,52 @@ class LocalFirst(DirectoryRoot):
     def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         super().hold(within, check)
         if not self._asked:
-            self._check_is_its_directory()
+            addresses = self._checked_addresses()
             try:
-                self.have_seen(self.remote.entries())
+                remote = self.remote.entries()
             except CheckpointError as error:
                 if not self.entries():
                     raise  # nothing says which numbers there are
                 logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
+            else:
+                self._check_is_same_run(remote, addresses)
+                self.have_seen(remote)
             self._asked = True
 
-    def _check_is_its_directory(self) -> None:
-        """Refuse the directory of another root: its tags would go to this one, too, and be taken for newer ones.
+    def _check_is_same_run(self, remote: list[TagEntry], addresses: Mapping[str, str | None]) -> None:
+        """Refuse to mix the tags of two runs.
 
         Raises:
-            UsageError: It has tags that go to another address.
+            UsageError: The tags in the object store are none of those in the directory, which were not to go there.
         """
-        for entry in self.entries():
-            address = address_in(_journal_data(self.store, entry))
+        addressed = (tag for tag, address in addresses.items() if address is not None)
+        if is_another_run(self.entries(), remote, addressed):
+            raise UsageError(
+                "there are tags of another run in the object store, and none of this directory's: they would be mixed",
+                path=self.remote.path,
+                expected=f"tags of {self.path}, or none",
+                found=", ".join(entry.tag for entry in remote[-5:]),
+                hint="Name an address where nothing lies.",
+            )
+
+    def _checked_addresses(self) -> dict[str, str | None]:
+        """Where the tags of the directory go: each to this root, or None of one that does not say so.
+
+        Raises:
+            UsageError: It has tags that go to another address: they would come here, too, and be taken for newer ones.
+        """
+        addresses = {entry.tag: address_in(_journal_data(self.store, entry)) for entry in self.entries()}
+        for tag, address in addresses.items():
             if address not in (None, self.remote.path):
                 raise UsageError(
                     "the directory given as local= has tags of another root",
                     path=self.path,
-                    tag=entry.tag,
+                    tag=tag,
                     expected=self.remote.path,
                     found=address,
                     hint="Give each root a directory of its own.",
                 )
+        return addresses
 
     def have_seen(self, remote: list[TagEntry]) -> None:
         """Number the next tags above all that are in the object store."""

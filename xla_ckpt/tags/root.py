@@ -62,6 +62,17 @@ class Cleaned:
     """What stays and is no tag -> why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What came of taking tags into the record of a root."""
+
+    adopted: tuple[str, ...]
+    """The tags that were not in it, and are now."""
+
+    refused: Mapping[str, str]
+    """Names under which files lie that are no complete tag, and that the record does not know -> what is missing."""
+
+
 class Draft(Protocol):
     """What is being written. Readers do not take it for what it will be."""
 
@@ -213,11 +224,8 @@ class Root(Protocol):
             OSError: The storage refused.
         """
 
-    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+    def adopt(self, tags: Sequence[str], within: float) -> Adopted:
         """Take complete tags of these names, or all, into the record of the tags, also if it is damaged or gone.
-
-        Returns:
-            Those that were not in it.
 
         Raises:
             RootInUseError: Another process saves there.

@@ -90,6 +90,18 @@ def is_same(one: TagEntry, other: TagEntry | None) -> bool:
     return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
 
 
+def is_another_run(local: Sequence[TagEntry], remote: Sequence[TagEntry], addressed: Iterable[str]) -> bool:
+    """Whether the tags of a directory and those of an object store are of two runs, which an upload would mix.
+
+    Args:
+        local: The tags in the directory.
+        remote: Those in the object store.
+        addressed: Tags in the directory that were saved to go there.
+    """
+    there = {entry.tag: entry for entry in remote}
+    return bool(local and remote) and not (any(addressed) or any(is_same(e, there.get(e.tag)) for e in local))
+
+
 def place_after_upload(entry: TagEntry, there: TagEntry | None) -> str:
     """What has become of a tag that was uploaded before, where the object store has `there` under its name.
 

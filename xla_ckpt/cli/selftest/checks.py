@@ -24,13 +24,15 @@ from xla_ckpt.storage.program import importing_alike
 class Sighting:
     """What a check has seen, and a sentence that says how."""
 
-    verdict: Literal["holds", "does not hold", "could not be seen"]
+    verdict: Literal["holds", "does not hold", "could not be seen", "was not looked at"]
     sentence: str
 
 
-NO_TIME = "There was no time left: --seconds gives more."
+holds, broken, unseen, skipped = (
+    partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen", "was not looked at")
+)
 
-holds, broken, unseen = (partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen"))
+NO_TIME = skipped("There was no time left: --seconds gives more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Check:
     def __call__(self, bench: Bench) -> Sighting:
         """Look whether the promise holds."""
         if not bench.left:
-            return unseen(NO_TIME)
+            return NO_TIME
         return sighted(partial(self._see, bench))
 
     def _see(self, bench: Bench) -> Sighting:

@@ -25,6 +25,9 @@ LASTING = 120.0
 LONGEST = 86400.0
 """How long one may take at most (s)."""
 
+FAILURES = ("does not hold", "was not looked at")
+"""Verdicts with which the exit code is 1. What no program can see is no failure; what there was no time for is one."""
+
 REMOVAL = 10.0
 """Seconds for which its folder may be in use by processes that were just killed."""
 
@@ -63,7 +66,7 @@ def selftest(args: argparse.Namespace) -> int:
                 print_answer(args, answer, _line)
         if args.json:  # here, since the folder's removal may fail
             print_answer(args, {"path": args.path, **where, "checks": answers}, _line)
-    return int(any(answer["verdict"] == "does not hold" for answer in answers))
+    return int(any(answer["verdict"] in FAILURES for answer in answers))
 
 
 def _surroundings(where: dict[str, str]) -> RenderableType:
@@ -73,8 +76,8 @@ def _surroundings(where: dict[str, str]) -> RenderableType:
 def _line(answer: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
-    styles = {"holds": "green", "does not hold": "bold red", "could not be seen": "yellow"}
-    text = Text(f"{answer['verdict']:17}", style=styles[answer["verdict"]])
+    style = {"holds": "green", "could not be seen": "yellow"}.get(answer["verdict"], "bold red")
+    text = Text(f"{answer['verdict']:17}", style=style)
     return text.append(f"  {answer['check']}: {answer['promise']}. {answer['sentence']}", style="default")
 
 
@@ -89,7 +92,7 @@ def _check_root(store: Store) -> None:
             hint="Name a directory or a bucket.",
         )
     if store.object_store is None and not store.is_directory(""):
-        raise UsageError("there is no such directory", path=store.path, hint="Make it, or name the one above.")
+        raise StorageError("there is no such directory", path=store.path, hint="Make it, or name the one above.")
     root_of(store).check_commits()
 
 

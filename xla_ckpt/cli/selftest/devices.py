@@ -37,7 +37,8 @@ def _see(framework: str, bench: Bench) -> Sighting:
     with bench.child(framework, bench.below(framework)) as child:
         answer = child.lines.readline()
         if not answer:
-            return unseen(f"The process that uses {framework} ended with {child.ending()}." if bench.left else NO_TIME)
+            said = f"The process that uses {framework} ended with {child.ending()}."
+            return unseen(said) if bench.left else NO_TIME
     return Sighting(**json.loads(answer))
 
 

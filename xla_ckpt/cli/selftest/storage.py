@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Child, Sighting, broken, holds, unseen
+from xla_ckpt.cli.selftest.checks import NO_TIME, Bench, Check, Child, Sighting, broken, holds, skipped, unseen
 from xla_ckpt.cli.selftest.child import TAKEN
 from xla_ckpt.errors import RootInUseError, StorageError, UsageError
 from xla_ckpt.snapshot.memory import Bytes, allocate
@@ -180,13 +180,13 @@ def _lease(bench: Bench) -> Sighting:
     if word == TAKEN:
         return holds(f"A second process was refused, and had the lease {time.monotonic() - begin:.1f} s after a kill.")
     if not bench.left:
-        return unseen("A second process was refused. There was no time to wait for the lease of a killed one.")
+        return skipped("A second process was refused. There was no time to wait for the lease of a killed one.")
     return broken("After the first process was killed, another one did not get its lease.")
 
 
 def _ended(bench: Bench, what: str, child: Child) -> Sighting:
     """What is said of a process that ended by itself, if it did not do so because the time is over."""
-    return unseen(f"{what}, with {child.ending()}.") if bench.left else unseen(NO_TIME)
+    return unseen(f"{what}, with {child.ending()}.") if bench.left else NO_TIME
 
 
 def _taken_from(bench: Bench, child: Child) -> Sighting:
@@ -228,7 +228,7 @@ def _speed(bench: Bench) -> Sighting:
 
 
 def _killed(bench: Bench) -> Sighting:
-    begin, kills, ended = time.monotonic(), 0, ""
+    begin, kills, ended = time.monotonic(), 0, NO_TIME
     for instant in INSTANTS:
         if kills and bench.left < 2 * (time.monotonic() - begin) / kills:
             break
@@ -239,7 +239,7 @@ def _killed(bench: Bench) -> Sighting:
                 said.append(child.lines.readline())
                 times.append(time.monotonic())
             if not said[-1]:
-                ended = _ended(bench, "The process that saves ended before its third commit", child).sentence
+                ended = _ended(bench, "The process that saves ended before its third commit", child)
                 break
             time.sleep(instant * (times[-1] - times[-2]))
             child.process.kill()
@@ -248,9 +248,9 @@ def _killed(bench: Bench) -> Sighting:
             return broken(f"After a kill -9 at {instant:.0%} of a save, {problem}.")
         kills += 1
     if not kills:
-        return unseen(ended)
+        return ended
     whole = f"A process was killed in mid-save, {count(kills, 'time')}: all tags were whole, and none was lost."
-    return holds(f"{whole} {ended}".rstrip())
+    return holds(whole if ended is NO_TIME else f"{whole} {ended.sentence}")
 
 
 def torn(path: str, newest: int) -> str | None:
