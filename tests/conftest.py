@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helper import FromNursery, InThread
-from tests.nursery import end_all
+from tests.nursery import begin, end_all
 from xla_ckpt.storage.remote_client import client_of
 from xla_ckpt.tags import orbax_commit
 from xla_ckpt.tags.lease import LEASES
@@ -67,6 +67,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kill_instant" in metafunc.fixturenames:
         instants = metafunc.config.getoption("--kill-instants")
         metafunc.parametrize("kill_instant", [number / instants for number in range(instants)], ids="{:.3f}".format)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # one of several processes, which has a long time before it
+        begin()  # else a test whose ranks wait a minute for each other would wait for imports in that minute
 
 
 def pytest_collection_finish() -> None:

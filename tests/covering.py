@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case")
 
@@ -35,3 +37,9 @@ def covering(cases: Sequence[Case], shown_by: Callable[[Case], Iterable[Hashable
 def pairs_of_values(axes: Sequence[Hashable]) -> Iterable[Hashable]:
     """What a case shows if it has these values on the axes of a matrix: each pair of the values of two axes."""
     return combinations(enumerate(axes), 2)
+
+
+def some_of(cases: Sequence[tuple[Any, ...]], shown_by: Callable[[Any], Iterable[Hashable]]) -> list[Any]:
+    """All cases as parameters of a test; those that are not chosen are the rest of a matrix."""
+    some = covering(cases, shown_by)
+    return [pytest.param(*case, marks=() if case in some else pytest.mark.rest) for case in cases]

@@ -192,6 +192,11 @@ def end_all() -> None:
         born.communicate()
 
 
+def begin() -> None:
+    """Start to import what processes are born with, and do not wait for it."""
+    _nursery()
+
+
 def bear(
     what: Program | Call, *, env: Mapping[str, str] | None = None, xla: bool = False, live: bool = False,
     cwd: str | os.PathLike[str] | None = None, end: End = "soon",

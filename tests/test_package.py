@@ -275,10 +275,11 @@ def test_with_torch_it_saves_models_and_what_torch_reads(wheel: Path, tags: Path
     optimizer = torch.optim.AdamW(model.parameters())
     xla_ckpt.load_checkpoint('run', model=model, optimizer=optimizer)
     xla_ckpt.save_checkpoint('trained', 'a', model, optimizer)
+    for layout in ('native', 'dcp', 'xser'):
+        xla_ckpt.convert('trained/a', f'as_{layout}', to=layout)
     """
     installed.python(program, tags)
     for layout in ("native", "dcp", "xser"):
-        installed.command("convert", "trained/a", f"as_{layout}", "--to", layout, cwd=tags)
         assert "sound" in installed.command("verify", f"as_{layout}", cwd=tags)
 
 

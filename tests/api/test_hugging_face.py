@@ -26,6 +26,8 @@ SIZES = {
     "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "intermediate_size": INTER,
     "vocab_size": VOCAB, "num_hidden_layers": 2, "head_dim": DIM,
 }  # fmt: skip
+LITTLE = xla_ckpt.ConvertOptions(max_memory=2_000)
+"""A third of the largest weight, and in the middle of a head."""
 IDS = torch.arange(12).reshape(2, 6)
 State = dict[str, torch.Tensor]
 
@@ -107,7 +109,7 @@ APART = {(2, 4, "trn1"), (4, 8, "trn1")}
 @pytest.mark.parametrize(
     ("copies", "tp", "hardware", "fused"),
     [
-        pytest.param(*form, fused, marks=() if fused is (form not in APART) else pytest.mark.slow)
+        pytest.param(*form, fused, marks=() if fused is (form not in APART) else pytest.mark.rest)
         for form in FORMS
         for fused in (True, False)
     ],
@@ -121,7 +123,7 @@ def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | Non
         mesh=f"tp={tp}",
         llama=xla_ckpt.LlamaJob(fuse_qkv=fused, kv_size_multiplier=copies, hardware=hardware),
         as_tag="start",
-        options=xla_ckpt.ConvertOptions(max_memory=500),
+        options=LITTLE,
     )
     assert xla_ckpt.verify(tmp_path / "run").ok
     for rank in range(tp):
@@ -137,7 +139,7 @@ def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | Non
             tmp_path / source,
             tmp_path / f"of_{source}",
             llama=xla_ckpt.LlamaJob(directory, **how),
-            options=xla_ckpt.ConvertOptions(max_memory=300),
+            options=LITTLE,
         )
         same_model(tmp_path / f"of_{source}", model)
         xla_ckpt.convert(
@@ -169,7 +171,7 @@ def test_from_transformers_to_xser_to_fsdp2_and_back(tmp_path: Path) -> None:
     same_model(tmp_path / "back", model)
 
 
-@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
     directory, model = saved(tmp_path, attention_bias=True)
     hf = model.state_dict()
@@ -193,7 +195,7 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
         job_of = xla_ckpt.LlamaJob(directory, kv_size_multiplier=copies, hardware=hardware)
         xla_ckpt.convert(
             tmp_path / "b", tmp_path / "c", to="pt", as_tag=f"{copies}", mesh=f"tp={tp}", llama=job_of,
-            options=xla_ckpt.ConvertOptions(max_memory=300),
+            options=LITTLE,
             shardings=[("embed|lm_head", ("tp",)), ("gate_up", (("tp", 2),)), ("down_proj", (None, "tp")),
                        ("_q$", ("tp",))],
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import some_of
 from tests.topology.state import ceil_to
 from xla_ckpt import Mesh
 from xla_ckpt.job.communicator import Solo
@@ -57,6 +58,15 @@ def cases(fused: bool = False) -> list[tuple[str, str]]:
     """(name, tag) of each fixture; or only of those whose attributes were lost."""
     names = [name for name in FOLDERS if name.startswith(FUSED) or not fused]
     return sorted((name, tag.name) for name in names for tag in (FOLDERS[name] / "ckpt").iterdir())
+
+
+def few_of(these: list[tuple[str, str]]) -> list[Any]:
+    """Parameters: some cases in which each word of their names comes, and the others as the rest of a matrix.
+
+    For what is made of a checkpoint that has been read: whatever wrote it, it goes on from a manifest. That each of
+    them is read is shown in test_gold.py.
+    """
+    return some_of(these, lambda case: case[0].removesuffix("_small").removesuffix("_sync").split("_"))
 
 
 def folder_of(case: str) -> Path:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import xla_ckpt
 from tests.api.test_convert import CONTENT, RULES, Odd, flipped, make, state
-from tests.layouts.gold import LOST, Gold, Target, cases
+from tests.layouts.gold import LOST, Gold, Target, cases, few_of
 from tests.runs import names_in
 from tests.same import differences
 from xla_ckpt import dtypes
@@ -161,9 +161,8 @@ def test_from_tags_of_other_layouts_and_meshes(layout: str, mesh: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("case", "tag"), [c for c in cases() if c[0] != LOST and "legacy" not in c[0]],
-    ids=[c for c, _ in cases() if c != LOST and "legacy" not in c],
-)  # fmt: skip
+    ("case", "tag"), few_of([case for case in cases() if case[0] != LOST and "legacy" not in case[0]])
+)
 def test_what_neuronx_distributed_wrote(case: str, tag: str, tmp_path: Path) -> None:
     gold = Gold(case, tag)
     target = Target(gold)

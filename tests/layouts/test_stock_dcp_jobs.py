@@ -43,7 +43,7 @@ def whole(path: Path, wanted: dict[str, torch.Tensor]) -> list[str]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [pytest.param(*pair, id="-".join(pair), marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+    [pytest.param(*pair, id="-".join(pair), marks=() if pair in QUICK else pytest.mark.rest) for pair in PAIRS],
 )
 def test_a_kind_reads_another(saved: str, loaded: str, tmp_path: Path) -> None:
     run_on_ranks(save_by_stock, RANKS[saved], tmp_path, saved)

@@ -11,7 +11,7 @@ import torch
 
 import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
-from tests.layouts.gold import GOLD, LOST, cases, folder_of, needs_gold
+from tests.layouts.gold import GOLD, LOST, cases, few_of, folder_of, needs_gold
 from tests.layouts.same import content, names, rank_files
 from tests.runs import names_in
 from tests.same import differences
@@ -58,7 +58,7 @@ def test_as_neuronx_distributed_converts(tmp_path: Path) -> None:
             assert not differences(theirs, ours, name, order=False)
 
 
-@pytest.mark.parametrize(("case", "tag"), ZERO, ids=[c for c, _ in ZERO])
+@pytest.mark.parametrize(("case", "tag"), few_of(ZERO))
 def test_there_and_back_is_the_identity(case: str, tag: str, tmp_path: Path) -> None:
     """Z1: master weights go along, whole."""
     source = stored(case, tag)

@@ -69,7 +69,6 @@ def run_script(text: str, folder: Path, ranks: int) -> None:
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
 
 
-@pytest.mark.slow
 def test_the_program_and_the_test_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = (ROOT / "docs" / "testing-on-cpus.md").read_text()
     for name, text in re.findall(r"^```python (\S+)\n(.*?)^```", document, re.MULTILINE | re.DOTALL):
@@ -83,7 +82,8 @@ def test_the_program_and_the_test_of_the_document_run(tmp_path: Path, monkeypatc
     assert nxd.has_checkpoint("checkpoints")
 
 
-@pytest.mark.parametrize("url", ["", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("url", ["", "xla"])
 def test_groups_that_torch_xla_makes_have_all_ranks(url: str, tmp_path: Path) -> None:
     method = f', init_method="{url}://"' if url else ""
     begin = f'import torch_xla.experimental.pjrt_backend\ndist.init_process_group("xla"{method})\n'

@@ -6,6 +6,7 @@ another order: the layers add up in float32.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def goes_on(rank: int, root: str, pp: int, tp: int, config: dict[str, Any] | Non
 
 
 PAIRS = [
-    pytest.param((1, 2, 2), (1, 1, 1), marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), (1, 1, 1), marks=pytest.mark.slow),
     ((4, 1, 1), (2, 2, 1)),
 ]
 
@@ -90,12 +91,12 @@ PAIRS = [
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_a_job_of_other_degrees_goes_on(tmp_path: Path, source: Degrees, target: Degrees) -> None:
     torch.manual_seed(0)
-    world = target[0] * target[1] * target[2]
+    world, saving = prod(target), prod(source)
     if world == 1:  # a job under the real torchrun, and a program without a launcher
-        unbroken = torchrun(saves, 4, tmp_path, str(tmp_path), *source[:2])
+        unbroken = torchrun(saves, saving, tmp_path, str(tmp_path), *source[:2])
         found = [run_alone(goes_on, 0, str(tmp_path), 1, 1)]
     else:
-        unbroken = run_on_ranks(saves, 4, str(tmp_path), *source[:2])
+        unbroken = run_on_ranks(saves, saving, str(tmp_path), *source[:2])
         found = run_on_ranks(goes_on, world, str(tmp_path), *target[:2])
     for losses in found:
         for form in FORMS:

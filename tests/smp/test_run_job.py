@@ -6,8 +6,6 @@ import copy
 import itertools
 import os
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,8 +17,9 @@ from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp import errors, job
 from neuron_compat.smp.config import ENTRIES, ModelParallelConfig
 from neuron_compat.smp.stored import StoredState
-from tests.jobs import run_on_ranks
-from tests.runs import ROOT, environment
+from tests.jobs import finish, run_on_ranks
+from tests.jobs import places as of_launcher
+from tests.nursery import Call, bear
 from xla_ckpt import CheckpointError, Mesh
 from xla_ckpt.errors import KINDS, from_json
 
@@ -215,7 +214,7 @@ def test_worlds_that_do_not_fit() -> None:
 
 
 def joins_by_itself() -> None:
-    """Run by torchrun: `smp.init` makes the process group."""
+    """In a process as torchrun starts it: `smp.init` makes the process group."""
     smp.init({"tensor_parallel_degree": 2, "ddp": True})
     assert smp.tp_rank() == int(os.environ["RANK"])
     assert torch.distributed.get_backend() == "gloo"
@@ -223,15 +222,10 @@ def joins_by_itself() -> None:
 
 
 def test_it_joins_the_job_of_a_launcher() -> None:
-    code = "from tests.smp.test_run_job import joins_by_itself; joins_by_itself()"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
-         sys.executable, "-c", code],
-        capture_output=True, text=True, env=environment({"OMP_NUM_THREADS": "1"}), cwd=ROOT, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "rank 0 of 2" in done.stdout
-    assert "rank 1 of 2" in done.stdout
+    ended = finish([bear(Call.of(joins_by_itself), env=place) for place in of_launcher(2)])
+    for rank, (code, out, err) in enumerate(ended):
+        assert code == 0, err
+        assert f"rank {rank} of 2" in out
 
 
 def test_another_placement_is_accepted(clean: None, caplog: pytest.LogCaptureFixture) -> None:
