@@ -75,3 +75,21 @@ def test_an_array_that_is_gone_is_refused(tmp_path: Path) -> None:
         xla_ckpt.save(tmp_path, "a", {"w": gone})
     xla_ckpt.save(tmp_path, "a", {"w": jnp.arange(3.0)})
     assert xla_ckpt.restore(tmp_path, "a", {"w": gone}).tree["w"].tolist() == [0, 1, 2], "as a pattern it will do"
+
+
+def donate_what_was_restored(root: Path) -> None:
+    import jax
+
+    step = jax.jit(lambda tree: jax.tree.map(lambda a: a + 1, tree), donate_argnums=0)
+    saved = {"large": jax.numpy.ones((1024, 1024)), "small": jax.numpy.ones(4)}
+    xla_ckpt.save(root, "a", saved)
+    for like in (saved, None):
+        restored = xla_ckpt.restore(root, like=like).tree
+        seen = {name: np.asarray(array) for name, array in restored.items()}
+        after = step(restored)
+        assert all((np.asarray(array) == 2).all() for array in after.values())
+        assert all((array == 1).all() for array in seen.values())
+
+
+def test_restored_arrays_can_be_donated(tmp_path: Path) -> None:
+    run_alone(donate_what_was_restored, tmp_path)

@@ -65,6 +65,26 @@ def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threadi
     assert xla_ckpt.list_tags(tmp_path) == ["a", "b"]
 
 
+def test_a_call_does_not_wait_for_what_the_save_before_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, ended = threading.Event(), list[bool]()
+    tidy = engine_save.Save.tidy
+
+    def held(save: engine_save.Save, *, failed: bool) -> None:
+        ended.append(may_end.wait(30))
+        tidy(save, failed=failed)
+
+    monkeypatch.setattr(engine_save.Save, "tidy", held)
+    put(tmp_path, "a", 1.0, async_save=True).result()
+    second = put(tmp_path, "a", 2.0, async_save=True)
+    assert not second.done()
+    assert ".new-a" not in names_in(tmp_path)  # what is deleted may be the room that it needs
+    may_end.set()
+    assert second.tidied().sequence == 2
+    assert ended == [True, True]
+    assert stored(tmp_path) == 2.0
+    assert names_in(tmp_path) == ["a"]
+
+
 def test_a_load_waits_for_the_save_in_flight(tmp_path: Path, gate: threading.Event) -> None:
     put(tmp_path, "a", 1, async_save=True)
     threading.Timer(0.2, gate.set).start()

@@ -31,7 +31,7 @@ class ArrayAdapter(Protocol):
         """
 
     def look(self, value: Any) -> Hashable | None:
-        """Equal for two arrays of one element type and shape that say nothing of where they lie; else None.
+        """Equal for two arrays of one element type and shape that lie alike, as far as they say so; else None.
 
         A save asks `dtype`, `shape` and `place` of one array of each look.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,13 +15,14 @@ from xla_ckpt import dtypes
 from xla_ckpt.arrays.numpy_array import bytes_of_array
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
-from xla_ckpt.engine.target import ComposedTarget, Target
+from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.storage.pool import HUGE_BYTES
 
 
 def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -62,10 +64,16 @@ def _unfit(sharding: Any, shape: tuple[int, ...], error: ValueError) -> UsageErr
 
 @lightweight()
 class _Place:
-    """Where all arrays of one sharding and shape lie: what this process writes of them, and in which of its shards."""
+    """Where all arrays of one sharding and shape lie."""
 
     local: LocalArray
+    """What this process writes of them."""
+
     numbers: tuple[int, ...]
+    """In which of its shards that is."""
+
+    on_devices: LocalArray
+    """What the devices of this process hold, copies included."""
 
     @classmethod
     def of(cls, value: Any) -> _Place:
@@ -73,7 +81,8 @@ class _Place:
         owned = [(n, _box(s.index, value.shape)) for n, s in enumerate(value.addressable_shards) if s.replica_id == 0]
         boxes = [(number, box) for number, box in owned if box.size]
         pieces = tuple(Piece(Box.whole(box.shape), box) for _, box in boxes)
-        return cls(LocalArray(shape=tuple(value.shape), pieces=pieces), tuple(number for number, _ in boxes))
+        local = LocalArray(shape=tuple(value.shape), pieces=pieces)
+        return cls(local, tuple(number for number, _ in boxes), _on_devices(value.sharding, value.shape))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,6 +98,12 @@ def _element_type(numpy_type: Any) -> DType | None:
     return dtypes.dtype(numpy_type.name) if dtypes.known(numpy_type.name) else None
 
 
+@functools.cache
+def _is_key_type(element_type: Any) -> bool:
+    """Whether it is the type of typed keys of random numbers."""
+    return bool(jax.dtypes.issubdtype(element_type, jax.dtypes.prng_key))
+
+
 class Jax:
     """jax arrays, whole or sharded over the devices of this process."""
 
@@ -97,9 +112,11 @@ class Jax:
     def __init__(self) -> None:
         self._places: dict[tuple[Any, tuple[int, ...]], _Place] = {}
         """By sharding and shape, of which most programs have few: to ask each array takes longer than all the rest."""
+        self._numbers: dict[int, tuple[int, ...]] = {}
+        """The numbers of each place, by the identity of what is written."""
 
     def accepts(self, value: Any) -> bool:
-        return isinstance(value, jax.Array) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        return isinstance(value, jax.Array) and not _is_key_type(value.dtype)
 
     def identity(self, value: Any) -> Hashable | None:
         return "jax", id(value)
@@ -111,7 +128,7 @@ class Jax:
         return element
 
     def look(self, value: Any) -> Hashable | None:
-        return None
+        return None if isinstance(value, jax.core.Tracer) else (value.dtype, value.shape, value.sharding)
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
@@ -131,6 +148,7 @@ class Jax:
         key = value.sharding, value.shape
         if (place := self._places.get(key)) is None:
             place = self._places[key] = _Place.of(value)
+            self._numbers[id(place.local)] = place.numbers
         return place
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
@@ -148,13 +166,15 @@ class Jax:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        return fresh_jax(tuple(value.shape), numpy_dtype(dtype) if dtype else value.dtype, value.sharding)
+        place = self._places.get((value.sharding, value.shape))
+        on_devices = _on_devices(value.sharding, value.shape) if place is None else place.on_devices
+        return NewJax(dtype or self.dtype(value), on_devices, value.sharding)
 
     def _data(self, value: Any, local: LocalArray) -> list[Any]:
         """The data of each piece."""
-        place = self._place(value)
-        if local is place.local:
-            return [value.addressable_data(number) for number in place.numbers]
+        numbers = self._numbers.get(id(local))
+        if numbers is not None:
+            return [value.addressable_data(number) for number in numbers]
         return _data_of_copies(value, local)
 
 
@@ -173,22 +193,54 @@ def _host(data: Any) -> HostShard:
     return HostShard(bytes_of_array(plain), (data, plain), immutable=True)
 
 
+@dataclass(slots=True)
+class NewJax(Target):
+    """A target that makes a new jax array. Only what the devices of this process hold is read, each region once."""
+
+    dtype: DType
+    local: LocalArray
+    sharding: Any
+    """None means jax's default device."""
+
+    parts: dict[Box, Any] = field(default_factory=dict)
+    """The memory of each region."""
+
+    live = False
+
+    def memory(self, slabs: Slabs) -> list[memoryview]:
+        element = numpy_dtype(self.dtype)
+        self.parts = {box: _room(box.shape, element, slabs) for box in self.local.boxes}
+        return [bytes_of_array(part) for part in self.parts.values()]
+
+    def install(self) -> Any:
+        (array,) = self.install_all([self])
+        return array
+
+    @classmethod
+    def install_all(cls, targets: Sequence[NewJax]) -> list[Any]:
+        # One call for all that go to the default device: a call for each takes more than twice as long.
+        free = [target._whole() for target in targets if target.sharding is None]
+        free = iter(jax.device_put(free))
+        return [next(free) if target.sharding is None else target._placed() for target in targets]
+
+    def _whole(self) -> Any:
+        (part,) = self.parts.values()
+        return part
+
+    def _placed(self) -> Any:
+        shape, parts = self.local.shape, self.parts
+        if len(parts) == 1:
+            part = self._whole()
+            return jax.make_array_from_callback(shape, self.sharding, lambda _: part)
+        return jax.make_array_from_callback(shape, self.sharding, lambda index: parts[_box(index, shape)])
+
+
+def _room(shape: tuple[int, ...], element: np.dtype[Any], slabs: Slabs) -> Any:
+    """Memory for a region. On a CPU, jax copies it unless it is aligned, as what slabs give is."""
+    nbytes = math.prod(shape) * element.itemsize
+    return slabs.take(nbytes).view(element).reshape(shape) if nbytes >= HUGE_BYTES else np.empty(shape, element)
+
+
 def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
-    """A target that makes a new jax array; `sharding` None means jax's default device.
-
-    Only the regions that the devices of this process hold are read, each once.
-    """
-    dtype: DType = dtypes.dtype(np.dtype(numpy_type).name)
-    local = _on_devices(sharding, shape)
-    parts: dict[Box, Any] = {}
-
-    def memory(_: Slabs) -> list[memoryview]:
-        parts.update({box: np.empty(box.shape, numpy_dtype(dtype)) for box in local.boxes})
-        return [bytes_of_array(part) for part in parts.values()]
-
-    def install() -> Any:
-        if sharding is None:
-            return jax.device_put(parts[Box.whole(shape)])
-        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_box(index, shape)])
-
-    return ComposedTarget(dtype=dtype, local=local, live=False, fill=memory, finish=install)
+    """A target that makes a new jax array; `sharding` None means jax's default device."""
+    return NewJax(dtypes.dtype(np.dtype(numpy_type).name), _on_devices(sharding, shape), sharding)

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.ending import tell_error
@@ -220,19 +220,25 @@ class Saves:
             return self._turns.setdefault(path, threading.Lock())
 
     def before(self, path: str) -> CheckpointError | None:
-        """The error of the last save on `path`, if nobody has been told yet; waits until that save has ended.
+        """The error of the last save on `path`, if nobody has been told yet; waits until that save has an outcome.
 
-        Whoever has the `turn` raises it, on all ranks: one that was told before would else go on to a save for which
-        the others do not come.
+        For what it deletes then the thread of the next save waits. Whoever has the `turn` raises the error, on all
+        ranks: one that was told before would else go on to a save for which the others do not come.
         """
-        try:
-            self.wait(path)
-        except CheckpointError as error:
+        with self._lock:
+            last = self._latest.get(path)
+        if last is not None and last._thread is not None and last._thread.is_alive():  # not so in a forked child
+            last.wait()
+        if last is None or not last._untold:
+            return None
+        if isinstance(error := _for_later(last), CheckpointError):
             return error
-        return None
+        raise error
 
     def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
-        """Run a save in the background. What a signal handler raises meanwhile is raised when it has begun.
+        """Run a save in the background, after all that the last one on the same path has left to do.
+
+        What a signal handler raises meanwhile is raised when it has begun.
 
         Args:
             handle: Of the save, which has not begun.
@@ -240,11 +246,15 @@ class Saves:
             on_error: Hears of its error before all others.
         """
         go = threading.Event()
+        with self._lock:
+            last = self._latest.get(handle.path)
 
         def work() -> None:
             # A fresh thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller go first.
             go.wait()
             try:
+                if last is not None:
+                    last._join()  # what it deletes may be the room that this save needs
                 handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
@@ -291,7 +301,7 @@ class Saves:
         for other in untold[1:]:
             logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other.error)
         if untold:
-            _raise_to_later(untold[0])
+            raise _for_later(untold[0])
 
     def at_exit(self) -> None:
         """Wait for all saves, and log what failed: nobody is left to raise to."""
@@ -308,20 +318,18 @@ class Saves:
             logger.exception("a save in flight at exit failed")
 
 
-def _raise_to_later(handle: SaveHandle) -> NoReturn:
-    """Raise the error of a save from a later call: it says so, and `handle.error` stays what it was.
-
-    Raises:
-        CheckpointError: Always, or whatever else the save has met.
-    """
+def _for_later(handle: SaveHandle) -> BaseException:
+    """The error of a save for a later call to raise: it says so, and `handle.error` stays what it was."""
     error = handle.error
     assert error is not None
     if not isinstance(error, CheckpointError):
-        raise error
+        return error
     # The tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
     # save out.
     problem = f"an asynchronous save before this call has failed: {error.problem}"
-    raise from_json(error.to_json() | {"problem": problem}) from error
+    later = from_json(error.to_json() | {"problem": problem})
+    later.__cause__ = error
+    return later
 
 
 SAVES = Saves()

@@ -185,9 +185,10 @@ class Stored:
             IncompatibleCheckpointError: The ranks would get other rows than those that they mean.
         """
         local = self.shardings.local(path, value, adapter)
-        record = self.manifest.arrays.get(self.manifest.aliases.get(path, path))
-        if record is not None and record.spec is not None and record.shape == local.shape:
-            self.shardings.compare(path, record, local, self.manifest, own=adapter.place(value, path) is not None)
+        form = self.manifest.arrays.form_at(self.manifest.aliases.get(path, path))
+        if form is not None and form.spec is not None and form.shape == local.shape:
+            own = adapter.place(value, path) is not None
+            self.shardings.compare(path, self.record(path), local, self.manifest, own=own)
         return local
 
     def at(self, path: str) -> Stored | None:
