@@ -50,12 +50,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="also the rest of each matrix, of which else some cases run")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """For ``-n auto`` one more than there are cores: a worker waits for the disk, for servers, and for lost ranks."""
-    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--rest"):
         rest = [item for item in items if item.get_closest_marker("rest")]
