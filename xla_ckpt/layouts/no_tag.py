@@ -74,7 +74,7 @@ def root_named(path: PathLike) -> Root:
         raise UsageError("this is a tag, and no root of tags", path=store.path, hint=f"Pass {above.path}.")
     if not store.is_directory(""):
         raise no_tag(store, None)
-    return root_of(store)
+    return root_of(door.store_at(store.path))  # what `look` has remembered would show a living job as a silent one
 
 
 def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
