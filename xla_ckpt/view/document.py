@@ -20,7 +20,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; p
 header { color: var(--soft); padding: .8rem 0; display: flex; gap: 1rem; }
 h1, h2, h3, h4 { line-height: 1.25; margin: 1.6rem 0 .5rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; } h3, h4 { font-size: 1rem; }
-p, summary, dd { overflow-wrap: anywhere; }
+header, p, summary, dd { overflow-wrap: anywhere; }
 a { color: var(--link); }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
 .skip { position: absolute; left: -99rem; } .skip:focus { left: 1rem; }
