@@ -214,7 +214,7 @@ def alone_it_says_which_extra_else_takes(small: Installed, tags: Path) -> None:
         (["convert", "run/a", "new", "--to", "xser"], "torch", "torch"),
         (["convert", "run/a", "new.pt", "--to", "torch"], "torch", "torch"),
     ):
-        assert says(small.command(*words, cwd=tags, code=1), needs(package, extra)), words
+        assert says(small.command(*words, cwd=tags, code=2), needs(package, extra)), words
     program = """
     import numpy, xla_ckpt
     def save(**options):

@@ -52,7 +52,7 @@ def test_several_files_and_an_index(tmp_path: Path, model: torch.nn.Module, caps
     assert merged.keys() == want.keys() == index["weight_map"].keys()
     assert all(torch.equal(merged[k], v) for k, v in want.items())
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in want.values())
-    assert main(arguments) == 1  # it is there already
+    assert main(arguments) == 2  # it is there already
     assert "must not exist" in capsys.readouterr().err
 
 

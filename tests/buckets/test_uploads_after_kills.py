@@ -184,11 +184,11 @@ def test_the_command_uploads_no_tags_of_other_libraries(
 
 
 def test_the_command_needs_a_directory_of_tags(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in (
-        ([str(tmp_path / "none"), root], "there is no checkpoint"),
-        ([root, str(tmp_path)], "local= is a directory for tags that go to an object store"),
+    for words, code, told in (
+        ([str(tmp_path / "none"), root], 1, "there is no checkpoint"),
+        ([root, str(tmp_path)], 2, "local= is a directory for tags that go to an object store"),
     ):
-        assert main(["upload", *words]) == 1
+        assert main(["upload", *words]) == code
         assert told in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
     xla_ckpt.save(tmp_path, "a", tree(1))
@@ -196,5 +196,5 @@ def test_the_command_needs_a_directory_of_tags(root: str, tmp_path: Path, capsys
     assert capsys.readouterr().out == "a: uploaded\n"
     with pytest.raises(UsageError, match="has tags of another root"):
         save(f"{root}2", tmp_path, "b")
-    assert main(["upload", str(tmp_path), f"{root}2"]) == 1
+    assert main(["upload", str(tmp_path), f"{root}2"]) == 2
     assert "has tags of another root" in capsys.readouterr().err

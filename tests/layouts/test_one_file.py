@@ -450,7 +450,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         where = str(tmp_path / (f"{to}.pt" if to == "torch" else to))
         assert main(["convert", str(file), where, "--to", to]) == 0, capsys.readouterr().err
     assert main(["export", str(file), str(tmp_path / "hf")]) == 0
-    assert main(["convert", str(file), str(tmp_path / "native"), "--to", "native"]) == 1
+    assert main(["convert", str(file), str(tmp_path / "native"), "--to", "native"]) == 2
     assert "--as" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none.pt"), str(tmp_path / "x"), "--to", "native"]) == 1
     assert "Nothing lies there" in capsys.readouterr().err

@@ -264,5 +264,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", *where, "--to", "torch", "--part", "model"]) == 0
     assert "as torch" in capsys.readouterr().out
     assert not differences(dict(model.state_dict()), loaded(tmp_path / "model.pt"))
-    assert main(["convert", *where, "--to", "torch"]) == 1
+    assert main(["convert", *where, "--to", "torch"]) == 2
     assert "Name another one, or remove it first" in capsys.readouterr().err
