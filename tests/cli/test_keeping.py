@@ -135,7 +135,7 @@ def test_what_is_no_root_of_tags_is_told_so(root: Path, tmp_path: Path, capsys: 
         assert (code, out, "torch wrote this" in err) == (2, "", True)
     for words in (["rm", tmp_path / "x.pt", "--yes"], ["pin", tmp_path / "x.pt"]):
         code, _, err = call(capsys, *words)
-        assert (code, "torch wrote this, which this library neither pins nor deletes" in err) == (2, True)
+        assert (code, "torch wrote this file, which this library neither pins nor deletes" in err) == (2, True)
     assert (tmp_path / "x.pt").exists()
     xla_ckpt.save(root / "above" / "lm", "a", {"w": torch.ones(2)})
     code, out, err = call(capsys, "clean", root / "above")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_each
 from xla_ckpt.errors import UsageError
-from xla_ckpt.storage.door import store_at
 
 if TYPE_CHECKING:
     from xla_ckpt.api.checkpoints import Checkpoints
@@ -70,6 +69,7 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 
 def rm(args: argparse.Namespace) -> int:
     """The command ``rm``; returns its exit code."""
+    from xla_ckpt.storage.door import store_at
     from xla_ckpt.tags.deleting import check_deletable
     from xla_ckpt.tags.roots import root_of
 

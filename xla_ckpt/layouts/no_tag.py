@@ -50,8 +50,10 @@ def check_is_own(store: Store, tag: str) -> None:
         UsageError: Another library wrote it, or it is a single file.
     """
     if (foreign := find_foreign(store, tag)) is not None:
+        layout, _ = foreign
+        kind = "tag" if layout.tagged else "file" if layout.one_file else "directory"
         raise UsageError(
-            f"{foreign[0].origin or foreign[0].name} wrote this, which this library neither pins nor deletes",
+            f"{layout.origin or layout.name} wrote this {kind}, which this library neither pins nor deletes",
             path=store.path,
             tag=tag,
             hint="Retention never deletes it. Remove its files yourself.",

@@ -161,7 +161,7 @@ def _inferred(
     if not fitting:
         return UnknownArray(
             problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
-            hint=f"The model, or the config.json, has to be that of this checkpoint. {HINT}",
+            hint=f"If the model, or the config.json, is that of this checkpoint, say how the array was split. {HINT}",
             expected=str(list(wanted)),
         )
     if len(fitting) > 1:
