@@ -26,17 +26,17 @@ NOISY = 1.25
 
 
 def document(results: Results, groups: Sequence[Group]) -> str:
-    """The whole of docs/measured/performance.md."""
-    parts = [
-        "# Performance",
-        _made(results),
-        _AROUND,
-        targets_table(results),
-    ]
+    """The whole of docs/measured/performance.md; of groups without targets, their tables and what they need."""
+    parts, notes = ["# Performance", _made(results)], NOTES
+    if any(target.source.read(results) for target in TARGETS):
+        parts += [_AROUND, targets_table(results)]
+    else:
+        words = " ".join(text for group in groups for text in (group.title, *(row.name for row in group.rows))).lower()
+        notes = {name: text for name, text in NOTES.items() if name in ("all", "memory") or name in words}
     for group in groups:
         if group.key in results.rows:
             parts += [f"## {group.title}", *_picture(group, results), table(group, results)]
-    parts += ["## How to read the rows", "\n".join(f"* *{name}*: {text}" for name, text in NOTES.items())]
+    parts += ["## How to read the rows", "\n".join(f"* *{name}*: {text}" for name, text in notes.items())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -46,11 +46,8 @@ def _made(results: Results) -> str:
     noise = "there was one round, so nothing says how noisy it was" if spread is None else (
         f"the slowest round of a row took {spread:.2f} times as long as its fastest, in the middle of all rows"
     )  # fmt: skip
-    quiet = (
-        "was not quiet"
-        if spread is None or spread > NOISY or about["unquiet"] > about["measured"] / 10
-        else "was quiet"
-    )
+    noisy = about["unquiet"] > about["measured"] / 10 or (spread is not None and spread > NOISY)
+    quiet = "was not quiet" if noisy else "may not have been quiet" if spread is None else "was quiet"
     return (
         f"Made by `{about['command']}` ({about['rounds']} interleaved rounds, fewer of rows that take long; every "
         f"measurement a fresh process) on {about['machine']}.\n"

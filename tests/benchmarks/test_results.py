@@ -152,6 +152,16 @@ def test_a_noisy_run_says_so() -> None:
     assert "The machine was not quiet" in render.document(cold([1.0, 1.3], [1.0, 1.3]), [])
 
 
+def test_a_run_of_groups_without_targets_has_their_tables_alone() -> None:
+    results = Results(dict(ABOUT), {"jax-load": {"orbax v1": Outcome([{"seconds": 2.0}])}})
+    text = render.document(results, [Group("jax-load", "Load of jax arrays", (Row("orbax v1", imports, ()),))])
+    assert "| orbax v1 | 2.00 s |" in text
+    assert "The machine may not have been quiet" in text
+    assert "* *orbax*: " in text
+    assert "Targets" not in text
+    assert "tensorizer" not in text
+
+
 def test_bars_are_as_long_as_their_values() -> None:
     svg = plots.bars("A & B", [plots.Bar("a<b", 2.0, "2.00", True), plots.Bar("c", 1.0, "1.00", False)])
     assert "A &amp; B" in svg
