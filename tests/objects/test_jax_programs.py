@@ -1,10 +1,11 @@
-"""flax and optax, the real packages: their states through this library and through orbax, both ways.
+"""flax, optax and grain, the real packages: their states through this library, and of two of them through orbax.
 
 `make test-objects` installs them, and runs these tests with them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.objects import of_jax
 from tests.objects.of_jax import BATCH
 from tests.objects.trial import Case, tried
 
-for package in ("flax", "optax"):
+for package in ("flax", "optax", "grain"):
     pytest.importorskip(package, reason=f"{package} is not installed: make test-objects")
 
 CASES: list[Case] = [case for cases in of_jax.ALL for case in cases()]
@@ -88,3 +89,27 @@ def test_this_library_saves_and_orbax_restores(tmp_path: Path, states: tuple[Any
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         assert_restored(manager.restore(1, args=ocp.args.StandardRestore(like)), like, states[0])
     assert_restored(xla_ckpt.restore(tmp_path / "run", like=states[1]).tree, states[1], states[0])
+
+
+def iterator_of_a_loader() -> Any:
+    import grain.python as grain
+
+    sampler = grain.IndexSampler(100, shuffle=True, seed=3, num_epochs=1, shard_options=grain.NoSharding())
+    return iter(grain.DataLoader(data_source=grain.RangeDataSource(0, 100, 1), sampler=sampler, worker_count=0))
+
+
+def iterator_of_a_dataset() -> Any:
+    import grain.python as grain
+
+    return iter(grain.MapDataset.range(100).shuffle(seed=4).batch(3).to_iter_dataset())
+
+
+@pytest.mark.parametrize("iterator", [iterator_of_a_loader, iterator_of_a_dataset])
+def test_an_iterator_of_grain_goes_on_where_it_was(tmp_path: Path, iterator: Callable[[], Any]) -> None:
+    first, again = iterator(), iterator()
+    for _ in range(7):
+        next(first)
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": jnp.ones(2)}, extras={"data": first})
+    expected = [np.asarray(next(first)).tolist() for _ in range(5)]
+    xla_ckpt.load_checkpoint(tmp_path, model={"w": jnp.zeros(2)}, extras={"data": again})
+    assert [np.asarray(next(again)).tolist() for _ in range(5)] == expected
