@@ -72,17 +72,13 @@ class _Place:
     numbers: tuple[int, ...]
     """In which of its shards that is."""
 
-    on_devices: LocalArray
-    """What the devices of this process hold, copies included."""
-
     @classmethod
     def of(cls, value: Any) -> _Place:
         """That of an array. Of the copies of a region, jax counts one as the first: this is written."""
         owned = [(n, _box(s.index, value.shape)) for n, s in enumerate(value.addressable_shards) if s.replica_id == 0]
         boxes = [(number, box) for number, box in owned if box.size]
         pieces = tuple(Piece(Box.whole(box.shape), box) for _, box in boxes)
-        local = LocalArray(shape=tuple(value.shape), pieces=pieces)
-        return cls(local, tuple(number for number, _ in boxes), _on_devices(value.sharding, value.shape))
+        return cls(LocalArray(shape=tuple(value.shape), pieces=pieces), tuple(number for number, _ in boxes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,9 +162,7 @@ class Jax:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        place = self._places.get((value.sharding, value.shape))
-        on_devices = _on_devices(value.sharding, value.shape) if place is None else place.on_devices
-        return NewJax(dtype or self.dtype(value), on_devices, value.sharding)
+        return NewJax(dtype or self.dtype(value), _on_devices(value.sharding, value.shape), value.sharding)
 
     def _data(self, value: Any, local: LocalArray) -> list[Any]:
         """The data of each piece."""

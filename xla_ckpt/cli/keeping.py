@@ -175,15 +175,11 @@ def _best(text: str) -> Retention:
     match text.split(":"):
         case [name]:
             return BestN(name)
-        case [name, count] if _counts(count):
+        case [name, count] if options.is_at_least_one(count):
             return BestN(name, int(count))
-        case [name, count, ("min" | "max") as mode] if _counts(count):
+        case [name, count, ("min" | "max") as mode] if options.is_at_least_one(count):
             return BestN(name, int(count), mode)
     raise UsageError("--best makes no sense", expected="NAME, NAME:N or NAME:N:max, such as loss:2", found=text)
-
-
-def _counts(text: str) -> bool:
-    return text.isdecimal() and len(text) <= options.MAX_DIGITS and int(text) > 0
 
 
 def _last(text: str) -> Retention:

@@ -112,9 +112,14 @@ def add_max_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def is_at_least_one(text: str) -> bool:
+    """Whether a text is a whole number from 1."""
+    return text.isdecimal() and len(text) <= MAX_DIGITS and int(text) > 0
+
+
 def at_least_one(text: str) -> int:
     """A whole number from 1, as argparse wants it."""
-    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < 1:
+    if not is_at_least_one(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
     return int(text)
 

@@ -132,7 +132,7 @@ def _parameters(optimizer: Mapping[str, Any]) -> list[Any]:
 def _chosen(
     optimizers: Sequence[DictAt], model: DictAt | UnknownArray | None, hints: Hints
 ) -> DictAt | UnknownArray | None:
-    """The optimizer that is meant; unknown if that cannot be told, and the program has one."""
+    """The optimizer that is meant; unknown if that cannot be told."""
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     candidates = list(optimizers)
@@ -148,8 +148,6 @@ def _chosen(
     candidates = called if len(called) == 1 else candidates
     if len(candidates) == 1:
         return candidates[0]
-    if hints.groups is None:
-        return None
     return UnknownArray(
         problem=f"several optimizers are stored, and nothing says which one is meant: {_listed(candidates)}",
         hint="Read all of them with restore(path), and hand them over by their own load_state_dict.",

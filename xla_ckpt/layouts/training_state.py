@@ -50,7 +50,8 @@ def training_state(tree: Mapping[str, Any], hints: Hints, is_array: Callable[[An
         called = program_names(model.members, hints.arrays)
         parts[schema.MODEL] = {called.get(name, name): value for name, value in model.members.items()}
     if isinstance(optimizer, UnknownArray):
-        parts[schema.OPTIMIZER] = optimizer
+        if hints.groups is not None:  # a program without one finds all of them among the extras
+            parts[schema.OPTIMIZER] = optimizer
     elif optimizer is not None:
         known = parts.get(schema.MODEL)
         parts[schema.OPTIMIZER] = _optimizer(optimizer.members, list(known) if isinstance(known, dict) else [], hints)

@@ -46,11 +46,6 @@ def where_is(tree: Mapping[Any, Any], hints: Hints) -> Where:
     """
     places = member_places({key: value for key, value in tree.items() if isinstance(key, str)}, hints, _FORM)
     optimizer = places.optimizer
-    if optimizer is None and places.optimizers:
-        listed = ", ".join(place.name for place in places.optimizers)
-        optimizer = UnknownArray(
-            problem=f"several optimizers are stored, and nothing says which one is meant: {listed}"
-        )
     if isinstance(optimizer, UnknownArray) and not hints.optimizer:
         # It shows all the same which parameters are split.
         optimizer = places.optimizers[0]
