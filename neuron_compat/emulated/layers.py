@@ -22,13 +22,7 @@ from neuron_compat.emulated.mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from neuron_compat.emulated.partition import (
-    Device,
-    PartitionedModule,
-    padding,
-    parallel_parameter,
-    true_device,
-)
+from neuron_compat.emulated.partition import Device, PartitionedModule, padding, parallel_parameter, true_device
 from xla_ckpt import UsageError
 
 Init = Callable[[torch.Tensor], Any]

@@ -27,11 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_compat.lazy import imported
-from neuron_compat.smp.errors import (
-    DDPNotEnabledError,
-    NotInitializedError,
-    SMPRuntimeError,
-)
+from neuron_compat.smp.errors import DDPNotEnabledError, NotInitializedError, SMPRuntimeError
 from xla_ckpt import Mesh
 
 logger = logging.getLogger(__name__)
