@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import select
 import shutil
 import signal
@@ -198,7 +199,10 @@ def test_a_second_job_is_told_and_the_first_goes_on(how: dict[str, Any], root: P
     said, told = another(root, **how)
     assert said.startswith("RootInUseError: another process saves to this root [tag other, rank 0")
     assert f"process {first.process.pid} of " in said
+    assert re.search(r"; it was watched for \d+\.\d s, and has said in that time that it runs\. Save to", said)
     assert [line.split(":")[0] for line in told] == [f"WARNING {root}"], "it waited, and said so"
+    assert "still runs, for at most 60 s: process " in told[0]
+    assert "With XLA_CKPT_LEASE=take in the environment a job does not wait" in told[0]
     assert first.go_on() == ""
     assert xla_ckpt.list_tags(root) == ["first", "second"]
 

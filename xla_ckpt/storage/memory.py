@@ -246,8 +246,9 @@ class MemoryStore(Addresses):
         """Itself: no question costs anything."""
         return self
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Nothing: it is there when a file is, and can be written."""
+        return False
 
     def in_bucket(self, name: str) -> InBucket:
         return InBucket("memory", "", self.below(name))

@@ -75,7 +75,7 @@ def save_checkpoint(
         scheduler,
         user_content,
         num_workers=num_workers,
-        num_kept_ckpts=None if num_kept_ckpts == -1 else num_kept_ckpts,
+        num_kept_ckpts=num_kept_ckpts,
         async_save=async_save,
         zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,
