@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,3 +166,27 @@ def test_who_looks_at_the_wrong_moment_does_not_leave_a_directory_unmarked(
     assert store.in_use("a")
     directory.close()
     assert not store.in_use("a")
+
+
+@pytest.mark.parametrize("how", ["rmdir", "unlink"])
+def test_a_directory_goes_although_its_user_writes_to_it_meanwhile(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was taken over shows one more sign of life: a file is new, or the one that was listed has another name."""
+    directory, call = tmp_path / "lease", getattr(os, how)
+    directory.mkdir()
+    (directory / "owner.json").touch()
+    (directory / "owner.json.new").touch()
+    written: list[str] = []
+
+    def meanwhile(path: str, *args: Any, **more: Any) -> None:
+        if not written:
+            written.append(path)
+            (directory / "owner.json.new").touch()
+            (directory / "owner.json.new").rename(directory / "owner.json")
+        call(path, *args, **more)
+
+    monkeypatch.setattr(os, how, meanwhile)
+    LocalStore(str(tmp_path)).remove("lease")
+    assert written
+    assert not directory.exists()

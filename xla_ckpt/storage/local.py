@@ -35,6 +35,9 @@ A file system whose numbers of files change would have it opened for ever.
 MARKS = 50
 """How often it is tried to mark a directory as being in use, a millisecond apart."""
 
+REMOVALS = 3
+"""How often it is tried to remove a directory that somebody still writes to."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _AT_FDCWD = -100
@@ -179,7 +182,17 @@ class LocalStore:
         raise OSError(code, os.strerror(code), self._at(one), None, self._at(other))
 
     def remove(self, name: str) -> None:
-        shutil.rmtree(self._at(name))
+        path = self._at(name)
+        removed = os.stat(path, follow_symlinks=False)
+        for left in reversed(range(REMOVALS)):
+            try:
+                shutil.rmtree(path)
+                return
+            except OSError as error:
+                # Another process that has the directory open, such as one whose lease was taken over, may write to it
+                # meanwhile: then a file is new, or one that was listed has another name.
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not left or not _is_at(path, removed):
+                    raise
 
     def remove_unused(self, name: str) -> bool:
         directory = LocalDirectory(self._at(name))
@@ -215,6 +228,14 @@ class LocalStore:
             directory.sync()
         finally:
             directory.close()
+
+
+def _is_at(path: str, status: os.stat_result) -> bool:
+    """Whether a directory still has this name, and not another one that was made since."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), status)
+    except FileNotFoundError:
+        return False
 
 
 def _mark(directory: LocalDirectory, how: int) -> None:
