@@ -50,7 +50,10 @@ class Sharing(Protocol):
         rows: Sequence[tuple[Mixed, Want]],
         itemsize: Mapping[str, int],
     ) -> None:
-        """Send on what this rank read for others, and receive what they read for it."""
+        """Send on what this rank read for others, and receive what they read for it. All ranks of the job call it.
+
+        `rows` are the reads for mixed boxes, whose memory is in `slots`, too; `itemsize` is in bytes, by leaf path.
+        """
 
 
 @dataclass(frozen=True, slots=True)

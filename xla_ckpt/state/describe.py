@@ -28,8 +28,7 @@ from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
-from xla_ckpt.snapshot.sample import windows
-from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard
+from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard, windows
 from xla_ckpt.state.frozen_base import tree_of_base
 from xla_ckpt.state.members import State
 from xla_ckpt.state.mistakes import check_may_be_pickled
@@ -86,7 +85,6 @@ class HeldArrays(Columns[HeldArray]):
         return len(self.paths)
 
     def row(self, number: int) -> HeldArray:
-        """See `Columns`."""
         return HeldArray(self.values[number], self.locals[number], self.adapters[number])
 
 

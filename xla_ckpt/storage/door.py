@@ -10,15 +10,17 @@ from urllib.parse import unquote
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.memory import MemoryFiles, MemoryStore
 
 PathLike = str | os.PathLike[str]
 
-_MEMORY = MemoryFiles()
-"""What this process keeps in memory: ``memory://``."""
-
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 """What pathlib makes of the beginning of an address such as ``s3://bucket``."""
+
+
+def _memory(path: str) -> Store:
+    from xla_ckpt.storage.memory import FILES, MemoryStore  # which few programs use
+
+    return MemoryStore(path, FILES)
 
 
 def _remote(path: str) -> Store:
@@ -28,7 +30,7 @@ def _remote(path: str) -> Store:
 
 
 _SCHEMES: dict[str, Callable[[str], Store]] = {
-    "memory": lambda path: MemoryStore(path, _MEMORY),
+    "memory": _memory,
     "s3": _remote,
     "gs": _remote,
     "az": _remote,
@@ -110,11 +112,7 @@ def full_path(path: PathLike) -> str:
 
 
 def _absolute(path: str) -> str:
-    """The full path of a directory of a file system.
-
-    Raises:
-        StorageError: It is relative to the directory that the program works in, and somebody removed that one.
-    """
+    """The full path of a directory. It fails where the directory that the program works in was removed."""
     with storage_errors("asking which directory the program works in", path=path):
         return os.path.abspath(path)
 

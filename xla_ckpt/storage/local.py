@@ -5,6 +5,7 @@ A lock on the descriptor of a directory says that it is in use.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -181,8 +182,7 @@ class LocalStore:
         shutil.rmtree(self._at(name))
 
     def remove_unused(self, name: str) -> bool:
-        directory = LocalDirectory(self._at(name))
-        try:
+        with contextlib.closing(LocalDirectory(self._at(name))) as directory:
             try:
                 # Kept until it is removed: what is removed goes by its name, and without the lock another program could
                 # remove it first and fill a new directory of that name.
@@ -195,8 +195,6 @@ class LocalStore:
             if not directory.is_at(directory.name):
                 raise FileNotFoundError(errno.ENOENT, "another program removed it", directory.path)
             self.remove(name)
-        finally:
-            directory.close()
         return True
 
     def remove_empty(self, name: str) -> bool:
@@ -209,11 +207,8 @@ class LocalStore:
         return True
 
     def sync(self) -> None:
-        directory = LocalDirectory(self.path)
-        try:
+        with contextlib.closing(LocalDirectory(self.path)) as directory:
             directory.sync()
-        finally:
-            directory.close()
 
 
 def _mark(directory: LocalDirectory, how: int) -> None:

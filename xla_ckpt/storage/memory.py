@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.addresses import Addresses
 from xla_ckpt.storage.base import Changed, InBucket, ReadDirectory
+from xla_ckpt.storage.remote import SpooledSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +100,6 @@ def _error(number: int, path: str) -> OSError:
     return OSError(number, errno.errorcode[number], path)
 
 
-class MemorySink:
-    """A file being written into memory. Nobody sees anything of it before `commit`."""
-
-    def __init__(self, objects: MemoryFiles, name: str, size: int) -> None:
-        self._objects, self._name, self._data = objects, name, bytearray(size)
-
-    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
-        if offset + nbytes > len(self._data):
-            raise ValueError(f"{self._name}: write past the announced size")
-        self._data[offset : offset + nbytes] = buffer[:nbytes]
-
-    def patch(self, data: bytes | memoryview, offset: int) -> None:
-        self._data.extend(bytes(max(offset + len(data) - len(self._data), 0)))
-        self.write(memoryview(data), len(data), offset)
-
-    def commit(self) -> None:
-        try:
-            self._objects.put(self._name, bytes(self._data), None)
-        except Changed:
-            raise _error(errno.EEXIST, self._name) from None
-
-    def abandon(self) -> None:
-        """Nothing to release."""
-
-
 class MemorySource:
     """A file being read from memory; it counts what was read."""
 
@@ -174,17 +150,19 @@ class MemoryDirectory:
         return self
 
     def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
-        sink, at = self.create(path, size), 0
-        for chunk in chunks:
-            sink.write(chunk, len(chunk), at)
-            at += len(chunk)
-        sink.commit()
+        self._put(self._full(path), b"".join(map(bytes, chunks)))
 
-    def create(self, path: str, size: int) -> MemorySink:
+    def create(self, path: str, size: int) -> SpooledSink:
         full = self._full(path)
         if full in self.objects:
             raise _error(errno.EEXIST, path)
-        return MemorySink(self.objects, full, size)
+        return SpooledSink(lambda file: self._put(full, file.read()), size)
+
+    def _put(self, full: str, data: bytes) -> None:
+        try:
+            self.objects.put(full, data, None)
+        except Changed:
+            raise _error(errno.EEXIST, full) from None
 
     def make(self, path: str) -> None:
         """Nothing: a directory is there when a file is."""
@@ -198,11 +176,10 @@ class MemoryDirectory:
     def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, MemoryDirectory), "both are directories of one store"
         try:
-            self.objects.put(self._full(name), source.objects[source._full(path)], None)
+            data = source.objects[source._full(path)]
         except KeyError:
             raise _error(errno.ENOENT, path) from None
-        except Changed:
-            raise _error(errno.EEXIST, name) from None
+        self._put(self._full(name), data)
 
     def files(self) -> list[str]:
         return [name[len(self.prefix) :] for name in self.objects.below(self._full(""))]
@@ -220,12 +197,16 @@ class MemoryDirectory:
         self._open = False
 
 
+FILES = MemoryFiles()
+"""What this process keeps at ``memory://``."""
+
+
 class MemoryStore(Addresses):
     """A root in memory.
 
     Args:
         path: Its address.
-        objects: All files at ``memory://``; stores that share them find each other's.
+        objects: All files; stores that share them find each other's.
     """
 
     file_system = None
