@@ -147,25 +147,19 @@ class TagReader:
             if (source := self._sources.get(file)) is not None:
                 return source
             record = self.manifest.files[file]
-            with (
-                naming(path=self.root, tag=self.tag, file=record.path),
-                storage_errors("opening a payload file", path=self.root, tag=self.tag, file=record.path),
-            ):
+            with naming(path=self.root, tag=self.tag, file=record.path), storage_errors("opening a payload file"):
                 try:
                     source = self.directory.open(record.path, record.size)
                 except (FileNotFoundError, NotADirectoryError):
                     raise self.missing(file) from None
-            self._sources[file] = source
-            if source.size != record.size:
-                raise CorruptCheckpointError(
-                    "a file does not have its size",
-                    path=self.root,
-                    tag=self.tag,
-                    file=record.path,
-                    expected=f"{record.size} bytes",
-                    found=source.size,
-                    hint=f"It was cut off or replaced. {self.hint}",
-                )
+                self._sources[file] = source
+                if source.size != record.size:
+                    raise CorruptCheckpointError(
+                        "a file does not have its size",
+                        expected=f"{record.size} bytes",
+                        found=source.size,
+                        hint=f"It was cut off or replaced. {self.hint}",
+                    )
             return source
 
     def missing(self, file: int) -> CheckpointError:
@@ -181,7 +175,10 @@ class TagReader:
         """
         source = self.source(file)
         with naming(path=self.root, tag=self.tag):
-            return head_of(source, self.manifest.files[file], lambda: self.hint)
+            try:
+                return head_of(source, self.manifest.files[file], lambda: self.hint)
+            except FileNotFoundError:
+                raise self.missing(file) from None  # a store that was not asked for it when it was opened
 
     def object(self, index: int, leaf: str, *, trust: bool) -> Any:
         """The object of this number in the skeleton.

@@ -212,7 +212,7 @@ def describe(
         structure=flat.skeleton,
         structure_objects=all_objects,
         speaks=speaks,
-        parts={p: _digest(_common(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
+        parts={p: _digest_of_part(flat.skeleton, p) for p in state.parts} if placement.world > 1 else {},
         replicas=replicas,
     )
 
@@ -294,15 +294,12 @@ def shards_apart(
     }
 
 
-def _common(skeleton: Json, part: str) -> Json:
-    """A part of a skeleton, less what each rank has its own of."""
+def _digest_of_part(skeleton: Json, part: str) -> str:
+    """That of a part of a skeleton, less what each rank has its own of."""
     stored = part_at(skeleton, part)
     own = part == schema.OPTIMIZER and isinstance(stored, dict) and schema.OWN in stored
-    return {k: v for k, v in stored.items() if k != schema.OWN} if own else stored
-
-
-def _digest(skeleton: Json) -> str:
-    return to_hex(digest(json.dumps(skeleton).encode()))
+    common = {k: v for k, v in stored.items() if k != schema.OWN} if own else stored
+    return to_hex(digest(json.dumps(common).encode()))
 
 
 def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:

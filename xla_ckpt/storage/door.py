@@ -17,24 +17,17 @@ _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 """What pathlib makes of the beginning of an address such as ``s3://bucket``."""
 
 
-def _memory(path: str) -> Store:
-    from xla_ckpt.storage.memory import FILES, MemoryStore  # which few programs use
-
-    return MemoryStore(path, FILES)
-
-
-def _remote(path: str) -> Store:
+def _object_store(path: str) -> Store:
     from xla_ckpt.storage.remote import RemoteStore  # who has no bucket needs no obstore
 
-    return RemoteStore(path)
+    if not path.startswith("memory:"):
+        return RemoteStore(path)
+    from xla_ckpt.storage.memory import FILES
+
+    return RemoteStore(path, FILES)
 
 
-_SCHEMES: dict[str, Callable[[str], Store]] = {
-    "memory": _memory,
-    "s3": _remote,
-    "gs": _remote,
-    "az": _remote,
-}
+_SCHEMES: dict[str, Callable[[str], Store]] = dict.fromkeys(("memory", "s3", "gs", "az"), _object_store)
 """What makes the store of an address ``scheme://...``; a path without a scheme is a directory of a file system."""
 
 
