@@ -80,7 +80,7 @@ check: $(READY) ## lint, types, architecture
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/measured/performance.md
+bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 40 quiet minutes; writes docs/measured/performance.md
 	$(BIN)/python -m benchmarks.peers --write
 
 bench-short: $(READY) ## what the targets are about, once, in some minutes; writes nothing

@@ -43,25 +43,16 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_HOMES = {
-    "emulation": ("Emulation", "emulate"),
-    "nxd": (  # with its submodules, for `import neuron_compat as nxd`
-        "finalize_checkpoint",
-        "has_checkpoint",
-        "initialize_parallel_model",
-        "initialize_parallel_optimizer",
-        "load_checkpoint",
-        "neuronx_distributed_config",
-        "save_checkpoint",
-        "modules",
-        "optimizer",
-        "parallel_layers",
-        "trainer",
-        "utils",
-    ),
-}
-
-__getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd", "smp"])
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "emulation": "Emulation emulate",
+        "nxd": "finalize_checkpoint has_checkpoint initialize_parallel_model initialize_parallel_optimizer "
+        "load_checkpoint neuronx_distributed_config save_checkpoint "
+        "modules optimizer parallel_layers trainer utils",  # for `import neuron_compat as nxd`
+    },
+    ["nxd", "smp"],
+)
 
 if os.environ.get("NEURON_COMPAT_EMULATE") == "1":
     __getattr__("emulate")(join=False)

@@ -72,7 +72,7 @@ def below(package: str, module: str, missing: Mapping[str, str]) -> dict[str, st
 
 def lazily(
     package: str,
-    homes: Mapping[str, Iterable[str]],
+    homes: Mapping[str, str],
     submodules: Iterable[str] = (),
     missing: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -80,16 +80,17 @@ def lazily(
 
     Args:
         package: Its ``__name__``.
-        homes: Module, in full or relative to the package -> the names that the package has from it.
+        homes: Module, in full or relative to the package -> the names that the package has from it, with blanks
+            between them.
         submodules: Modules that are names of the package without having been imported.
         missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
             `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
 
-    >>> load, names = lazily("neuron_compat.nxd", {"neuron_compat.groups": ["rank_groups"]}, ["trainer"])
+    >>> load, names = lazily("neuron_compat.nxd", {"neuron_compat.groups": "members rank_groups"}, ["trainer"])
     >>> load("rank_groups").__name__, "trainer" in names()
     ('rank_groups', True)
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
     known = {*home_of, *submodules}
     instead = missing or {}
 

@@ -85,7 +85,7 @@ def _about(args: argparse.Namespace) -> dict[str, object]:
     command = f"python -m benchmarks.peers {' '.join(words)}" if words else "make bench"
     return {
         "command": command, "gb": args.gb, "machine": machine.description(),
-        "load_before": machine.load_average(),
+        "load_before": machine.load_average(), "speed": machine.speed(),
     }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Measure our saves and loads.")
     parser.add_argument("--gb", type=float, default=1.0, help="size of a saved state; loads have twice as much")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=20, help="no round begins that would end later than this")
+    parser.add_argument("--minutes", type=float, default=40, help="no round begins that would end later than this")
     parser.add_argument("--only", default="", help="groups, with commas between them; by default all")
     parser.add_argument("--short", action="store_true", help="only the rows that targets are about")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one measurement may take")

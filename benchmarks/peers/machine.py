@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.peers.installed import PACKAGES, PEERS
 from tests.runs import ROOT
 
@@ -93,6 +95,25 @@ def _is_quiet() -> bool:
 def load_average() -> float:
     """The load of the last minute."""
     return os.getloadavg()[0]
+
+
+def speed() -> str:
+    """How fast it is now, by three things that take longer on a slow day; nothing else may run meanwhile."""
+    began = time.perf_counter()
+    for _ in range(10_000_000):
+        pass
+    loop, gb = time.perf_counter() - began, 10**9 // 8
+    began = time.perf_counter()
+    fresh = np.zeros(gb)  # none of its pages is there yet
+    fresh[:] = 1.0
+    touched = time.perf_counter() - began
+    began = time.perf_counter()
+    fresh[: gb // 2] = fresh[gb // 2 :]
+    copied = time.perf_counter() - began
+    return (
+        f"ten million turns of an empty loop of Python took {loop:.2f} s, to fill 1 GB of fresh memory took "
+        f"{touched:.2f} s, and to copy half a GB into memory that is there {copied:.2f} s"
+    )
 
 
 def description() -> str:

@@ -53,6 +53,7 @@ def _made(results: Results) -> str:
         f"measurement a fresh process) on {about['machine']}.\n"
         f"The machine {quiet}: its load was {about['load_before']:.2f} before the run, {noise}, and before "
         f"{about['unquiet']} of {about['measured']} measurements it did not become idle.\n"
+        f"Just before the run, {about['speed']}.\n"
         "Compare within this run only, and trust ratios rather than seconds. "
         "Nothing was measured on a TPU or a Trainium chip."
     )

@@ -109,6 +109,7 @@ def run(
 
     Returns how many rounds there were: no round begins that would not end within `seconds` if each of its rows took as
     long as it did in the round before. (The first round prepares, so that the second is said to be longer than it is.)
+    Where there is not time enough for all rows, the round has those that targets are about.
     """
     over = time.monotonic() + seconds
     took: dict[tuple[str, str], float] = {}
@@ -119,8 +120,14 @@ def run(
             for row in _in_turn(group.rows, len(results.runs(group.key, group.rows[0].name)))
             if number < row.rounds and not results.outcome(group.key, row.name).error
         ]
-        if time.monotonic() + sum(took.get((group.key, row.name), 0.0) for group, row in turns) > over:
-            return number
+
+        def fits(turns: Sequence[tuple[Group, Row]]) -> bool:
+            return time.monotonic() + sum(took.get((group.key, row.name), 0.0) for group, row in turns) <= over
+
+        if not fits(turns):
+            turns = [(group, row) for group, row in turns if row.short]
+            if not fits(turns):
+                return number
         for group, row in turns:
             began = time.monotonic()
             told = _measure(runner, row, results.outcome(group.key, row.name))

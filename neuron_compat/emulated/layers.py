@@ -22,13 +22,7 @@ from neuron_compat.emulated.mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from neuron_compat.emulated.partition import (
-    Device,
-    PartitionedModule,
-    padding,
-    parallel_parameter,
-    true_device,
-)
+from neuron_compat.emulated.partition import Device, PartitionedModule, padding, parallel_parameter, true_device
 from xla_ckpt import UsageError
 
 Init = Callable[[torch.Tensor], Any]
@@ -80,9 +74,6 @@ class _ParallelLinear(PartitionedModule):
         sizes: Of the inputs, and of the outputs.
         dim: Dim of the weight that is split: 0 for the outputs, 1 for the inputs.
         splits_bias: Whether the bias is split, too.
-        bias: Whether there is one.
-        dtype: Of the parameters.
-        device: Of the parameters.
         stride: A rank holds so many blocks of the weight, each tp-th one, and not one run of rows or columns.
         init_method: Fills the whole weight; by default as `torch.nn.Linear` does.
         sequence_parallel_enabled: False.

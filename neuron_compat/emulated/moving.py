@@ -93,12 +93,9 @@ def init_on_device(
         vars(moved).update(vars(parameter))
         return moved
 
-    def moved_buffer(_module: Any, _name: str, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.to(where)
-
     hooks = [registration.register_module_parameter_registration_hook(moved_parameter)]  # type: ignore[arg-type]
     if include_buffers:
-        hooks.append(registration.register_module_buffer_registration_hook(moved_buffer))  # type: ignore[arg-type]
+        hooks.append(registration.register_module_buffer_registration_hook(lambda _, __, buffer: buffer.to(where)))
     try:
         yield
     finally:

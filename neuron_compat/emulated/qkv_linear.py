@@ -67,8 +67,6 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         output_sizes: Features of all queries, and of all keys (as many as of all values).
         bias: Whether there are biases.
         gather_output: Return the outputs of all ranks, one after the other. Keys and values are there m times then.
-        dtype: Of the parameters.
-        device: Of the parameters.
         init_method: Fills a whole weight; by default as `torch.nn.Linear` does. It is called for queries, keys, values.
         sequence_parallel_enabled: Not there yet.
         keep_master_weight: Keep the whole weights and biases as ``master_weight_qkv``, ``master_bias_qkv``, or

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import LastFinder, lazily
-from neuron_compat.nxd.instead import here, refuse
+from neuron_compat.lazy import LastFinder
+from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.instead import refuse
 
 if TYPE_CHECKING:
     from neuron_compat.nxd import modules as modules
@@ -35,12 +36,4 @@ __all__ = [
 
 LastFinder((__name__,), refuse).install()
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "trainer.checkpoint": ("finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"),
-        "trainer.trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
-    },
-    ["kernels", "modules", "optimizer", "overrides", "parallel_layers", "scripts", "trainer", "utils"],
-    missing=here(__name__),
-)
+__getattr__, __dir__ = names_of(__name__)

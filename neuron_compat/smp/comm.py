@@ -6,6 +6,7 @@ from ranks of this job only.
 
 from __future__ import annotations
 
+import functools
 from enum import Enum
 from typing import Any
 
@@ -133,26 +134,9 @@ def barrier(group: CommGroup = CommGroup.WORLD) -> None:
         distributed.barrier(group=job.process_group(kind))
 
 
-def pp_barrier() -> None:
-    """`barrier` of ``PP_GROUP``."""
-    barrier(PP_GROUP)
-
-
-def tp_barrier() -> None:
-    """`barrier` of ``TP_GROUP``."""
-    barrier(TP_GROUP)
-
-
-def rdp_barrier() -> None:
-    """`barrier` of ``RDP_GROUP``."""
-    barrier(RDP_GROUP)
-
-
-def dp_barrier() -> None:
-    """`barrier` of ``DP_GROUP``."""
-    barrier(DP_GROUP)
-
-
-def mp_barrier() -> None:
-    """`barrier` of ``MP_GROUP``."""
-    barrier(MP_GROUP)
+pp_barrier = functools.partial(barrier, PP_GROUP)
+tp_barrier = functools.partial(barrier, TP_GROUP)
+rdp_barrier = functools.partial(barrier, RDP_GROUP)
+dp_barrier = functools.partial(barrier, DP_GROUP)
+mp_barrier = functools.partial(barrier, MP_GROUP)
+"""`barrier` of one kind of group each."""

@@ -215,12 +215,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _check_together(config: Config) -> None:
-    """Refuse entries that contradict each other.
-
-    Raises:
-        SMPConfigError: Two of them do.
-        SMPUnsupportedError: Parameters are to be sharded over data parallelism.
-    """
+    """Refuse entries that contradict each other."""
     if config["sharded_data_parallel_degree"] > 1:
         raise SMPUnsupportedError(
             "sharded data parallelism is not there",

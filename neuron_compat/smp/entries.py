@@ -12,8 +12,6 @@ from neuron_compat.smp import job
 from xla_ckpt import Mesh
 from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, LocalArray, Parsed, Sharding, decided, declared_sharding
 
-PARTIAL = IS_PARTIAL
-
 Partitions = dict[str, int]
 """Name of a module, as `named_modules` has it ("" is the model itself) -> its partition."""
 
@@ -94,7 +92,7 @@ def partition_of(name: str, partitions: Partitions) -> int:
 
 def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict without SMP's own entries."""
-    return {name: value for name, value in state.items() if name not in (PARTIAL, LOAD_INFO)}
+    return {name: value for name, value in state.items() if name not in (IS_PARTIAL, LOAD_INFO)}
 
 
 def spec_of(entry: Entry) -> list[Any]:

@@ -55,14 +55,9 @@ class Part:
 def part_of_entry(entry: Entry) -> Part:
     """A parameter or buffer, as its first owner has it."""
     value = entry.value
-    sources = sources_of(entry)
+    sources = tuple(holder(entry.owners[0], tp) for tp in range(job.tp_size() if entry.is_split else 1))
     places = tuple(entry.place(rank) for rank in sources)
     return Part(id(value), value, tuple(value.shape), value.dtype, sources, places)
-
-
-def sources_of(entry: Entry) -> tuple[int, ...]:
-    """The ranks that an entry comes from, in the order of its parts. Of its owners the first counts."""
-    return tuple(holder(entry.owners[0], tp) for tp in range(job.tp_size() if entry.is_split else 1))
 
 
 def hosted_sources(parts: Sequence[Part]) -> dict[Hashable, torch.Tensor]:
@@ -80,7 +75,6 @@ def collected(
     one tensor.
 
     Args:
-        parts: What is gathered.
         held: What `hosted_sources` returned; it is emptied.
         kind: The group, as `job.KINDS` names it.
         to_first: Only the first rank of the group gets them.

@@ -27,11 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_compat.lazy import imported
-from neuron_compat.smp.errors import (
-    DDPNotEnabledError,
-    NotInitializedError,
-    SMPRuntimeError,
-)
+from neuron_compat.smp.errors import DDPNotEnabledError, NotInitializedError, SMPRuntimeError
 from xla_ckpt import Mesh
 
 logger = logging.getLogger(__name__)
@@ -164,9 +160,8 @@ def local_size() -> int:
     return 1 if found is None else found.local_size
 
 
-def size() -> int:
-    """Number of processes of the job."""
-    return _size("world")
+def _rank(kind: str) -> int:
+    return ranks().of(kind)
 
 
 def _size(kind: str) -> int:
@@ -174,44 +169,14 @@ def _size(kind: str) -> int:
     return 1 if found is None else len(found.groups[kind])
 
 
-def pp_rank() -> int:
-    """The number of the partition that this process owns."""
-    return ranks().of("pp")
+size = functools.partial(_size, "world")
+"""Number of processes of the job."""
 
-
-def pp_size() -> int:
-    """Number of partitions."""
-    return _size("pp")
-
-
-def tp_rank() -> int:
-    """This process' rank in its tensor-parallel group."""
-    return ranks().of("tp")
-
-
-def tp_size() -> int:
-    """Number of ranks in a tensor-parallel group."""
-    return _size("tp")
-
-
-def rdp_rank() -> int:
-    """This process' rank among those that hold the same parameters (reduced data parallel)."""
-    return ranks().of("rdp")
-
-
-def rdp_size() -> int:
-    """Number of ranks that hold the same parameters."""
-    return _size("rdp")
-
-
-def dp_rank() -> int:
-    """``tp_rank() + tp_size() * rdp_rank()``. With tensor parallelism, ask `rdp_rank` which ranks save."""
-    return ranks().of("dp")
-
-
-def dp_size() -> int:
-    """``tp_size() * rdp_size()``."""
-    return _size("dp")
+pp_rank, pp_size = functools.partial(_rank, "pp"), functools.partial(_size, "pp")
+tp_rank, tp_size = functools.partial(_rank, "tp"), functools.partial(_size, "tp")
+rdp_rank, rdp_size = functools.partial(_rank, "rdp"), functools.partial(_size, "rdp")
+dp_rank, dp_size = functools.partial(_rank, "dp"), functools.partial(_size, "dp")
+"""The ranks and sizes of the table above. With tensor parallelism, ask `rdp_rank` which ranks save."""
 
 
 def mp_rank() -> int:
@@ -259,29 +224,17 @@ def num_microbatches() -> int:
 # -- groups
 
 
-def get_pp_group() -> list[int]:
-    """The ranks of this process' pipeline."""
-    return list(ranks().groups["pp"])
+def _group(kind: str) -> list[int]:
+    return list(ranks().groups[kind])
 
 
-def get_tp_group() -> list[int]:
-    """The ranks of this process' tensor-parallel group."""
-    return list(ranks().groups["tp"])
-
-
-def get_rdp_group() -> list[int]:
-    """The ranks that hold the same parameters as this process."""
-    return list(ranks().groups["rdp"])
-
-
-def get_dp_group() -> list[int]:
-    """The ranks that own the same partition as this process."""
-    return list(ranks().groups["dp"])
-
-
-def get_mp_group() -> list[int]:
-    """The ranks that hold a model together with this process."""
-    return list(ranks().groups["mp"])
+get_pp_group = functools.partial(_group, "pp")
+get_tp_group = functools.partial(_group, "tp")
+get_rdp_group = functools.partial(_group, "rdp")
+get_dp_group = functools.partial(_group, "dp")
+get_mp_group = functools.partial(_group, "mp")
+"""The ranks of this process' pipeline; of its tensor-parallel group; those that hold the same parameters; that own the
+same partition; and that hold a model together with it."""
 
 
 def process_group(kind: str) -> Any:
@@ -304,37 +257,18 @@ def _public_group(kind: str) -> Any:
     return process_group(kind)
 
 
-def get_world_process_group() -> Any:
-    """The process group of all ranks. Needs ``ddp: True``, as do those of the other kinds but `mp`.
+get_world_process_group = functools.partial(_public_group, "world")
+get_dp_process_group = functools.partial(_public_group, "dp")
+get_rdp_process_group = functools.partial(_public_group, "rdp")
+get_tp_process_group = functools.partial(_public_group, "tp")
+get_pp_process_group = functools.partial(_public_group, "pp")
+"""The process groups of the same ranks, and that of all. They need ``ddp: True``; that of `mp` does not.
 
-    Raises:
-        DDPNotEnabledError: ``ddp`` is False.
-        NotInitializedError: `init` was not called.
-        SMPRuntimeError: This process works alone, without torch.distributed.
-    """
-    return _public_group("world")
+Raises:
+    DDPNotEnabledError: ``ddp`` is False.
+    NotInitializedError: `init` was not called.
+    SMPRuntimeError: This process works alone, without torch.distributed.
+"""
 
-
-def get_dp_process_group() -> Any:
-    """The process group of `get_dp_group`."""
-    return _public_group("dp")
-
-
-def get_rdp_process_group() -> Any:
-    """The process group of `get_rdp_group`."""
-    return _public_group("rdp")
-
-
-def get_tp_process_group() -> Any:
-    """The process group of `get_tp_group`."""
-    return _public_group("tp")
-
-
-def get_pp_process_group() -> Any:
-    """The process group of `get_pp_group`."""
-    return _public_group("pp")
-
-
-def get_mp_process_group() -> Any:
-    """The process group of `get_mp_group`."""
-    return process_group("mp")
+get_mp_process_group = functools.partial(process_group, "mp")
+"""The process group of `get_mp_group`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job, wire
-from neuron_compat.smp.entries import PARTIAL, Entry, without_marks
+from neuron_compat.smp.entries import Entry, without_marks
 from neuron_compat.smp.errors import (
     IncompatibleCheckpointFoundError,
     MissingKeysInCheckpointError,
@@ -19,11 +19,9 @@ from neuron_compat.smp.errors import (
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.stored import Source, StoredState
-from xla_ckpt.facade import LOAD_INFO, hosted, part_of_whole
+from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
-
-Translate = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 CALL = "model.load_state_dict()"
 
@@ -32,17 +30,17 @@ def load_model_state(
     model: Any,
     state: Mapping[str, Any],
     strict: bool,
-    translate: Translate | None,
+    translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     same_partition_load: bool,
     strict_partitions: bool,
 ) -> Any:
     """See `DistributedModel.load_state_dict`."""
     if not isinstance(state, Mapping):
         raise SMPInvalidArgumentError("a state dict is a dict", found=type(state).__name__)
-    if state.get(PARTIAL):
+    if state.get(IS_PARTIAL):
         return _load_partial(model, state, strict, same_partition_load, strict_partitions)
     whole: Mapping[str, Any] = without_marks(state)
-    if translate is not None and PARTIAL not in state:  # with the mark, SMP saved it without translating it
+    if translate is not None and IS_PARTIAL not in state:  # with the mark, SMP saved it without translating it
         whole = translate(dict(whole))
     return _load_full(model, whole, strict)
 
@@ -208,11 +206,7 @@ def _shapes(found: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse tensor-parallel ranks whose parts are not of one model.
-
-    Raises:
-        SMPCheckpointError: Names or shapes differ.
-    """
+    """Refuse tensor-parallel ranks whose parts are not of one model."""
     size = job.tp_size()
     first, *others = (_of_pipeline(told, range(tp, len(told), size)) for tp in range(size))
     for tp, theirs in enumerate(others, start=1):

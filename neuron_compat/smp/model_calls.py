@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import job
-from neuron_compat.smp.entries import PARTIAL, Entry, Partitions, entries_of, spec_of
+from neuron_compat.smp.entries import Entry, Partitions, entries_of, spec_of
 from neuron_compat.smp.gathering import full_state
 from neuron_compat.smp.loading import load_model_state
-from xla_ckpt.facade import LOAD_INFO, Parsed, hosted
+from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, Parsed, hosted
 
 
 class ModelCalls:
@@ -79,7 +79,7 @@ class ModelCalls:
                 found[prefix + entry.name] = entry.value if keep_vars else value
             else:
                 found[prefix + entry.name] = entry.value
-        found[PARTIAL] = True
+        found[IS_PARTIAL] = True
         found[LOAD_INFO] = self._load_info(entries)
         return found
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuron_compat.smp import job
-from neuron_compat.smp.entries import PARTIAL
 from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
 from neuron_compat.smp.optimizer_loading import load, load_masters
 from neuron_compat.smp.optimizer_state import fp16_state, full_state, local_state, own_masters, own_state
+from xla_ckpt.facade import IS_PARTIAL
 
 
 class OptimizerCalls:
@@ -103,7 +103,7 @@ class OptimizerCalls:
         Raises:
             SMPCheckpointError: It is not partial; or see `load_state_dict`.
         """
-        if not isinstance(state_dict, Mapping) or not state_dict.get(PARTIAL):
+        if not isinstance(state_dict, Mapping) or not state_dict.get(IS_PARTIAL):
             raise SMPCheckpointError(
                 "load_local_optimizer_state_dict does not support loading non-partial optimizer states",
                 hint="Use load_state_dict.",

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job, wire
-from neuron_compat.smp.entries import PARTIAL, Entry
+from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import RdpSizeError, SMPCheckpointError, SMPInvalidArgumentError
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, described
 from neuron_compat.smp.stored import Source, StoredState
-from xla_ckpt.facade import hosted, part_of_whole
+from xla_ckpt.facade import IS_PARTIAL, hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def incoming(state: Any) -> Incoming:
             names = None if names is None else [[n for part in names for n in part[i]] for i in range(len(groups))]
     stored = [s for s in (state, inner) if isinstance(s, StoredState)]
     return Incoming(
-        is_partial=bool(inner.get(PARTIAL)),
+        is_partial=bool(inner.get(IS_PARTIAL)),
         groups=[dict(group) for group in groups],
         states={n: dict(of_one) if isinstance(of_one, Mapping) else of_one for n, of_one in held.items()},
         masters=[list(group) for group in masters or []],
@@ -277,11 +277,7 @@ def _holder(entry: Entry, number: int, told: Sequence[Mapping[str, Any]], tp: in
 
 
 def _check(entries: Sequence[Entry], told: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states of other shapes than their parameters.
-
-    Raises:
-        SMPCheckpointError: There is one; the same on all ranks.
-    """
+    """Refuse states of other shapes than their parameters, with the same error on all ranks."""
     for part in told:
         for number, held in part["states"].items():
             for key, description in held.items():
@@ -321,7 +317,11 @@ def _exchanged(entries: Sequence[Entry], mine: States, told: Sequence[Mapping[st
 def _install(optimizer: Any, given: Incoming, states: States) -> None:
     """Put states, options, master weights and loss scale into the optimizer."""
     plain = optimizer.xla_ckpt_plain
-    held = {n: {k: _own_copy(v) for k, v in of_one.items() if k != MASTER} for n, of_one in states.items()}
+    # Copies, as torch's optimizers keep the tensors that they are given: steps would change the argument.
+    held = {
+        n: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in of_one.items() if k != MASTER}
+        for n, of_one in states.items()
+    }
     others = {k: v for k, v in given.states.items() if not isinstance(k, int)}
     state = {n: of_one for n, of_one in held.items() if of_one}
     try:
@@ -331,11 +331,6 @@ def _install(optimizer: Any, given: Incoming, states: States) -> None:
     _put_masters(optimizer, states)
     optimizer._smp.take_scale(given.scale)
     optimizer.drop_others()
-
-
-def _own_copy(value: Any) -> Any:
-    """A tensor of its own: torch's optimizers keep those that they are given, and steps would change the argument."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 @torch.no_grad()

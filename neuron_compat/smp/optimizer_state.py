@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job
-from neuron_compat.smp.entries import PARTIAL, Entry
+from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import Part, collected, guard
 from neuron_compat.smp.meeting import together
-from xla_ckpt.facade import LocalArray, changed_tensors, hosted, whole
+from xla_ckpt.facade import IS_PARTIAL, LocalArray, changed_tensors, hosted, whole
 
 MASTERS = "fp32_from_fp16"
 MASTER_NAMES = "fp32_from_fp16_names"
@@ -31,7 +31,6 @@ def own_state(optimizer: Any, *, cast_to_cpu: bool, drops_copies: bool) -> dict[
     """The states of this rank's partition, as a dict of torch's with SMP's mark.
 
     Args:
-        optimizer: The optimizer.
         cast_to_cpu: Bring tensors on an XLA device to the CPU.
         drops_copies: On tensor-parallel ranks above 0, leave out states of what is not split.
     """
@@ -45,7 +44,7 @@ def own_state(optimizer: Any, *, cast_to_cpu: bool, drops_copies: bool) -> dict[
             drops = entry is not None and drops_copies and not first and not entry.is_split
             state[number] = {} if drops else held
     found = {"state": state, "param_groups": named_groups(optimizer, packed["param_groups"])}
-    return {**(on_cpu(found) if cast_to_cpu else found), PARTIAL: True}
+    return {**(on_cpu(found) if cast_to_cpu else found), IS_PARTIAL: True}
 
 
 def named_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -107,7 +106,7 @@ def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool, bare: bool) 
         together("rdp", "optimizer.local_state_dict()", guard=hint)
         parts = comm.gather((inner, masters), comm.RDP_GROUP)
         if parts is not None:
-            inner = {key: [part[key] for part, _ in parts] for key in ("state", "param_groups")} | {PARTIAL: True}
+            inner = {key: [part[key] for part, _ in parts] for key in ("state", "param_groups")} | {IS_PARTIAL: True}
             masters = {key: [held[key] for _, held in parts] for key in masters}
     if job.state.cfg.fp16 and not bare:
         return {"optimizer_state_dict": inner, **fp16_state(optimizer), **masters}

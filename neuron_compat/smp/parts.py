@@ -139,8 +139,6 @@ def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: S
     """The error for a set of which parts are missing: SMP's own, where it has one, and which parts these are.
 
     Args:
-        parts: The parts that are there.
-        place: Where this process stands.
         prefix: What their names begin with.
         sizes: The degrees of the job that saved them, along each axis that their names have.
     """

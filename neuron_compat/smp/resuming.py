@@ -152,8 +152,6 @@ class Resumed:
     """A checkpoint that is loaded as soon as there is something to load it into."""
 
     root: str
-    """Root directory."""
-
     name: str
     """That of the directory in it, or of the file."""
 
@@ -161,17 +159,11 @@ class Resumed:
     """Whether it is a directory."""
 
     strict: bool
-    """Whether all of it has to fit."""
-
     optimizer: bool
-    """Whether the optimizer is loaded, too."""
-
     translate: Callable[[dict[str, Any]], Any] | None
     """Makes names of this model of those of a full checkpoint."""
 
     trust: bool
-    """Whether pickled objects are trusted."""
-
     _has_model: bool = False
 
     def apply(self, model: Any, optimizer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,14 @@ PIECE = 256 * 1024 * 1024
 """Bytes of the largest message."""
 
 
-def _bytes_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a CPU tensor, in pieces that share its memory. It is contiguous."""
-    if value.numel():
-        yield from torch.split(value.reshape(-1).view(torch.uint8), PIECE)
-
-
 def _moved(
     value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, move: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """Run `move` on each piece of a value, or of memory for one; the tensor whose pieces they were."""
+    """Run `move` on the bytes of each piece of a value, or of memory for one; the tensor whose pieces they were."""
     held = torch.empty(tuple(shape), dtype=dtype) if value is None else value.contiguous()
-    for piece in _bytes_of(held):
-        move(piece)
+    if held.numel():
+        for piece in torch.split(held.reshape(-1).view(torch.uint8), PIECE):  # they share its memory
+            move(piece)
     return held
 
 
@@ -38,8 +33,6 @@ def broadcast(
 
     Args:
         value: On the source a CPU tensor; None elsewhere.
-        shape: Its shape.
-        dtype: Its element type.
         source: The rank in the world that has it.
         kind: The group, as `job.KINDS` names it.
     """

@@ -21,7 +21,6 @@ def set_activation_checkpointing(module: torch.nn.Module, **options: Any) -> Non
     """Accepted: activations are kept in memory, and not computed again.
 
     Args:
-        module: A module of the model.
         options: ``preserve_rng_state``, ``pack_args_as_tuple`` and ``strategy``.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,18 @@ def test_names_stay_in_the_native_layout(tmp_path: Path) -> None:
     xla_ckpt.convert(directory, tmp_path / "run", as_tag="b")  # whatever model it is
     held = xla_ckpt.restore(tmp_path / "run", "b").tree["model"]
     assert not differences({k: v for k, v in model.state_dict().items() if k in held}, held, order=False)
+
+
+def test_a_configuration_that_is_given_counts_alone(tmp_path: Path) -> None:
+    """An export read the one beside the model, too."""
+    directory, model = saved(tmp_path)
+    shutil.move(directory / "config.json", tmp_path / "config.json")
+    (directory / "config.json").write_text("broken")
+    for to, write in (("safetensors", xla_ckpt.export_hf), ("pt", partial(xla_ckpt.convert, to="pt"))):
+        with pytest.raises(xla_ckpt.UsageError, match="config.json"):
+            write(directory, tmp_path / "none")
+        write(directory, tmp_path / to, llama=xla_ckpt.LlamaJob(tmp_path / "config.json", qkv_linear=to != "pt"))
+    same_model(tmp_path / "safetensors", model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

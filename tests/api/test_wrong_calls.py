@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import neuron_compat.nxd as nxd
 import xla_ckpt
 
 CALLS: list[Callable[..., Any]] = [
@@ -75,7 +76,7 @@ def test_a_layout_that_is_misspelt_is_suggested(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_number_of_tags_that_is_text_is_no_number(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(xla_ckpt.UsageError, match="no number of tags.*'3'"):
+    with pytest.raises(xla_ckpt.UsageError, match="num_kept_ckpts='3' is no number of tags"):
         xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)}, num_kept_ckpts="3")  # type: ignore[arg-type]
 
 
@@ -199,6 +200,23 @@ def test_what_is_no_number_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(xla_ckpt.UsageError, match=r"num_workers is not of the kind .* found {'step': 0}"):
         xla_ckpt.load_checkpoint(tmp_path, "a", None, None, None, {"step": 0})  # type: ignore[arg-type]
     assert xla_ckpt.load_checkpoint(tmp_path).user_content == {"step": 3}, "without objects it gives this back"
+
+
+@pytest.mark.parametrize("load", [xla_ckpt.load_checkpoint, nxd.load_checkpoint])
+def test_a_load_into_nothing_says_what_to_give(
+    tmp_path: pathlib.Path, load: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gave None back without a word."""
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)})
+    assert getattr(loaded := load(tmp_path), "user_content", loaded) is None
+    assert "tag a: nothing was loaded" in caplog.text
+    assert "Give those that get its state (model=, " in caplog.text
+    caplog.clear()
+    load(tmp_path, model={})
+    xla_ckpt.restore(tmp_path)
+    xla_ckpt.save_checkpoint(tmp_path, "b", {"w": torch.ones(2)}, user_content={"step": 3})
+    load(tmp_path)
+    assert "nothing was loaded" not in caplog.text
 
 
 def test_a_user_content_in_the_place_of_the_scheduler_is_told(

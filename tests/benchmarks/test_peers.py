@@ -156,6 +156,21 @@ def test_rows_take_turns_and_no_round_begins_that_would_end_too_late(tmp_path: P
     assert [len(outcome.runs) for outcome in results.rows["g"].values()] == [1, 1, 1]
 
 
+def test_where_time_is_short_the_rows_of_targets_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, takes = [0.0], {"of a target": 1.0, "of a peer": 20.0}
+
+    def measure(_: Runner, row: Row) -> dict[str, float]:
+        now[0] += takes[row.name]
+        return {"seconds": takes[row.name]}
+
+    monkeypatch.setattr("benchmarks.peers.running.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Runner, "measure", measure)
+    rows = (Row("of a target", answers, (), xla=False, short=True), Row("of a peer", answers, (), xla=False))
+    results = Results({})
+    assert run([Group("g", "A group", rows)], 3, Runner(tmp_path, 60, 0), results, lambda _: None, seconds=30) == 3
+    assert [len(outcome.runs) for outcome in results.rows["g"].values()] == [3, 1]
+
+
 @pytest.mark.xla
 def test_xla_tensors_are_saved_and_loaded_by_ours_and_by_a_peer(tmp_path: Path) -> None:
     for saver, loader in (("ours", "ours"), ("xser", "xser")):

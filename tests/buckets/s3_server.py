@@ -17,10 +17,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any
 
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 REFUSALS = {
@@ -91,7 +92,7 @@ class S3Server:
 
     def __post_init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._app = create_backend_app("s3")  # moto's choice by the host's name takes a third of a request
         self._lock = threading.Lock()
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
         self.port = self._server.port
@@ -119,10 +120,14 @@ class S3Server:
 
     def bucket(self, name: str) -> Any:
         """Make a bucket, as boto3 has it."""
+        return self._boto3.create_bucket(Bucket=name)
+
+    @cached_property
+    def _boto3(self) -> Any:
         import boto3
 
         keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
-        return boto3.resource("s3", endpoint_url=self.url, **keys).create_bucket(Bucket=name)
+        return boto3.resource("s3", endpoint_url=self.url, **keys)
 
     def close(self) -> None:
         """End it."""

@@ -402,3 +402,18 @@ def test_a_diff_in_a_pipe_says_in_which_tag_a_leaf_is(tmp_path: Path, capsys: py
 def test_an_export_says_that_it_has_no_config(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "export", root, root / "hf")
     assert (code, "There is no config.json" in out) == (0, True)
+
+
+def test_a_tag_has_one_size_and_verify_says_what_it_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(8), "b": torch.ones(8)})
+    xla_ckpt.convert(
+        tmp_path, tmp_path / "pt", to="pt", mesh="tp=2", shardings=[("w", ("tp",))]
+    )  # each rank has all of b
+    header, row = call(capsys, "ls", tmp_path / "pt")[1].splitlines()
+    assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["size"] == "64 B"
+    assert ", 64 B of arrays in 2 files by 2 ranks" in call(capsys, "show", tmp_path / "pt")[1]
+    assert ": 2 arrays in 2 files, 96 B read, every byte as it was saved" in call(capsys, "verify", tmp_path / "pt")[1]
+    for command, says in (("ls", "The size of a tag is that of its arrays"), ("verify", "how many bytes it read")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert says in " ".join(capsys.readouterr().out.split())

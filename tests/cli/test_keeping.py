@@ -9,17 +9,23 @@ import pty
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import xla_ckpt
 from tests.cli.test_cli import call
-from tests.runs import environment
+from tests.runs import environment, names_in
+from xla_ckpt.api import checkpoints
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags import deleting, listing
+from xla_ckpt.tags.directories import DirectoryRoot
+from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.names import LEDGER
 
 
@@ -273,6 +279,54 @@ def test_retain_leaves_a_tag_that_is_read(tmp_path: Path, capsys: pytest.Capture
         0,
         ["step_1: stays (somebody reads this tag, or may do so)", "step_2: deleted"],
     )
+
+
+@pytest.mark.parametrize("where", ["directory", "memory"])
+def test_retain_looks_once_however_many_tags_go(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each deletion listed the root anew, and read the newest manifest."""
+    looks: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def counts(*args: Any, **more: Any) -> Any:
+            looks[name] += 1
+            return inner(*args, **more)
+
+        monkeypatch.setattr(owner, name, counts)
+
+    counted(listing, "looked_into")
+    monkeypatch.setattr(deleting, "looked_into", listing.looked_into)
+    monkeypatch.setattr(checkpoints, "looked_into", listing.looked_into)
+    counted(DirectoryRoot, "entries")
+    counted(LedgerRoot, "entries")
+    lists = []
+    for count in (3, 6):
+        root = f"memory://{tmp_path}/{count}" if where == "memory" else str(tmp_path / str(count))
+        for step in range(count):
+            xla_ckpt.save(root, f"step_{step}", {"w": torch.full((2,), step)})
+        looks.clear()
+        told = "".join(f"step_{step}: deleted\n" for step in range(count - 1))
+        assert call(capsys, "retain", root, "--newest", "1", "--yes")[1].startswith(told)
+        assert looks.pop("looked_into") == count + 1, "each manifest once, and that of a tag that stays"
+        lists.append(dict(looks))
+        assert xla_ckpt.list_tags(root) == [f"step_{count - 1}"]
+    assert lists[0] == lists[1]
+    if where == "directory":
+        assert names_in(tmp_path / "6") == ["step_5"], "their files are gone, too"
+
+
+def test_retain_heeds_what_happened_while_it_asked(tmp_path: Path) -> None:
+    runs_with_losses(tmp_path)
+    terminal = Terminal("retain", tmp_path, "--newest", "1")
+    terminal.until("[y/N]")
+    xla_ckpt.Checkpoints(tmp_path).pin("step_1")
+    os.write(terminal.fd, b"y\n")
+    assert terminal.ends() == 0
+    assert "step_1: stays (this tag is pinned)" in terminal.shown
+    assert xla_ckpt.list_tags(tmp_path) == ["step_1", "step_3", "step_4"]
 
 
 def flip(path: Path, at: int) -> None:

@@ -148,3 +148,17 @@ def test_what_was_meant(tmp_path: Path, words: str, says: str, capsys: pytest.Ca
     with contextlib.suppress(SystemExit):
         main(words.replace("TMP", str(tmp_path)).split())
     assert says.replace("TMP", str(tmp_path)) in capsys.readouterr().err
+
+
+def test_warnings_speak_of_options(tmp_path: Path) -> None:
+    """Errors did, and what was logged on the way spoke of Python's arguments."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    command = [sys.executable, "-m", "xla_ckpt", "show", str(tmp_path / "old.pt")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert "the stored optimizer numbers its parameters" in done.stderr
+    assert "would say for certain (--like)\n" in done.stderr
+    assert "optimizer=" not in done.stderr

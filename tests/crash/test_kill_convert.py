@@ -1,7 +1,8 @@
-"""kill -9 in the middle of a conversion to one file: nothing has the name of the file, and the next one works."""
+"""kill -9 and Ctrl-C in the middle of a conversion: nothing has the name of the file or tag, and the next one works."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.jobs import run_alone
 from tests.nursery import Call, bear
 from tests.runs import names_in
 from xla_ckpt.engine import stream
 from xla_ckpt.storage.local import LocalStore
 
 
-def converts_and_stops(root: Path) -> None:
+def converts_and_stops(root: Path, destination: Path, to: str) -> None:
     """Stop for ever after some bytes of the file, and say so."""
     read = stream._File._read
 
@@ -28,13 +30,13 @@ def converts_and_stops(root: Path) -> None:
             signal.pause()
 
     stream._File._read = stops  # type: ignore[method-assign]
-    xla_ckpt.convert(root, root / "out.pt", "a", to="torch", options=xla_ckpt.ConvertOptions(max_memory=64))
+    xla_ckpt.convert(root, destination, "a", to=to, options=xla_ckpt.ConvertOptions(max_memory=64))
 
 
 @pytest.mark.crash
 def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", {f"w{i}": torch.full((50,), float(i)) for i in range(8)})
-    process = bear(Call.of(converts_and_stops, tmp_path), live=True)
+    process = bear(Call.of(converts_and_stops, tmp_path, tmp_path / "out.pt", "torch"), live=True)
     assert process.stdout.readline() == "half\n"
     process.kill()
     process.communicate()
@@ -44,6 +46,46 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a", "out.pt"]
     held = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
     assert [float(held[f"w{i}"].sum()) for i in range(8)] == [50.0 * i for i in range(8)]
+
+
+def is_interrupted(root: Path, destination: Path, to: str) -> str:
+    """Press Ctrl-C when some bytes of a conversion are written; how it ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    read = stream._File._read
+
+    def interrupts(self: Any, batch: Any) -> Iterator[tuple[int, memoryview]]:
+        yield from read(self, batch)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stream._File._read = interrupts  # type: ignore[method-assign]
+    try:
+        xla_ckpt.convert(root, destination, "a", to=to, options=xla_ckpt.ConvertOptions(max_memory=64))
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "done"
+
+
+@pytest.mark.parametrize(("to", "place"), [("native", ""), ("pt", ""), ("safetensors", "hf"), ("torch", "x.pt")])
+def test_an_interrupted_conversion_leaves_no_directory_that_it_made(to: str, place: str, tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path / "run", "a", {f"w{i}": torch.full((50,), float(i)) for i in range(8)})
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        assert run_alone(is_interrupted, tmp_path / "run", tmp_path / name / place, to) == "interrupted"
+    assert names_in(tmp_path) == ["run", "there"]
+    assert names_in(tmp_path / "there") == []
+
+
+@pytest.mark.crash
+def test_a_killed_conversion_does_not_deny_the_next_one(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path / "run", "a", {f"w{i}": torch.full((50,), float(i)) for i in range(8)})
+    process = bear(Call.of(converts_and_stops, tmp_path / "run", tmp_path / "out", "native"), live=True)
+    assert process.stdout.readline() == "half\n"
+    process.kill()
+    process.communicate()
+    assert names_in(tmp_path / "out") == [".new-a"]
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "out", "a", to="native")
+    assert names_in(tmp_path / "out") == ["a"]
+    assert xla_ckpt.verify(tmp_path / "out").ok
 
 
 def test_what_was_left_when_the_file_had_its_name_goes_with_the_next_call(tmp_path: Path) -> None:

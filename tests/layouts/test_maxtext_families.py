@@ -21,6 +21,7 @@ import xla_ckpt
 from tests.layouts.test_orbax_names import forgotten
 from tests.runs import ROOT
 from xla_ckpt.cli.main import main
+from xla_ckpt.layouts.orbax.maxtext import rules_for
 
 pytestmark = pytest.mark.usefixtures(forgotten.__name__)
 
@@ -321,3 +322,11 @@ def test_half_a_layer_of_maxtexts() -> None:
     config = {"model_type": "gemma2", "num_hidden_layers": 3}
     with pytest.raises(xla_ckpt.UsageError, match="a layer of a gemma2 in MaxText is 2 of transformers'"):
         xla_ckpt.maxtext_names(config=config)
+
+
+def test_rules_are_parsed_once() -> None:
+    """A conversion asks for them when it makes the tree, and when it writes them beside it."""
+    config = transformers.GemmaConfig(num_hidden_layers=2).to_dict()
+    once, again = rules_for(config), rules_for(config)
+    assert len(once) > 10
+    assert all(rule is same for rule, same in zip(once, again, strict=True))

@@ -161,8 +161,8 @@ class Unchanging:
     def address(self, name: str) -> str:
         return self.inner.address(name)
 
-    def prepare(self) -> None:
-        self.inner.prepare()
+    def prepare(self) -> bool:
+        return self.inner.prepare()
 
     def names(self, path: str = "") -> list[str]:
         return self.inner.names(path)

@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import select
 import shutil
 import signal
@@ -110,7 +111,8 @@ def refused(root: Path, tag: str, also: frozenset[str] = frozenset()) -> str:
     before = names_in(root)
     with pytest.raises(xla_ckpt.RootInUseError) as caught:
         save(root, tag)
-    assert names_in(root) == sorted({*before, *also})
+    after = names_in(root)
+    assert after == sorted({*before, *also}), after  # in a process of its own, where pytest shows no values
     return str(caught.value)
 
 
@@ -198,7 +200,10 @@ def test_a_second_job_is_told_and_the_first_goes_on(how: dict[str, Any], root: P
     said, told = another(root, **how)
     assert said.startswith("RootInUseError: another process saves to this root [tag other, rank 0")
     assert f"process {first.process.pid} of " in said
+    assert re.search(r"; it was watched for \d+\.\d s, and has said in that time that it runs\. Save to", said)
     assert [line.split(":")[0] for line in told] == [f"WARNING {root}"], "it waited, and said so"
+    assert "still runs, for at most 60 s: process " in told[0]
+    assert "With XLA_CKPT_LEASE=take in the environment a job does not wait" in told[0]
     assert first.go_on() == ""
     assert xla_ckpt.list_tags(root) == ["first", "second"]
 

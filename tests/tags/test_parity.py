@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,11 +20,13 @@ from xla_ckpt.cli.main import main
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import Covered, write_share
 from xla_ckpt.engine.phases import Phases
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.digest import digest, sealed, to_hex
 from xla_ckpt.plan.parity import PARITY_BLOCK
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.small_files import write_small
+from xla_ckpt.tags.roots import root_of
 
 SEED = np.random.default_rng(7)
 TREE = {
@@ -215,6 +219,49 @@ def test_what_cannot_be_repaired_is_named_and_left_alone(tmp_path: Path) -> None
     assert all(str(path.relative_to(tag)) in str(raised.value.details) for path in lost)
     assert bytes_of(tag) == before
     assert names_in(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize("parity", ["block", "file"])
+@pytest.mark.parametrize("how", ["saved", "converted", "in memory"])
+def test_parity_that_is_gone_is_told_and_made_anew(
+    parity: Literal["block", "file"], how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = f"memory://{tmp_path}" if how == "in memory" else str(tmp_path / "run")
+    if how == "converted":
+        tag_with(tmp_path / "other", None)
+        xla_ckpt.convert(tmp_path / "other", root, to="native", parity=parity)
+    else:
+        xla_ckpt.save(root, "t", {"x": np.arange(300_000)}, options=xla_ckpt.SaveOptions(parity=parity))
+    xla_ckpt.Checkpoints(root).pin("t")  # which writes the manifest anew
+    store = store_at(root)
+    with contextlib.closing(root_of(store).open("t")) as directory:
+        before = sorted(name for name in directory.files() if name.startswith("parity/"))
+        for name in before:
+            if store.object_store is not None:
+                store.object_store.remove(f"{directory.name}/{name}")
+            else:
+                os.unlink(f"{root}/t/{name}")
+    report = xla_ckpt.verify(root, "t")
+    assert [(problem.problem, problem.expected) for problem in report.problems] == [
+        ("the tag was saved with parity, and that is gone", f"parity={parity!r}")
+    ]
+    assert main(["show", root]) == 0
+    assert "parity: lost" in capsys.readouterr().out
+    assert xla_ckpt.restore(root, "t").report.tag == "t"
+    assert sorted(xla_ckpt.repair(root, "t")) == before
+    assert xla_ckpt.verify(root, "t").ok
+    assert xla_ckpt.Checkpoints(root).show("t").parity == parity
+
+
+def test_a_tag_that_an_older_version_saved_may_lose_its_parity(tmp_path: Path) -> None:
+    """Its manifest does not say that there was one."""
+    tag = tag_with(tmp_path, "block")
+    text = (tag / "manifest.json").read_bytes().rpartition(b",\n")[0].replace(b',\n"parity":"block"', b"")
+    (tag / "manifest.json").write_bytes(sealed(text))
+    shutil.rmtree(tag / "parity")
+    assert xla_ckpt.verify(tmp_path, "t").ok
+    with pytest.raises(xla_ckpt.UsageError, match="no parity"):
+        xla_ckpt.repair(tmp_path)
 
 
 def test_a_tag_without_parity_says_so(tmp_path: Path) -> None:

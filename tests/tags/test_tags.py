@@ -121,12 +121,14 @@ def test_retention_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "first"]
 
 
-@pytest.mark.parametrize("kept", [0, -1, 1.5, True, "2"])
-def test_retention_of_nothing_is_refused(tmp_path: Path, kept: Any) -> None:
+@pytest.mark.parametrize("kept", [0, -2, 1.5, True, "2"])
+def test_retention_of_nothing_is_refused_and_what_keeps_all_is_told(tmp_path: Path, kept: Any) -> None:
     put(tmp_path, "a")
-    with pytest.raises(xla_ckpt.UsageError, match="num_kept_ckpts"):
+    with pytest.raises(xla_ckpt.UsageError, match=r"num_kept_ckpts=.* at least 1; or None or -1, which keep all"):
         put(tmp_path, "b", num_kept_ckpts=kept)
     assert xla_ckpt.list_tags(tmp_path) == ["a"]
+    put(tmp_path, "b", num_kept_ckpts=-1)
+    assert xla_ckpt.list_tags(tmp_path) == ["a", "b"]
 
 
 facts = st.lists(

@@ -87,7 +87,7 @@ class TagContents:
 
     pinned: bool
     parity: str | None
-    """What the tag survives: ``"block"``, ``"file"`` or nothing (docs/repair.md)."""
+    """What the tag survives: ``"block"``, ``"file"`` or nothing; or ``"damaged"`` or ``"lost"`` (docs/repair.md)."""
 
     note: str
     """What else is to be known about it, such as that it has adapters alone."""
@@ -100,7 +100,7 @@ class TagContents:
     """How many ranks saved it."""
 
     nbytes: int
-    """Bytes of the arrays; of a tag without an index, of its files."""
+    """Bytes of the arrays, each counted once; of a tag without an index, of its files."""
 
     arrays: tuple[StoredArray, ...]
     """Arrays, each with `leaf`, `dtype`, `shape`, `nbytes` and `shards`."""
@@ -159,7 +159,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         CheckpointError: It is damaged, or what the caller knows contradicts it.
     """
     with opened(store, tag, about, as_stored=True) as reader:
-        manifest, survives = reader.manifest, parity_of(reader.directory)
+        manifest, survives = reader.manifest, parity_of(reader.directory, reader.manifest)
     foreign = find_foreign(store, tag)
     named = dict(leaves_below(manifest.skeleton))
     values = {leaf: part for leaf, part in named.items() if not is_array(part)}

@@ -12,13 +12,12 @@ from xla_ckpt.api.export import check_no_file, with_config, with_files, write_di
 from xla_ckpt.api.llama import (
     KnownModel,
     LlamaJob,
+    described_model,
     form_not_wanted,
     form_of_job,
-    if_like_llama,
     job_of,
     name_as_hugging_face,
     name_as_told,
-    own_config,
 )
 from xla_ckpt.api.new_tag import NewTag
 from xla_ckpt.api.opened import (
@@ -161,11 +160,7 @@ def convert(
             found=f"{parity!r} for {layout.name}",
         )
     store, tag = source_of(source, tag)
-    own = own_config(store, tag) if job.config is None else None
-    needed = not job.is_silent or layout.model_names is ModelNames.FUSED
-    with naming(path=store.path, tag=tag):
-        known = job.model(own if needed else if_like_llama(own))
-    config = own if known is None else known.config.content
+    known, config = described_model(store, tag, job, needed=layout.model_names is ModelNames.FUSED)
     topology = Topology(
         mesh=as_mesh(mesh) or Mesh(),
         rules=parse_rules(shardings),
@@ -289,7 +284,7 @@ def _tell_left_out(reader: TagReader) -> None:
     if leaves:
         logger.warning(
             "tag %s has no bytes of %s: whoever saved it left them out (avoid_saving_lower_precision_weights). The new "
-            "tag lacks them, and a load with strict=True refuses it",
+            "tag lacks them, and a strict load refuses it",
             reader.tag,
             paths.listed(leaves),
         )

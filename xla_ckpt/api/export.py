@@ -11,10 +11,10 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.api.llama import (
     LlamaJob,
-    known_model,
+    described_model,
+    formless_job,
     name_as_hugging_face,
     name_as_told,
-    own_config,
 )
 from xla_ckpt.api.opened import (
     Knowledge,
@@ -112,10 +112,9 @@ def export_hf(
         NotDurableError: The directory is there, and a loss of power may undo that.
     """
     began, options = time.monotonic(), chosen(ConvertOptions, options)
-    cast = floating_type(dtype)
+    cast, job = floating_type(dtype), formless_job(llama)
     store, tag = source_of(path, tag)
-    own = own_config(store, tag)
-    known = known_model(llama, own)
+    known, config = described_model(store, tag, job)
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
         reader = without_rank_numbers(stored)
@@ -130,12 +129,12 @@ def export_hf(
         elif not beside and any(is_grouped(stored_sharding(r)) for r in reader.manifest.arrays.values()):
             logger.warning(
                 "tag %s: queries, keys and values stay fused, or as often as ranks held them, as in the training. "
-                "transformers does not load that: give the model's config.json (llama=LlamaJob(config), --config)",
+                "transformers does not load that: give the model's config.json: llama=LlamaJob(config) (--config)",
                 tag,
             )
         rewriting = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
         rewriting = with_files(rewriting, beside)
-        rewriting = with_config(rewriting, reader, own if known is None else known.config.content)
+        rewriting = with_config(rewriting, reader, config)
         with Progress(f"export {tag}", rewriting.nbytes, options.progress) as bar:
             crew = Crew(workers=options.num_workers, progress=bar)
             write_directory(reader, destination, rewriting, crew, max_memory=options.max_memory)

@@ -129,17 +129,47 @@ def job_of(llama: LlamaJob | None) -> LlamaJob:
     return llama or LlamaJob()
 
 
-def known_model(llama: LlamaJob | None, own: Mapping[str, Any] | None = None) -> KnownModel | None:
-    """What a caller says about a model whose tag has its form itself; None without a configuration.
+def formless_job(llama: LlamaJob | None) -> LlamaJob:
+    """What a caller says about a model whose tag has its form itself.
+
+    Raises:
+        UsageError: It makes no sense, or says in which form the model shall be.
+    """
+    job = job_of(llama)
+    if job.says_form:
+        raise form_not_wanted()
+    return job
+
+
+def known_model(llama: LlamaJob | None) -> KnownModel | None:
+    """What a caller says about such a model; None without a configuration.
 
     Raises:
         UsageError: It makes no sense, or says in which form the model shall be.
         StorageError: The configuration cannot be read.
     """
-    job = job_of(llama)
-    if job.says_form:
-        raise form_not_wanted()
-    return job.model(if_like_llama(own) if job.is_silent else own)
+    return formless_job(llama).model()
+
+
+def described_model(
+    store: Store, tag: str, job: LlamaJob, *, needed: bool = False
+) -> tuple[KnownModel | None, Mapping[str, Any] | None]:
+    """What is known of the model of a tag, and what its config.json says: the caller's, or the one beside the model.
+
+    Args:
+        store: The root directory.
+        tag: Which tag.
+        job: What the caller says.
+        needed: Whether the model has to be Llama-like, although the caller says nothing of it.
+
+    Raises:
+        UsageError: The configuration is none, or not that of such a model, or something is said that needs one.
+        StorageError: It cannot be read.
+    """
+    own = _own_config(store, tag) if job.config is None else None
+    with naming(path=store.path, tag=tag):
+        known = job.model(own if needed or not job.is_silent else _if_like_llama(own))
+    return known, own if known is None else known.config.content
 
 
 def form_not_wanted() -> UsageError:
@@ -208,7 +238,7 @@ def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     return Form(projection=projection, copies=count, adjacent=count > 1 and bool(copies.adjacent))
 
 
-def own_config(store: Store, tag: str) -> Mapping[str, Any] | None:
+def _own_config(store: Store, tag: str) -> Mapping[str, Any] | None:
     """What the config.json says that lies in a directory of Hugging Face's; None for any other tag, and without one.
 
     Raises:
@@ -223,7 +253,7 @@ def own_config(store: Store, tag: str) -> Mapping[str, Any] | None:
         return json_object(data, "a config.json", UsageError)
 
 
-def if_like_llama(own: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _if_like_llama(own: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The same configuration if it is that of a Llama-like model; else None: then its names stay as they are."""
     kind = None if own is None else own.get("model_type")
     return own if kind is None or kind in LIKE_LLAMA else None

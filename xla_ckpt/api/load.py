@@ -91,7 +91,7 @@ def load_checkpoint(
     options: LoadOptions | None = None,
 ) -> Loaded:
     """Load a tag into the given objects, each of them optional: with none it gives the user content back, as
-    neuronx-distributed's does (`restore` makes all that is stored anew).
+    neuronx-distributed's does, and logs a warning if there is none (`restore` makes all that is stored anew).
 
     Everything is checked before anything is changed: names, shapes and dtypes first, then the digests of all bytes
     that would be overwritten in place.
@@ -285,6 +285,12 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
         raise
     if job.exchange.rank == 0:
         expect_commit(near.store if near is not None else store)
+        if value is None and not content.given:
+            logger.warning(
+                "tag %s: nothing was loaded: the tag has no user content, and no object was given. Give those that "
+                "get its state (model=, optimizer=, scheduler=, extras=); xla_ckpt.restore makes all of it anew",
+                report.tag,
+            )
     return value, _end(report, phases, traced)
 
 

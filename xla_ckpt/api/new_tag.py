@@ -106,7 +106,7 @@ class NewTag:
             head = new_head(root, self.tag, max(transaction.sequence, 1))
             manifest = merge([record], self.mesh).manifest(head, self.mesh, self.mesh.size)
             marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in old.divergent}
-            manifest = replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))
+            manifest = replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}), parity=self.parity)
             write_parity = None
             if (parity := self.parity) is not None:
 

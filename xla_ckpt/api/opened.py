@@ -108,7 +108,7 @@ def without_rank_numbers(reader: TagReader) -> TagReader:
     if numbers:
         logger.warning(
             "tag %s: left out, because they say something of each rank of the job that saved: %s. A load of ours does "
-            "not ask for them; that of another library may, unless it has an option such as strict=False",
+            "not ask for them; that of another library may, unless it can be told to load only what fits",
             reader.tag,
             paths.listed(numbers),
         )

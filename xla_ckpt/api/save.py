@@ -89,7 +89,7 @@ def save_checkpoint(
         num_workers: Threads that write, at most.
         use_xser: Write neuronx-distributed's xser layout, with a manifest beside it: short for ``layout="xser"``.
         num_kept_ckpts: Keep this many of the newest tags that are not pinned, and delete older ones after the commit;
-            None keeps all. `SaveOptions.retention` has other policies.
+            None and -1 keep all. `SaveOptions.retention` has other policies.
         async_save: Return as soon as the state is frozen, and write in the background.
         zero1_optimizer: Accepted for compatibility with neuronx-distributed; a ZeRO-1 optimizer is recognised.
         extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts. One

@@ -46,7 +46,7 @@ class TagSummary:
     """Number of arrays; None where no index says it."""
 
     nbytes: int | None = None
-    """Bytes of the arrays; of a tag without an index, of its files."""
+    """Bytes of the arrays, each counted once; of a tag without an index, of its files."""
 
     files: int | None = None
     ranks: int | None = None

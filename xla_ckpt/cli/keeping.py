@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_each
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UsageError, storage_errors
 
 if TYPE_CHECKING:
     from xla_ckpt.api.checkpoints import Checkpoints
@@ -126,30 +126,34 @@ def retain(args: argparse.Namespace) -> int:
     """The command ``retain``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
     from xla_ckpt.layouts.no_tag import no_tag, root_named
+    from xla_ckpt.tags.deleting import refusals, retire
+    from xla_ckpt.tags.roots import root_of
 
-    policy = _policy(args)
-    store = root_named(args.path).store
-    root = Checkpoints(args.path)
-    reasons = root.why_kept(policy)
+    policy, root = _policy(args), root_named(args.path)
+    reasons = Checkpoints(args.path).why_kept(policy)
     if not reasons:
-        raise no_tag(store, None)
+        raise no_tag(root.store, None)
     doomed = [tag for tag, why in reasons.items() if not why]
     asks = doomed and not args.dry_run and not args.yes
     if asks and not _confirmed(f"Delete {', '.join(doomed)} in {args.path}? [y/N] "):
         return _told_no()
+    # Somebody may have pinned one since, or read it. All are looked at in one listing, and not each before it goes.
+    refused = {} if args.dry_run else refusals(root_of(root.store.look()), doomed, force=False)
 
     def act(tag: str) -> str:
         if reasons[tag]:
             return f"stays ({'; '.join(reasons[tag])})"
         if args.dry_run:
             return "would be deleted"
-        try:
-            root.delete(tag)
-        except UsageError as refused:
-            return f"stays ({refused.problem})"  # another one may go all the same
+        if tag in refused:
+            return f"stays ({refused[tag].problem})"
+        retire(root, tag)
         return "deleted"
 
     print_each(args, [*reasons], act)
+    if not args.dry_run:
+        with storage_errors("deleting tags", path=args.path):
+            root.clean()
     return 0
 
 

@@ -21,7 +21,7 @@ from xla_ckpt import __version__
 from xla_ckpt.cli import completion, keeping, looking, mending, viewing, writing
 from xla_ckpt.cli.output import answering
 from xla_ckpt.cli.selftest import command as selftest
-from xla_ckpt.cli.words import in_options
+from xla_ckpt.cli.words import in_options, log_in_options
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UsageError
 from xla_ckpt.keywords import meant
 
@@ -50,7 +50,8 @@ def _complete(args: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, _Command] = {
     "ls": _Command(
-        help="List the tags of a directory, oldest first; or the roots below it, where it has no tags itself.",
+        help="List the tags of a directory, oldest first; or the roots below it, where it has no tags itself. The size "
+        "of a tag is that of its arrays, each counted once; where no index says that, that of its files.",
         action=looking.ls,
         add_arguments=looking.add_ls,
         examples="""\
@@ -70,7 +71,8 @@ _COMMANDS: dict[str, _Command] = {
   xla-ckpt show runs/lm --report           where the time of its save went""",
     ),
     "verify": _Command(
-        help="Read all bytes of a tag and compare them with their digests, or CRC-32.",
+        help="Read all bytes of a tag and compare them with their digests, or CRC-32. It says how many bytes it read: "
+        "copies and padding, too.",
         action=looking.verify,
         add_arguments=looking.add_verify,
         examples="""\
@@ -255,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is None:  # Python's word for a closed one (`>&-`)
             # The next file to be opened, one of a tag perhaps, would get its number, and what libraries print.
             raise UsageError("the standard output is closed", hint="Where nobody reads it, send it to /dev/null.")
-        code = int(args.action(args))
+        with log_in_options():
+            code = int(args.action(args))
         with answering():
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:

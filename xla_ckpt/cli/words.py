@@ -1,8 +1,11 @@
-"""Errors of the library speak of arguments in Python; a person at the command line has options in their place."""
+"""Errors and warnings of the library speak of arguments in Python; a person at the command line has options instead."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+from collections.abc import Iterator
 
 _SPOKEN = (
     # An argument and, in parentheses, its option: "as_tag= (--as)", "LlamaJob(config, ...) (--config)".
@@ -16,7 +19,7 @@ _SPOKEN = (
 
 
 def in_options(text: str) -> str:
-    """The text of an error with the options of the command line in the place of Python's arguments.
+    """The text of an error or a warning with the options of the command line in the place of Python's arguments.
 
     >>> in_options("Pass as_tag= (--as)."), in_options("Give it (model=, optimizer=; --like on the command line).")
     ('Pass --as.', 'Give it (--like).')
@@ -24,3 +27,24 @@ def in_options(text: str) -> str:
     for argument, option in _SPOKEN:
         text = argument.sub(option, text)
     return text
+
+
+class _InOptions(logging.Formatter):
+    """The text of a record, in options."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record))
+
+
+@contextlib.contextmanager
+def log_in_options() -> Iterator[None]:
+    """For a block, have warnings printed with options. Where a program handles them itself, they stay as they are."""
+    if (handler := logging.lastResort) is None:  # a program took it away: they are not printed
+        yield
+        return
+    before = handler.formatter
+    handler.setFormatter(_InOptions())
+    try:
+        yield
+    finally:
+        handler.setFormatter(before)

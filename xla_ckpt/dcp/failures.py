@@ -32,9 +32,7 @@ def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iter
     own one, whose text has the tracebacks of all ranks, is its cause.
 
     Args:
-        doing: What the block does.
         kind: What an exception becomes that is no error of ours, and none of the operating system.
-        path: The checkpoint.
     """
     try:
         yield
@@ -87,13 +85,10 @@ def _verdict(gathered: CheckpointException, doing: str, kind: type[CheckpointErr
     ours = [(rank, error) for rank, error in failures.items() if isinstance(error, CheckpointError)]
     if ours:
         rank, error = ours[0]
-        return error if len(failures) > 1 or not _several() else error.at(rank=rank)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return error if len(failures) > 1 or not several else error.at(rank=rank)
     rank, first = next(iter(failures.items()))
     return of_stock(first) or as_checkpoint_error(first, doing, rank, kind)
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def of_stock(error: BaseException) -> CheckpointError | None:

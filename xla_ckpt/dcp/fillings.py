@@ -41,8 +41,6 @@ class FilledTensor:
     """What is read for it: regions of the stored tensor."""
 
     memory: Callable[[Slabs], Sequence[memoryview]] = lambda _: ()
-    """Memory for them."""
-
     item: ReadItem | None = None
     """The item that the planner is told of when it is filled."""
 
@@ -142,11 +140,7 @@ def _is_plain(planner: LoadPlanner) -> bool:
 
 
 def _check_writable(value: torch.Tensor, key: str) -> None:
-    """Refuse what cannot be written to, before other tensors have their values.
-
-    Raises:
-        UsageError: Elements of it share memory.
-    """
+    """Refuse what cannot be written to, before other tensors have their values."""
     if type(value) in DENSE and not value.is_contiguous():
         with naming(leaf=key):
             check_writable(value)

@@ -83,7 +83,6 @@ class _InBackground:
     freezing: None = None
 
     def run(self) -> SaveReport:
-        """See `xla_ckpt.engine.background.InFlight`."""
         if self.before is not None:
             self.before.wait()
         try:

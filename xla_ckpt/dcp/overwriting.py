@@ -24,10 +24,8 @@ def check_target(path: str | None, store: Store, name: str, *, overwrite: bool) 
     """Refuse to replace anything that is no checkpoint of DCP's, and the directory in which the program works.
 
     Args:
-        path: The directory that is to hold the checkpoint.
         store: What holds it.
         name: Its name there.
-        overwrite: Whether a checkpoint may be replaced.
 
     Raises:
         UsageError: Something else has that name.

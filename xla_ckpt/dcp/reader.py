@@ -27,12 +27,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import (
-    ChangedTagError,
-    UsageError,
-    naming,
-    storage_errors,
-)
+from xla_ckpt.errors import ChangedTagError, UsageError, naming, storage_errors
 from xla_ckpt.layouts.dcp.index import stock_metadata
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.snapshot.memory import Slabs

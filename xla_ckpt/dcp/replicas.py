@@ -42,8 +42,6 @@ class Held:
     """Digest of some of its bytes."""
 
     written: bool
-    """Whether this rank writes it."""
-
     loose: bool = False
     """Whether a difference is worth a warning only."""
 

@@ -7,20 +7,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from xla_ckpt.arrays.torch_elements import torch_dtype
 from xla_ckpt.engine.tag_reader import DAMAGED, TagReader
-from xla_ckpt.errors import (
-    CorruptCheckpointError,
-    NoCheckpointError,
-    UnsupportedStateError,
-    UntrustedObjectError,
-    naming,
-)
+from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UntrustedObjectError, naming
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
 from xla_ckpt.layouts.dcp.metadata import METADATA, DcpTensor
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.strided import shards_at
+from xla_ckpt.layouts.torch_save.whole import ZipTensors
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
@@ -102,7 +96,7 @@ class Opened(DcpFiles):
             buffer = io.BytesIO()
             try:
                 zipped = Zip(ahead, span.offset, span.nbytes)
-                torch.save(zipped.value(strided=True, tensor=self._tensor_of_value), buffer)
+                torch.save(zipped.value(strided=True, tensor=ZipTensors(zipped, ahead.source).of), buffer)
             except UntrustedObjectError as error:
                 error.hint = "Pass trust_pickle=True if you trust whoever wrote this checkpoint."
                 raise
@@ -123,23 +117,6 @@ class Opened(DcpFiles):
             with naming(path=self.path):
                 self._ahead[file] = Ahead(self.open(file), file)
         return self._ahead[file]
-
-    def _tensor_of_value(self, at: TensorAt) -> torch.Tensor:
-        """A tensor that lies in a file, as a new one in C order."""
-        dtype = torch_dtype(at.dtype)
-        if dtype is None:
-            raise UnsupportedStateError(f"torch has no element type {at.dtype.name}", file=at.file)
-        count = Box.whole(at.shape).size
-        if not count:
-            return torch.empty(at.shape, dtype=dtype)
-        steps = at.strides
-        span = count if steps is None else 1 + sum((n - 1) * s for n, s in zip(at.shape, steps, strict=True))
-        data = bytearray(span * at.dtype.itemsize)
-        source = self.held(at.file).source
-        if source.read_into(memoryview(data), at.offset) < len(data):
-            raise CorruptCheckpointError("the file ends too early", file=at.file, path=self.path)
-        flat = torch.frombuffer(data, dtype=dtype)
-        return flat.reshape(at.shape) if steps is None else flat.as_strided(at.shape, steps).contiguous()
 
     def locate(self, wanted: Mapping[str, Iterable[Start]]) -> TagReader:
         """What reads these chunks, by key: the leaf paths of its manifest are the keys.

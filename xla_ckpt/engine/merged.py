@@ -66,7 +66,7 @@ def sealed_manifest(
             raise stale
         if stale is not None:
             logger.warning("tag %s: %s", order.tag, stale)
-    manifest = replace(manifest, retention=policy_json(order.retention))
+    manifest = replace(manifest, retention=policy_json(order.retention), parity=order.options.parity)
     return seal(transaction, order.root.path, manifest, ending)
 
 

@@ -34,10 +34,10 @@ def has_parity(directory: ReadDirectory) -> bool:
     return False
 
 
-def parity_of(directory: ReadDirectory) -> str | None:
-    """What a tag survives, in a word; None if it has no parity."""
+def parity_of(directory: ReadDirectory, manifest: Manifest) -> str | None:
+    """What a tag survives, in a word; None if it has no parity, and was saved without."""
     if not has_parity(directory):
-        return None
+        return None if manifest.parity is None else "lost"
     try:
         return parse(read_whole(directory, PARITY_INDEX)).survives
     except (CheckpointError, OSError):
@@ -110,7 +110,7 @@ def reads_as(
 def verify_parity(
     directory: ReadDirectory, manifest: Manifest, files: Iterable[str]
 ) -> tuple[list[CheckpointError], frozenset[str]]:
-    """What is wrong with the parity of a tag, and the names of its files. Nothing and none where there is no parity.
+    """What is wrong with the parity of a tag, and the names of its files. Nothing and none where it was saved without.
 
     `files` are all files of the tag.
 
@@ -119,7 +119,7 @@ def verify_parity(
     """
     of_parity = frozenset(name for name in files if name.startswith(FOLDER))
     if not of_parity & {PARITY_INDEX, COPY}:
-        return [], frozenset()
+        return ([] if manifest.parity is None else [_lost(manifest.parity)]), frozenset()
     try:
         index = read_index(directory, manifest)
     except CheckpointError as error:
@@ -135,6 +135,15 @@ def verify_parity(
         problems.append(CorruptCheckpointError("the parity is not that of this manifest", file=PARITY_INDEX))
     blocks = Blocks(tuple(file.size for file in index.files))
     return problems, frozenset({PARITY_INDEX, COPY, *file_sizes(blocks, all_places(index))})
+
+
+def _lost(parity: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "the tag was saved with parity, and that is gone",
+        file=PARITY_INDEX,
+        expected=f"parity={parity!r}",
+        hint="If all else is sound, `xla-ckpt verify PATH --tag TAG --repair`, or xla_ckpt.repair, makes it anew.",
+    )
 
 
 def copy_is_sound(directory: ReadDirectory, index: ParityIndex) -> bool:

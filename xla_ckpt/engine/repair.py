@@ -87,12 +87,12 @@ def repair_tag(root: Root, tag: str, directory: Directory, *, workers: int = WOR
         The paths of the files that were replaced; none if nothing was damaged.
 
     Raises:
-        UsageError: The tag has no parity.
+        UsageError: The tag was saved without parity.
         CorruptCheckpointError: More is lost than the parity gives back; nothing was changed.
         NotDurableError: It is repaired, and a loss of power may undo that.
         OSError: The storage refused.
     """
-    if not has_parity(directory):
+    if not has_parity(directory) and not _had_parity(directory):
         raise UsageError(
             "the tag has no parity, so it cannot be repaired",
             hint="Load another tag, or restore its files from a copy. SaveOptions(parity='file') has a save write it.",
@@ -104,6 +104,14 @@ def repair_tag(root: Root, tag: str, directory: Directory, *, workers: int = WOR
     except CorruptCheckpointError as error:
         return repair.renew_whole_parity(manifest, text, error)
     return repair.mend(index, _damage(directory, index, manifest_lost=not whole, workers=workers), text)
+
+
+def _had_parity(directory: Directory) -> bool:
+    """Whether the manifest says that the tag was saved with parity."""
+    try:
+        return manifest_json.parse(read_whole(directory, MANIFEST)).parity is not None
+    except (CheckpointError, OSError):
+        return False  # then nothing says it, and nothing could be done
 
 
 def _manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
@@ -251,7 +259,8 @@ class _Repair:
             problem.details = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
             raise problem
         names = [name for name in self.directory.files() if name.startswith(FOLDER)]
-        parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
+        has_stripes = any(name.startswith(f"{FOLDER}stripes-") for name in names)
+        parity: Parity = "file" if has_stripes or manifest.parity == "file" else "block"
         worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
         files, crew = covered_files(manifest), Crew(workers=self.workers)
         with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord
@@ -66,3 +66,21 @@ def record_with_regions(path: str, codec: Codec, glue: Glue, digests: Sequence[i
         regions=tuple((at, nbytes) for at, nbytes in codec.places if nbytes),
         digests=tuple(digests),
     )
+
+
+class PlainCodec:
+    """What codecs have in common that know all between the regions without their digests, and have no place for these.
+
+    So the manifest keeps the digests.
+    """
+
+    __slots__ = ()
+
+    wants_digests = False
+    wants_crc32 = False
+
+    def streamed(self) -> Self:
+        return self
+
+    def record(self: Codec, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
+        return record_with_regions(path, self, glue, digests)

@@ -18,11 +18,10 @@ from functools import lru_cache
 from itertools import chain
 
 from xla_ckpt.errors import FormatError
-from xla_ckpt.files.codec import Glue, record_with_regions
+from xla_ckpt.files.codec import Glue, PlainCodec
 from xla_ckpt.files.regions import Region
 from xla_ckpt.files.safetensors import entry, padded_header, saved_offset
 from xla_ckpt.files.torch_file import STORAGE_ALIGNMENT, TorchFile
-from xla_ckpt.manifest.records import FileRecord
 
 STEM = "archive"
 """Name of the folder in each zip: torch.save's own, where it writes to a stream."""
@@ -64,7 +63,7 @@ def zip_of(pickled: bytes, nbytes: int) -> ChunkZip:
 
 
 @dataclass(frozen=True, slots=True)
-class Distcp:
+class Distcp(PlainCodec):
     """The codec of such a file (see `xla_ckpt.files.codec.Codec`)."""
 
     name: str
@@ -118,17 +117,6 @@ class Distcp:
         for start, chunk_zip in zip(self._starts, self._zips, strict=True):
             yield start + chunk_zip.start, chunk_zip.nbytes
 
-    @property
-    def wants_digests(self) -> bool:
-        return False
-
-    @property
-    def wants_crc32(self) -> bool:
-        return False
-
-    def streamed(self) -> Distcp:
-        return self
-
     def without(self, regions: frozenset[int]) -> Distcp:
         return replace(self, chunks=tuple(c for i, c in enumerate(self.chunks) if i not in regions))
 
@@ -163,9 +151,6 @@ class Distcp:
             "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
         }
         return padded_header(about, json.dumps(entries, separators=(",", ":"))[1:-1])
-
-    def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
-        return record_with_regions(path, self, glue, digests)
 
 
 def _bytes_entry(start: int, stop: int) -> dict[str, object]:

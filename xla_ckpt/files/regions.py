@@ -54,7 +54,6 @@ class Regions(Columns[Region]):
         return len(self.names)
 
     def row(self, number: int) -> Region:
-        """See `Columns`."""
         return Region(self.names[number], *self.forms[self.form[number]])
 
     def rows(self, which: Ints) -> Regions:

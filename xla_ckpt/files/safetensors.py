@@ -104,12 +104,6 @@ def entry(region: Region, at: int) -> dict[str, object]:
     }
 
 
-def plain_header(regions: Sequence[Region]) -> bytes:
-    """The first bytes of a file that other programs are meant to read: whole arrays, and nothing of ours."""
-    regions = Regions.of(regions)
-    return padded_header({"format": "pt"}, _entries(regions, list(map(_JSON.encode, regions.names))))
-
-
 def _entries(regions: Regions, names: Sequence[str]) -> str:
     """What the header says of all regions, as JSON: `entry` of each, in which all but the place is that of its form."""
     facts = [_JSON.encode(entry(Region("", *form), 0)).partition('"data_offsets"')[0] for form in regions.forms]
@@ -159,7 +153,8 @@ class Safetensors:
 
     def __post_init__(self) -> None:
         if self.plain:
-            template = HeaderTemplate(plain_header(self.regions), b"", 0)
+            names = list(map(_JSON.encode, self.regions.names))
+            template = HeaderTemplate(padded_header({"format": "pt"}, _entries(self.regions, names)), b"", 0)
         else:
             template = header_template(self.regions, digested=self.digested)
         nbytes = self.regions.nbytes

@@ -10,9 +10,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from xla_ckpt.files.codec import Glue, record_with_regions
+from xla_ckpt.files.codec import Glue, PlainCodec
 from xla_ckpt.files.crc32 import crc32, joined_crc32
-from xla_ckpt.manifest.records import FileRecord
 
 STORAGE_ALIGNMENT = 64
 """The bytes of each record begin at a multiple of this, as torch >= 2.6 writes them."""
@@ -76,7 +75,7 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFile:
+class TorchFile(PlainCodec):
     """The layout of one file."""
 
     stem: str
@@ -89,6 +88,8 @@ class TorchFile:
     """Bytes of each region of each storage."""
 
     _records: tuple[_Record, ...] = field(init=False, repr=False)
+
+    wants_crc32 = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_records", tuple(self._laid_out()))
@@ -130,17 +131,6 @@ class TorchFile:
                 regions.append((at, nbytes))
                 at += nbytes
         return regions
-
-    @property
-    def wants_digests(self) -> bool:
-        return False
-
-    @property
-    def wants_crc32(self) -> bool:
-        return True
-
-    def streamed(self) -> TorchFile:
-        return self
 
     def without(self, regions: frozenset[int]) -> None:
         """None: the file needs all of its regions, because they are the storages that the pickle names."""
@@ -202,9 +192,6 @@ class TorchFile:
         text += END_64_AT.pack(b"PK\6\7", 0, start + size, 1)
         few = min(count, _MANY)
         return bytes(text + END.pack(b"PK\5\6", 0, 0, few, few, min(size, LARGE), min(start, LARGE), 0))
-
-    def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
-        return record_with_regions(path, self, glue, digests)
 
 
 def _sizes64(nbytes: int) -> bytes:

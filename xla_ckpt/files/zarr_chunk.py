@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_ckpt.files.codec import Glue, record_with_regions
-from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.files.codec import Glue, PlainCodec
 
 
 @dataclass(frozen=True, slots=True)
-class ZarrChunk:
+class ZarrChunk(PlainCodec):
     """The codec of such a file (see `xla_ckpt.files.codec.Codec`). All chunks of an array have one size."""
 
     places: Sequence[tuple[int, int]]
@@ -22,26 +21,14 @@ class ZarrChunk:
     size: int
     """Bytes of the file: a chunk at an end of the array is filled up."""
 
-    wants_digests: bool = False
-    wants_crc32: bool = False
-
-    def streamed(self) -> ZarrChunk:
-        """See `Codec`."""
-        return self
-
     def without(self, regions: frozenset[int]) -> ZarrChunk | None:
         """See `Codec`: without all of them the file is not written at all."""
         return self if len(regions) == len(self.places) else None
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:  # what every codec gets
-        """See `Codec`."""
         gaps, at = [], 0
         for offset, nbytes in (*self.places, (self.size, 0)):
             if offset > at:
                 gaps.append((at, bytes(offset - at)))
             at = offset + nbytes
         return gaps
-
-    def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
-        """See `Codec`: a chunk has no place for our digests, so the manifest keeps them."""
-        return record_with_regions(path, self, glue, digests)

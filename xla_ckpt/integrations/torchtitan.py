@@ -71,7 +71,6 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """See torchtitan's."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         future = None
@@ -84,7 +83,6 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
         return future
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """See torchtitan's."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

@@ -60,7 +60,6 @@ def arrays_of_links(
     Args:
         links: All elements of each new array.
         leaves: Leaf path of each stored array, by its name.
-        manifest: What is stored.
         to_hf: Whether the new names are Hugging Face's, and the stored ones the job's.
 
     Raises:
@@ -83,7 +82,7 @@ def _whole(
     missing = next((old for old in olds if old not in leaves), None)
     if missing is not None:
         raise IncompatibleCheckpointError("the checkpoint lacks a part of an array", leaf=name, expected=missing)
-    wholes = [Box.whole(_record(leaves[old], manifest).shape) for old in olds]
+    wholes = [Box.whole(stored_record(leaves[old], manifest).shape) for old in olds]
     firsts = [(link.here, link.there) if to_hf else (link.there, link.here) for link in links]
     whole = wholes[0]
     if links[0].size is not None:
@@ -98,7 +97,8 @@ def _whole(
     return Rearranged(shape=whole.shape, parts=tuple(pieces))
 
 
-def _record(leaf: str, manifest: Manifest) -> ArrayRecord:
+def stored_record(leaf: str, manifest: Manifest) -> ArrayRecord:
+    """The record of an array that is stored, under whichever of its leaf paths."""
     record = manifest.array(leaf)
     assert record is not None, leaf
     return record

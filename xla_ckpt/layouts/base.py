@@ -188,7 +188,6 @@ class Layout:
         """The complete tags of it, oldest first (see `by_numbers`). Cheap, and without a framework.
 
         Args:
-            store: The root directory.
             names: What lies in it and is not ours.
 
         Raises:

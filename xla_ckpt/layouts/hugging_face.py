@@ -77,8 +77,6 @@ def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: D
     """The files of a part of a state, and their index where there are several.
 
     Args:
-        stored: The state.
-        part: Leaf path of the part.
         max_file_bytes: A further file is begun when one would grow beyond this.
         dtype: The element type of all floating-point arrays in the files; None leaves each as it is.
 
@@ -96,7 +94,6 @@ def scanned_model(
     """The arrays in a directory of Hugging Face's by name, and its files. No array is read.
 
     Args:
-        directory: The directory.
         single: Name of the only file, where there is no index.
 
     Raises:

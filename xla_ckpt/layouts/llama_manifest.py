@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
-from xla_ckpt.layouts.array_links import ArrayLink, arrays_of_links
+from xla_ckpt.layouts.array_links import ArrayLink, arrays_of_links, stored_record
 from xla_ckpt.layouts.llama_config import LlamaConfig
 from xla_ckpt.layouts.llama_heads import KeyCopies, check_heads, check_layers, no_copies, stored_form, unsaid_order
 from xla_ckpt.layouts.llama_names import (
@@ -81,10 +81,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
     """A model under Hugging Face's names, with its arrays and the order of its heads.
 
     Args:
-        manifest: What is stored.
         part: Leaf path of the model in it.
-        config: The sizes.
-        copies: What the caller says.
 
     Raises:
         IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
@@ -93,7 +90,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
     """
     leaves = names_in_part(manifest, part)
     for name, leaf in leaves.items():
-        check_shape(name, _record(leaf, manifest).shape, config, leaf)
+        check_shape(name, stored_record(leaf, manifest).shape, config, leaf)
     form = stored_form(leaves, manifest, config, copies)
     links_by_name: dict[str, list[ArrayLink]] = {}
     for name in leaves:
@@ -118,9 +115,6 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
 
     Args:
         manifest: What is stored, under Hugging Face's names.
-        config: The sizes.
-        form: How the job has the model.
-        mesh: The job's ranks.
 
     Raises:
         IncompatibleCheckpointError: Names or shapes are not those of the configuration.
@@ -131,7 +125,7 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
     tied = config.tied and HEAD in leaves
     stored = {name: leaf for name, leaf in leaves.items() if not (tied and name == HEAD)}
     for name, leaf in leaves.items():
-        check_shape(name, _record(leaf, manifest).shape, config, leaf)
+        check_shape(name, stored_record(leaf, manifest).shape, config, leaf)
     check_names(stored, config)
     parts = [link for name in stored for link in links(name, config, form)]
     arrays = arrays_of_links(parts, stored, manifest, to_hf=False)
@@ -145,9 +139,7 @@ def reordered(manifest: Manifest, config: LlamaConfig, copies: KeyCopies, mesh: 
 
     Args:
         manifest: What is stored, under the names of neuronx-distributed's examples.
-        config: The sizes.
         copies: What the new job has; both are known.
-        mesh: The new job's ranks.
 
     Raises:
         IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
@@ -233,24 +225,11 @@ def _respelled(leaf: str, record: ArrayRecord, sharding: Sharding, manifest: Man
     return Sharding(tuple(dims)).spec
 
 
-def _record(leaf: str, manifest: Manifest) -> ArrayRecord:
-    record = manifest.array(leaf)
-    assert record is not None, leaf
-    return record
-
-
 def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manifest, config: LlamaConfig) -> None:
     """Refuse a fused array of which the checkpoint says that ranks had it otherwise: its rows are in another order.
 
     Args:
-        name: Its name.
-        leaf: Its leaf path.
         parts: Hugging Face's names of what it consists of.
-        manifest: What is stored.
-        config: The sizes.
-
-    Raises:
-        IncompatibleCheckpointError: It does.
     """
     sharding = sharding_of(leaf, manifest, ())
     split = next(iter(sharding.dims), None)

@@ -84,11 +84,6 @@ def query_order(config: LlamaConfig, form: Form) -> list[tuple[int, int, int]]:
 def links(hf: str, config: LlamaConfig, form: Form) -> list[ArrayLink]:
     """Where neuronx-distributed has the parts of an array, by Hugging Face's name.
 
-    Args:
-        hf: Hugging Face's name.
-        config: The sizes.
-        form: How neuronx-distributed has the model.
-
     Raises:
         UsageError: As `query_order`.
     """

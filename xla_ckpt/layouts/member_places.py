@@ -47,11 +47,7 @@ class StateForm:
     """What a layout knows of the states that its files hold."""
 
     is_array: Callable[[Any], bool]
-    """Whether a value is an array."""
-
     is_optimizer: Callable[[Mapping[str, Any]], bool] = is_nested_optimizer
-    """Whether a dict is the state of an optimizer."""
-
     is_model: Callable[[Mapping[str, Any]], bool] = lambda _: False
     """Whether the files themselves say that a dict is a model."""
 
@@ -81,13 +77,7 @@ class MemberPlaces:
 
 
 def member_places(tree: Mapping[str, Any], hints: Hints, form: StateForm) -> MemberPlaces:
-    """Find the members of a training state.
-
-    Args:
-        tree: The nested state.
-        hints: What the program says that wants it.
-        form: What is known of such states.
-    """
+    """Find the members of a training state."""
     optimizers = [*_optimizers(tree, form)]
     model = _model(tree, optimizers, hints, form)
     optimizer = _chosen(optimizers, model, hints)

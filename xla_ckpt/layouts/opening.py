@@ -30,8 +30,6 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None, *, as_stored: b
     """A reader of a tag of any layout.
 
     Args:
-        store: The root directory.
-        tag: Which tag.
         hints: What the files of some layouts do not say.
         as_stored: Whether a tag of ours is read in the form that its files have, and not in that of what was saved.
 

@@ -104,7 +104,6 @@ def names_by_order(
     """The name of each number, if the order and the shapes of a model's parameters leave only one choice.
 
     Args:
-        numbers: The numbers of each group.
         shapes: The shape of each number, where known.
         models: The shapes of what may be parameters, in the order of the model: the likeliest first. Of the last of
             them buffers are left out, if nothing else fits.

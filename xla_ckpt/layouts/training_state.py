@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.layouts.member_places import (
-    GROUPS_PREFIX,
-    STATE_PREFIX,
-    StateForm,
-    is_nested_optimizer,
-    member_places,
-)
+from xla_ckpt.layouts.member_places import GROUPS_PREFIX, STATE_PREFIX, StateForm, is_nested_optimizer, member_places
 from xla_ckpt.layouts.places import canonical, program_names, without_paths
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -33,11 +27,6 @@ def training_state(tree: Mapping[str, Any], hints: Hints, is_array: Callable[[An
     """The members of a training state: model, optimizer, scheduler, and the rest as extras.
 
     A state in which nothing of a training state is recognised stays as it is.
-
-    Args:
-        tree: The nested state.
-        hints: What the program says that wants it.
-        is_array: Whether a value of the tree is an array.
     """
     places = member_places(tree, hints, StateForm(is_array=is_array))
     model, optimizer, scheduler = places.model, places.optimizer, places.scheduler

@@ -27,9 +27,7 @@ def check_files(report: VerifyReport, names: Sequence[str], check: Callable[[str
 
     Args:
         report: Gets the number of the files, too, and the bytes that were read.
-        names: The files.
         check: Reads one of them, and returns how many bytes it has read.
-        workers: Threads, at most.
     """
     sizes: list[int] = []
 

@@ -51,6 +51,7 @@ def dump(manifest: Manifest) -> bytes:
         "objects": list(manifest.objects),
         "files": [file_json(f) for f in manifest.files],
         **({} if manifest.retention is None else {"retention": manifest.retention}),
+        **({} if manifest.parity is None else {"parity": manifest.parity}),
     }
     lines = [_first_line(replace(manifest.head, version=FORMAT_VERSION))]
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
@@ -165,6 +166,9 @@ def parse(data: bytes) -> Manifest:
     mesh = raw.get("mesh")
     if mesh is not None and not isinstance(mesh, str):
         raise FormatError("broken mesh", found=str(mesh)[:80])
+    parity = raw.get("parity")
+    if parity is not None and not isinstance(parity, str):
+        raise FormatError("it does not say what the tag survives", found=str(parity)[:80])
     files = tuple(parse_file(entry) for entry in member(raw, "files", list))
     claimed, available = arrays.nbytes, sum(record.size for record in files)
     if claimed > available:
@@ -179,6 +183,7 @@ def parse(data: bytes) -> Manifest:
         mesh=mesh,
         world=member(raw, "world", int),
         retention=raw.get("retention"),
+        parity=parity,
     )
 
 

@@ -193,6 +193,10 @@ class Manifest:
     retention: Any = None
     """The policy of retention under which it was committed, as `xla_ckpt.tags.kept` says it; None if none is known."""
 
+    parity: str | None = None
+    """What it was to survive when it was saved, by files of a folder that the manifest does not list (docs/repair.md);
+    None for nothing, and where an older version saved it."""
+
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
         if len(set(names)) != len(names):

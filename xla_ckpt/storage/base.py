@@ -186,8 +186,8 @@ class Store(Protocol):
     def address(self, name: str) -> str:
         """What a name stands for, in full and with links followed: equal ones mean the same directory."""
 
-    def prepare(self) -> None:
-        """Make the root directory if it is absent, and find out whether it can be written.
+    def prepare(self) -> bool:
+        """Make the root directory if it is absent, and find out whether it can be written; whether it was absent.
 
         Raises:
             PermissionError: It cannot.

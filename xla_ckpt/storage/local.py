@@ -76,7 +76,7 @@ class LocalStore:
     def _at(self, path: str) -> str:
         return os.path.join(self.path, path) if path else self.path
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         new, above = [], self.path
         while not os.path.isdir(above) and os.path.dirname(above) != above:
             above = os.path.dirname(above)
@@ -88,6 +88,7 @@ class LocalStore:
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.path)
             raise PermissionError(errno.EACCES, "no permission to write there", self.path)
+        return bool(new)
 
     def names(self, path: str = "") -> list[str]:
         try:

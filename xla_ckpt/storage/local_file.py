@@ -23,6 +23,10 @@ from xla_ckpt.storage.base import BLOCK
 DIRECT_BYTES = 1 << 20
 """Files from this size on are written around the page cache, and read around it if they are not in it."""
 
+SAMPLE_BYTES = 256 * 1024
+"""What is looked at of a range to know whether it is in the page cache: to ask about each page takes as long as half of
+the copy out of it, and the kernel takes in and gives up neighbours together."""
+
 CACHED_READS = "XLA_CKPT_CACHED_READS"
 """Environment variable: ``1`` has all reads go through the page cache.
 
@@ -181,10 +185,11 @@ class LocalSource:
         return done
 
     def _mostly_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether more than half of a range of the file lies in the page cache."""
+        """Whether more than half of the beginning of a range of the file lies in the page cache."""
         # Not by a read with RWF_NOWAIT: it begins to read ahead, and the disk would read everything twice.
         assert self._pages is not None
-        first, last = offset // mmap.PAGESIZE, -(-min(offset + nbytes, self.size) // mmap.PAGESIZE)
+        first = offset // mmap.PAGESIZE
+        last = -(-min(offset + min(nbytes, SAMPLE_BYTES), self.size) // mmap.PAGESIZE)
         cached = (ctypes.c_ubyte * max(last - first, 0))()
         begin = self._pages.ctypes.data + first * mmap.PAGESIZE
         if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(cached) * mmap.PAGESIZE), cached):

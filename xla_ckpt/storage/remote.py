@@ -258,8 +258,9 @@ class RemoteStore(Addresses):
     def in_bucket(self, name: str) -> InBucket:
         return InBucket(*self._bucket, self.below(name), **server_of(self._bucket[0]))
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Nothing: the first save finds out, on its own thread, what the store does (see `check_conditions`)."""
+        return False
 
     def check_conditions(self) -> None:
         """Find out whether the store replaces a record only on its condition.

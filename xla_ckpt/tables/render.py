@@ -75,7 +75,7 @@ def notes(t: Mapping[str, Any], *, newest: bool) -> str:
 def tag(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``show``."""
     about = (
-        f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: {_origin(facts)}, {size(facts['nbytes'])} in "
+        f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: {_origin(facts)}, {_size(facts)} in "
         f"{count(len(facts['files']), 'file')} by {count(facts['ranks'], 'rank')}"
         + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
         + (", pinned" if facts["pinned"] else "")
@@ -137,6 +137,11 @@ def _origin(facts: dict[str, Any]) -> str:
     return f"commit {facts['sequence']}, saved {when(facts['created'])}{layout}"
 
 
+def _size(facts: dict[str, Any]) -> str:
+    """The size of a tag, as a list of tags has it."""
+    return size(facts["nbytes"]) + (" of arrays" if facts["sequence"] else "")  # another library's has no index
+
+
 def outline(title: str, value: Any) -> RenderableType:
     """The first level of a program's value: numbers and texts, and the types of what else there is."""
     items = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -156,8 +161,8 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
         stored = "array" if facts["digests"] else "stored tensor"
         checked = "every byte as it was saved" if facts["digests"] else "all files as they say themselves"
         lines.append(
-            f"[green]sound[/green]  {where}: {count(facts['arrays'], stored)}, {size(facts['nbytes'])} in "
-            f"{count(facts['files'], 'file')}, {checked}{f' ({rate})' if rate else ''}"
+            f"[green]sound[/green]  {where}: {count(facts['arrays'], stored)} in "
+            f"{count(facts['files'], 'file')}, {size(facts['nbytes'])} read, {checked}{f' ({rate})' if rate else ''}"
         )
     else:
         unread = all(problem["kind"] == StorageError.__name__ for problem in facts["problems"])

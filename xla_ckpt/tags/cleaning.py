@@ -101,7 +101,7 @@ def _left_to_others(store: FileSystem, name: str) -> Iterator[None]:
 def _tell(store: FileSystem, name: str, error: OSError) -> None:
     if (store.path, name) not in _told:
         _told.add((store.path, name))
-        logger.warning("could not remove %s in %s: %s", name, store.path, error)
+        logger.warning("could not remove %s in %s: %s", name or "it", store.path, error)
 
 
 def move_to_trash(store: FileSystem, name: str) -> str:
@@ -156,6 +156,11 @@ def remove_unused(store: FileSystem, name: str) -> None:
 def remove(store: FileSystem, name: str) -> None:
     """Remove a directory; that it cannot be removed is logged."""
     _remove(store, name, store.remove)
+
+
+def remove_empty_root(store: FileSystem) -> None:
+    """Remove the root directory itself, if nothing lies in it; that it cannot be removed is logged."""
+    _remove(store, "", store.remove_empty)
 
 
 def _remove(store: FileSystem, name: str, how: Callable[[str], object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.tags.entry import TagEntry
@@ -29,9 +29,20 @@ def delete(root: Root, tag: str, *, force: bool) -> None:
         StorageError: The storage refused.
     """
     check_deletable(root, [tag], force=force)
+    retire(root, tag)
+    with storage_errors("deleting a tag", path=root.path, tag=tag):
+        root.clean()
+
+
+def retire(root: Root, tag: str) -> None:
+    """Have a tag disappear that may be deleted, durably. Its files go with `Root.clean`.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        StorageError: The storage refused.
+    """
     try:
         root.retire(tag)
-        root.clean()
     except FileNotFoundError:
         raise no_such_tag(root, tag) from None  # a save's retention came first
     except OSError as error:
@@ -44,14 +55,30 @@ def check_deletable(root: Root, tags: Sequence[str], *, force: bool) -> None:
     Raises:
         CheckpointError: As `delete`.
     """
-    entries = [existing(root, tag) for tag in tags]
+    for tag in tags:
+        existing(root, tag)
+    for refusal in refusals(root, tags, force=force).values():
+        raise refusal
+
+
+def refusals(root: Root, tags: Collection[str], *, force: bool) -> dict[str, UsageError]:
+    """Why some of these tags of ours must stay. The root is listed once, and one manifest of those that stay is read.
+
+    Raises:
+        CheckpointError: The root cannot be read.
+    """
+    entries, doomed = root.entries(), frozenset(tags)
+    others = [entry for entry in entries if entry.tag not in doomed]
+    is_sound = force or any(_is_sound(root, other) for other in reversed(others))
+    refused: dict[str, UsageError] = {}
     for entry in entries:
+        if entry.tag not in doomed:
+            continue
         if root.is_written(entry.tag):
-            raise busy(root, entry.tag)
-    if not force:
-        others = [other for other in root.entries() if other.tag not in tags]
-        for entry in entries:
-            _check_dispensable(root, entry, others)
+            refused[entry.tag] = busy(root, entry.tag)
+        elif not force and (refusal := _refusal(root, entry, is_last=not others, is_last_sound=not is_sound)):
+            refused[entry.tag] = refusal
+    return refused
 
 
 def retire_superfluous(root: Root, retention: Retention) -> None:
@@ -73,18 +100,19 @@ def busy(root: Root, tag: str) -> UsageError:
     return UsageError("a save of this tag is running", path=root.path, tag=tag, hint="Try again when it has ended.")
 
 
-def _check_dispensable(root: Root, entry: TagEntry, others: Sequence[TagEntry]) -> None:
+def _refusal(root: Root, entry: TagEntry, *, is_last: bool, is_last_sound: bool) -> UsageError | None:
+    """Why a tag must stay, unless it is forced to go. `is_last_sound`: no other one can be read."""
     if entry.pinned:
         problem, hint = "this tag is pinned", "Unpin it first"
-    elif not others:
+    elif is_last:
         problem, hint = "this is the last tag that this library has here", "Save another one first"
-    elif not any(_is_sound(root, other) for other in reversed(others)) and _is_sound(root, entry):
+    elif is_last_sound and _is_sound(root, entry):
         problem, hint = "this is the last tag here whose manifest can be read", "Save another one first"
     elif root.is_read(entry.tag):
         problem, hint = "somebody reads this tag, or may do so", "Try again later"
     else:
-        return
-    raise UsageError(problem, path=root.path, tag=entry.tag, hint=f"{hint}, or say force=True (--force).")
+        return None
+    return UsageError(problem, path=root.path, tag=entry.tag, hint=f"{hint}, or say force=True (--force).")
 
 
 def _is_sound(root: Root, entry: TagEntry) -> bool:

@@ -86,7 +86,7 @@ class DirectoryRoot:
     def begin(self, name: str, kind: Kind) -> DirectoryDraft:
         if kind is Kind.TAG:
             self.check_commits()
-        self.store.prepare()
+        new_root = self.store.prepare()
         clean(self.store, None if kind in (Kind.TAG, Kind.REPAIR) else name)
         entries = self.entries() if kind is Kind.TAG else []
         suffix = "-repair" if kind is Kind.REPAIR else ""  # nobody takes it for a save of that tag
@@ -101,6 +101,7 @@ class DirectoryRoot:
                 sequence=1 + max((self.above(), *(e.sequence for e in entries))) if kind is Kind.TAG else 0,
                 newest=next((entry for entry in reversed(entries) if entry.damage is None), None),
                 directory=_new_directory(self.store, f"{NEW_PREFIX}{name}{suffix}"),
+                new_root=new_root,
                 retire_older=self.retire_older,
             )
         except BaseException:

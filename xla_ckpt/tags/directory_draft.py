@@ -12,7 +12,7 @@ from xla_ckpt.errors import NotDurableError
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
 from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
 from xla_ckpt.storage.durable_names import not_durable, rename_durably
-from xla_ckpt.tags.cleaning import move_to_trash, remove, remove_unused
+from xla_ckpt.tags.cleaning import move_to_trash, remove, remove_empty_root, remove_unused
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.orbax_commit import COMMITTER
@@ -43,6 +43,9 @@ class DirectoryDraft:
     newest: TagEntry | None
     retire_older: Callable[[str, Retention | None], float]
     """What the root does about older tags when this is one."""
+
+    new_root: bool = False
+    """Whether the root directory was made for it."""
 
     placed: bool = False
     """Whether the directory has its name. That of the draft may be the old version's by now."""
@@ -116,6 +119,8 @@ class DirectoryDraft:
             self._close()
             # This process made it. Where there are no locks, `remove_unused` would leave it until it is old.
             remove(self.store, self.directory.name)
+            if self.new_root:
+                remove_empty_root(self.store)
         self._close()
 
     def _close(self) -> None:

@@ -27,20 +27,15 @@ def policy_of(num_kept: int | None, retention: Retention | None) -> Retention | 
     """What a caller says who may say it in one of two ways; None keeps all.
 
     Raises:
-        UsageError: Both are given, or `num_kept` is neither None nor an int of at least 1.
+        UsageError: Both are given, or `num_kept` is neither an int of at least 1 nor None or -1, which keep all.
     """
-    if num_kept is None:
+    if num_kept is not None and (type(num_kept) is not int or num_kept < -1 or num_kept == 0):
+        raise UsageError(
+            f"num_kept_ckpts={num_kept!r} is no number of tags to keep",
+            expected="an int of at least 1; or None or -1, which keep all",
+        )
+    if num_kept is None or num_kept == -1:  # scripts of neuronx-distributed say -1
         return retention
-    if type(num_kept) is not int:
-        raise UsageError(
-            "num_kept_ckpts is no number of tags", expected="None (keep all) or an int", found=repr(num_kept)
-        )
-    if num_kept < 1:
-        raise UsageError(
-            f"num_kept_ckpts={num_kept!r} would not even keep the tag being saved",
-            expected="None (keep all) or at least 1",
-            found=num_kept,
-        )
     if retention is not None:
         raise UsageError(
             "num_kept_ckpts= and retention= both say which tags are kept",

@@ -159,14 +159,22 @@ class Leases:
                     return this_process().token
                 continue
             if sight is None or verdict == "refuse" or time.monotonic() + LOOK > until:
-                raise self._refusal(path, sight.owner if sight else None)
+                raise self._refusal(path, sight)
             if verdict == "take over":
                 if not self._take_over(place, sight):
                     return None
                 continue
             if not warned:
                 warned = True
-                logger.warning("%s: waiting to see whether its last owner still runs: %s", path, sight.owner)
+                logger.warning(
+                    "%s: waiting to see whether its last owner still runs, for at most %.0f s: %s. While it runs, it "
+                    "says so every %.0f s. With %s=take in the environment a job does not wait, and takes it over",
+                    path,
+                    place.silence,
+                    sight.owner or "an unknown process",
+                    BEAT,
+                    LEASE_VARIABLE,
+                )
             check()
             time.sleep(LOOK)
 
@@ -284,7 +292,7 @@ class Leases:
             self._held.pop(lease.place.path, None)
         lease.end()
 
-    def _refusal(self, path: str, owner: Owner | None) -> RootInUseError:
+    def _refusal(self, path: str, sight: Sight | None) -> RootInUseError:
         taker = self._lost.get(path)
         if taker is not None:
             return RootInUseError(
@@ -293,10 +301,13 @@ class Leases:
                 found=taker,
                 hint="It was stopped or silent for long, or had to yield. Start it again to go on from the newest tag.",
             )
+        owner = "a lease that cannot be read" if sight is None or sight.owner is None else str(sight.owner)
+        if sight is not None and sight.changed:
+            owner += f"; it was watched for {sight.watched:.1f} s, and has said in that time that it runs"
         return RootInUseError(
             "another process saves to this root",
             path=path,
-            found=str(owner or "a lease that cannot be read"),
+            found=owner,
             hint="Save to another root, or end that process. With "
             f"{LEASE_VARIABLE}=take in its environment, this job saves there, and that one no more; with "
             f"{LEASE_VARIABLE}=off for both, two share it, under different tags.",

@@ -14,7 +14,6 @@ class NxDModel(Transparent):
     """A module, with neuronx-distributed's way to train it. Its names, parameters and attributes are the module's own.
 
     Attributes:
-        module: The module.
         nxd_config: What `neuronx_distributed_config` returned.
     """
 

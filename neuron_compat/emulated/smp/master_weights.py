@@ -22,7 +22,6 @@ class MasterWeights:
 
     Attributes:
         pairs: (parameter, its master weight), group by group.
-        scaler: The loss scale.
         overflow: Whether the gradients of the last step had an overflow: then the optimizer does not step.
     """
 

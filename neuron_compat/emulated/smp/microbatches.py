@@ -129,11 +129,8 @@ def split(
 
     Args:
         func: The function, whose arguments have names.
-        args: What it is called with.
-        kwargs: What it is called with by name.
         whole: Names of arguments that are not split.
         axes: Name -> the dim along which an argument is split; 0 for the others.
-        count: The number of microbatches.
 
     Raises:
         TensorSplitError: A tensor does not divide.

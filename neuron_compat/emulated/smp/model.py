@@ -241,11 +241,7 @@ class DistributedModel(Wrapper):
 
 
 def _check(trace_device: Any, overlapping: Any, passes: Any, bucket: Any) -> None:
-    """Refuse arguments that SMP refuses.
-
-    Raises:
-        SMPInvalidArgumentError: There is one.
-    """
+    """Refuse arguments that SMP refuses."""
     if trace_device not in ("cpu", "gpu"):
         raise SMPInvalidArgumentError("Trace_device must be one of `cpu` or `gpu`", found=repr(trace_device))
     if not isinstance(overlapping, bool):

@@ -46,16 +46,19 @@ def _noting_init(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     _originals[0](module, *args, **kwargs)
 
 
-def _check(index: Any) -> None:
-    """Refuse what is no number of a partition. How many there are is known after `smp.init`, and counts without
-    ``auto_partition``.
-    """
+def _known_count() -> int | None:
+    """How many partitions there are: that is known after `smp.init`, and counts without ``auto_partition``."""
     counts = job.state.initialized and not job.state.cfg.auto_partition
-    known = job.state.cfg.pipeline_parallel_degree if counts else None
-    if type(index) is not int or index < 0 or (known is not None and index >= known):
+    return job.state.cfg.pipeline_parallel_degree if counts else None
+
+
+def _check(index: Any, count: int | None, name: str = "") -> None:
+    """Refuse what is no number of a partition."""
+    if type(index) is not int or index < 0 or (count is not None and index >= count):
         raise InvalidPartitionIDError(
             "Partition ID must be non-negative, and less than the pipeline parallel degree.",
-            expected="0 or more" if known is None else f"0 to {known - 1}",
+            leaf=name or None,
+            expected="0 or more" if count is None else f"0 to {count - 1}",
             found=repr(index),
         )
 
@@ -68,7 +71,7 @@ def partition(index: int) -> contextlib.AbstractContextManager[None]:
     Raises:
         InvalidPartitionIDError: There is no such partition.
     """
-    _check(index)
+    _check(index, _known_count())
     return _noting(index)
 
 
@@ -81,7 +84,7 @@ def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True)
         InvalidPartitionIDError: There is no such partition.
         StepFunctionCalledError: The model has made a step already.
     """
-    _check(partition)
+    _check(partition, _known_count())
     model = job.state.model
     if model is not None and model._smp.has_stepped and any(module is m for m in model.module.modules()):
         raise StepFunctionCalledError(
@@ -104,13 +107,7 @@ def assigned(model: torch.nn.Module, default: int, count: int) -> Partitions:
     """
     found = {name: int(module.__dict__.get(_PARTITION, default)) for name, module in model.named_modules()}
     for name, index in found.items():
-        if index >= count:
-            raise InvalidPartitionIDError(
-                "Partition ID must be non-negative, and less than the pipeline parallel degree.",
-                leaf=name or None,
-                expected=f"0 to {count - 1}",
-                found=index,
-            )
+        _check(index, count, name)
     return found
 
 

@@ -64,7 +64,8 @@ class StepFunction:
             found = []
             with _gradients(model):
                 for batch_args, batch_kwargs in batches:
-                    found.append(self._detached(self.func(*batch_args, **batch_kwargs)))
+                    output = self.func(*batch_args, **batch_kwargs)
+                    found.append(mapped(output, lambda t: t.detach()) if self.detach_outputs else output)
         return as_step_output(found)
 
     def _batches(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
@@ -74,9 +75,6 @@ class StepFunction:
             _check_tensor_parallel(model, leaves((args, kwargs)))
             self._checked = True
         return split(self.func, args, kwargs, self.non_split_inputs, self.input_split_axes, job.num_microbatches())
-
-    def _detached(self, value: Any) -> Any:
-        return mapped(value, lambda t: t.detach()) if self.detach_outputs else value
 
 
 def step(

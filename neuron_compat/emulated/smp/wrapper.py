@@ -22,7 +22,6 @@ class Wrapper(ModelCalls, Transparent):  # type: ignore[misc]  # SMP's load_stat
     """A transparent wrapper: names, parameters and attributes are those of `module`.
 
     Args:
-        module: The module.
         rules: How parameters are split that do not say it themselves.
     """
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 from xla_ckpt import UsageError
 
-__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)
 
 
 def nki_ring_attn_func(*_: Any, **__: Any) -> NoReturn:

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import xla_ckpt
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 from xla_ckpt.facade import convert_zero_checkpoints
 
-__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,5 @@
 """neuronx-distributed's ``overrides``."""
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
-__getattr__, __dir__ = lazily(__name__, {}, ["transformer_overrides"], missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import checkpointing as checkpointing
@@ -32,29 +31,4 @@ __all__ = [
     "save",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "layers": ("ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"),
-        "checkpointing": ("load", "save"),
-        "grads": ("bucket_allreduce_gradients", "clip_grad_norm"),
-        "parallel_state": ("initialize_model_parallel",),
-        "random": ("get_xla_rng_tracker", "model_parallel_xla_manual_seed"),
-        "loss_functions": ("parallel_cross_entropy",),
-        "mappings": (
-            "copy_to_tensor_model_parallel_region",
-            "gather_from_tensor_model_parallel_region",
-            "reduce_from_tensor_model_parallel_region",
-            "scatter_to_tensor_model_parallel_region",
-        ),
-        "utils": (
-            "copy_tensor_model_parallel_attributes",
-            "move_model_to_device",
-            "set_defaults_if_not_set_tensor_model_parallel_attributes",
-            "set_tensor_model_parallel_attributes",
-            "split_tensor_along_last_dim",
-        ),
-    },
-    ["checkpointing", "grads", "layers", "loss_functions", "mappings", "parallel_state", "random", "utils"],
-    missing=here(__name__),
-)
+__getattr__, __dir__ = names_of(__name__)

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole, write_xser
 from xla_ckpt import IncompatibleCheckpointError, Mesh, RankFailedError, UsageError
 from xla_ckpt.facade import compute, current_mesh, declared_sharding, part_of_whole, xla_tensors
 
-__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)
 
 PathLike = str | os.PathLike[str]
 

@@ -1,19 +1,5 @@
 """neuronx-distributed's ``parallel_layers.layers``."""
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "neuron_compat.emulated.layers": (
-            "check_supported",
-            "draw_weight",
-            "whole_linear",
-            "ColumnParallelLinear",
-            "RowParallelLinear",
-            "ParallelEmbedding",
-        )
-    },
-    missing=here(__name__),
-)
+__getattr__, __dir__ = names_of(__name__)

@@ -1,8 +1,5 @@
 """neuronx-distributed's ``parallel_layers.loss_functions``."""
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
-__getattr__, __dir__ = lazily(
-    __name__, {"neuron_compat.emulated.loss": ("parallel_cross_entropy",)}, missing=here(__name__)
-)
+__getattr__, __dir__ = names_of(__name__)

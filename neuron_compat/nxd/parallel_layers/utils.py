@@ -8,23 +8,10 @@ from typing import Any
 
 import torch
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 from xla_ckpt.facade import changed_tensors, compute, xla_tensors
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "neuron_compat.emulated.moving": ("move_model_to_device",),
-        "neuron_compat.emulated.partition": (
-            "copy_tensor_model_parallel_attributes",
-            "param_is_not_tensor_parallel_duplicate",
-            "set_defaults_if_not_set_tensor_model_parallel_attributes",
-            "set_tensor_model_parallel_attributes",
-        ),
-    },
-    missing=here(__name__),
-)
+__getattr__, __dir__ = names_of(__name__)
 
 
 # -- numbers

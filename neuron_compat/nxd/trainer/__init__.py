@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.trainer import checkpoint as checkpoint
@@ -24,12 +23,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "checkpoint": ("finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"),
-        "trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
-    },
-    ["checkpoint", "checkpoint_storage", "config", "model", "optimizer", "trainer"],
-    missing=here(__name__),
-)
+__getattr__, __dir__ = names_of(__name__)

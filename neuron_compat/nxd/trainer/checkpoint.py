@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import xla_ckpt
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
-__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)
 
 PathLike = str | os.PathLike[str]
 
@@ -76,7 +75,7 @@ def save_checkpoint(
         scheduler,
         user_content,
         num_workers=num_workers,
-        num_kept_ckpts=None if num_kept_ckpts == -1 else num_kept_ckpts,
+        num_kept_ckpts=num_kept_ckpts,
         async_save=async_save,
         zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.utils import adamw_fp32_optim_params as adamw_fp32_optim_params
@@ -14,6 +13,4 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-__getattr__, __dir__ = lazily(
-    __name__, {}, ["adamw_fp32_optim_params", "batch_utils", "logger", "model_utils"], missing=here(__name__)
-)
+__getattr__, __dir__ = names_of(__name__)

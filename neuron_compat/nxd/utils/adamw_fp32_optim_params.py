@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 from xla_ckpt import UsageError
 
-__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801  # neuronx-distributed's name

@@ -1,10 +1,5 @@
 """neuronx-distributed's ``utils.batch_utils``."""
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {"neuron_compat.emulated.nxd.batches": ("get_batch_on_this_context_parallel_rank", "shift_labels")},
-    missing=here(__name__),
-)
+__getattr__, __dir__ = names_of(__name__)

@@ -7,10 +7,9 @@ import os
 
 import torch
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import here
+from neuron_compat.nxd.homes import names_of
 
-__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+__getattr__, __dir__ = names_of(__name__)
 
 
 class _FirstRank(logging.Filter):

@@ -26,12 +26,8 @@ class RankArray:
     """What the ranks stored of one array."""
 
     leaf: str
-    """Its leaf path."""
-
     copies: Copies
     mesh: Mesh
-    """How the ranks were arranged."""
-
     local: tuple[int, ...]
     """Shape on each rank: that of the tensors, and of rows that were dealt out that of all of them."""
 
@@ -109,11 +105,6 @@ def record_of_copies(files: RankFiles, array: RankArray, sharding: Sharding) -> 
 
 def assembled(files: RankFiles, array: RankArray, sharding: Sharding) -> Assembled:
     """An array from the tensors of all ranks. Of several tensors in one place the first is used.
-
-    Args:
-        files: Where its files are.
-        array: Its tensors.
-        sharding: How it was split.
 
     Raises:
         CorruptCheckpointError: Tensors are missing, or do not fit together.

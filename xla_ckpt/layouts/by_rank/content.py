@@ -100,7 +100,6 @@ def content_of(state: ScannedState, optimizers: RankAt | None, optim: Callable[[
     """Model and optimizer, with a record or an `UnknownArray` for each tensor.
 
     Args:
-        state: The models.
         optimizers: Number of optimizer files along each axis; None if there are none.
         optim: What these files hold. It is not called if the optimizer is not wanted, or has no names.
         mesh: How the ranks were arranged that wrote all of them.

@@ -27,8 +27,6 @@ def chosen_copy(
     array is unknown.
 
     Args:
-        files: Where the files are.
-        array: All that is stored of the array.
         split: Mesh axes along which it is split. Along all others the copies have to be equal.
         hints: What the targets of the load say.
         alone: Whether each rank wants a tensor of its own, of the shape that one rank has stored.
@@ -134,11 +132,6 @@ def in_common(files: RankFiles, by_rank: Mapping[RankAt, Any], key: Any) -> Any:
 
     It is for what is no tensor of a parameter's, and so has no place in a larger array: plain values, and containers
     with tensors in them. Without the comparison every rank would get those of the first.
-
-    Args:
-        files: Where the files are.
-        by_rank: The members of each rank.
-        key: The key of the member.
 
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.

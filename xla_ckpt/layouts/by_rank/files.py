@@ -57,7 +57,6 @@ class RankFiles(ScannedFiles):
     """A tag directory: its files by name, and by number for a manifest. Layouts derive a class from it.
 
     Args:
-        directory: The directory.
         below: Where in it the files of the ranks lie (see `RankTag.below`).
     """
 
@@ -176,7 +175,10 @@ class RankFiles(ScannedFiles):
                 tensors[tid] = self._referenced(path, at, tid, described.get(tid))
             return tensors[tid]
 
-        return replaced_leaves(read(self.directory, path, reference), _as_stored)
+        def stored(_: Keys, leaf: Any) -> Any:
+            return StoredTensor.lying_at(leaf) if isinstance(leaf, TensorAt) else leaf
+
+        return replaced_leaves(read(self.directory, path, reference), stored)
 
     def _referenced(self, path: str, at: RankAt, tid: int, info: Any) -> StoredTensor:
         """The tensor of a number in a rank file of the layout ``xser``; `info` is what the file beside it says."""
@@ -199,8 +201,3 @@ class RankFiles(ScannedFiles):
             raise CorruptCheckpointError(
                 "the description of a tensor is damaged", file=f"{path}.info.pt", found=f"tensor {tid}: {info}"[:200]
             ) from error
-
-
-def _as_stored(_: Keys, value: Any) -> Any:
-    """A tensor that lies in the rank file itself, as a `StoredTensor`; any other value as it is."""
-    return StoredTensor.lying_at(value) if isinstance(value, TensorAt) else value

@@ -99,7 +99,6 @@ class FolderFiles(RankFiles):
         Args:
             model: What the ranks hold of the model, by pipeline stage.
             mesh: How the ranks were arranged that wrote it.
-            hints: What the program says.
 
         Raises:
             CheckpointError: What the tag says of them is damaged, or is not about this tag.

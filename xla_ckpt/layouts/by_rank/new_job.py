@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
@@ -14,14 +15,7 @@ from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.row_order import other_copies
-from xla_ckpt.plan.stored_shardings import (
-    DEALT,
-    even,
-    parameters_in,
-    rows_of,
-    sharding_of,
-    without_axes,
-)
+from xla_ckpt.plan.stored_shardings import DEALT, even, parameters_in, rows_of, sharding_of, without_axes
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.rules import Parsed
@@ -37,7 +31,7 @@ _OTHER_HEADS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NewJob:
     """The job that the files are for."""
 
@@ -54,17 +48,18 @@ class NewJob:
 
     zero1: bool
     _shardings: dict[str, Sharding] = field(default_factory=dict, init=False, repr=False)
-    _stages: dict[str, int] = field(default_factory=dict, init=False, repr=False)
-    """The stage of each name of the model. A stage ends with the last parameter of the module that is cut after."""
-    _parameters: frozenset[str] | None = field(default=None, init=False, repr=False)
-    """Path components of the optimizer's parameters. Kept, because they are needed for every array."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_parameters", parameters_in(self.manifest))
-        self._stages.update(self._stages_by_cuts())
+        _ = self.stages  # raises for cuts that do not fit
 
-    def _stages_by_cuts(self) -> dict[str, int]:
-        """The stage of each name of the model.
+    @cached_property
+    def _parameters(self) -> frozenset[str] | None:
+        """Path components of the parameters of the optimizer: they are needed for every array."""
+        return parameters_in(self.manifest)
+
+    @cached_property
+    def stages(self) -> dict[str, int]:
+        """The stage of each name of the model. A stage ends with the last parameter of the module that is cut after.
 
         Raises:
             UsageError: A cut names no module, or the cuts are not in order, or they are too few or too many.
@@ -119,11 +114,6 @@ class NewJob:
             experts=self._experts() if self.zero1 and self.mesh.ep > 1 else None,
         )
 
-    @property
-    def stages(self) -> Mapping[str, int]:
-        """The pipeline stage of each name of the model."""
-        return self._stages
-
     def of_earlier_stages(self, rank: int) -> frozenset[str]:
         """Leaves that a stage before a rank's own has, too: the manifest finds them there."""
         trees: list[Any] = []
@@ -143,7 +133,7 @@ class NewJob:
         """The model of one pipeline stage."""
         if self.mesh.pp == 1:
             return self.trees[schema.MODEL]
-        return {name: v for name, v in self.trees[schema.MODEL].items() if self._stages[str(name)] == stage}
+        return {name: v for name, v in self.trees[schema.MODEL].items() if self.stages[str(name)] == stage}
 
     def _optimizer(self, stage: int) -> Any:
         """The optimizer of one pipeline stage. State that belongs to no parameter stays in all stages."""
@@ -151,10 +141,10 @@ class NewJob:
         if self.mesh.pp == 1 or not self._by_name():
             return tree
         own_names: dict[str, str] = {}
-        for name, of in self._stages.items():
+        for name, of in self.stages.items():
             if of == stage:
                 own_names.setdefault(self._stored_name(name), name)
-        order = {name: i for i, name in enumerate(self._stages)}
+        order = {name: i for i, name in enumerate(self.stages)}
         groups = [{**g, schema.PARAMS: in_stage(g[schema.PARAMS], own_names, order)} for g in tree[schema.GROUPS]]
         others = set(schema.grouped_names(tree)) - own_names.keys()
         optimizer = {**tree, schema.GROUPS: groups}

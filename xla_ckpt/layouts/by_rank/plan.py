@@ -267,10 +267,6 @@ def by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any
 def check_common(skeleton: Mapping[str, Any], whose: str) -> None:
     """Refuse state of an optimizer that every rank has its own of: ranks that differ along dp share a file.
 
-    Args:
-        skeleton: That of the state.
-        whose: Who has the layout.
-
     Raises:
         UnsupportedStateError: There is such state.
     """
@@ -287,10 +283,7 @@ def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], whose: str) ->
     """Refuse a ZeRO-1 optimizer that files which are numbered by dp have no place for.
 
     Args:
-        state: What a rank has.
-        mesh: That of the job.
         axes: Mesh axes over which ZeRO-1 deals rows out.
-        whose: Who has the layout.
 
     Raises:
         UnsupportedStateError: Its states would be lost.

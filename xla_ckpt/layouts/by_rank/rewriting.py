@@ -22,11 +22,6 @@ logger = logging.getLogger(__name__)
 def members_of_ranks(stored: StoredState, layout: str, whose: str) -> dict[str, Any]:
     """The members of a stored state that such layouts have a place for, with a `LeafAt` for each array.
 
-    Args:
-        stored: The state.
-        layout: The layout's name.
-        whose: Who has the layout, for errors.
-
     Raises:
         UsageError: There are none.
         UnsupportedStateError: One of them has state that every rank has its own of.
@@ -51,10 +46,8 @@ def rewritten(
 
     Args:
         job: The members that the layout has a place for, as the new job has them.
-        to: That job.
         stored_files: The layout's files of a rank.
         doubts: What is said in the log beside the doubts of `job`.
-        marks: Those of the layout.
     """
     manifest = job.manifest
     for message in (*job.doubts(), *doubts):

@@ -29,12 +29,9 @@ def names_of_stage(
     out that this stage does not have. The sizes of the groups and the shapes of the parameters are compared to be sure.
 
     Args:
-        groups: The stored groups.
         ordinary: Number of groups that come before those of experts only.
-        hints: What the program says.
         model: The stage's own model, by name; None if no model is stored.
         shapes: Local shape of each number, where known.
-        is_expert: Whether a parameter is an expert's.
 
     Raises:
         IncompatibleCheckpointError: Numbers or shapes differ.
@@ -80,9 +77,7 @@ def with_ties(
     for one, if there are then as many parameters as are stored. Vectors often are equal: biases are zeros at first.
 
     Args:
-        hints: What the program says.
         count: Number of the stored parameters of this stage.
-        model: The stage's own model, by name.
         same: Whether the tensors of two names are stored and are equal on all ranks.
     """
     groups = hints.groups or ()
@@ -157,7 +152,6 @@ def in_stage(names: Sequence[str], called: Mapping[str, str], order: Mapping[str
     """The parameters of a group that a pipeline stage has, in the order of the stage's own optimizer.
 
     Args:
-        names: Names of the group's parameters.
         called: The name under which the stage has each of its parameters: a shared one may have another name there.
         order: Place of each name in the model.
 

@@ -167,9 +167,6 @@ class ScannedState:
         """The record of a parameter, or of a state of it; unknown if ranks differ and nothing says why.
 
         Args:
-            array: The tensors of all ranks.
-            parameter: Name of the parameter.
-            sharding: How the parameter was split.
             of_state: How the array was split, if it is a state of another shape than its parameter.
         """
         if (joined := self.joined(array)) is not None:

@@ -33,7 +33,6 @@ class RankWriting(Writing):
 
     @property
     def whole(self) -> frozenset[str]:
-        """See `xla_ckpt.engine.writing.Writing`."""
         return frozenset(self.rank_state.tensors)
 
     def state(self) -> RankState:
@@ -46,11 +45,6 @@ class RankWriting(Writing):
 
 def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankState, NativeWriting]:
     """What a rank has of the members that such layouts have a place for, without its trees; and who writes the rest.
-
-    Args:
-        description: That of the state.
-        whose: Who has the layout, for errors.
-        to: The layout's name.
 
     Raises:
         UnsupportedStateError: The layout has no place for something in it.

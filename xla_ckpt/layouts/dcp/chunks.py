@@ -73,11 +73,9 @@ class DcpFiling:
     """Leaf path of each array -> its key."""
 
     def place(self, leaf: str) -> tuple[str, str]:
-        """See `xla_ckpt.plan.save_plan.Filing`."""
         return "", self.keys[leaf]
 
     def codec(self, path: str, regions: Sequence[Region]) -> Distcp:
-        """See `xla_ckpt.plan.save_plan.Filing`."""
         return Distcp(path, tuple(chunk_of(region.name, region.dtype, region.box) for region in regions))
 
 

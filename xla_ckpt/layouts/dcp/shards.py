@@ -72,11 +72,7 @@ def sharded_arrays(files: DcpFiles, hints: Hints) -> list[tuple[KeyPath, ArrayRe
 
 
 def _check_names(names: list[str]) -> None:
-    """Check that no file is missing between others.
-
-    Raises:
-        CorruptCheckpointError: One is.
-    """
+    """Check that no file is missing between others."""
     parts = [tuple(map(int, match.groups())) for name in names if (match := SHARD.fullmatch(name))]
     ranks, models, counts = (set(column) for column in zip(*parts, strict=True))
     if len(counts) > 1:

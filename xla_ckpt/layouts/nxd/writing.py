@@ -47,7 +47,6 @@ class NxdWriting(RankWriting):
 
     @cached_property
     def plan(self) -> SavePlan:
-        """See `xla_ckpt.engine.writing.Writing`."""
         placement, first = self.description.placement, self.description.replicas == "first"
         files = files_of_rank(self.state(), placement.mesh, placement.rank, xser=self.xser, first=first)
         return SavePlan((*self.native.plan.files, *files))
@@ -89,9 +88,6 @@ def files_of_rank(state: RankState, mesh: Mesh, rank: int, *, xser: bool, first:
     """The files that one rank writes.
 
     Args:
-        state: What it has.
-        mesh: How the ranks are arranged.
-        rank: Which one it is.
         xser: Whether each tensor lies in a file of its own.
         first: See `Laying.first`.
 

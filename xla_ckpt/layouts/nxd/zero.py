@@ -52,8 +52,6 @@ class ZeroFiles:
     """Whether they are files of the converter, which hold the states of all dp ranks."""
 
     xser: bool
-    """Whether each tensor lies in a file of its own."""
-
     dp: int
     """Data-parallel ranks that have files of their own."""
 

@@ -17,12 +17,7 @@ from xla_ckpt.storage.base import ReadDirectory, Source
 
 
 class SavedFiles:
-    """A directory as if some files were all that is in it. They are only read.
-
-    Args:
-        directory: The directory in which they lie.
-        files: Their names in it.
-    """
+    """A directory as if some files were all that is in it. They are only read."""
 
     def __init__(self, directory: ReadDirectory, files: Sequence[str]) -> None:
         self._directory = directory

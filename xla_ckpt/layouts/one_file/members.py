@@ -37,7 +37,6 @@ def file_members(tree: Any, hints: Hints) -> FileMembers:
 
     Args:
         tree: What was saved, with a record or an `UnknownArray` for each array.
-        hints: What the program says that wants it.
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return FileMembers(tree)

@@ -38,9 +38,6 @@ def stored_tree(
     """What a file holds: something for each tensor, and an `UntrustedObject` for what is read on trust only.
 
     Args:
-        files: Where the file is.
-        ahead: The file, open.
-        tensor: What stands for a tensor.
         more: See `loads`.
         compared: Whether `files` compares its storages with their CRC-32s from now on.
 
@@ -57,12 +54,7 @@ def stored_tree(
 
 
 class _Walk:
-    """Puts something in place of tensors, and an `UntrustedObject` in place of whatever is no plain value.
-
-    Args:
-        objects: The objects of the file.
-        tensor: What stands for a tensor.
-    """
+    """Puts something in place of tensors, and an `UntrustedObject` in place of whatever is no plain value."""
 
     def __init__(self, objects: FileObjects, tensor: Callable[[TensorAt], Any]) -> None:
         self.objects = objects

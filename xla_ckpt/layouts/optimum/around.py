@@ -40,7 +40,6 @@ class OptimumFiles(FolderFiles):
     """The rank files, and what optimum-neuron writes beside them: metadata, the scheduler, the trainer's state.
 
     Args:
-        directory: The directory of the checkpoint.
         below: Where in it the rank files lie.
         adapter: Whether they hold an adapter alone. Its metadata are about the model around it, too.
     """
@@ -68,7 +67,9 @@ class OptimumFiles(FolderFiles):
         if schema.SCHEDULER not in parts and self.below and f"{schema.SCHEDULER}.pt" in self.names:
             parts[schema.SCHEDULER] = plain_file(self, f"{schema.SCHEDULER}.pt")
         if schema.USER_CONTENT not in parts and self.below and TRAINER_STATE in self.names:
-            parts[schema.USER_CONTENT] = {"trainer_state": _json(self, TRAINER_STATE)}
+            with naming(file=TRAINER_STATE):
+                data = read_whole(self.directory, TRAINER_STATE, limit=MAX_JSON)
+                parts[schema.USER_CONTENT] = {"trainer_state": json_value(data, "what the trainer knows")}
         return parts
 
 
@@ -95,11 +96,6 @@ def hugging_face_model(reader: TagReader, below: str) -> HuggingFaceModel | None
 
 CONFIGS = ("config.json", "generation_config.json")
 """What the trainer writes beside the rank files of a model, and transformers looks for beside the model's files."""
-
-
-def _json(files: RankFiles, file: str) -> Any:
-    with naming(file=file):
-        return json_value(read_whole(files.directory, file, limit=MAX_JSON), "what the trainer knows")
 
 
 def metadata_of(files: RankFiles, mesh: Mesh) -> Mapping[int, StageMetadata]:

@@ -34,13 +34,9 @@ def _links(name: str, shape: tuple[int, ...], metadata: Sequence[StageMetadata])
             of_layer = _of_fused if isinstance(layer, Fused) else _of_attention
             return (yield from of_layer(layer, name, at, below))  # type: ignore[arg-type]
         attention = stage.attention(name)
-        if attention is not None and len(shape) == 2 and not _is_lora_b(name):
+        if attention is not None and len(shape) == 2 and "lora_B" not in name.split("."):
             return (yield from _heads(name, name, attention, dim=1))
     yield ArrayLink(theirs=name, hf=name)
-
-
-def _is_lora_b(name: str) -> bool:
-    return "lora_B" in name.split(".")
 
 
 def _of_fused(layer: Fused, name: str, at: str, below: str) -> Iterator[ArrayLink]:

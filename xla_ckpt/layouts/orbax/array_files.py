@@ -124,12 +124,7 @@ class ArrayFiles(Generic[A]):
 
 
 class ChunkFile:
-    """An array as a file of its chunks, one behind the other, of which one is in memory at a time. A `Source`.
-
-    Args:
-        chunks: Their boxes.
-        dtype: The type of the elements.
-    """
+    """An array as a file of its chunks, one behind the other, of which one is in memory at a time. A `Source`."""
 
     def __init__(self, chunks: Sequence[Box], dtype: DType) -> None:
         self.chunks = chunks

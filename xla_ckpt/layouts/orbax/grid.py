@@ -147,10 +147,8 @@ def chunk_files(
 
     Args:
         name: What orbax calls the array.
-        leaf: Its leaf path.
         box: The part. It ends where chunks do, or the array.
         itemsize: Bytes of an element.
-        chunk: The shape of the chunks.
         source: Where the bytes of the part are, in C order; None if they are read from a tag.
         copy: Whether the manifest finds the elements in other files.
         suffix: Ends the names of the files, if they are none of orbax's.

@@ -32,7 +32,6 @@ class ModelParts:
 
         Args:
             renaming: What it is to the model.
-            dtype: The type of its elements.
             chunks: Its chunks, in the order in which its file has them.
             file: The number of the file, which has the elements of each chunk in the order of the renaming.
 

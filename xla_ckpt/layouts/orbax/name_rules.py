@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,9 @@ _OPERATOR = re.compile(r"\s+([*/+-])(?:\s+|$)")
 _ROOT = re.compile(r"sqrt\(([^()]*\w[^()]*)\)|bfloat16\(sqrt\(([^()]*\w[^()]*)\)\)")
 
 _EXAMPLE = "('params/layers/query/kernel', 'layers.{layer}.q.weight', 'embed layer head dim -> (head dim) embed')"
+
+MAX_PARSED = 1 << 14
+"""Parsed rules that are kept in memory."""
 
 Axes = tuple[str, ...]
 
@@ -121,6 +125,17 @@ def parse_names(rules: Iterable[tuple[str, str, str]]) -> tuple[NameRule, ...]:
 def _parsed(rule: tuple[str, str, str]) -> NameRule:
     try:
         path, name, pattern = rule
+        hash((path, name, pattern))
+    except (ValueError, TypeError) as error:
+        raise _senseless(rule, str(error)) from error
+    return _rule(path, name, pattern)
+
+
+@functools.lru_cache(MAX_PARSED)
+def _rule(path: str, name: str, pattern: str) -> NameRule:
+    """Parsed once: a model has a thousand rules, and what writes or reads it asks for them several times."""
+    rule = path, name, pattern
+    try:
         left, right = pattern.split("->")
         right, *rest = _OPERATOR.split(right)
         sizes: dict[str, int] = {}

@@ -163,8 +163,6 @@ def renaming(
 
     Args:
         rules: The rules. The first one counts whose path it is.
-        path: Its path in the tree.
-        shape: Its shape.
         chunk: The shape of its chunks.
         leaf: What it is called in errors.
 

@@ -39,8 +39,6 @@ def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagR
     """A reader of a checkpoint of orbax's, for the restore engine.
 
     Args:
-        store: The root directory.
-        entry: The checkpoint in it.
         config: What the configuration of a model of transformers says that is to be filled from it; or nothing.
 
     Raises:

@@ -30,7 +30,6 @@ def rewriting_of(stored: StoredState, below: str = "", *, as_stored: bool = Fals
     """The files of a stored state, or of the part of it that is wanted.
 
     Args:
-        stored: What is written.
         below: What the paths of the files begin with: the item in which the tree lies.
         as_stored: Whether the chunks are those that it is stored in, which are of one shape.
 
@@ -91,18 +90,15 @@ class OrbaxWriting(Agreeing):
 
     @property
     def told(self) -> OwnParts:
-        """See `Agreeing`."""
         parts: dict[str, list[list[Any]]] = {}  # lists, as it comes to other ranks
         for own in self._own:
             parts.setdefault(own.leaf.path, [list(own.leaf.shape), []])[1].append([own.box.start, own.box.stop])
         return parts
 
     def unite(self, words: Sequence[Any]) -> Any:
-        """See `Agreeing`."""
         return JobCuts.of(words).to_json()
 
     def agreed(self, united: Any) -> OrbaxWriting:
-        """See `Agreeing`."""
         return replace(self, cuts=JobCuts.from_json(united))
 
     @cached_property
@@ -133,7 +129,6 @@ class OrbaxWriting(Agreeing):
 
     @property
     def index(self) -> Index:
-        """See `Writing`."""
         return lambda reader: item_of(reader.manifest.skeleton, paths.ROOT, trust=True).small_files(
             reader.manifest, self.below
         )

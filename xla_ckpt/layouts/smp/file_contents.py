@@ -60,12 +60,7 @@ class StoredJob:
 
 
 def told(parts: Mapping[str, Any], modules: Iterable[str] = ()) -> dict[str, Any]:
-    """What the other pipeline stages have to know of one, as plain JSON.
-
-    Args:
-        parts: Members of the stage's state.
-        modules: Names of its modules.
-    """
+    """What the other pipeline stages have to know of one, as plain JSON."""
     model = parts.get(schema.MODEL)
     return {
         "names": [str(name) for name in model] if isinstance(model, Mapping) else [],
@@ -223,7 +218,6 @@ def config_file(known: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> dict[st
 
     Args:
         known: What the program says of it.
-        mesh: That of the job.
         zero1: Whether the rows of the optimizer's states are dealt out.
     """
     return {

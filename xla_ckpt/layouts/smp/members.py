@@ -87,15 +87,10 @@ def at(tree: Any, path: Keys, file: str) -> Mapping[Any, Any]:
     return tree
 
 
-def _is_model(content: Mapping[Any, Any]) -> bool:
-    """Whether SMP itself has marked this as a model."""
-    return (IS_PARTIAL in content or LOAD_INFO in content) and not is_optimizer(content)
-
-
 _FORM = StateForm(
     is_array=lambda value: isinstance(value, StoredTensor),
     is_optimizer=is_optimizer,
-    is_model=_is_model,
+    is_model=lambda content: (IS_PARTIAL in content or LOAD_INFO in content) and not is_optimizer(content),
     of_training=True,
 )
-"""What is known of a state that SMP saved in parts: it is one of a training. 1.6 marks no models."""
+"""What is known of a state that SMP saved in parts: it is one of a training. SMP marks models, but 1.6 does not."""

@@ -100,11 +100,8 @@ def known_hints(
     follows from the shapes, where they leave one choice.
 
     Args:
-        model: The model.
         infos: SMP's description of the job, from each part.
-        tp: Number of tp ranks.
         whole: Names of parameters that each rank has whole, as the optimizer's state shows.
-        wanted: What the program says.
     """
     specs: dict[str, Any] = {}
     shapes: dict[str, Any] = {}

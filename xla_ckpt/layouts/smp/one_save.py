@@ -170,8 +170,6 @@ def write_part(
     """`write_whole_file`, with a note beside the file, which is true of whichever file is there.
 
     Args:
-        value: What is saved.
-        path: The file.
         save: Names the save, the same on all ranks. None: nobody knows it, and nothing is noted.
         rank: Which rank writes it.
         sizes: Number of ranks.

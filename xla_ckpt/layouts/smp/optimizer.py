@@ -77,10 +77,7 @@ def optimizers(
     """The optimizers of all parts.
 
     Args:
-        files: Where the files are.
         parts: What each part holds of the optimizer.
-        model: The model.
-        hints: What the program says.
         noted: Whether notes beside the files say that they are of one save.
 
     Raises:

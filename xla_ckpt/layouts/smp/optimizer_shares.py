@@ -68,7 +68,6 @@ def check_one_save(shares: Mapping[RankAt, OptimizerShare], *, noted: bool) -> N
     step left out: two parts that have no step count in common are of different steps.
 
     Args:
-        shares: The parts.
         noted: Whether notes beside the files say that they are of one save. Then step counts may differ: a job that
             trains a pipeline stage from a later step on has such ones.
 
@@ -169,9 +168,6 @@ def are_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> bool:
 
 def of_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> dict[RankAt, dict[str, Any]]:
     """One tree for each tp and rdp rank, of all pipeline stages, as the reader of ZeRO-1 optimizers takes them.
-
-    Args:
-        parts: What each part holds of the optimizer.
 
     Raises:
         CorruptCheckpointError: Some of the parts hold no rows.

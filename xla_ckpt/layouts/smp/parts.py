@@ -30,12 +30,7 @@ FIRST = RankAt()
 
 
 class PartFiles(RankFiles):
-    """The files of a tag. The bytes of each storage are compared with its CRC-32 before anybody has them.
-
-    Args:
-        directory: The directory in which they lie.
-        tag: The tag.
-    """
+    """The files of a tag. The bytes of each storage are compared with its CRC-32 before anybody has them."""
 
     def __init__(self, directory: Directory, tag: SmpTag) -> None:
         self.saved = SavedFiles(directory, tag.files)
@@ -117,7 +112,6 @@ def placed(files: FileSet, degrees: Degrees | None) -> dict[RankAt, str]:
     """The parts, by the rank that wrote each.
 
     Args:
-        files: The set.
         degrees: Ranks of the job, if anything says how many there were.
 
     Raises:

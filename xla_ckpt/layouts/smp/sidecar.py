@@ -85,7 +85,6 @@ def directory_digest(take: Take, nbytes: int) -> str:
 
     Args:
         take: Bytes of the file, from their offset and their number.
-        nbytes: Bytes of the file.
 
     Raises:
         ValueError: It is no whole zip.

@@ -53,7 +53,6 @@ class SmpWriting(RankWriting, Staged):
 
     @property
     def told(self) -> Any:
-        """See `Staged`."""
         return told(self._state.parts, modules_of(self.description.state.model, self._state.parts.get(schema.MODEL)))
 
     @cached_property
@@ -62,7 +61,6 @@ class SmpWriting(RankWriting, Staged):
         return self.among([self.told])
 
     def among(self, stages: Sequence[Any]) -> SavePlan:
-        """See `Staged`."""
         placement = self.description.placement
         job = stored_job_of(stages, self.given.partitions)
         files = files_of(self._state, job, placement.mesh, placement.rank, self.given)
@@ -103,13 +101,6 @@ def smp_writing(description: Description, name: str) -> SmpWriting:
 
 def files_of(state: RankState, job: StoredJob, mesh: Mesh, rank: int, known: Given) -> list[FilePlan]:
     """The files of SMP's that one rank writes.
-
-    Args:
-        state: What the rank has.
-        job: What all ranks have together.
-        mesh: How they are arranged.
-        rank: Which one it is.
-        known: What a program says of its job.
 
     Raises:
         UnsupportedStateError: Something cannot be pickled, or is no dict.

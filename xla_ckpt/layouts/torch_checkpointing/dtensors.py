@@ -5,14 +5,13 @@ A DTensor becomes the view of its local tensor, with a `MeshCutting` as its `par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES
-from xla_ckpt.layouts.torch_save.stand_ins import Attributes, Factory, Function, Opaque, TensorView
+from xla_ckpt.layouts.torch_save.stand_ins import Attributes, Factory, Function, Opaque, TensorView, of_type, sizes_in
 from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
 
 _REBUILT = "torch._tensor._rebuild_from_type_v2"
@@ -85,7 +84,7 @@ def _cutting(spec: Any) -> MeshCutting:
     """How a DTensor with this spec was cut."""
     try:
         facts = _attributes(spec)
-        shape = _numbers(_fields(facts["tensor_meta"])[0])
+        shape = sizes_in(of_type(_Fields, facts["tensor_meta"]).fields[0])
         try:
             _check_order(facts.get("shard_order"))
             mesh = _attributes(facts["mesh"])
@@ -93,8 +92,14 @@ def _cutting(spec: Any) -> MeshCutting:
             if coordinate is None:  # the rank is not in the mesh, and holds nothing
                 return MeshCutting(shape=shape)
             names = mesh.get("_mesh_dim_names")
-            placements = [_placement(placement) for placement in _sequence(facts["placements"])]
-            return cutting_of(shape, _mesh_sizes(mesh), _numbers(coordinate), placements, _names(names))
+            placements = [_placement(placement) for placement in of_type(_SEQUENCE, facts["placements"])]
+            return cutting_of(
+                shape,
+                _mesh_sizes(mesh),
+                sizes_in(coordinate),
+                placements,
+                None if names is None else tuple(of_type(str, name) for name in of_type(_SEQUENCE, names)),
+            )
         except UnsupportedStateError as error:
             return MeshCutting(shape=shape, problem=error.problem)
     except (LookupError, ValueError, TypeError) as error:
@@ -103,16 +108,21 @@ def _cutting(spec: Any) -> MeshCutting:
         )
 
 
+_SEQUENCE = (tuple, list)
+
+
 def _mesh_sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
     """Size of each dim of a mesh, whose form differs between versions of torch."""
     layout = _attributes(mesh["_layout"])
-    axes = [_attributes(axis)["shape"] for axis in _sequence(layout["axes"])] if "axes" in layout else layout["shape"]
-    return tuple(prod(_numbers([axis] if type(axis) is int else axis)) for axis in _sequence(axes))
+    axes = layout.get("shape")
+    if "axes" in layout:
+        axes = [_attributes(axis)["shape"] for axis in of_type(_SEQUENCE, layout["axes"])]
+    return tuple(prod(sizes_in([axis] if type(axis) is int else axis)) for axis in of_type(_SEQUENCE, axes))
 
 
 def _check_order(order: Any) -> None:
     for entry in order or ():
-        _, mesh_dims = _fields(entry)
+        _, mesh_dims = of_type(_Fields, entry).fields
         if list(mesh_dims) != sorted(mesh_dims):
             raise UnsupportedStateError("a DTensor that is cut in another order than that of its mesh dims is not read")
 
@@ -124,37 +134,9 @@ def _placement(placement: Any) -> MeshCut:
         return MeshCut(None)
     if kind not in ("Shard", "_StridedShard"):
         raise UnsupportedStateError(f"a DTensor with the placement {kind} has no values of its own")
-    dim, factor = facts["dim"], facts["split_factor"] if kind == "_StridedShard" else 1
-    if type(dim) is not int or type(factor) is not int:
-        raise ValueError("a placement without numbers")
-    return MeshCut(dim, factor)
+    return MeshCut(of_type(int, facts["dim"]), of_type(int, facts["split_factor"]) if kind == "_StridedShard" else 1)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Attributes):
-        raise ValueError(f"a {type(value).__name__} where an object of torch's is expected")  # noqa: TRY004
-    return vars(value)
-
-
-def _fields(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, _Fields):
-        raise ValueError(f"a {type(value).__name__} where a named tuple is expected")  # noqa: TRY004
-    return value.fields
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    if not isinstance(value, tuple | list):
-        raise ValueError(f"a {type(value).__name__} where a tuple is expected")  # noqa: TRY004
-    return value
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    if any(type(number) is not int or number < 0 for number in _sequence(values)):
-        raise ValueError("sizes that are no numbers")
-    return tuple(values)
-
-
-def _names(values: Any) -> tuple[str, ...] | None:
-    if values is not None and any(type(name) is not str for name in _sequence(values)):
-        raise ValueError("names of mesh dims that are no text")
-    return None if values is None else tuple(values)
+    attributes: dict[str, Any] = vars(of_type(Attributes, value))
+    return attributes

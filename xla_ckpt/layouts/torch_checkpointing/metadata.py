@@ -13,6 +13,7 @@ import numpy as np
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, file_of
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads
+from xla_ckpt.layouts.torch_save.stand_ins import of_type, sizes_in
 from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
 from xla_ckpt.tree.nested import Keys
 
@@ -52,7 +53,7 @@ def said_of_items(data: bytes) -> dict[str, ItemMetadata]:
                 expected=VERSION_WRITTEN,
                 found=content["version"],
             )
-        return {_text(item): _item(item, about) for item, about in content["metadata"].items()}
+        return {of_type(str, item): _item(item, about) for item, about in content["metadata"].items()}
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"the metadata are damaged: {error}"[:300], file=ITEMS_METADATA) from error
 
@@ -61,7 +62,7 @@ def _item(item: str, about: Any) -> ItemMetadata:
     files = {_number(rank): _file(item, rank, layout) for rank, layout in about["rank_to_layout_info"].items()}
     cuttings: dict[int, dict[Keys, MeshCutting]] = {}
     for text, groups in about["nested_path_to_metadata"].items():
-        keys = tuple(key if type(key) is int else _text(key) for key in json.loads(text))
+        keys = tuple(key if type(key) is int else of_type(str, key) for key in json.loads(text))
         for group in groups:
             sharding = group["sharding_metadata"]
             if sharding["type"] == "DTensorShardingMetadata":
@@ -73,21 +74,22 @@ def _item(item: str, about: Any) -> ItemMetadata:
 def _file(item: str, rank: int, layout: Any) -> tuple[str, str]:
     if layout is None:
         return file_of(item, rank), "torch"
-    return _text(layout["file_path"]), FORMATS[layout["serialization_format"]["type"]]
+    return of_type(str, layout["file_path"]), FORMATS[layout["serialization_format"]["type"]]
 
 
 def _cutting(data: Any, rank: int) -> MeshCutting:
     """How the tensor of a rank was cut."""
     mesh = data["mesh_spec"]
-    sizes, ranks = tuple(map(_number, mesh["mesh_shape"])), tuple(map(_number, mesh["mesh_data"]))
+    sizes, ranks = sizes_in(mesh["mesh_shape"]), sizes_in(mesh["mesh_data"])
     if len(ranks) != prod(sizes):
         raise ValueError("a mesh has not as many ranks as it has places")
     coordinate = tuple(int(index) for index in np.unravel_index(ranks.index(rank), sizes)) if sizes else ()
     placements = [
         MeshCut(None) if placement["type"] == "Replicate" else _shard(placement) for placement in data["placements"]
     ]
-    shape, names = tuple(map(_number, data["global_shape"])), mesh["mesh_dim_names"]
-    return cutting_of(shape, sizes, coordinate, placements, None if names is None else tuple(map(_text, names)))
+    names = mesh["mesh_dim_names"]
+    called = None if names is None else tuple(of_type(str, name) for name in names)
+    return cutting_of(sizes_in(data["global_shape"]), sizes, coordinate, placements, called)
 
 
 def _shard(placement: Any) -> MeshCut:
@@ -97,12 +99,4 @@ def _shard(placement: Any) -> MeshCut:
 
 
 def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{str(value)[:40]!r} where a number is expected")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"a {type(value).__name__} where text is expected")
-    return value
+    return sizes_in([value])[0]

@@ -37,8 +37,6 @@ def item_of_ranks(of_rank: Mapping[int, Any], world: int, combine: Combine, same
 
     Args:
         of_rank: Rank -> what it stored, with a `TensorAt` for each tensor.
-        world: How many ranks there were.
-        combine: See `Combine`.
         same: Whether two values without tensors are equal.
     """
     cut = any(

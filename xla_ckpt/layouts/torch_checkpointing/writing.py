@@ -74,9 +74,7 @@ class TorchItems:
     """The files of one rank.
 
     Args:
-        trees: What it has of each item.
         aliases: Leaf path of a shared array -> that under which it is described.
-        writer: The number of its files.
     """
 
     trees: ItemTrees
@@ -88,7 +86,6 @@ class TorchItems:
 
         Args:
             leaves: All arrays that the rank knows of, by leaf path.
-            own: What it writes of them.
         """
         for item, tree in self.trees.items():
             yield self._file(item, tree, leaves, own)

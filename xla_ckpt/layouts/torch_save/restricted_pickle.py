@@ -110,7 +110,6 @@ def loads(
     """The value in a pickle, with a `TensorView` for each tensor and a `Reference` for each reference to one.
 
     Args:
-        data: The pickle.
         file: Where it comes from, for errors.
         more: Further names that it may have, with what stands for each.
         tolerant: Make an `Opaque` of whatever it names besides, and of what cannot be described.
@@ -139,10 +138,7 @@ def replaced(value: Any, leaf: Callable[[Any], Any], file: str, nbytes: int) -> 
     """The same containers, of the same classes, with ``leaf(value)`` in place of every `TensorView` and `Reference`.
 
     Args:
-        value: What `loads` made.
-        leaf: See above.
         file: Where it comes from, for errors.
-        nbytes: Bytes of the pickle.
 
     Raises:
         CorruptCheckpointError: Containers are nested without end.

@@ -22,9 +22,7 @@ def shards_at(at: TensorAt, box: Box, number: int) -> Iterator[Shard]:
     """A tensor as shards: one, unless it is not in C order.
 
     Args:
-        at: The tensor.
         box: What it is of its array.
-        number: Of its file.
 
     Raises:
         UnsupportedStateError: They would be more than `MAX_BOXES`.

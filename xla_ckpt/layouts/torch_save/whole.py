@@ -41,8 +41,6 @@ def read_whole_file(
     Every record of the file is compared with its CRC-32 before anything is made of it.
 
     Args:
-        path: The file.
-        put: See `Put`.
         reference: What stands for torch_xla's reference to the tensor of a number. None: there is none.
         more: Names that the pickle may have besides, with what stands for each.
 
@@ -56,7 +54,7 @@ def read_whole_file(
     with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
         archive = Zip(Ahead(source, path, AHEAD), 0, source.size)
         archive.check()
-        return archive.value(reference, strided=True, tensor=_Tensors(archive, source, put).of, more=more)
+        return archive.value(reference, strided=True, tensor=ZipTensors(archive, source, put).of, more=more)
 
 
 def load_whole_file(
@@ -71,11 +69,7 @@ def load_whole_file(
     """What a file holds: as `read_whole_file` makes it, or on trust as torch.load does, which may run what is in it.
 
     Args:
-        path: The file.
-        trust_pickle: Whether whoever wrote it is trusted.
-        put: Without trust, see `Put`.
-        reference: As `read_whole_file` takes it.
-        more: Likewise, without trust.
+        put: As `read_whole_file` takes it, without trust alone; so is `more`.
         options: With trust, for torch.load: ``map_location``, ``pickle_module``.
 
     Raises:
@@ -128,10 +122,10 @@ def _opened(path: str) -> Source:
         raise NoCheckpointError("there is no such file", file=path) from error
 
 
-class _Tensors:
-    """The tensors of a file, each storage read once."""
+class ZipTensors:
+    """The tensors of a zip, each storage read once. `put` brings a storage to where it is wanted."""
 
-    def __init__(self, archive: Zip, source: Source, put: Put) -> None:
+    def __init__(self, archive: Zip, source: Source, put: Put = lambda storage: storage) -> None:
         self.storages = archive.storages()
         self.starts = [storage.offset for storage in self.storages]
         self.source, self.put = source, put

@@ -24,8 +24,6 @@ def write_whole_file(
     The file has CRC-32s, whatever the program has told torch. Missing directories are made.
 
     Args:
-        value: What is saved.
-        path: The file.
         sealed: Gets the file when it is durable, before it takes its name.
         options: For torch.save.
 

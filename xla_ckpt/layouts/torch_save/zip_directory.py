@@ -28,10 +28,6 @@ class DirectoryAt:
 def directory_at(take: Take, nbytes: int) -> DirectoryAt:
     """Where the directory of a zip lies.
 
-    Args:
-        take: See `Take`.
-        nbytes: Bytes of the zip.
-
     Raises:
         ValueError: It does not end like a zip without a comment, which is how torch ends it.
         struct.error: `take` returned fewer bytes than it was asked for.

@@ -83,8 +83,6 @@ class Ahead:
     """A file of which small pieces are read, in ascending order as a rule. Each read takes along what comes next.
 
     Args:
-        source: The file.
-        file: Its name, for errors.
         ahead: Bytes that a read takes at least.
     """
 
@@ -148,9 +146,7 @@ class Zip:
     """A zip of torch.save, as a part of a file.
 
     Args:
-        ahead: The file.
         start: Offset of the zip in it.
-        nbytes: Bytes of the zip.
 
     Raises (on construction):
         CorruptCheckpointError: There is no whole zip.
