@@ -37,6 +37,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xla_ckpt.errors import KINDS as _ERRORS
 from xla_ckpt.storage.threads import before_threads_end
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
     from xla_ckpt.errors import LoadError as LoadError
+    from xla_ckpt.errors import MissingPackageError as MissingPackageError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
     from xla_ckpt.errors import NotAFileError as NotAFileError
     from xla_ckpt.errors import NotDurableError as NotDurableError
@@ -146,32 +148,7 @@ _HOMES = {
     "engine.phases": ("Phase",),
     "engine.report": ("LoadReport", "SaveReport"),
     "engine.verify": ("VerifyReport",),
-    "errors": (
-        "ChangedStateError",
-        "ChangedTagError",
-        "CheckpointError",
-        "CorruptCheckpointError",
-        "DivergentReplicasError",
-        "FormatError",
-        "IncompatibleCheckpointError",
-        "InvalidTagError",
-        "LoadError",
-        "MissingPackageError",
-        "NoCheckpointError",
-        "NotAFileError",
-        "NotDurableError",
-        "RankFailedError",
-        "RemoteError",
-        "RootInUseError",
-        "SaveError",
-        "StorageError",
-        "UnknownOutcomeError",
-        "UnprovenLoadError",
-        "UnsupportedStateError",
-        "UnsupportedVersionError",
-        "UntrustedObjectError",
-        "UsageError",
-    ),
+    "errors": tuple(_ERRORS),
     "layouts.base": ("Layout",),
     "layouts.orbax.maxtext": ("maxtext_names",),
     "layouts.orbax.name_rules": ("register_names",),

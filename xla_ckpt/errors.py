@@ -232,32 +232,7 @@ def storage_errors(doing: str, **facts: Any) -> Iterator[None]:
 
 
 KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        NoCheckpointError,
-        CorruptCheckpointError,
-        FormatError,
-        NotAFileError,
-        IncompatibleCheckpointError,
-        UnsupportedVersionError,
-        InvalidTagError,
-        UnsupportedStateError,
-        UntrustedObjectError,
-        StorageError,
-        ChangedTagError,
-        SaveError,
-        RootInUseError,
-        UnknownOutcomeError,
-        NotDurableError,
-        DivergentReplicasError,
-        ChangedStateError,
-        RankFailedError,
-        LoadError,
-        UnprovenLoadError,
-        UsageError,
-        MissingPackageError,
-    )
+    name: kind for name, kind in [*globals().items()] if isinstance(kind, type) and issubclass(kind, CheckpointError)
 }
 """Every kind of error that can travel between ranks, by name."""
 

@@ -109,11 +109,7 @@ _OWN_ERRORS = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
 
 
 def _check_kind(name: str, value: Any, annotation: str) -> None:
-    """Refuse a value that is not of the kind that an argument takes.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Refuse a value that is not of the kind that an argument takes."""
     kind = annotation.removesuffix(" | None")
     check, expected = _KINDS.get(kind.partition("[")[0], (None, ""))
     if check is None or name in _OWN_ERRORS or (value is None and kind != annotation):

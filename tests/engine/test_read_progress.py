@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import xla_ckpt
 from tests.layouts.writing import as_job
+from tests.memory import MemoryDirectory
 from tests.strategies import boxes_in
 from xla_ckpt import ArraySpec, Mesh, dtypes
 from xla_ckpt.engine import restore
@@ -31,7 +32,6 @@ from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
-from xla_ckpt.storage.memory import MemoryDirectory
 
 SHAPE = (700, 3500)
 """9.8 MB of float32: more than a reader's buffer, and so read in several pieces."""

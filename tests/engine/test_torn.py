@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.memory import MemoryDirectory
 from tests.plan.test_round_trip import bytes_view
 from xla_ckpt import dtypes
 from xla_ckpt.engine.crew import Crew
@@ -21,7 +22,6 @@ from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.snapshot.take import Snapshot
-from xla_ckpt.storage.memory import MemoryDirectory
 
 
 def test_digests_are_those_of_the_bytes_that_were_written() -> None:

@@ -16,7 +16,8 @@ from xla_ckpt.engine.upload import Uploader
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.memory import MemoryFiles
+from xla_ckpt.storage.remote import RemoteStore
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.attempt import WRITING
 from xla_ckpt.tags.ledger import LedgerRoot
@@ -84,11 +85,11 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("XLA_CKPT_LEASE", "off")  # the signs of life of a lease would count as changes
-    return Machine(tmp_path / "run", Counted("root", MemoryStore(), Faults()))
+    return Machine(tmp_path / "run", Counted("root", RemoteStore("memory://store", MemoryFiles()), Faults()))
 
 
 def changes_of_an_upload(tmp_path: Path) -> int:
-    machine = Machine(tmp_path / "counted", Counted("root", MemoryStore(), Faults()))
+    machine = Machine(tmp_path / "counted", Counted("root", RemoteStore("memory://store", MemoryFiles()), Faults()))
     machine.save("a")
     machine.upload()
     machine.save("b")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from tests.memory import MemoryDirectory
 from xla_ckpt import dtypes
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.write import write_files
@@ -20,7 +21,6 @@ from xla_ckpt.files.distcp import Distcp
 from xla_ckpt.layouts.dcp.chunks import around, chunk_of, object_zip, value_zip
 from xla_ckpt.plan.save_plan import FilePlan, RegionSource, SavePlan
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.memory import MemoryDirectory
 
 NAMED = ["float64", "float32", "bfloat16", "int8", "uint16", "bool", "complex64", "float8_e4m3fn", "float8_e5m2fnuz"]
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.memory import MemoryDirectory
 from tests.strategies import FakeArray, same, trees
 from xla_ckpt import dtypes
 from xla_ckpt.arrays.torch_elements import bytes_of
@@ -33,7 +34,6 @@ from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.memory import MemoryDirectory
 
 DTYPES = [
     "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",

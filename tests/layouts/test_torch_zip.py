@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_ckpt
+from tests.memory import MemoryDirectory
 from tests.runs import names_in
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, check_zip, read
 from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.memory import MemoryDirectory
 
 
 class Hostile:

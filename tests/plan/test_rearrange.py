@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.memory import MemoryDirectory
 from tests.plan.test_round_trip import bytes_view, region, store
 from tests.strategies import boxes_in, cuts_of
 from xla_ckpt import dtypes
@@ -22,7 +23,6 @@ from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box, Frame
 from xla_ckpt.sharding.grid import Grid
-from xla_ckpt.storage.memory import MemoryDirectory
 
 
 def stored(arrays: dict[str, np.ndarray], cuts: dict[str, tuple[tuple[int, ...], ...]]) -> MemoryDirectory:

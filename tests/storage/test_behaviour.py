@@ -27,7 +27,7 @@ from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.memory import MemoryDirectory
+from xla_ckpt.storage.remote import RemoteDirectory
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.names import LEASE, LEDGER
@@ -84,8 +84,8 @@ def flip(root: str, path: str, at: int) -> None:
     directory = store.open(root_of(store).place_of(tag))
     data = bytearray(read_whole(directory, name))
     data[at] ^= 1
-    if isinstance(directory, MemoryDirectory):
-        directory.objects[directory.prefix + name] = bytes(data)
+    if isinstance(directory, RemoteDirectory):
+        directory._client[directory._prefix + name] = bytes(data)
     else:
         Path(root, path).write_bytes(data)
     directory.close()

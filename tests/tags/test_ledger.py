@@ -30,7 +30,8 @@ from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Changed, ObjectStore
-from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.memory import MemoryFiles
+from xla_ckpt.storage.remote import RemoteStore
 from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags import deleting
 from xla_ckpt.tags.entry import MANIFEST
@@ -43,8 +44,8 @@ from xla_ckpt.tags.root import Kind, Transaction
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+def store() -> RemoteStore:
+    return RemoteStore("memory://store", MemoryFiles())
 
 
 def begin(root: LedgerRoot, tag: str, text: str = "", *, pinned: bool = False) -> Transaction:
@@ -99,7 +100,7 @@ def known(root: LedgerRoot) -> set[str]:
     return {*(its.attempt for its in ledger.tags.values()), *ledger.open, *ledger.doomed}
 
 
-def test_a_tag_is_there_when_the_ledger_names_it(store: MemoryStore) -> None:
+def test_a_tag_is_there_when_the_ledger_names_it(store: RemoteStore) -> None:
     root = LedgerRoot(store)
     transaction = begin(root, "a", "1")
     assert (tags(root), root.is_written("a"), root.is_ours("a")) == ([], True, False)
@@ -114,10 +115,10 @@ def test_a_tag_is_there_when_the_ledger_names_it(store: MemoryStore) -> None:
     assert [(entry.tag, entry.sequence, entry.pinned) for entry in root.entries()] == [("b", 2, True), ("a", 3, False)]
     assert (text_of(root, "a"), root.report_of("a")) == ("3", None)
     assert root.place_of("a") == root.read().tags["a"].attempt
-    assert LedgerRoot(MemoryStore("memory://", store._objects)).is_root("store")
+    assert LedgerRoot(RemoteStore("memory://", store._client)).is_root("store")
 
 
-def test_what_is_abandoned_leaves_nothing(store: MemoryStore) -> None:
+def test_what_is_abandoned_leaves_nothing(store: RemoteStore) -> None:
     root = LedgerRoot(store)
     transaction = begin(root, "a")
     transaction.abandon()
@@ -126,7 +127,7 @@ def test_what_is_abandoned_leaves_nothing(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", [None, "a pin", "another commit"])
-def test_a_commit_whose_answer_is_lost_counts_once(store: MemoryStore, meanwhile: str | None) -> None:
+def test_a_commit_whose_answer_is_lost_counts_once(store: RemoteStore, meanwhile: str | None) -> None:
     """It was applied, and who repeats it is told that the record has changed."""
     direct, faults = LedgerRoot(store), Faults()
     put(direct, "b")
@@ -159,7 +160,7 @@ class LosesAnswers(FailingObjects):
         return written
 
 
-def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: MemoryStore) -> None:
+def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: RemoteStore) -> None:
     """The storage answers no write for a while; then the requests arrive after all."""
     slow = Delays("root", store, Faults())
     put(LedgerRoot(store), "a", "old")
@@ -189,7 +190,7 @@ class Delays(FailingObjects):
         raise TimeoutError("no answer")
 
 
-def test_of_two_jobs_that_save_one_tag_the_first_has_it(store: MemoryStore) -> None:
+def test_of_two_jobs_that_save_one_tag_the_first_has_it(store: RemoteStore) -> None:
     one, other = LedgerRoot(store), LedgerRoot(store, "another")
     put(one, "a", "0")
     first, second, third = begin(one, "a", "1"), begin(other, "a", "2"), begin(other, "b", "3")
@@ -203,7 +204,7 @@ def test_of_two_jobs_that_save_one_tag_the_first_has_it(store: MemoryStore) -> N
     assert stored(store) == known(one)
 
 
-def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: MemoryStore) -> None:
+def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: RemoteStore) -> None:
     stopped, next_job = LedgerRoot(store, "stopped"), LedgerRoot(store, "next")
     stopped.take("stopped")
     put(stopped, "a", "1")
@@ -226,7 +227,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["take", "beg
 @given(STEPS)
 def test_only_the_job_that_took_the_root_last_begins_and_commits(steps: list[tuple[str, str]]) -> None:
     """Each job may be stopped between any two of its steps, and go on after those of others."""
-    store = MemoryStore()
+    store = RemoteStore("memory://store", MemoryFiles())
     roots = {name: LedgerRoot(store, name) for name in "xyz"}
     begun: dict[str, tuple[str, Transaction, int]] = {}
     owner, changes, committed = "", 0, list[str]()
@@ -263,7 +264,7 @@ def test_only_the_job_that_took_the_root_last_begins_and_commits(steps: list[tup
     assert stored(store) == {its.attempt for its in roots["x"].read().tags.values()}
 
 
-def test_a_pin_comes_between(store: MemoryStore) -> None:
+def test_a_pin_comes_between(store: RemoteStore) -> None:
     root = LedgerRoot(store)
     for tag in "ab":
         put(root, tag)
@@ -284,7 +285,7 @@ def test_a_pin_comes_between(store: MemoryStore) -> None:
     assert tags(root) == ["c"]
 
 
-def test_a_reader_has_time_and_is_told_when_it_is_over(store: MemoryStore) -> None:
+def test_a_reader_has_time_and_is_told_when_it_is_over(store: RemoteStore) -> None:
     root = LedgerRoot(store)
     put(root, "a", "1")
     retired = root.open("a")
@@ -301,7 +302,7 @@ def test_a_reader_has_time_and_is_told_when_it_is_over(store: MemoryStore) -> No
     assert stored(store) == known(root)
 
 
-def test_a_load_of_what_has_gone_says_so(store: MemoryStore) -> None:
+def test_a_load_of_what_has_gone_says_so(store: RemoteStore) -> None:
     path = "memory://gone/ckpt"
     xla_ckpt.save(path, "a", {"w": torch.ones(3)})
     with xla_ckpt.layouts.opening.open_tag(door.store_at(path), "a") as reader:
@@ -313,7 +314,7 @@ def test_a_load_of_what_has_gone_says_so(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["refused", "done, and not answered"])
-def test_whatever_is_refused_the_old_or_the_new_one_is_there(store: MemoryStore, applied: bool) -> None:
+def test_whatever_is_refused_the_old_or_the_new_one_is_there(store: RemoteStore, applied: bool) -> None:
     direct, text = LedgerRoot(store), "0"
     put(direct, "a", text)
     for at in range(100):
@@ -346,7 +347,7 @@ def test_a_repair_is_a_new_attempt_of_the_same_tag() -> None:
     for name in (payload, MANIFEST, "parity/manifest.json"):
         data = bytearray(read_whole(directory, name))
         data[len(data) // 2] ^= 1
-        damaged.objects[damaged.prefix + name] = bytes(data)
+        damaged._client[damaged._prefix + name] = bytes(data)
         assert xla_ckpt.repair(path, "a") == (name,)
         assert xla_ckpt.verify(path, "a").ok
         directory = damaged = root.open("a")
@@ -364,7 +365,7 @@ def test_a_repair_is_a_new_attempt_of_the_same_tag() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.CHECKPOINT, Kind.NEW, Kind.FILE])
-def test_what_has_a_fixed_name_is_written_once(store: MemoryStore, kind: Kind) -> None:
+def test_what_has_a_fixed_name_is_written_once(store: RemoteStore, kind: Kind) -> None:
     root = LedgerRoot(store)
     with Transaction(root, "x", kind) as transaction:
         write_small(transaction.directory, "x", b"1")
@@ -410,7 +411,7 @@ def test_a_tag_in_dcps_layout_is_a_directory_of_dcp() -> None:
 
 
 @pytest.mark.parametrize("applied", [False, True])
-def test_a_fixed_name_whose_record_is_not_answered(store: MemoryStore, applied: bool) -> None:
+def test_a_fixed_name_whose_record_is_not_answered(store: RemoteStore, applied: bool) -> None:
     root = LedgerRoot(FailingObjects("root", store, Faults(at=0, applied=applied)))
     transaction = Transaction(root, "x", Kind.NEW)
     if applied:
@@ -423,7 +424,7 @@ def test_a_fixed_name_whose_record_is_not_answered(store: MemoryStore, applied: 
     assert store.names() == []
 
 
-def test_a_damaged_ledger_is_named(store: MemoryStore) -> None:
+def test_a_damaged_ledger_is_named(store: RemoteStore) -> None:
     store.write_record(LEDGER, b"{", None)
     root = LedgerRoot(store)
     for ask in (root.entries, root.clean, partial(root.begin, "a", Kind.TAG)):

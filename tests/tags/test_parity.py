@@ -418,12 +418,12 @@ def test_ranks_that_want_different_parity_are_told(parity: list[str | None], tmp
 
 def fails_on_one(rank: int, root: Path) -> str:
     if rank == 1:
-        from xla_ckpt.engine import parity_round
+        from xla_ckpt.engine import parity
 
         def refuse(*_: object, **__: object) -> object:
             raise OSError(28, "No space left on device")
 
-        parity_round.write_share = refuse  # type: ignore[assignment]
+        parity.write_share = refuse  # type: ignore[assignment]
     try:
         saves(rank, root)
     except xla_ckpt.StorageError as error:

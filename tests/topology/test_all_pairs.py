@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.covering import covering, pairs_of_values
+from tests.memory import MemoryDirectory
 from tests.topology.state import WHOLE, known, names_of, part_of, tp_part, whole
 from xla_ckpt import Mesh, dtypes
 from xla_ckpt.arrays.torch_elements import bytes_of, cut
@@ -29,7 +30,6 @@ from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.sharding import Sharding, Split
-from xla_ckpt.storage.memory import MemoryDirectory
 
 FLOAT = dtypes.dtype("float32")
 

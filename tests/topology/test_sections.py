@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.memory import MemoryDirectory
 from tests.topology.test_all_pairs import restored
 from xla_ckpt import Mesh, dtypes
 from xla_ckpt.arrays.torch_elements import bytes_of, cut
@@ -26,7 +27,6 @@ from xla_ckpt.plan.stored_shardings import sharding_of
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.sections import Section, parse_section
 from xla_ckpt.sharding.sharding import Sharding, Split
-from xla_ckpt.storage.memory import MemoryDirectory
 
 FLOAT = dtypes.dtype("float32")
 

@@ -89,11 +89,7 @@ def _fixed(description: Description) -> dict[str, Fixed]:
 
 
 def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:
-    """How the first of the layouts that can hold the state writes it.
-
-    Raises:
-        UnsupportedStateError: None of them can.
-    """
+    """How the first of the layouts that can hold the state writes it."""
     problem: UnsupportedStateError | None = None
     for layout in layouts:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from xla_ckpt.engine.compare import same_bytes
+from xla_ckpt.engine.difference import same_bytes
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_fields

@@ -28,10 +28,9 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.job.job import Job
-from xla_ckpt.job.lead import of_lead, put_together
 from xla_ckpt.job.peers import check_can_share
 from xla_ckpt.job.round import Round
-from xla_ckpt.job.verdict import LateLoss, agreed
+from xla_ckpt.job.verdict import LateLoss, agreed, of_lead, put_together
 from xla_ckpt.layouts.listing import find_foreign, newest_last
 from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import open_tag
@@ -176,11 +175,7 @@ class Load:
         return value, report
 
     def _sharing(self, exchange: Round) -> Sharing | None:
-        """How ranks read together, if they do.
-
-        Raises:
-            UsageError: They have nothing to send bytes through.
-        """
+        """How ranks read together, if they do."""
         if self.wish.options.replica_read != "share" or exchange.size == 1:
             return None
         check_can_share()
@@ -189,11 +184,7 @@ class Load:
         return SharedReads()
 
     def _proof(self, reader: TagReader, loadings: Loadings, exchange: Round) -> Proof:
-        """Compare what is installed with the tag.
-
-        Raises:
-            UnprovenLoadError: Something differs, on some rank.
-        """
+        """Compare what is installed with the tag."""
         crew = Crew(workers=self.wish.workers, phases=self.phases)
         naming_tag = storage_errors("reading a tag", path=reader.root, tag=reader.tag)
         with agreed(exchange, "proving"), naming_tag, collector_paused():
@@ -230,11 +221,7 @@ class Load:
         return reader
 
     def _check_version(self, reader: TagReader, exchange: Round) -> None:
-        """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded.
-
-        Raises:
-            ChangedTagError: They have. All ranks raise it.
-        """
+        """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded."""
         if exchange.size == 1:
             return
         if exchange.rank == 0:
@@ -304,11 +291,7 @@ class Load:
     def _compare(
         self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem], *, fits: bool
     ) -> tuple[str, ...]:
-        """What does not fit, and is left alone.
-
-        Raises:
-            IncompatibleCheckpointError: Something does not, and the load is strict; or no array does.
-        """
+        """What does not fit, and is left alone."""
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
         refused = [problem for problem in problems if not problem.stays]
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):

@@ -158,12 +158,10 @@ class OpenState:
         return self.reader.manifest
 
     def beside(self, name: str, limit: int) -> bytes | None:
-        """See `xla_ckpt.layouts.base.StoredState`."""
         root = store_at(self.reader.root)
         return root.start_of(name, limit) if root.has(name) else None
 
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
-        """See `xla_ckpt.layouts.base.StoredState`."""
         from xla_ckpt.state.values import CODEC, resolver
         from xla_ckpt.tree.unflatten import Unflattener
 

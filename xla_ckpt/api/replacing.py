@@ -88,11 +88,7 @@ def _foreign_tag(store: Store, name: str) -> tuple[Layout, TagEntry] | None:
 
 
 def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -> None:
-    """Refuse to replace a checkpoint of another library that is complete.
-
-    Raises:
-        UsageError: It is.
-    """
+    """Refuse to replace a checkpoint of another library that is complete."""
     if entry.complete:
         raise UsageError(
             "a checkpoint of another library has the name of the new tag",
@@ -104,22 +100,14 @@ def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -
 
 
 def _check_is_root(store: Store) -> None:
-    """Refuse a root that is itself a tag: retention would remove the tags in it with it.
-
-    Raises:
-        UsageError: It is one, or a checkpoint of another library.
-    """
+    """Refuse a root that is itself a tag: retention would remove the tags in it with it."""
     check_is_no_tag(store.path, root_of)
     if not store.is_directory("") or not root_of(store).is_root(""):  # most saves go to a root that is one
         _check_is_no_other_checkpoint(store)
 
 
 def _check_is_no_other_checkpoint(store: Store) -> None:
-    """Refuse a root that is a checkpoint of another library, which the tags in it would hide.
-
-    Raises:
-        UsageError: It is one.
-    """
+    """Refuse a root that is a checkpoint of another library, which the tags in it would hide."""
     if (itself := named_itself(store)) is None:
         return
     above, name = itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,48 +88,43 @@ def _pinned(nbytes: int) -> Bytes | None:
     return memory
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
     """A tensor, or a region of one, on a device; see `xla_ckpt.snapshot.shards.DeviceShard`.
 
     It holds the storage, and not the parameter that the program may give another one.
     """
 
-    def __init__(self, value: torch.Tensor, *, immutable: bool = False) -> None:
-        self._value = value
-        self._immutable = immutable
-        self._link = link_of(value.device)
+    value: torch.Tensor
+    immutable: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self._value.numel() * self._value.element_size()
-
-    @property
-    def immutable(self) -> bool:
-        return self._immutable
+        return self.value.nbytes
 
     @property
     def version(self) -> Callable[[], Hashable] | None:
-        return version_of(self._value)
+        return version_of(self.value)
 
     @property
     def link(self) -> TorchLink:
-        return self._link
+        return link_of(self.value.device)
 
     def begin_copy(self, offset: int, target: Bytes) -> None:
-        self._link.begin_copy(_flat(self._value)[offset : offset + len(target)], target)
+        self.link.begin_copy(_flat(self.value)[offset : offset + len(target)], target)
 
     def in_order(self) -> TensorShard:
-        value = self._value
+        value = self.value
         if value.is_contiguous() and not (value.is_conj() or value.is_neg()):
             return self
         return TensorShard(value.resolve_conj().resolve_neg().contiguous(), immutable=True)
 
     def clone(self) -> TensorShard:
         plain = self.in_order()
-        return TensorShard(plain._value.clone(), immutable=True) if plain is self else plain
+        return TensorShard(plain.value.clone(), immutable=True) if plain is self else plain
 
     def look(self, look: Look) -> bytes:
-        flat = _flat(self.in_order()._value)[look.offset :]
+        flat = _flat(self.in_order().value)[look.offset :]
         data: bytes = flat.as_strided((look.count, look.nbytes), (look.stride, 1)).cpu().numpy().tobytes()
         return data
 

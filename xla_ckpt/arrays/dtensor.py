@@ -78,16 +78,10 @@ class DTensors:
         )
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[HostShard]]:
-        shards: list[Sequence[HostShard]] = []
-        for value, local in values:
-            shards += self._plain(value._local_tensor).host([(value._local_tensor, local)])
-        return shards
+        return [self._plain(v._local_tensor).host([(v._local_tensor, local)])[0] for v, local in values]
 
     def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
-        pieces: list[Sequence[MemoryShard]] = []
-        for value, local in values:
-            pieces += self._plain(value._local_tensor).shards([(value._local_tensor, local)])
-        return pieces
+        return [self._plain(v._local_tensor).shards([(v._local_tensor, local)])[0] for v, local in values]
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         inner = self._plain(value._local_tensor).into(value._local_tensor, local, owned=owned)
@@ -112,9 +106,6 @@ def _placement(placement: Any, path: str) -> MeshCut:
 
     The type is compared, because a class derived from `Shard` may cut in another way. A strided shard is derived from
     it up to torch 2.9, and no longer in torch 2.10.
-
-    Raises:
-        UnsupportedStateError: It neither shards nor replicates.
     """
     if isinstance(placement, Replicate):
         return MeshCut(None)
@@ -148,11 +139,7 @@ def _check_order(value: Any, path: str) -> None:
 
 
 def _check_even(cutting: MeshCutting, path: str) -> None:
-    """Refuse a DTensor that this version of torch cuts in two ways.
-
-    Raises:
-        UnsupportedStateError: It does not agree with itself about that.
-    """
+    """Refuse a DTensor that this version of torch cuts in two ways."""
     for n, cut in cutting.uneven:
         if not _torch_agrees(n, cut):
             # Up to torch 2.9 `full_tensor` and `distribute_tensor` give the rows of such a tensor different places.

@@ -31,11 +31,7 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def _boxes(sharding: Any, shape: tuple[int, ...]) -> list[Box]:
-    """What each device of this process holds of an array.
-
-    Raises:
-        UsageError: The sharding does not fit to the shape.
-    """
+    """What each device of this process holds of an array."""
     try:
         indices = sharding.addressable_devices_indices_map(shape)
     except ValueError as error:

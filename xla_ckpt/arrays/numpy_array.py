@@ -85,11 +85,7 @@ def _strided(value: Any) -> Strided:
 
 
 def _check_writable(value: Any) -> None:
-    """Refuse a target that numpy would not write to, or whose elements share memory.
-
-    Raises:
-        UsageError: It is one.
-    """
+    """Refuse a target that numpy would not write to, or whose elements share memory."""
     if value.flags.writeable and (value.flags.c_contiguous or _strided(value).is_apart):
         return
     raise UsageError(

@@ -51,25 +51,18 @@ class ShardedTensors:
         return LocalArray(shape=self.shape(value), pieces=pieces)
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        shards = []
-        for value, _ in values:
-            tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
-            shards.append([self._plain(t).host([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
-        return shards
+        return [[plain.host([one])[0][0] for plain, one in self._local(value)] for value, _ in values]
 
     def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
-        pieces: list[Sequence[MemoryShard]] = []
-        for value, _ in values:
-            tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
-            pieces.append([self._plain(t).shards([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
-        return pieces
+        return [[plain.shards([one])[0][0] for plain, one in self._local(value)] for value, _ in values]
+
+    def _local(self, value: Any) -> list[tuple[ArrayAdapter, tuple[torch.Tensor, LocalArray]]]:
+        """What takes care of each local shard that has elements, and the shard as a tensor of its own."""
+        tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
+        return [(self._plain(t), (t, whole(tuple(t.shape)))) for t in tensors]
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        parts = [
-            self._plain(s.tensor).into(s.tensor, whole(tuple(s.tensor.shape)), owned=False)
-            for s in value.local_shards()
-            if s.tensor.numel()
-        ]
+        parts = [plain.into(*one, owned=False) for plain, one in self._local(value)]
 
         def install() -> Any:
             for part in parts:

@@ -261,7 +261,6 @@ class HeldTensors(Lasting):
         return len(self.tensors)
 
     def row(self, number: int) -> list[HostShard]:
-        """See `Columns`."""
         return _shards(self.tensors[number].contiguous(), self.locals[number])
 
 

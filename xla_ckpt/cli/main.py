@@ -228,11 +228,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line; a word that is none is told with what was probably meant.
-
-    Raises:
-        SystemExit: It makes no sense, or asks for help.
-    """
+    """The arguments of a command line; a word that is none is told with what was probably meant."""
     parser, parsers = _parsers()
     at = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
     parser.parse_args(words[: at + 1])

@@ -62,10 +62,6 @@ def _check_may_be_written(file: Path) -> None:
     """Refuse a file that is there and holds something else than an older page: a tag's manifest, for instance.
 
     Pipes and devices are written to as they are.
-
-    Raises:
-        UsageError: It does.
-        StorageError: It cannot be read.
     """
     from xla_ckpt.view.document import BEGINNING
 

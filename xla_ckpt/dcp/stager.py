@@ -18,8 +18,7 @@ from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.snapshot.copying import copy_all
-from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate, copy_all
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 

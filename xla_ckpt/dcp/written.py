@@ -26,8 +26,7 @@ from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan as FilePlans
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.snapshot.sample import sample
-from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.snapshot.shards import HostShard, sample
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.small_files import write_small
 

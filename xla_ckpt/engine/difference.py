@@ -88,6 +88,14 @@ def distance(
     return total if total.elements else None
 
 
+def same_bytes(reader: TagReader, one: str, other: str, *, max_memory: int, workers: int = READERS) -> bool:
+    """Whether two arrays of a tag have the same element type, shape and bytes. Errors are those of `distance`."""
+    a, b = reader.manifest.array(one), reader.manifest.array(other)
+    if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return distance(reader, one, reader, other, max_memory=max_memory, workers=workers) is None
+
+
 def same_digests(one: TagReader, a: ArrayRecord, other: TagReader, b: ArrayRecord) -> bool:
     """Whether digests say that two arrays of the same type and shape have equal bytes: both are cut alike.
 

@@ -14,7 +14,7 @@ from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.save_messages import Begun, hear_verdict
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
-from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.round import LEAD, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.storage.base import Directory, LocalFiles
 from xla_ckpt.storage.small_files import read_whole, write_small
@@ -49,7 +49,7 @@ def say_sealed(exchange: Round, disks: Disks, directory: Directory) -> None:
     """
     if disks.several:
         exchange.say("manifest", read_whole(directory, MANIFEST).decode())
-        _hear_of_all(exchange, disks, "sealed")
+        list(exchange.hear_each("sealed", disks.leaders[1:]))
 
 
 def commit_on_others(exchange: Round, disks: Disks) -> None:
@@ -60,13 +60,7 @@ def commit_on_others(exchange: Round, disks: Disks) -> None:
     """
     if disks.several:
         exchange.say("commit")
-        _hear_of_all(exchange, disks, "committed")
-
-
-def _hear_of_all(exchange: Round, disks: Disks, key: str) -> None:
-    deadline = Deadline(exchange.timeout * LEAD)
-    for rank in disks.leaders[1:]:
-        exchange.hear(f"{key}/{rank}", rank, deadline)
+        list(exchange.hear_each("committed", disks.leaders[1:]))
 
 
 class OtherDisk:
@@ -138,7 +132,7 @@ class OtherDisk:
                 and what it has replaced has its name again.
         """
         try:
-            return hear_verdict(self._exchange).sequence
+            return hear_verdict(self._exchange)
         except RankFailedError:
             raise  # rank 0 may have committed
         except CheckpointError:

@@ -1,7 +1,7 @@
 """Making the parity of a tag: sums over the blocks of its files, when these are durable.
 
 Memory: a few blocks for each thread, whatever the size of the files. Each file is read once for its parity block, and
-once more for the stripes, if there are any.
+once more for the stripes, if there are any. In a save of many ranks each makes a share of the sums (`ParityRound`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.errors import StorageError
+from xla_ckpt.engine.shared_directory import open_shared
+from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.job.round import Round
+from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.digest import digest, pack_digests, unpack_digests
 from xla_ckpt.manifest.parity_json import ParityFile, ParityIndex
 from xla_ckpt.manifest.records import Manifest
@@ -34,6 +37,7 @@ from xla_ckpt.plan.parity import (
 from xla_ckpt.storage.base import Directory, Sink, Source
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.storage.small_files import write_small
+from xla_ckpt.tags.root import Root
 
 WORKERS = 8
 """Threads that read and add, if the machine has the cores."""
@@ -41,24 +45,9 @@ WORKERS = 8
 Files = Sequence[tuple[str, int]]
 """(path, bytes) of each file that the parity covers, in the order of the index."""
 
-
-Told = tuple[Sequence[str], tuple[str, str]]
-"""A `Share` on its way to rank 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank has found out, as plain JSON for the way to rank 0."""
-
-    files: list[str]
-    """For each file that it read whole: the packed digests of its blocks."""
-
-    sums: tuple[str, str]
-    """Packed digests of the parity blocks, and of the stripes, that it wrote."""
-
-    def to_json(self) -> Told:
-        """The share as plain JSON."""
-        return self.files, self.sums
+Share = tuple[Sequence[str], tuple[str, str]]
+"""What one rank tells rank 0, as plain JSON: for each file that it read whole, the packed digests of its blocks; and
+those of the parity blocks, and of the stripes, that it wrote."""
 
 
 class Readable(Protocol):
@@ -91,11 +80,8 @@ def read_block(directory: Readable, path: str, offset: int, target: memoryview, 
         OSError: There is no such file, or the storage refused.
     """
     # Not kept open: a tag may have more files than a process may have open.
-    source = directory.open(path)
-    try:
+    with contextlib.closing(directory.open(path)) as source:
         return source.read_once(target, offset, scratch)
-    finally:
-        source.close()
 
 
 def add(total: memoryview, data: memoryview) -> None:
@@ -154,7 +140,7 @@ def write_share(covered: Covered, parity: Parity, rank: int, world: int, crew: C
         _work(placed, make, sinks, crew)
     own_files = share(len(files), rank, world)
     stripes = [sum_digests[sum_] for sum_ in placed if sum_[0] == "stripe"]
-    return Share(
+    return (
         [pack_digests([block_digests[file, block] for block in range(blocks.count(file))]) for file in own_files],
         (pack_digests([sum_digests["file", file] for file in own_files]), pack_digests(stripes)),
     )
@@ -183,7 +169,7 @@ def thirds(buffer: memoryview) -> tuple[memoryview, memoryview, memoryview]:
     return buffer[:PARITY_BLOCK], buffer[PARITY_BLOCK : 2 * PARITY_BLOCK], buffer[2 * PARITY_BLOCK : 3 * PARITY_BLOCK]
 
 
-def write_index(directory: Directory, files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]) -> None:
+def write_index(directory: Directory, files: Files, parity: Parity, manifest: bytes, shares: Sequence[Share]) -> None:
     """Write what all ranks have found out, and a copy of the manifest, durably.
 
     Raises:
@@ -208,11 +194,11 @@ def write_alone(covered: Covered, parity: Parity, manifest: bytes, world: int, c
     Raises:
         OSError: The storage refused.
     """
-    shares = [write_share(covered, parity, rank, world, crew, into).to_json() for rank in range(world)]
+    shares = [write_share(covered, parity, rank, world, crew, into) for rank in range(world)]
     write_index(into, covered.files, parity, manifest, shares)
 
 
-def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]) -> ParityIndex:
+def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Share]) -> ParityIndex:
     """The index that the shares of all ranks make together.
 
     Raises:
@@ -238,3 +224,58 @@ def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]
         files=tuple(listed),
         sums=(*of_files, *of_stripes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRound:
+    """One rank's part in the parity of a save of many ranks, when every file is durable."""
+
+    exchange: Round
+    parity: Parity
+    """What the tag is to survive."""
+
+    crew: Crew
+    """Who reads and writes."""
+
+    def lead(self, directory: Directory, manifest: Manifest, text: bytes) -> None:
+        """Rank 0's part, which ends with the index. `text` is the manifest as it is stored.
+
+        Raises:
+            CheckpointError: What another rank met, or that it did not answer.
+            OSError: The storage refused.
+        """
+        exchange, files = self.exchange, covered_files(manifest)
+        if exchange.size > 1:
+            exchange.say("parity", files)
+        own_share = self._write(directory, files)
+        with self.crew.phases.timed("meet"):
+            other_shares = [*exchange.hear_each("parity", range(1, exchange.size))]
+        write_index(directory, files, self.parity, text, [own_share, *other_shares])
+
+    def give_up(self, problem: CheckpointError) -> None:
+        """Tell the others, if they may wait for rank 0 to begin, that it does not."""
+        if not self.exchange.has_said("parity"):
+            self.exchange.say("parity", error=problem)
+
+    def follow(self, root: Root, name: str) -> None:
+        """Another rank's part, in the directory of this name. What it meets is told to rank 0, which tells all.
+
+        Raises:
+            CheckpointError: Rank 0 does not begin.
+        """
+        rank = self.exchange.rank
+        with self.crew.phases.timed("meet"):
+            files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
+        try:
+            with contextlib.closing(open_shared(root, name)) as directory:
+                own_share = self._write(directory, files)
+                directory.sync()
+        except Exception as error:
+            # Raised on all ranks, this one included, as rank 0's verdict.
+            self.exchange.say(f"parity/{rank}", error=as_checkpoint_error(error, "saving", rank))
+        else:
+            self.exchange.say(f"parity/{rank}", own_share)
+
+    def _write(self, directory: Directory, files: Files) -> Share:
+        rank, world = self.exchange.rank, self.exchange.size
+        return write_share(Covered(directory, files), self.parity, rank, world, self.crew, directory)

@@ -164,7 +164,8 @@ def _read_through(
     data = buffer[: batch.stop - batch.start]
     _read(tag, batch, data, scratch, phases)
     with phases.timed("read"):
-        _distribute(batch, data, slots)
+        for in_slot, in_file in _moves(batch, data, slots):
+            in_slot[:] = in_file
 
 
 def _read(
@@ -219,12 +220,6 @@ def _fill(tag: TagReader, batch: ReadBatch, into: memoryview, offset: int, scrat
             path=tag.root,
             tag=tag.tag,
         )
-
-
-def _distribute(batch: ReadBatch, data: memoryview, slots: Slots) -> None:
-    """Copy what the reads of a batch want, whose bytes are `data`, to its places in the slots."""
-    for in_slot, in_file in _moves(batch, data, slots):
-        in_slot[:] = in_file
 
 
 def _moves(batch: ReadBatch, data: memoryview, slots: Slots) -> Iterator[tuple[Any, Any]]:

@@ -8,7 +8,7 @@ repaired, the others as they were, and a draft that the next save or repair remo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.crew import Crew
@@ -152,11 +152,7 @@ def _check_same_save(directory: Directory, manifest: bytes) -> None:
 
 
 def _damage(directory: Directory, index: ParityIndex, *, manifest_lost: bool, workers: int) -> Damage:
-    """What is wrong, and how it can be mended.
-
-    Raises:
-        CorruptCheckpointError: It cannot.
-    """
+    """What is wrong, and how it can be mended."""
     blocks = Blocks(tuple(file.size for file in index.files))
     files: dict[int, set[BlockAt]] = {}
 
@@ -247,17 +243,6 @@ class _Repair:
             logger.warning("%s/%s: repaired %s", self.root.path, self.tag, ", ".join(replaced))
         return replaced
 
-    def renew_parity(
-        self, directory: Directory, files: Sequence[tuple[str, int]], parity: Parity, world: int, manifest: bytes
-    ) -> list[str]:
-        """Make all parity files anew, from files that are sound and lie in `directory`; the paths of them."""
-        with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:
-            draft = transaction.directory
-            write_alone(Covered(directory, files), parity, manifest, world, Crew(workers=self.workers), draft)
-            blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, PARITY_INDEX))
-            transaction.commit()
-        return [*file_sizes(blocks, all_places(index)), COPY, PARITY_INDEX]
-
     def renew_whole_parity(self, manifest: Manifest, text: bytes, problem: CorruptCheckpointError) -> list[str]:
         """Make the parity anew, if all else is as the manifest says: without its index it gives nothing back.
 
@@ -277,4 +262,10 @@ class _Repair:
         has_stripes = any(name.startswith(f"{FOLDER}stripes-") for name in names)
         parity: Parity = "file" if has_stripes or manifest.parity == "file" else "block"
         worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
-        return self.renew_parity(self.directory, covered_files(manifest), parity, max(worlds, default=1), text)
+        files, crew = covered_files(manifest), Crew(workers=self.workers)
+        with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:
+            draft = transaction.directory
+            write_alone(Covered(self.directory, files), parity, text, max(worlds, default=1), crew, draft)
+            blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, PARITY_INDEX))
+            transaction.commit()
+        return [*file_sizes(blocks, all_places(index)), COPY, PARITY_INDEX]

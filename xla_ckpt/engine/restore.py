@@ -50,7 +50,10 @@ class Sharing(Protocol):
         rows: Sequence[tuple[Mixed, Want]],
         itemsize: Mapping[str, int],
     ) -> None:
-        """Send on what this rank read for others, and receive what they read for it."""
+        """Send on what this rank read for others, and receive what they read for it. All ranks of the job call it.
+
+        `rows` are the reads for mixed boxes, whose memory is in `slots`, too; `itemsize` is in bytes, by leaf path.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,8 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         with ending, storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, in_use, slots, replace(crew, workers=threads(how.workers, 3)))
             with phases.timed("install"):
-                _put_in_place(staged, memory.slots)
+                for slot, data in staged.items():  # what is verified goes into the memory of the program
+                    memory.slots[slot][:] = data
     if sharing is not None and shared is not None:
         with phases.timed("read"):
             sharing.send_on(shared.share, slots, shared.rows, itemsize)
@@ -184,12 +188,6 @@ def _staged(memory: WantedMemory, *, cached: bool) -> dict[int, memoryview]:
     sizes = [len(memory.slots[slot]) for slot in small]
     fitting = bisect_right(list(accumulate(sizes)), STAGED_BYTES if cached else FAR_STAGED_BYTES)
     return dict(zip(small[:fitting], memory.slabs.views(sizes[:fitting]), strict=True))
-
-
-def _put_in_place(staged: Mapping[int, memoryview], slots: Sequence[memoryview]) -> None:
-    """Copy what is verified into the program's memory."""
-    for slot, data in staged.items():
-        slots[slot][:] = data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,12 @@ from xla_ckpt.engine.merged import sealed_manifest
 from xla_ckpt.engine.opening import AgreedSave, open_save
 from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.other_disk import OTHERS_WAIT_FOR, OtherDisk, check_parity, commit_on_others, say_sealed
-from xla_ckpt.engine.parity_round import ParityRound
+from xla_ckpt.engine.parity import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save_messages import Begun, Committed, EarlierTag, Part
+from xla_ckpt.engine.save_messages import Begun, EarlierTag, Part
 from xla_ckpt.engine.seal import Ending
 from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.engine.sharing import earlier_tag, share_files
@@ -38,7 +38,7 @@ from xla_ckpt.engine.unchanged import note_saved
 from xla_ckpt.engine.write import check_space, write_files, write_objects
 from xla_ckpt.errors import CheckpointError, RankFailedError, naming
 from xla_ckpt.job.job import Job
-from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.round import LEAD, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
@@ -185,7 +185,7 @@ class Save:
         finally:
             transaction.abandon()
         if exchange.size > 1:
-            exchange.say("verdict", Committed(transaction.sequence).to_json())
+            exchange.say("verdict", transaction.sequence)
         return transaction.sequence, sharing
 
     @contextlib.contextmanager
@@ -237,13 +237,10 @@ class Save:
         try:
             frozen = self._ready().agreed(agreed.united)
             begun = disk.begun(Begun.from_json(exchange.hear("begin", 0)), self.cancellation.check)
-            directory = open_shared(root, draft := begun.draft)
-            try:
+            with contextlib.closing(open_shared(root, draft := begun.draft)) as directory:
                 sharing = self._share(frozen, begun.earlier, directory, agreed.disks)
                 record = self._write(frozen, sharing, directory, tells_all=exchange.rank in agreed.odd)
                 directory.sync()
-            finally:
-                directory.close()
             self.cancellation.close()  # rank 0 may commit as soon as it has this
             exchange.say(f"record/{exchange.rank}", Part(record, self._measured(sharing.plan)).to_json())
         except Exception as error:
@@ -331,9 +328,8 @@ class Save:
         """What all ranks have written, this one included."""
         parts = [Part(own, self._measured(plan))]
         with self.phases.timed("meet"):
-            deadline = Deadline(self.exchange.timeout * LEAD)
-            for rank in range(1, self.exchange.size):
-                part = Part.from_json(self.exchange.hear(f"record/{rank}", rank, deadline))
+            for rank, said in enumerate(self.exchange.hear_each("record", range(1, self.exchange.size)), 1):
+                part = Part.from_json(said)
                 parts.append(part)
                 parts[-1] = Part(part.record.named_by(parts[first_of_stage(rank, self.mesh)].record), part.measured)
             return parts

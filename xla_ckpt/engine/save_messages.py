@@ -45,29 +45,21 @@ class Part(Message):
     measured: Measured
 
 
-@dataclass(frozen=True, slots=True)
-class Committed(Message):
-    """Rank 0 tells all others that the tag is there."""
-
-    sequence: int
-    """Its commit number."""
-
-
-def hear_verdict(exchange: Round) -> Committed:
-    """What rank 0 says when all is done.
+def hear_verdict(exchange: Round) -> int:
+    """The commit number of the tag, which rank 0 says when all is done.
 
     Raises:
         CheckpointError: The save did not commit; the same error on every rank.
         RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows whether the tag is there.
     """
     try:
-        return Committed.from_json(exchange.hear("verdict", 0))
+        return int(exchange.hear("verdict", 0))
     except RankFailedError as error:
         if error.rank != 0 or exchange.decide(error) is not None:
             raise
     # Rank 0 began to commit before this rank gave up on it. What became of that, rank 0 alone can say.
     try:
-        return Committed.from_json(exchange.hear("verdict", 0, Deadline(exchange.timeout * (1 - LEAD))))
+        return int(exchange.hear("verdict", 0, Deadline(exchange.timeout * (1 - LEAD))))
     except RankFailedError as error:
         if exchange.decide(error) is not None:
             raise

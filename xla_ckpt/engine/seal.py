@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.index_files import Index, indexed
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.write import write_record
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Transaction
+
+Index = Callable[[TagReader], Mapping[str, bytes]]
+"""Name -> bytes of small files that are made from a manifest when all others are written, and that it then lists.
+
+Such are the indexes of other libraries, which name all files of a tag.
+"""
+
+
+def no_index(reader: TagReader) -> Mapping[str, bytes]:  # noqa: ARG001  # every `Index` gets one
+    """For layouts that have no such files."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +56,7 @@ def seal(transaction: Transaction, path: str, manifest: Manifest, ending: Ending
     Raises:
         OSError: The storage refused.
     """
-    manifest = indexed(transaction.directory, path, manifest, ending.index)
+    manifest = _indexed(transaction.directory, path, manifest, ending.index)
     with collector_paused():
         text = manifest_json.dump(manifest)
     write_small(transaction.directory, MANIFEST, text)
@@ -51,3 +64,13 @@ def seal(transaction: Transaction, path: str, manifest: Manifest, ending: Ending
         ending.parity(manifest, text)
     transaction.seal(ending.marks)
     return manifest
+
+
+def _indexed(directory: Directory, root: str, manifest: Manifest, index: Index) -> Manifest:
+    """The manifest, with the files that a layout makes from it, once they are written."""
+    reader = TagReader(directory, root, manifest.head.tag, manifest)
+    try:
+        files = index(reader)
+    finally:
+        reader.close_files()
+    return replace(manifest, files=(*manifest.files, *(write_record(directory, *file) for file in files.items())))

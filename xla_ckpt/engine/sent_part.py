@@ -6,14 +6,15 @@ it has what is in no manifest, such as orbax's metadata, too. Files appear whole
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from xla_ckpt.engine.sent_files import checked, whole_file
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError, RankFailedError
-from xla_ckpt.storage.base import LocalFiles
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, RankFailedError
+from xla_ckpt.manifest.digest import BlockDigester, JoinedDigest
+from xla_ckpt.storage.base import Directory, LocalFiles, Source
 from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tags.attempt import Attempt
 from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
@@ -24,6 +25,9 @@ from xla_ckpt.tags.upload_rules import Journal, uploaded_as
 
 PATIENCE_WITH_DISKS = 600.0
 """Seconds for which a tag is waited for whose other disks send no file."""
+
+PIECE_BYTES = 8 * 1024 * 1024
+"""Bytes of a file that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class DiskPart:
             for path, size in sizes.items():
                 if path not in journal.sent:
                     known = path in named
-                    pieces = checked(self.reader, named[path]) if known else whole_file(self.directory, path)
+                    pieces = _checked(self.reader, named[path]) if known else _whole_file(self.directory, path)
                     filled.stream(path, size, self._checking(pieces))
                     journal = replace(journal, sent={**journal.sent, path: size})
                     write_journal(self.directory, journal)
@@ -136,11 +140,7 @@ class DiskPart:
             yield piece
 
     def _waiting(self, there: Set[str]) -> WaitingTag:
-        """What is to be waited for, as long as there is hope for it.
-
-        Raises:
-            RankFailedError: There is none.
-        """
+        """What is to be waited for, as long as there is hope for it."""
         waiting = self.before if self.before is not None and self.before.there == there else WaitingTag(there)
         if not self.present or time.monotonic() - waiting.since > PATIENCE_WITH_DISKS:
             raise self._not_whole("files that are missing in the object store")
@@ -154,3 +154,44 @@ class DiskPart:
             hint="It goes up when a job saves or loads that has all of these disks; or run xla-ckpt upload on their "
             "hosts, and then here once more. If a disk is lost, so is this tag: remove it with xla-ckpt rm.",
         )
+
+
+def _checked(reader: TagReader, number: int) -> Iterator[memoryview]:
+    """A file of a tag, in pieces, which are compared with its digests before the last one is over.
+
+    Raises:
+        CorruptCheckpointError: It is not what was saved.
+    """
+    record, source = reader.manifest.files[number], reader.source(number)
+    table = None if record.head == record.size else reader.digest_table(number)  # a file of pickles has no regions
+    damaged = CorruptCheckpointError("the file is not what was saved", file=record.path, hint=reader.hint)
+    regions = [] if table is None else list(zip(table.offset.tolist(), table.nbytes.tolist(), strict=True))
+    rest, at = JoinedDigest(), 0
+    for offset, nbytes in (*regions, (record.size, 0)):
+        for piece in _pieces(source, at, offset - at, damaged):
+            rest.add(rest.nbytes, piece)
+            yield piece
+        of_region = BlockDigester(nbytes)
+        for piece in _pieces(source, offset, nbytes, damaged):
+            of_region.update(piece)
+            yield piece
+        if table is not None and nbytes and tuple(of_region.digests) != table.of(offset, nbytes):
+            raise damaged
+        at = offset + nbytes
+    if rest.value != record.digest:
+        raise damaged
+
+
+def _pieces(source: Source, offset: int, nbytes: int, short: CheckpointError) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(PIECE_BYTES, nbytes)))
+    for at in range(offset, offset + nbytes, PIECE_BYTES):
+        piece = buffer[: min(PIECE_BYTES, offset + nbytes - at)]
+        if source.read_into(piece, at) < len(piece):
+            raise short
+        yield piece
+
+
+def _whole_file(directory: Directory, path: str) -> Iterator[memoryview]:
+    """A file that is not in the manifest, such as the manifest itself, which has a digest of its own."""
+    with contextlib.closing(directory.open(path)) as source:
+        yield from _pieces(source, 0, source.size, CorruptCheckpointError("the file is cut off", file=path))

@@ -21,7 +21,6 @@ from xla_ckpt.files.codec import Glue, known_glue
 from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.options import MAX_MEMORY
 from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import Written
@@ -59,9 +58,9 @@ def stream_files(
     reader: TagReader,
     directory: Directory,
     files: Sequence[FilePlan],
-    crew: Crew | None = None,
+    crew: Crew,
     *,
-    max_memory: int = MAX_MEMORY,
+    max_memory: int,
 ) -> Written:
     """Write planned files with the arrays of a tag in them; leaf paths are the tag's.
 
@@ -74,7 +73,6 @@ def stream_files(
     """
     if directory.streaming is not None:
         files = [file.streamed() for file in files]
-    crew = Crew() if crew is None else crew
     at_once = min(threads(crew.workers, 2), len(files)) or 1
     each = replace(crew, workers=max(crew.workers // at_once, 1))
     records: list[FileRecord | None] = [None] * len(files)

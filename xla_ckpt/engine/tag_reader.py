@@ -23,6 +23,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import NO_DIGEST, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.storage.base import ReadDirectory, Source
+from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
 MAX_MANIFEST = 1 << 30
@@ -106,22 +107,13 @@ class TagReader:
     def _read_manifest(self) -> Manifest:
         with naming(path=self.root, tag=self.tag, file=MANIFEST), storage_errors("reading the manifest"):
             try:
-                source = self.directory.open(MANIFEST)
+                data = read_whole(self.directory, MANIFEST, limit=MAX_MANIFEST, what="the manifest")
             except (FileNotFoundError, NotADirectoryError):
                 hint = REPAIR if has_parity(self.directory) else None
                 raise absent(self.directory, "the tag has no manifest", hint=hint) from None
             try:
-                if source.size > MAX_MANIFEST:
-                    raise FormatError(
-                        "the manifest is too large", expected=f"at most {MAX_MANIFEST}", found=source.size
-                    )
-                data = bytearray(source.size)
-                source.read_into(memoryview(data), 0)
-            finally:
-                source.close()
-            try:
                 with collector_paused():
-                    return manifest_json.parse(bytes(data))
+                    return manifest_json.parse(data)
             except CorruptCheckpointError as error:
                 error.at(hint=self.hint)
                 raise
@@ -155,25 +147,19 @@ class TagReader:
             if (source := self._sources.get(file)) is not None:
                 return source
             record = self.manifest.files[file]
-            with (
-                naming(path=self.root, tag=self.tag, file=record.path),
-                storage_errors("opening a payload file", path=self.root, tag=self.tag, file=record.path),
-            ):
+            with naming(path=self.root, tag=self.tag, file=record.path), storage_errors("opening a payload file"):
                 try:
                     source = self.directory.open(record.path, record.size)
                 except (FileNotFoundError, NotADirectoryError):
                     raise self.missing(file) from None
-            self._sources[file] = source
-            if source.size != record.size:
-                raise CorruptCheckpointError(
-                    "a file does not have its size",
-                    path=self.root,
-                    tag=self.tag,
-                    file=record.path,
-                    expected=f"{record.size} bytes",
-                    found=source.size,
-                    hint=f"It was cut off or replaced. {self.hint}",
-                )
+                self._sources[file] = source
+                if source.size != record.size:
+                    raise CorruptCheckpointError(
+                        "a file does not have its size",
+                        expected=f"{record.size} bytes",
+                        found=source.size,
+                        hint=f"It was cut off or replaced. {self.hint}",
+                    )
             return source
 
     def missing(self, file: int) -> CheckpointError:
@@ -189,7 +175,10 @@ class TagReader:
         """
         source = self.source(file)
         with naming(path=self.root, tag=self.tag):
-            return head_of(source, self.manifest.files[file], lambda: self.hint)
+            try:
+                return head_of(source, self.manifest.files[file], lambda: self.hint)
+            except FileNotFoundError:
+                raise self.missing(file) from None  # a store that was not asked for it when it was opened
 
     def object(self, index: int, leaf: str, *, trust: bool) -> Any:
         """The object of this number in the skeleton.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from xla_ckpt.engine.index_files import Index, no_index
+from xla_ckpt.engine.seal import Index, no_index
 from xla_ckpt.plan.save_plan import SavePlan
 
 

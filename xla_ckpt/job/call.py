@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
 from xla_ckpt.job.messages import Message
-from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.round import Round
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.plan.agreement import Disagreement
 
@@ -106,11 +107,9 @@ def open_together(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]
 
 
 def _judged(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> Word:
-    deadline = Deadline(exchange.timeout * LEAD)
     words: list[Word] = []
     try:
-        for rank in range(exchange.size):
-            said = word if rank == 0 else Word.from_json(exchange.hear(f"{_WORD}/{rank}", rank, deadline))
+        for said in chain([word], map(Word.from_json, exchange.hear_each(_WORD, range(1, exchange.size)))):
             if said.ended is not None:
                 return said
             if said.error is not None:

@@ -72,7 +72,7 @@ def check_can_share() -> None:
         raise UsageError(
             'replica_read="share" sends what was read through torch.distributed, and the ranks of this job are jax\'s',
             expected="a process group of torch.distributed",
-            hint='Leave replica_read="all": each process reads what its own devices hold.',
+            hint='Leave replica_read="each": each process reads what its own devices hold.',
         )
 
 

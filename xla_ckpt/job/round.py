@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, from_json
@@ -153,6 +153,15 @@ class Round:
         except _SilentError as error:
             lost = error.as_failure()
             raise self.decide(lost) or lost from None
+
+    def hear_each(self, key: str, ranks: Iterable[int]) -> Iterator[Any]:
+        """What ranks publish under this key and their number, one after the other.
+
+        All of them together have `LEAD` of the timeout. Errors are those of `hear`.
+        """
+        deadline = Deadline(self.timeout * LEAD)
+        for rank in ranks:
+            yield self.hear(f"{key}/{rank}", rank, deadline)
 
     def hear_settled(self, key: str, whose: int, instead: Callable[[RankFailedError], Any]) -> Any:
         """The value that rank `whose` settles; if it does not in time, `instead` says what this rank settles for it.

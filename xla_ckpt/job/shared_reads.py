@@ -8,14 +8,13 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from xla_ckpt.job.messages import Message
-from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.job.round import Round
+from xla_ckpt.job.verdict import put_together
 from xla_ckpt.plan.restore_plan import Want
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare, Together, find_common, share_out
 from xla_ckpt.sharding.box import Box
@@ -26,8 +25,13 @@ class SharedReads:
     """Reading together, as `xla_ckpt.engine.restore` asks for it."""
 
     def agree(self, exchange: Round, wants: Sequence[Want]) -> ReadShare:
-        """See `agree_on_shares`."""
-        return agree_on_shares(exchange, wants)
+        own = [(want.leaf, want.box.start, want.box.stop) for want in wants]
+
+        def united(all_wants: list[Any]) -> Any:
+            return find_common([[(leaf, Box(tuple(a), tuple(b))) for leaf, a, b in its] for its in all_wants]).to_json()
+
+        common = put_together(exchange, "wants", own, united, range(exchange.size))
+        return share_out(exchange.rank, Together.from_json(common), wants)
 
     def send_on(
         self,
@@ -36,64 +40,23 @@ class SharedReads:
         rows: Sequence[tuple[Mixed, Want]],
         itemsize: Mapping[str, int],
     ) -> None:
-        """See `exchange_shares`."""
-        exchange_shares(share, slots, rows, itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class Wants(Message):
-    """What one rank wants to read: boxes of leaves, side by side."""
-
-    leaves: Sequence[str]
-    starts: Sequence[Sequence[int]]
-    stops: Sequence[Sequence[int]]
-
-    @classmethod
-    def of(cls, wants: Sequence[Want]) -> Wants:
-        """What these are, whichever memory they go to."""
-        return cls([w.leaf for w in wants], [w.box.start for w in wants], [w.box.stop for w in wants])
-
-    def boxes(self) -> list[tuple[str, Box]]:
-        """(leaf path, box) of each."""
-        every = zip(self.leaves, self.starts, self.stops, strict=True)
-        return [(leaf, Box(tuple(start), tuple(stop))) for leaf, start, stop in every]
-
-
-def agree_on_shares(exchange: Round, wants: Sequence[Want]) -> ReadShare:
-    """Find out which ranks want the same, and deal the reading out among them."""
-    exchange.say(f"wants/{exchange.rank}", Wants.of(wants).to_json())
-    if exchange.rank == 0:
-        deadline = Deadline(exchange.timeout * LEAD)
-        heard = [Wants.from_json(exchange.hear(f"wants/{rank}", rank, deadline)) for rank in range(exchange.size)]
-        common = find_common([wanted.boxes() for wanted in heard])
-        exchange.say("common", common.to_json())
-    return share_out(exchange.rank, Together.from_json(exchange.hear("common", 0)), wants)
-
-
-def exchange_shares(
-    share: ReadShare, slots: Sequence[memoryview], rows: Sequence[tuple[Mixed, Want]], itemsize: Mapping[str, int]
-) -> None:
-    """Send on what this rank read for others, and receive what they read for it. All ranks of the job call it.
-
-    `rows` are the reads for mixed boxes, whose memory is in `slots`, too; `itemsize` is in bytes, by leaf path.
-    """
-    distributed: Any = torch.distributed
-    sets = sorted({ranks for _, _, ranks in share.common.same} | {m.members for m in share.common.mixed})
-    groups = {members: distributed.new_group(list(members), backend="gloo") for members in sets}
-    try:
-        for leaf, box, ranks in share.common.same:  # in the same order on all ranks
-            slot = share.slots.get((leaf, box)) if share.rank in ranks else None
-            if slot is not None and len(slots[slot]):
-                data = torch.frombuffer(slots[slot], dtype=torch.uint8)
-                distributed.broadcast(data, src=share.readers[slot][0], group=groups[ranks])
-        read = {id(mixed): slots[want.slot] for mixed, want in rows}
-        for mixed in share.common.mixed:
-            if share.rank in mixed.members:
-                _exchange(share, mixed, slots, read.get(id(mixed)), itemsize[mixed.leaf], groups[mixed.members])
-    finally:
-        for group in groups.values():
-            if distributed.get_rank(group) >= 0:
-                distributed.destroy_process_group(group)
+        distributed: Any = torch.distributed
+        sets = sorted({ranks for _, _, ranks in share.common.same} | {m.members for m in share.common.mixed})
+        groups = {members: distributed.new_group(list(members), backend="gloo") for members in sets}
+        try:
+            for leaf, box, ranks in share.common.same:  # in the same order on all ranks
+                slot = share.slots.get((leaf, box)) if share.rank in ranks else None
+                if slot is not None and len(slots[slot]):
+                    data = torch.frombuffer(slots[slot], dtype=torch.uint8)
+                    distributed.broadcast(data, src=share.readers[slot][0], group=groups[ranks])
+            read = {id(mixed): slots[want.slot] for mixed, want in rows}
+            for mixed in share.common.mixed:
+                if share.rank in mixed.members:
+                    _exchange(share, mixed, slots, read.get(id(mixed)), itemsize[mixed.leaf], groups[mixed.members])
+        finally:
+            for group in groups.values():
+                if distributed.get_rank(group) >= 0:
+                    distributed.destroy_process_group(group)
 
 
 def _exchange(

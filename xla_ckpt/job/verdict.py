@@ -1,13 +1,15 @@
-"""One verdict for all ranks: the same error everywhere, whichever of them met it."""
+"""One verdict for all ranks: the same error everywhere, whichever of them met it; one answer, which rank 0 finds."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
-from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, StorageError, from_json
-from xla_ckpt.job.round import LEAD, Deadline, Round
+from xla_ckpt.errors import CheckpointError, LoadError, RankFailedError, SaveError, StorageError, from_json
+from xla_ckpt.job.round import Round
+
+Answer = TypeVar("Answer")
 
 
 def as_checkpoint_error(
@@ -98,10 +100,35 @@ class LateLoss:
 
 
 def _first_error(exchange: Round, what: str) -> CheckpointError | None:
-    deadline = Deadline(exchange.timeout * LEAD)
-    for rank in range(exchange.size):
-        try:
-            exchange.hear(f"{what}/{rank}", rank, deadline)
-        except CheckpointError as error:
-            return error
+    try:
+        list(exchange.hear_each(what, range(exchange.size)))
+    except CheckpointError as error:
+        return error
     return None
+
+
+def of_lead(exchange: Round, key: str, look: Callable[[], Answer]) -> Answer:
+    """What rank 0 finds; it is told to all, and so is an error that it meets."""
+    if exchange.size == 1:
+        return look()
+    if exchange.rank == 0:
+        try:
+            exchange.say(key, look())
+        except Exception as error:
+            # The others wait for it.
+            exchange.say(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
+    answer: Answer = exchange.hear(key, 0)
+    return answer
+
+
+def put_together(
+    exchange: Round, name: str, own_value: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
+) -> Any:
+    """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
+    if exchange.size == 1:
+        return unite([own_value])
+    if exchange.rank in ranks:
+        exchange.say(f"{name}/{exchange.rank}", own_value)
+    if exchange.rank == 0:
+        exchange.say(name, unite([*exchange.hear_each(name, ranks)]))
+    return exchange.hear(name, 0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xla_ckpt.engine.index_files import Index, no_index
+from xla_ckpt.engine.seal import Index, no_index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, UsageError

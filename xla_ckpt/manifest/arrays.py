@@ -57,22 +57,18 @@ class ArrayRecord:
 
     @property
     def spec(self) -> tuple[Any, ...] | None:
-        """See `ArrayForm.spec`."""
         return self.form.spec
 
     @property
     def stands_for(self) -> DType | None:
-        """See `ArrayForm.stands_for`."""
         return self.form.stands_for
 
     @property
     def own(self) -> bool:
-        """See `ArrayForm.own`."""
         return self.form.own
 
     @property
     def divergent(self) -> bool:
-        """See `ArrayForm.divergent`."""
         return self.form.divergent
 
     @property

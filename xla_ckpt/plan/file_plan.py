@@ -70,7 +70,6 @@ class Sources(Columns[RegionSource]):
         return len(self.leaf)
 
     def row(self, number: int) -> RegionSource:
-        """See `Columns`."""
         shard, offset, nbytes = (int(column[number]) for column in (self.shard, self.offset, self.nbytes))
         return RegionSource(leaf=self.leaf[number], shard=shard, offset=offset, nbytes=nbytes)
 
@@ -97,7 +96,6 @@ class Entries(Columns[Entry]):
         return len(self.leaf)
 
     def row(self, number: int) -> Entry:
-        """See `Columns`."""
         return Entry(leaf=self.leaf[number], box=self.boxes[self.box[number]], region=number)
 
     def rows(self, which: Ints) -> Entries:

@@ -114,7 +114,6 @@ class Leaves(Columns[Leaf]):
         return len(self.paths)
 
     def row(self, number: int) -> Leaf:
-        """See `Columns`."""
         return Leaf(self.paths[number], *self.forms[self.form[number]])
 
 

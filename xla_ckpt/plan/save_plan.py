@@ -114,7 +114,6 @@ class OwnBoxes(Columns[OwnBox]):
         return len(self.leaf)
 
     def row(self, number: int) -> OwnBox:
-        """See `Columns`."""
         form, leaf = int(self.form[number]), self.leaves[int(self.leaf[number])]
         dtype, box = self.forms[form]
         nbytes = box.size * dtype.itemsize
@@ -167,11 +166,9 @@ class NativeFiling:
     """Plain safetensors files, in a directory for each member of a training state."""
 
     def place(self, leaf: str) -> tuple[str, str]:
-        """See `Filing`."""
         return item_and_name(leaf)
 
     def codec(self, path: str, regions: Regions) -> Codec:
-        """See `Filing`."""
         return Safetensors(regions)
 
 

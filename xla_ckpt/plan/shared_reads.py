@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 from xla_ckpt.plan.restore_plan import RestorePlan, Want
 from xla_ckpt.sharding.box import Box
@@ -65,22 +66,17 @@ class Together:
         ]
 
     @classmethod
-    def from_json(cls, json: Sequence[Sequence[Sequence[object]]]) -> Together:
+    def from_json(cls, json: Any) -> Together:
         """What `to_json` described."""
+
+        def box(start: Any, stop: Any) -> Box:
+            return Box(tuple(start), tuple(stop))
+
         same, mixed = json
         return cls(
-            tuple((str(leaf), _box(a, b), _ranks(r)) for leaf, a, b, r in same),
-            tuple(Mixed(str(leaf), tuple((_box(a, b), _ranks(r)) for a, b, r in boxes)) for leaf, boxes in mixed),  # type: ignore[attr-defined]
+            tuple((leaf, box(a, b), tuple(ranks)) for leaf, a, b, ranks in same),
+            tuple(Mixed(leaf, tuple((box(a, b), tuple(ranks)) for a, b, ranks in boxes)) for leaf, boxes in mixed),
         )
-
-
-def _box(start: object, stop: object) -> Box:
-    return Box(_ranks(start), _ranks(stop))
-
-
-def _ranks(numbers: object) -> Ranks:
-    assert isinstance(numbers, list | tuple)
-    return tuple(map(int, numbers))
 
 
 def find_common(wants: Sequence[Sequence[tuple[str, Box]]]) -> Together:

@@ -199,11 +199,7 @@ def blocks_of(n: int, ranks: int, index: int, sections: Sequence[Section], total
 
 
 def _sizes(total: int, sections: Sequence[Section]) -> list[int]:
-    """The sizes of the sections of a dim.
-
-    Raises:
-        ValueError: They do not add up.
-    """
+    """The sizes of the sections of a dim."""
     sizes = [_part(total, len(sections)) if s.size is None else s.size for s in sections]
     if sum(sizes) != total:
         raise ValueError(f"sections of {_named(sections)} elements are {sum(sizes)}, and the dim has {total}")

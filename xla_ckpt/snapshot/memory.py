@@ -6,12 +6,12 @@ import mmap
 import threading
 import time
 from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from xla_ckpt.storage.pool import HUGE_BYTES
+from xla_ckpt.storage.pool import HUGE_BYTES, work_off
 
 MEMORY_ALIGNMENT = 64
 """What XLA asks of memory that it adopts (bytes)."""
@@ -21,6 +21,12 @@ SLAB_BYTES = 4 * 1024 * 1024
 
 TOGETHER_BYTES = 64 * 1024
 """Of pieces that go together, those up to this size are cut out of one slab."""
+
+COPIERS = 2
+"""Threads that copy within host memory."""
+
+COPY_BYTES = 16 * 1024 * 1024
+"""Largest single copy: so that the copiers finish together."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -199,3 +205,15 @@ class Staging:
         with self._lock:
             if not self._lent:
                 self._kept = allocate(0)
+
+
+def copy_all(pairs: Iterable[tuple[Bytes, Bytes]]) -> None:
+    """Copy host memory: (target, source) of equal length each, which the caller keeps until then."""
+    pieces = [
+        (target[at : at + COPY_BYTES], source[at : at + COPY_BYTES])
+        for target, source in pairs
+        for at in range(0, len(source), COPY_BYTES)
+    ]
+    # A thread takes longer to start than a few small copies.
+    workers = COPIERS if sum(len(target) for target, _ in pieces) > COPY_BYTES else 1
+    work_off(pieces, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")

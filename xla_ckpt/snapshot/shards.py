@@ -10,7 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from xla_ckpt.lightweight import Columns, lightweight
+from xla_ckpt.manifest.digest import digest
 from xla_ckpt.snapshot.memory import Bytes, allocate
+
+WINDOWS = 16
+"""Places in a shard that are looked at."""
+
+WINDOW_BYTES = 256
+"""Bytes that are looked at in each place; smaller shards are looked at whole."""
 
 
 class Link(Protocol):
@@ -43,6 +50,21 @@ class Look:
         """These bytes of a shard in host memory."""
         starts = (self.offset + i * self.stride for i in range(self.count))
         return b"".join(data[start : start + self.nbytes] for start in starts)
+
+
+def windows(nbytes: int) -> Look:
+    """Where a shard is looked at."""
+    if nbytes <= WINDOWS * WINDOW_BYTES:
+        return Look(offset=0, count=1, stride=nbytes, nbytes=nbytes)
+    return Look(offset=0, count=WINDOWS, stride=(nbytes - WINDOW_BYTES) // (WINDOWS - 1), nbytes=WINDOW_BYTES)
+
+
+def sample(shards: Sequence[memoryview]) -> int:
+    """Digest of spread-out bytes of some shards; equal for equal contents.
+
+    In the place of a shard may be what is looked at of it: of that, all is looked at.
+    """
+    return digest(b"".join(windows(len(data)).of(data) for data in shards))
 
 
 @lightweight()

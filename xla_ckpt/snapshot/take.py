@@ -18,11 +18,9 @@ from xla_ckpt.manifest.digest import digest
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.record import Sample
 from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
-from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.freezing import Deferred, Freezing
-from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Bytes, Staging
-from xla_ckpt.snapshot.sample import sample, windows
-from xla_ckpt.snapshot.shards import HostShard, Lasting, Link, LocalShards, MemoryShard
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Bytes, Staging, copy_all
+from xla_ckpt.snapshot.shards import HostShard, Lasting, Link, LocalShards, MemoryShard, sample, windows
 
 SMALL_BYTES = 16 * 1024
 """Host memory up to this size is copied at once: to defer it would take longer."""

@@ -28,8 +28,7 @@ from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
-from xla_ckpt.snapshot.sample import windows
-from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard
+from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard, windows
 from xla_ckpt.state.frozen_base import tree_of_base
 from xla_ckpt.state.members import State
 from xla_ckpt.state.mistakes import check_may_be_pickled
@@ -86,7 +85,6 @@ class HeldArrays(Columns[HeldArray]):
         return len(self.paths)
 
     def row(self, number: int) -> HeldArray:
-        """See `Columns`."""
         return HeldArray(self.values[number], self.locals[number], self.adapters[number])
 
 
@@ -214,7 +212,7 @@ def describe(
         structure=flat.skeleton,
         structure_objects=all_objects,
         speaks=speaks,
-        parts={p: _digest(_common(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
+        parts={p: _digest_of_part(flat.skeleton, p) for p in state.parts} if placement.world > 1 else {},
         replicas=replicas,
     )
 
@@ -296,15 +294,12 @@ def shards_apart(
     }
 
 
-def _common(skeleton: Json, part: str) -> Json:
-    """A part of a skeleton, less what each rank has its own of."""
+def _digest_of_part(skeleton: Json, part: str) -> str:
+    """That of a part of a skeleton, less what each rank has its own of."""
     stored = part_at(skeleton, part)
     own = part == schema.OPTIMIZER and isinstance(stored, dict) and schema.OWN in stored
-    return {k: v for k, v in stored.items() if k != schema.OWN} if own else stored
-
-
-def _digest(skeleton: Json) -> str:
-    return to_hex(digest(json.dumps(skeleton).encode()))
+    common = {k: v for k, v in stored.items() if k != schema.OWN} if own else stored
+    return to_hex(digest(json.dumps(common).encode()))
 
 
 def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:

@@ -20,8 +20,7 @@ from xla_ckpt.manifest.digest import rows_digest, rows_together, to_hex
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.snapshot.sample import windows
-from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.snapshot.shards import HostShard, windows
 from xla_ckpt.state.loading import Stored, arrays_of
 from xla_ckpt.state.module import tree_of
 from xla_ckpt.state.problems import OTHER_BASE, Problem

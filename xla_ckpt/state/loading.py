@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.casting import can_cast, cast
 from xla_ckpt.arrays.registry import array_kind, check_memory, making_new, new_array
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
+from xla_ckpt.engine.cast import can_cast, cast
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
 from xla_ckpt.lightweight import lightweight

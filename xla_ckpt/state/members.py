@@ -268,11 +268,7 @@ class Tree:
 
 
 def _part_at(skeleton: Any, leaf: str) -> Any:
-    """The part of the stored state at a leaf path.
-
-    Raises:
-        IncompatibleCheckpointError: There is none.
-    """
+    """The part of the stored state at a leaf path."""
     try:
         return part_at(skeleton, leaf)
     except KeyError:

@@ -171,9 +171,6 @@ def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
 
     Each rank has the state of some parameters. Its `state_dict` is that of all, as they were when the ranks last put it
     together, which they do in a call of their own: a save would store an old state, or fail on some ranks.
-
-    Raises:
-        UsageError: It is one.
     """
     if not callable(getattr(optimizer, "consolidate_state_dict", None)):
         return

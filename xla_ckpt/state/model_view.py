@@ -166,7 +166,7 @@ def module_inside(model: Any, *, loading: bool = False, stored: Container[str] =
         bare_model = unwrapped_model(bare, loading=loading, stored=stored)
         own = list(model.state_dict(keep_vars=True))
         is_stored = bool(own) and all(name in stored for name in own)
-        return model if is_stored and own[0] not in _names_of(bare_model) else bare_model
+        return model if is_stored and own[0] not in bare_model.state_dict(keep_vars=True) else bare_model
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
     # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
@@ -185,10 +185,6 @@ def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
         return model._modules["module"]
     compiled = (type(model).__module__, type(model).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
     return model._modules["_orig_mod"] if compiled else None
-
-
-def _names_of(model: torch.nn.Module) -> Container[str]:
-    return model.state_dict(keep_vars=True)
 
 
 def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:

@@ -82,11 +82,7 @@ def tree_of(optimizer: Any, names: Names) -> Any:
 
 
 def _check_shared(optimizer: Any, called: Sequence[str]) -> None:
-    """Refuse keys of shared state that would take the place of a parameter's state, or lose their own to it.
-
-    Raises:
-        UnsupportedStateError: There is such a key.
-    """
+    """Refuse keys of shared state that would take the place of a parameter's state, or lose their own to it."""
     for key in getattr(optimizer, schema.STATE, ()):
         if is_torch_tensor(key):
             continue

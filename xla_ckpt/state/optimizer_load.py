@@ -39,7 +39,6 @@ from xla_ckpt.state.optimizer_match import (
     settings_of,
 )
 from xla_ckpt.state.optimizer_state import StateTargets
-from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.ties import stored_names
 from xla_ckpt.tree import schema
 
@@ -68,7 +67,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     groups = match_groups(tree, loading, match)
     bad = _plan(stored, tree, match, groups, loading)
-    own = rank_states.plan(whole, _program(match), loading)
+    own = rank_states.plan(whole, match, loading)
     loading.finish = _finishing(stored, match, groups, bad, own, frozenset(loading.targets))
     if _loads_itself(match):
         _hand_over(loading, optimizer, schema.OPTIMIZER)
@@ -87,15 +86,6 @@ def _loads_itself(match: OptimizerMatch) -> bool:
 def _hand_over(loading: Loading, optimizer: Any, leaf: str) -> None:
     """Have the end of a load happen before anything else is changed, too."""
     loading.handover = Handover(leaf=leaf, take=loading.finish, keep=lambda: kept_state(optimizer))
-
-
-def _program(match: OptimizerMatch) -> rank_states.RankProgram:
-    return rank_states.RankProgram(
-        states=schema_of(match.optimizer),
-        by_name=match.by_name,
-        parameters=match.group_of.keys(),
-        now=match.now,
-    )
 
 
 def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:

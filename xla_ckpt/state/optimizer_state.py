@@ -98,10 +98,9 @@ class StateTargets:
         if self._usual or rule.declared or schema.place_of(path).role is schema.Role.MASTER:
             return True
         weight = self._weight(path)
-        return len(record.shape) == self._ndim(path) if weight is None else weight.shape == record.shape
-
-    def _ndim(self, path: str) -> int:
-        return int(self._owner(schema.place_of(path))[1].ndim)
+        if weight is not None:
+            return bool(weight.shape == record.shape)
+        return len(record.shape) == int(self._owner(schema.place_of(path))[1].ndim)
 
     def _was_whole(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
         """Whether ranks had all of a state each that had a part of its parameter, and nobody says how it lies.

@@ -6,7 +6,7 @@ It stands apart from what the ranks have in common: ``optimizer/state_per_rank/r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state.loading import Loading, Stored, plan_arrays
+from xla_ckpt.state.optimizer_match import OptimizerMatch
+from xla_ckpt.state.registered import schema_of
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
@@ -77,22 +79,7 @@ def less_own(stored: Stored) -> Stored:
     return stored.part({k: v for k, v in skeleton.items() if k != schema.OWN}, stored.prefix)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgram:
-    """What the program's optimizer says about states that are its own on every rank."""
-
-    states: OptimizerSchema
-    by_name: Mapping[Any, Any]
-    """Name of each parameter -> the tensor under which its state is kept."""
-
-    parameters: Set[Any]
-    """Names of the stored optimizer's parameters: any other key belongs to none."""
-
-    now: Mapping[Any, Any]
-    """The state that it has."""
-
-
-def plan(stored: Stored, program: RankProgram, loading: Loading) -> Own:
+def plan(stored: Stored, match: OptimizerMatch, loading: Loading) -> Own:
     """Want this rank's own states, or those that its own are made of; differences become problems of the loading."""
     part = stored.at(schema.OWN)
     saved_by = None if part is None else schema.saved_by(part.skeleton)
@@ -105,7 +92,8 @@ def plan(stored: Stored, program: RankProgram, loading: Loading) -> Own:
     parts = {r: p for r in ranks if (p := part.at(schema.of_rank(paths.ROOT, r))) is not None}
     return _Wanted(
         stored=stored,
-        program=program,
+        match=match,
+        states=schema_of(match.optimizer),
         parts=parts,
         saved_by=saved_by,
         mesh=part.skeleton.get(schema.MESH),
@@ -117,7 +105,8 @@ def plan(stored: Stored, program: RankProgram, loading: Loading) -> Own:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     stored: Stored
-    program: RankProgram
+    match: OptimizerMatch
+    states: OptimizerSchema
     parts: Mapping[int, Stored]
     """What ranks saved: this one alone, where it was the same job."""
 
@@ -130,15 +119,14 @@ class _Wanted:
     own: Own = field(default_factory=Own)
 
     def plan(self) -> Own:
-        """See the function of this name."""
         for keys in dict.fromkeys(keys for part in self.parts.values() for keys in self._keys(part)):
             self._plan_one(keys)
         return self.own
 
     def _keys(self, part: Stored) -> Iterator[tuple[Any, ...]]:
         """(parameter, key) of each state that a rank saved and this program can use; (key,) where it is shared."""
-        names = {component(name): name for name in self.program.by_name}
-        strangers = {component(name) for name in self.program.parameters} - set(names)
+        names = {component(name): name for name in self.match.by_name}
+        strangers = {component(name) for name in self.match.group_of} - set(names)
         for owner, below in (children(part.skeleton) or {}).items():
             if owner in names:
                 yield from ((names[owner], paths.unescape(key)) for key in children(below) or {})
@@ -150,8 +138,8 @@ class _Wanted:
         rank, world = placement.rank, placement.world
         path = "/".join(component(key) for key in keys)
         states = {r: one for r, part in self.parts.items() if (one := part.at(path)) is not None}
-        reshard = self.program.states.reshard(keys[-1])
-        if keys[-1] not in self.program.states.per_rank:
+        reshard = self.states.reshard(keys[-1])
+        if keys[-1] not in self.states.per_rank:
             self._keep(keys, "each rank's own is stored: name it in per_rank= of xla_ckpt.register_optimizer")
         elif self.alike:
             self._make([states[rank]], keys, lambda states_made: states_made[0], self._device(keys))
@@ -187,13 +175,13 @@ class _Wanted:
 
     def _now(self, keys: tuple[Any, ...]) -> Mapping[Any, Any]:
         """The members of the optimizer's state beside which the last of the keys stands."""
-        now = self.program.now
-        members: Mapping[Any, Any] = now if len(keys) == 1 else now.get(self.program.by_name[keys[0]], {})
+        now = self.match.now
+        members: Mapping[Any, Any] = now if len(keys) == 1 else now.get(self.match.by_name[keys[0]], {})
         return members
 
     def _device(self, keys: tuple[Any, ...]) -> Any:
         """Where a state lies: where the optimizer has it, else with its parameter, or the first one."""
-        value, parameters = self._now(keys).get(keys[-1]), self.program.by_name
+        value, parameters = self._now(keys).get(keys[-1]), self.match.by_name
         if is_torch_tensor(value):
             return value.device
         return (parameters[keys[0]] if len(keys) > 1 else next(iter(parameters.values()))).device

@@ -249,11 +249,7 @@ class StateShardings:
 
     @staticmethod
     def _is_dealt(path: str, rule: StateRule, shard: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a state has the rows that a ZeRO-1 rank has of its parameter.
-
-        Raises:
-            UnsupportedStateError: It has them in another dim.
-        """
+        """Whether a state has the rows that a ZeRO-1 rank has of its parameter."""
         if rule.lies is not Lies.ALONG:
             return shape == shard and rule.lies in (Lies.ELEMENTWISE, Lies.BY_SHAPE)
         dims = rule.dims_over(shard, shape)

@@ -24,7 +24,7 @@ def generators() -> dict[str, Any]:
         state["xla"] = int(xm.get_rng_state())
     kind = _accelerator()
     if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
-        state[kind] = [_get(kind, device) for device in _devices(kind)]
+        state[kind] = [torch.get_device_module(kind).get_rng_state(*device) for device in _devices(kind)]
     return state
 
 
@@ -48,31 +48,17 @@ def _accelerator() -> str | None:
     return None if device is None else device.type
 
 
-def _devices(kind: str) -> list[str | None]:
-    """The devices of the accelerator; None for one that is alone: some modules, as torch.mps, name none."""
+def _devices(kind: str) -> list[list[str]]:
+    """How the devices of the accelerator are named to its module: one that is alone is not, as torch.mps names none."""
     count = torch.accelerator.device_count()
-    return [None] if count == 1 else [f"{kind}:{number}" for number in range(count)]
-
-
-def _get(kind: str, device: str | None) -> torch.Tensor:
-    module = torch.get_device_module(kind)
-    state: torch.Tensor = module.get_rng_state() if device is None else module.get_rng_state(device)
-    return state
-
-
-def _set(kind: str, device: str | None, state: torch.Tensor) -> None:
-    module = torch.get_device_module(kind)
-    if device is None:
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
+    return [[]] if count == 1 else [[f"{kind}:{number}"] for number in range(count)]
 
 
 def _set_all(kind: str, states: Sequence[torch.Tensor]) -> None:
     """Set the generators of the devices of an accelerator, as far as they are here."""
     devices = _devices(kind) if _accelerator() == kind else []
     for device, state in zip(devices, states, strict=False):
-        _set(kind, device, state)
+        torch.get_device_module(kind).set_rng_state(state, *device)
     if len(devices) < len(states):
         logger.warning(
             "%d random generators of %s devices were saved, and %d are here: the others are left out",

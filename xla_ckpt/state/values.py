@@ -87,16 +87,8 @@ def _encode_record(value: Any) -> Json:
     return _encode_array(np.asarray(value))
 
 
-def _decode_record(json: Json) -> Any:
-    return _decode_array(json)[()]
-
-
 def _decode_records(json: Json) -> Any:
     return _decode_array(json).view(np.recarray)
-
-
-def _decode_field_record(json: Json) -> Any:
-    return _decode_records(json)[()]
 
 
 _ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}")
@@ -180,8 +172,8 @@ SHELL_KINDS: tuple[ValueKind, ...] = (
     ),
     *(ValueKind("numpy.dtype", k, _dtype_text, np.dtype) for k in _DTYPE_CLASSES),
     ValueKind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
-    ValueKind("numpy.void", np.void, _encode_record, _decode_record),
-    ValueKind("numpy.record", np.record, _encode_record, _decode_field_record),
+    ValueKind("numpy.void", np.void, _encode_record, lambda j: _decode_array(j)[()]),
+    ValueKind("numpy.record", np.record, _encode_record, lambda j: _decode_records(j)[()]),
     ValueKind("numpy.recarray", np.recarray, _encode_array, _decode_records),
     ValueKind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _zone),
     *(_in_zone(kind) for kind in (datetime.datetime, datetime.time)),

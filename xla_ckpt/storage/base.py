@@ -5,8 +5,8 @@ that is all that readers need. Stores differ in how something comes to be there 
 names of directories, and has locks. An `ObjectStore` has neither: its files never change and never move, and it
 replaces one small record on a condition. `xla_ckpt.tags.root` makes a root of tags of either one.
 
-`storage.local` answers for file systems, `storage.remote` for object stores, and `storage.memory` as these do, for
-tests and simulations.
+`storage.local` answers for file systems, and `storage.remote` for object stores: buckets, and what
+`storage.memory` keeps for tests and simulations.
 `storage.door` finds the one for the path that a caller gives.
 """
 

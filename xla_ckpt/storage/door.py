@@ -10,29 +10,24 @@ from urllib.parse import unquote
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.memory import MemoryFiles, MemoryStore
 
 PathLike = str | os.PathLike[str]
-
-_MEMORY = MemoryFiles()
-"""What this process keeps in memory: ``memory://``."""
 
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 """What pathlib makes of the beginning of an address such as ``s3://bucket``."""
 
 
-def _remote(path: str) -> Store:
+def _object_store(path: str) -> Store:
     from xla_ckpt.storage.remote import RemoteStore  # who has no bucket needs no obstore
 
-    return RemoteStore(path)
+    if not path.startswith("memory:"):
+        return RemoteStore(path)
+    from xla_ckpt.storage.memory import FILES
+
+    return RemoteStore(path, FILES)
 
 
-_SCHEMES: dict[str, Callable[[str], Store]] = {
-    "memory": lambda path: MemoryStore(path, _MEMORY),
-    "s3": _remote,
-    "gs": _remote,
-    "az": _remote,
-}
+_SCHEMES: dict[str, Callable[[str], Store]] = dict.fromkeys(("memory", "s3", "gs", "az"), _object_store)
 """What makes the store of an address ``scheme://...``; a path without a scheme is a directory of a file system."""
 
 
@@ -110,11 +105,7 @@ def full_path(path: PathLike) -> str:
 
 
 def _absolute(path: str) -> str:
-    """The full path of a directory of a file system.
-
-    Raises:
-        StorageError: It is relative to the directory that the program works in, and somebody removed that one.
-    """
+    """The full path of a directory. It fails where the directory that the program works in was removed."""
     with storage_errors("asking which directory the program works in", path=path):
         return os.path.abspath(path)
 

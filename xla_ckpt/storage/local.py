@@ -5,6 +5,7 @@ A lock on the descriptor of a directory says that it is in use.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -195,8 +196,7 @@ class LocalStore:
                     raise
 
     def remove_unused(self, name: str) -> bool:
-        directory = LocalDirectory(self._at(name))
-        try:
+        with contextlib.closing(LocalDirectory(self._at(name))) as directory:
             try:
                 # Kept until it is removed: what is removed goes by its name, and without the lock another program could
                 # remove it first and fill a new directory of that name.
@@ -209,8 +209,6 @@ class LocalStore:
             if not directory.is_at(directory.name):
                 raise FileNotFoundError(errno.ENOENT, "another program removed it", directory.path)
             self.remove(name)
-        finally:
-            directory.close()
         return True
 
     def remove_empty(self, name: str) -> bool:
@@ -223,11 +221,8 @@ class LocalStore:
         return True
 
     def sync(self) -> None:
-        directory = LocalDirectory(self.path)
-        try:
+        with contextlib.closing(LocalDirectory(self.path)) as directory:
             directory.sync()
-        finally:
-            directory.close()
 
 
 def _is_at(path: str, status: os.stat_result) -> bool:

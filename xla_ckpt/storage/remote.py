@@ -6,6 +6,7 @@ Nothing of a file can be seen before its last byte is there. A record is replace
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -21,7 +22,7 @@ from xla_ckpt.storage.remote_client import Client, client_of
 from xla_ckpt.storage.remote_settings import server_of
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from xla_ckpt.storage.memory import MemoryFiles
 
 MIB = 1024 * 1024
 
@@ -36,16 +37,6 @@ PARTS_AT_ONCE = 4
 
 SPOOL_BYTES = 64 * MIB
 """A file that is not written in the order of its bytes is kept in memory up to this size, then in a temporary file."""
-
-COSTS = Costs(
-    batch_bytes=16 * MIB,
-    piece_bytes=16 * MIB,
-    max_gap=2 * MIB,
-    straight_bytes=4 * MIB,
-    in_flight=32,
-    cached=False,
-)
-"""A request takes some 25 ms before its first byte, in which 2 MiB come through another one."""
 
 START_BYTES = 1 * MIB
 """Bytes that are read at once of a file whose size is not known: all of most manifests."""
@@ -65,7 +56,7 @@ class RemoteSource:
             the same file.
     """
 
-    def __init__(self, client: Client, key: str, size: int | None, versions: dict[str, str]) -> None:
+    def __init__(self, client: Client | MemoryFiles, key: str, size: int | None, versions: dict[str, str]) -> None:
         self._client, self._key, self._size, self._versions = client, key, size, versions
         self._start = memoryview(b"")
         """The beginning of the file, as far as it came with its size."""
@@ -154,16 +145,17 @@ class RemoteDirectory:
         name: What its user calls it.
     """
 
-    costs = COSTS
-
-    def __init__(self, client: Client, prefix: str, name: str) -> None:
+    def __init__(self, client: Client | MemoryFiles, prefix: str, name: str) -> None:
         self._client, self._prefix, self.name = client, prefix, name
         self._open = True
         self._versions: dict[str, str] = {}
 
     @property
+    def costs(self) -> Costs:
+        return self._client.costs
+
+    @property
     def streaming(self) -> RemoteDirectory:
-        """Itself."""
         return self
 
     def _key(self, path: str) -> str:
@@ -226,6 +218,7 @@ class RemoteStore(Addresses):
 
     Args:
         path: Its address, such as ``s3://bucket/runs/7b``.
+        files: What keeps its files, if it is in memory.
 
     Raises:
         UsageError: obstore is not installed, or the address names no bucket.
@@ -233,13 +226,13 @@ class RemoteStore(Addresses):
 
     file_system = None
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, files: MemoryFiles | None = None) -> None:
         scheme, _, location = path.partition("://")
-        bucket, _, key = location.partition("/")
+        bucket, _, key = location.partition("/") if files is None else ("", "", location)
         super().__init__(path, key)
         self._seen: dict[str, Any] | None = None
         """What was read of records and of the names in the root, by its name; None where nothing is kept."""
-        self._client = client_of(scheme, bucket)
+        self._client: Client | MemoryFiles = client_of(scheme, bucket) if files is None else files
         self._bucket = scheme, bucket
 
     def __repr__(self) -> str:
@@ -247,7 +240,6 @@ class RemoteStore(Addresses):
 
     @property
     def object_store(self) -> RemoteStore:
-        """Itself."""
         return self
 
     def look(self) -> RemoteStore:
@@ -286,16 +278,11 @@ class RemoteStore(Addresses):
         return list(names)
 
     def has(self, path: str) -> bool:
-        return self._exists(self.key(path)) or self.is_directory(path)
-
-    def _exists(self, key: str) -> bool:
-        if not key:
-            return False
-        try:
-            self._client.head(key)
-        except FileNotFoundError:
-            return False
-        return True
+        if key := self.key(path):
+            with contextlib.suppress(FileNotFoundError):
+                self._client.head(key)
+                return True
+        return self.is_directory(path)
 
     def is_directory(self, path: str) -> bool:
         return self._client.is_any_below(self.below(path))
@@ -305,7 +292,7 @@ class RemoteStore(Addresses):
 
     def modified(self, path: str) -> int | None:
         try:
-            metas: Sequence[ObjectMeta] = [self._client.head(self.key(path))]
+            metas: Sequence[Any] = [self._client.head(self.key(path))]
         except FileNotFoundError:
             metas = list(self._client.metas_below(self.below(path)))
         return max((int(meta["last_modified"].timestamp() * 1e9) for meta in metas), default=None)

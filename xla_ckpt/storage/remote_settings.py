@@ -39,11 +39,7 @@ def server_of(scheme: str) -> dict[str, str]:
 
 
 def _check_one_server() -> None:
-    """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed.
-
-    Raises:
-        UsageError: The environment names two.
-    """
+    """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed."""
     here, there = os.environ.get("GOOGLE_BASE_URL", ""), os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
     if here.rstrip("/") != there.rstrip("/"):
         raise UsageError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from xla_ckpt.errors import FormatError
 from xla_ckpt.storage.base import Directory, ReadDirectory
 
@@ -20,15 +22,12 @@ def read_whole(directory: ReadDirectory, path: str, *, limit: int | None = None,
         FormatError: It is larger than the limit.
         OSError: The storage refused.
     """
-    source = directory.open(path)
-    try:
+    with contextlib.closing(directory.open(path)) as source:
         if limit is not None and source.size > limit:
             raise FormatError(f"{what} is too large", file=path, expected=f"at most {limit} bytes", found=source.size)
         data = bytearray(source.size)
         got = source.read_into(memoryview(data), 0)
-        return bytes(data[:got])
-    finally:
-        source.close()
+        return bytes(memoryview(data)[:got])
 
 
 def size_of(directory: ReadDirectory, path: str) -> int:

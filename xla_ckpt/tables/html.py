@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from xla_ckpt.tables.rows import Bar, Cell, Rows
+from xla_ckpt.tables.rows import Bar, Rows
 
 MAX_ROWS = 2000
 """Rows of a table; of more a browser gets slow, and a notebook large."""
@@ -98,7 +98,7 @@ def _row(rows: Rows, number: int, link: Linker) -> str:
     texts = {name: cell for name, cell in zip(rows.names, cells, strict=True) if isinstance(cell, str)}
     row = ""
     for i, (name, cell) in enumerate(zip(rows.names, cells, strict=True)):
-        inner, target = _cell(cell), link(name, texts)
+        inner, target = escaped(cell) if isinstance(cell, str) else bar(cell), link(name, texts)
         if target is not None:
             inner = f'<a href="{escaped(target)}">{inner}</a>'
         kind = _aligned(rows.to_right[i])
@@ -114,10 +114,6 @@ def _row(rows: Rows, number: int, link: Linker) -> str:
 
 def _aligned(right: bool) -> str:
     return ' align="right"' if right else ""
-
-
-def _cell(cell: Cell) -> str:
-    return escaped(cell) if isinstance(cell, str) else bar(cell)
 
 
 def bar(cell: Bar) -> str:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, MissingPackageError, StorageError, UsageError, naming
+from xla_ckpt.errors import MissingPackageError, StorageError, UsageError, naming
 from xla_ckpt.extras import check_installed
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
@@ -152,14 +152,9 @@ class DirectoryRoot:
 
     def _with_pin(self, tag: str, pinned: bool) -> dict[str, bytes]:
         """The manifest of a tag with another pin, and the copy from which a lost one is repaired, if there is one."""
-        directory = self.open(tag)
-        try:
+        with contextlib.closing(self.open(tag)) as directory, naming(path=self.path, tag=tag, file=MANIFEST):
             manifest = manifest_json.with_pin(read_whole(directory, MANIFEST), pinned)
             return dict.fromkeys({MANIFEST, *({COPY} & {*directory.files()})}, manifest)
-        except CheckpointError as error:
-            raise error.at(path=self.path, tag=tag, file=MANIFEST) from None
-        finally:
-            directory.close()
 
     def retire(self, tag: str) -> None:
         names = [name for name in (OLD_PREFIX + tag, tag) if self.store.has(name)]

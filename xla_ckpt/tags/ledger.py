@@ -10,6 +10,7 @@ Directories and files that are no tags are `Placed`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import uuid
@@ -87,13 +88,11 @@ class LedgerRoot:
         return self.store.fill(entry.directory)
 
     def report_of(self, tag: str) -> Any:
-        directory = self.open(tag)
-        try:
-            return json.loads(read_whole(directory, REPORT))
-        except (OSError, ValueError, RecursionError):
-            return None
-        finally:
-            directory.close()
+        with contextlib.closing(self.open(tag)) as directory:
+            try:
+                return json.loads(read_whole(directory, REPORT))
+            except (OSError, ValueError, RecursionError):
+                return None
 
     def is_ours(self, name: str) -> bool:
         return name in self.read().tags
@@ -287,11 +286,7 @@ class LedgerRoot:
             LEASES.note(self.path, "", ledger.sequence)
 
     def _check_is_no_tag(self) -> None:
-        """Refuse the name of a tag as a root: one path would stand for both.
-
-        Raises:
-            UsageError: It is the name of a tag.
-        """
+        """Refuse the name of a tag as a root: one path would stand for both."""
         try:
             check_is_no_tag(self.path, _ledger_root)
         except StorageError as error:

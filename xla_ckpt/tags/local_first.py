@@ -114,11 +114,7 @@ class LocalFirst(DirectoryRoot):
             self._asked = True
 
     def _check_is_same_run(self, remote: list[TagEntry], addresses: Mapping[str, str | None]) -> None:
-        """Refuse to mix the tags of two runs.
-
-        Raises:
-            UsageError: The tags in the object store are none of those in the directory, which were not to go there.
-        """
+        """Refuse to mix the tags of two runs."""
         addressed = (tag for tag, address in addresses.items() if address is not None)
         if is_another_run(self.entries(), remote, addressed):
             raise UsageError(
@@ -132,8 +128,7 @@ class LocalFirst(DirectoryRoot):
     def _checked_addresses(self) -> dict[str, str | None]:
         """Where the tags of the directory go: each to this root, or None of one that does not say so.
 
-        Raises:
-            UsageError: It has tags that go to another address: they would come here, too, and be taken for newer ones.
+        Others are refused: they would come here, too, and be taken for newer ones.
         """
         addresses = {entry.tag: address_in(_journal_data(self.store, entry)) for entry in self.entries()}
         for tag, address in addresses.items():

@@ -72,7 +72,7 @@ def check_tag(tag: object, path: str | None = None) -> str:
         reason = "it starts or ends with white space"
     elif TMP_SUFFIX in tag:
         reason = f"it contains {TMP_SUFFIX!r}, which marks unfinished saves"
-    elif _is_too_long(tag):
+    elif len(tag.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         reason = f"it is longer than {MAX_BYTES} bytes"
     else:
         return tag
@@ -81,10 +81,6 @@ def check_tag(tag: object, path: str | None = None) -> str:
         path=path,
         hint="A tag names a directory: use letters, digits and characters such as '_', '-' or '.'.",
     )
-
-
-def _is_too_long(tag: str) -> bool:
-    return len(tag.encode("utf-8", "surrogatepass")) > MAX_BYTES
 
 
 def is_tag_name(name: str) -> bool:

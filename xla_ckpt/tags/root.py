@@ -291,17 +291,14 @@ class Transaction:
 
     @property
     def directory(self) -> Directory:
-        """Where its files go."""
         return self._begun.directory
 
     @property
     def sequence(self) -> int:
-        """The commit number that the tag will have; 0 for what is no tag."""
         return self._begun.sequence
 
     @property
     def newest(self) -> TagEntry | None:
-        """The newest tag that can be read, as it was when this was begun; None for what is no tag."""
         return self._begun.newest
 
     def seal(self, last: Mapping[str, bytes]) -> None:

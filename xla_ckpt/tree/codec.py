@@ -74,17 +74,14 @@ def encode_int(value: int) -> Json:
     return value if value.bit_length() <= MAX_JSON_BITS else {"$int": f"{value:x}"}
 
 
-def _int(json: Json) -> int:
-    return int(json, 16)
-
-
-def _in_no_named_zone(value: datetime.datetime | datetime.time) -> bool:
-    """Isoformat keeps an offset, but not a named zone's rules."""
-    return value.tzinfo is None or type(value.tzinfo) is datetime.timezone
-
-
-def _encode_instant(value: datetime.datetime | datetime.time) -> Json:
-    return [value.isoformat(), value.fold] if _in_no_named_zone(value) else NotImplemented
+def _instant(kind: Any) -> ValueKind:
+    """A datetime, or a time. Isoformat keeps an offset, but not the rules of a named zone."""
+    return ValueKind(
+        kind.__name__,
+        kind,
+        lambda v: [v.isoformat(), v.fold] if type(v.tzinfo) in (type(None), datetime.timezone) else NotImplemented,
+        lambda j: kind.fromisoformat(j[0]).replace(fold=j[1]),
+    )
 
 
 def _encode_items(value: array.array[Any]) -> Json:
@@ -132,19 +129,8 @@ PURE_KINDS: tuple[ValueKind, ...] = (
     ),
     ValueKind("range", range, lambda v: [v.start, v.stop, v.step], lambda j: range(*j)),
     ValueKind("ellipsis", type(...), lambda v: None, lambda j: ...),
-    ValueKind(
-        "datetime",
-        datetime.datetime,
-        _encode_instant,
-        lambda j: datetime.datetime.fromisoformat(j[0]).replace(fold=j[1]),
-    ),
+    *map(_instant, (datetime.datetime, datetime.time)),
     ValueKind("date", datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
-    ValueKind(
-        "time",
-        datetime.time,
-        _encode_instant,
-        lambda j: datetime.time.fromisoformat(j[0]).replace(fold=j[1]),
-    ),
     ValueKind(
         "timedelta", datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda j: datetime.timedelta(*j)
     ),
@@ -239,7 +225,7 @@ class ValueCodec:
             if name == "$float":
                 return self._guard(name, _float_bits, body)
             if name == "$int":
-                return self._guard(name, _int, body)
+                return self._guard(name, lambda digits: int(digits, 16), body)
             if name not in self._by_name:
                 self._has_more(name.removeprefix("$"))
             if (kind := self._by_name.get(name)) is not None:

@@ -155,10 +155,10 @@ def array_paths(skeleton: Json, path: str) -> dict[str, str]:
     return {leaf: str(part["$array"]) for leaf, part in leaves_below(skeleton, path) if is_array(part)}
 
 
-def objects_in(skeleton: Json, path: str = paths.ROOT) -> dict[int, str]:
-    """Number -> leaf path of every pickled object at or below `path`."""
+def objects_in(skeleton: Json) -> dict[int, str]:
+    """Number -> leaf path of every pickled object."""
     leaves: dict[int, str] = {}
-    for leaf, part in leaves_below(skeleton, path):
+    for leaf, part in leaves_below(skeleton):
         if is_object(part):
             number = part["$object"]
             if type(number) is not int:

@@ -78,23 +78,13 @@ class Unflattener:
         ((name, body),) = skeleton.items()
         if name not in _CONTAINERS:
             return self.codec.decode(skeleton)
-        make = getattr(self, _CONTAINERS[name])
         try:
-            return make(body, path, depth + 1)
+            return _CONTAINERS[name](self, body, path, depth + 1)
         except CheckpointError as error:  # `naming` would take a third of the time of many arrays
             error.at(leaf=path)
             raise
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             raise FormatError(f"broken {name} in the skeleton", leaf=path, found=str(body)[:80]) from error
-
-    def _array(self, body: Json, path: str, depth: int) -> Any:
-        return self.array(path, str(body))
-
-    def _object(self, body: Json, path: str, depth: int) -> Any:
-        return self.object(int(body), path)
-
-    def _pairs(self, body: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
-        return [(self.build(k, path, depth), self.build(v, paths.join(path, component(k)), depth)) for k, v in body]
 
     def _items(self, body: Json, path: str, depth: int) -> list[Any]:
         return [self.build(v, paths.join(path, str(i)), depth) for i, v in enumerate(body)]
@@ -104,7 +94,7 @@ class Unflattener:
 
     def _keyed(self, body: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
         """Pairs of which a dict can be made in time linear in their number."""
-        pairs = self._pairs(body, path, depth)
+        pairs = [(self.build(k, path, depth), self.build(v, paths.join(path, component(k)), depth)) for k, v in body]
         check_hashes([key for key, _ in pairs])
         return pairs
 
@@ -114,35 +104,14 @@ class Unflattener:
         check_hashes(items)
         return items
 
-    def _dict(self, body: Json, path: str, depth: int) -> Any:
-        return dict(self._keyed(body, path, depth))
-
-    def _ordered_dict(self, body: Json, path: str, depth: int) -> Any:
-        return collections.OrderedDict(self._keyed(body, path, depth))
-
-    def _counter(self, body: Json, path: str, depth: int) -> Any:
-        return collections.Counter(dict(self._keyed(body, path, depth)))
-
     def _defaultdict(self, body: Json, path: str, depth: int) -> Any:
         factory, pairs = body
         function = None if factory is None else FACTORIES[factory]
         return collections.defaultdict(function, self._keyed(pairs, path, depth))
 
-    def _tuple(self, body: Json, path: str, depth: int) -> Any:
-        return tuple(self._items(body, path, depth))
-
     def _deque(self, body: Json, path: str, depth: int) -> Any:
         maxlen, items = body
         return collections.deque(self._items(items, path, depth), maxlen)
-
-    def _set(self, body: Json, path: str, depth: int) -> Any:
-        return set(self._members(body, path, depth))
-
-    def _frozenset(self, body: Json, path: str, depth: int) -> Any:
-        return frozenset(self._members(body, path, depth))
-
-    def _slice(self, body: Json, path: str, depth: int) -> Any:
-        return slice(*self._items(body, path, depth))
 
     def _namedtuple(self, body: Json, path: str, depth: int) -> Any:
         name, fields = body
@@ -214,24 +183,24 @@ class Unflattener:
             ) from error
 
 
-_CONTAINERS = {
-    "$array": "_array",
-    "$object": "_object",
-    "$dict": "_dict",
-    "$OrderedDict": "_ordered_dict",
-    "$Counter": "_counter",
-    "$defaultdict": "_defaultdict",
-    "$tuple": "_tuple",
-    "$deque": "_deque",
-    "$set": "_set",
-    "$frozenset": "_frozenset",
-    "$slice": "_slice",
-    "$namedtuple": "_namedtuple",
-    "$namespace": "_namespace",
-    "$dataclass": "_dataclass",
-    "$enum": "_enum",
-    "$flags": "_flags",
-    "$extended": "_extended",
-    "$composite": "_composite",
+_CONTAINERS: dict[str, Callable[[Unflattener, Json, str, int], Any]] = {
+    "$array": lambda to, body, path, _: to.array(path, str(body)),
+    "$object": lambda to, body, path, _: to.object(int(body), path),
+    "$dict": lambda to, *at: dict(to._keyed(*at)),
+    "$OrderedDict": lambda to, *at: collections.OrderedDict(to._keyed(*at)),
+    "$Counter": lambda to, *at: collections.Counter(dict(to._keyed(*at))),
+    "$defaultdict": Unflattener._defaultdict,
+    "$tuple": lambda to, *at: tuple(to._items(*at)),
+    "$deque": Unflattener._deque,
+    "$set": lambda to, *at: set(to._members(*at)),
+    "$frozenset": lambda to, *at: frozenset(to._members(*at)),
+    "$slice": lambda to, *at: slice(*to._items(*at)),
+    "$namedtuple": Unflattener._namedtuple,
+    "$namespace": Unflattener._namespace,
+    "$dataclass": Unflattener._dataclass,
+    "$enum": Unflattener._enum,
+    "$flags": Unflattener._flags,
+    "$extended": Unflattener._extended,
+    "$composite": Unflattener._composite,
 }
-"""Name in the file -> method of `Unflattener`."""
+"""Name in the file -> what makes the value of (an `Unflattener`, the body, its path, its depth)."""

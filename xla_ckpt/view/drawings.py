@@ -23,10 +23,10 @@ def _drawing(height: float, says: str, parts: Sequence[str]) -> str:
     )
 
 
-def _rect(x: float, y: float, width: float, height: float, color: str, says: str, attributes: str = "") -> str:
+def _rect(x: float, y: float, width: float, height: float, color: str, says: str) -> str:
     return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{max(height, 1):.1f}" fill="{color}"'
-        f"{attributes}><title>{escaped(says)}</title></rect>"
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{max(height, 1):.1f}" fill="{color}">'
+        f"<title>{escaped(says)}</title></rect>"
     )
 
 

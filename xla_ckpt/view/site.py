@@ -62,7 +62,8 @@ class ViewedRoot:
             case "save":
                 return pages.save(self.root.timings(tag))
             case "plan":
-                return self._plan(tag, address.get("mesh", ""), pages)
+                text = address.get("mesh", "")
+                return pages.plan(explain(self.root.path, tag, mesh=text, shardings=self.shardings).to_json())
             case "compare":
                 return self._compare(address, pages)
         raise UsageError("there is no such page", found=address["page"][:80])
@@ -133,9 +134,6 @@ class ViewedRoot:
         except CheckpointError:
             pass  # it is damaged, which its own page says
         return pages.tag(contents.to_json(), has_report=True)
-
-    def _plan(self, tag: str | None, text: str, pages: Pages) -> Page:
-        return pages.plan(explain(self.root.path, tag, mesh=text, shardings=self.shardings).to_json())
 
     def _compare(self, address: Address, pages: Pages) -> Page:
         leaf = address.get("leaf") or None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.index_files import Index
+from xla_ckpt.engine.seal import Index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.engine.writing import Writing

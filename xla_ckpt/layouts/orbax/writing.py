@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.engine.index_files import Index
+from xla_ckpt.engine.seal import Index
 from xla_ckpt.engine.writing import Agreeing
 from xla_ckpt.layouts.base import Rewriting, StoredState
 from xla_ckpt.layouts.orbax.grid import JobCuts, OwnParts, chunk_files, chunk_shape

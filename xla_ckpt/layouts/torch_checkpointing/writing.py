@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.engine.index_files import Index
+from xla_ckpt.engine.seal import Index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
