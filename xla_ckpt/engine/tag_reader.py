@@ -152,14 +152,15 @@ class TagReader:
                     source = self.directory.open(record.path, record.size)
                 except (FileNotFoundError, NotADirectoryError):
                     raise self.missing(file) from None
-                self._sources[file] = source
                 if source.size != record.size:
+                    source.close()
                     raise CorruptCheckpointError(
                         "a file does not have its size",
                         expected=f"{record.size} bytes",
                         found=source.size,
                         hint=f"It was cut off or replaced. {self.hint}",
                     )
+            self._sources[file] = source
             return source
 
     def missing(self, file: int) -> CheckpointError:
