@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import xla_ckpt
 
@@ -110,19 +111,24 @@ def _of_torch_checkpointing(place: pathlib.Path) -> None:
     (place / "_CHECKPOINT_METADATA").unlink()
 
 
+def _of_hugging_face(place: pathlib.Path) -> None:
+    place.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, place / "model.safetensors")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [_of_dcp, _of_torch_checkpointing])
+@pytest.mark.parametrize("make", [_of_dcp, _of_torch_checkpointing, _of_hugging_face])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_checkpoint_of_another_library_is_no_root(tmp_path: pathlib.Path, make: object, asynchronous: bool) -> None:
     """Tags in it would hide it: it was the tag before, and a root without it then."""
     assert callable(make)
     make(tmp_path / "runs" / "step_7")
     before = _content(tmp_path)
-    message = f"is a checkpoint that .* wrote, and no root of tags.*Pass {tmp_path}/runs, and the name of the new tag"
+    message = f"is a checkpoint .*, and no root of tags.*Pass {tmp_path}/runs, and the name of the new tag"
     with pytest.raises(xla_ckpt.UsageError, match=message):
         xla_ckpt.save_checkpoint(tmp_path / "runs" / "step_7", "a", torch.nn.Linear(2, 2), async_save=asynchronous)
     with pytest.raises(xla_ckpt.UsageError, match=message):
-        xla_ckpt.convert(tmp_path / "runs", tmp_path / "runs" / "step_7", to="native", as_tag="a")
+        xla_ckpt.convert(tmp_path / "runs" / "step_7", tmp_path / "runs" / "step_7", to="native", as_tag="a")
     assert _content(tmp_path) == before
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 
 import xla_ckpt
 from tests.runs import environment
@@ -290,6 +291,38 @@ def test_ls_of_a_root_with_roots_beside_its_tags(root: Path, capsys: pytest.Capt
     assert f"{root}/other" in call(capsys, "ls", root)[1]
 
 
+def test_what_lies_beside_tags_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checkpoints that no list of tags has were passed over in silence, as if they had been verified."""
+    xla_ckpt.save(tmp_path, "step_1", {"w": torch.ones(2)})
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "last.pt")
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "hf/model.safetensors")
+    (tmp_path / "step_2/model").mkdir(parents=True)  # as neuronx-distributed begins one
+    (tmp_path / "step_2/checkpoint").touch()
+    (tmp_path / "notes.txt").touch()
+    code, out, _ = call(capsys, "ls", tmp_path, "--json")
+    assert code == 0
+    assert json.loads(out)["beside"] == [
+        {"name": "hf", "layout": "safetensors", "complete": True},
+        {"name": "last.pt", "layout": "torch", "complete": True},
+        {"name": "step_2", "layout": "neuronx-distributed", "complete": False},
+    ]
+    shown = call(capsys, "ls", tmp_path)[1]
+    assert "step_2\tneuronx-distributed\tnot complete" in shown
+    code, out, _ = call(capsys, "verify", tmp_path, "--all")
+    assert (code, out.count("sound")) == (0, 1)
+    assert "not verified, since they are no tags, or not complete: hf, last.pt, step_2." in caplog.text
+    assert [summary.tag for summary in xla_ckpt.Checkpoints(tmp_path / "last.pt").summaries()] == ["last.pt"]
+    assert "last.pt" in xla_ckpt.Checkpoints(tmp_path / "last.pt")._repr_html_()
+    assert [summary.tag for summary in xla_ckpt.Checkpoints(tmp_path / "hf").summaries()] == ["hf"]
+    for place in ("last.pt", "hf", "step_1"):
+        assert xla_ckpt.has_checkpoint(tmp_path / place)
+        assert xla_ckpt.list_tags(tmp_path / place) == []
+        assert xla_ckpt.latest_tag(tmp_path / place) is None
+
+
 def test_a_tag_of_adapters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(requires_grad=False)
@@ -326,7 +359,8 @@ def test_a_listing_at_two_widths(width: int) -> None:
         {**one, "tag": "step_20", "sequence": 14, "arrays": 1200, "nbytes": 123_456_789_012, "files": 64, "ranks": 32,
          "layout": "dcp"},
     ]  # fmt: skip
-    shown = on_terminal(render.tag_table({"path": "/runs/lm", "tags": tags, "newest": "step_20", "roots": []}), width)
+    listing = {"path": "/runs/lm", "tags": tags, "newest": "step_20", "roots": [], "beside": []}
+    shown = on_terminal(render.tag_table(listing), width)
     assert shown.splitlines() == LS[width].splitlines()
 
 

@@ -10,7 +10,7 @@ from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, source_of
 from xla_ckpt.api.samples import VALUE_BYTES, ArraySample, sample_of
-from xla_ckpt.api.summaries import TagSummary, listing_of, summaries
+from xla_ckpt.api.summaries import TagSummary, listing_of, summaries_at
 from xla_ckpt.engine.rank_timings import timings
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.keywords import known_options, taking_values
@@ -78,10 +78,12 @@ class Checkpoints:
     def summaries(self) -> tuple[TagSummary, ...]:
         """All tags, oldest commit first, with what a list says of each. A damaged one has a `problem`.
 
+        Of a path that is one checkpoint itself, such as a file of torch.save, it is that one.
+
         Raises:
             StorageError: The directory cannot be read.
         """
-        return summaries(store_at(self.path).look())
+        return summaries_at(self.path)
 
     @taking_values(llama=LlamaJob)
     def show(

@@ -111,9 +111,12 @@ def _check_is_no_other_checkpoint(store: Store) -> None:
     if (itself := named_itself(store)) is None:
         return
     above, name = itself
-    if (foreign := _foreign_tag(above, name)) is not None:
+    if (foreign := find_foreign(above, name)) is not None:
+        layout, _ = foreign
         raise UsageError(
-            f"this is a checkpoint that {foreign[0].origin} wrote, and no root of tags",
+            f"this is a checkpoint that {layout.origin} wrote, and no root of tags"
+            if layout.tagged
+            else f"this is a checkpoint itself (layout {layout.name!r}), and no root of tags",
             path=store.path,
             hint=f"Pass {above.path}, and the name of the new tag; or a new directory.",
         )

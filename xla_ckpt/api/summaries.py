@@ -7,15 +7,15 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.api.tags import both_places
+from xla_ckpt.api.tags import both_places, located
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.listing import all_tags, roots_below
+from xla_ckpt.layouts.listing import all_tags, beside_tags, find_foreign, roots_below
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.layouts.registry import layout_of
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.kept import parsed_policy, why_kept
@@ -25,7 +25,11 @@ MAX_DEPTH = 3
 """Levels below a directory at which roots are looked for."""
 
 MAX_LOOKED_AT = 1000
-"""Directories that are looked at for that."""
+"""Directories that are looked at for that, and names beside the tags of a root."""
+
+
+Tags = Sequence[tuple[Layout | None, TagEntry]]
+"""The tags of a root directory, as `xla_ckpt.layouts.listing.all_tags` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +93,27 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__}
 
 
-def listing_of(path: str, tags: Sequence[TagSummary], roots: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """The tags of a root directory, oldest first, as plain JSON; the newest of them; and the roots below it."""
-    newest = tags[-1].tag if tags else None
-    return {"path": path, "tags": [fields_of(summary) for summary in tags], "newest": newest, "roots": list(roots)}
+def listing_of(
+    path: str,
+    tags: Sequence[TagSummary],
+    roots: Sequence[Mapping[str, Any]] = (),
+    beside: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The tags of a root directory, oldest first, as plain JSON; the newest of them; the roots below it; and what lies
+    beside them.
+    """
+    return {
+        "path": path,
+        "tags": [fields_of(summary) for summary in tags],
+        "newest": tags[-1].tag if tags else None,
+        "roots": list(roots),
+        "beside": list(beside),
+    }
 
 
-def summaries(store: Store) -> tuple[TagSummary, ...]:
-    """All tags of a root directory, oldest commit first."""
-    tags = all_tags(store)
+def summaries(store: Store, tags: Tags | None = None) -> tuple[TagSummary, ...]:
+    """All tags of a root directory, oldest commit first; `tags` are those of `all_tags`, where somebody has them."""
+    tags = all_tags(store) if tags is None else tags
     own = [entry for layout, entry in tags if layout is None]
     others = {entry.tag: (_OF_OTHERS,) for layout, entry in tags if layout is not None}
     looks = {entry.tag: _look(store, layout, entry) for layout, entry in tags}
@@ -105,6 +121,30 @@ def summaries(store: Store) -> tuple[TagSummary, ...]:
     policy = parsed_policy(looks[own[-1].tag][1]) if own else None
     reasons = {} if policy is None else {**others, **why_kept(facts_of(store, own), policy)}
     return tuple(replace(summary, kept=reasons.get(tag, ())) for tag, (summary, _) in looks.items())
+
+
+def summaries_at(path: PathLike) -> tuple[TagSummary, ...]:
+    """The tags that a path names: all of a root directory, or the one that the path is itself."""
+    store, tag = located(path, None)
+    return summaries(store) if tag is None else summary_alone(store, tag)
+
+
+def summary_alone(store: Store, tag: str) -> tuple[TagSummary, ...]:
+    """One tag of a root directory; or what is none, and which no root lists: a single file, say."""
+    foreign = find_foreign(store, tag)
+    if foreign is not None and not foreign[0].tagged:
+        return (summary_of(store, *foreign),)
+    return tuple(summary for summary in summaries(store) if summary.tag == tag)
+
+
+def beside(store: Store, tags: Tags) -> list[dict[str, Any]]:
+    """What else lies in a root directory, as `xla_ckpt.layouts.listing.beside_tags` has it; nothing of a bucket."""
+    if store.file_system is None:
+        return []
+    return [
+        {"name": name, "layout": layout.origin or layout.name, "complete": entry.complete}
+        for name, layout, entry in beside_tags(store, (entry for _, entry in tags), MAX_LOOKED_AT)
+    ]
 
 
 def summaries_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:

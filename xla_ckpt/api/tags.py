@@ -32,12 +32,15 @@ def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
     Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
     stamps; optimum-neuron's: by the numbers in their names; SageMaker model parallel's: as its file `newest` says).
 
+    A path that is one checkpoint itself, such as a file of torch.save, has no tags.
+
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
     """
     if local is not None:
         return [entry.tag for entry, _, _ in both_places(*near_and_far(path, local))]
-    return tag_names(store_at(path).look())
+    store, itself = located(path, None)
+    return [] if itself is not None else tag_names(store)
 
 
 def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectStore]:
@@ -69,7 +72,8 @@ def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     if local is None:
-        tags = [entry.tag for entry in newest_last(store_at(path).look())]
+        store, itself = located(path, None)
+        tags = [] if itself is not None else [entry.tag for entry in newest_last(store)]
     else:
         tags = list_tags(path, local=local)
     if not tags:

@@ -8,11 +8,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.api.summaries import listing_of, summaries, summaries_below, summaries_of_both, summary_of
+from xla_ckpt.api.summaries import (
+    beside,
+    listing_of,
+    summaries,
+    summaries_below,
+    summaries_of_both,
+    summary_alone,
+)
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
-from xla_ckpt.layouts.listing import find_foreign
+from xla_ckpt.layouts.listing import all_tags, find_foreign
 from xla_ckpt.layouts.no_tag import check_lies_there
 from xla_ckpt.storage.door import full_path, store_at
 
@@ -50,8 +57,9 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
         return listing_of(root, summaries_of_both(*near_and_far(root, local)))
     store = store_at(root).look()
     check_lies_there(store)
-    tags = summaries(store)
-    return listing_of(root, tags, summaries_below(root, {summary.tag for summary in tags}))
+    tags = all_tags(store)
+    below = summaries_below(root, {entry.tag for _, entry in tags})
+    return listing_of(root, summaries(store, tags), below, beside(store, tags))
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
@@ -59,9 +67,9 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     store = store_at(root).look()
     foreign = find_foreign(store, tag)
     if foreign is not None and not foreign[0].tagged:
-        return listing_of(root, [summary_of(store, *foreign)])
+        return listing_of(root, summary_alone(store, tag))
     facts = list_facts(root)
-    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag], "roots": []}
+    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag], "roots": [], "beside": []}
 
 
 def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = False) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
+
+logger = logging.getLogger(__name__)
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:
@@ -69,14 +72,19 @@ def verify(args: argparse.Namespace) -> int:
     """The command ``verify``; returns its exit code."""
     from xla_ckpt.cli import facts
     from xla_ckpt.tables import render
+    from xla_ckpt.tree import path
 
     root, tag = facts.locate(args.path, args.tag)
     if args.all and tag is not None:
         args.parser.error(f"--all means all tags of a root directory, and {tag!r} names one of them: leave one out")
     if args.all:
-        tags = [t["tag"] for t in facts.list_facts(root)["tags"]]
+        listed = facts.list_facts(root)
+        tags = [t["tag"] for t in listed["tags"]]
         if not tags:
             facts.newest(root, None)  # says that there is none
+        if others := [b["name"] for b in listed["beside"]]:
+            about = "%s: not verified, since they are no tags, or not complete: %s. Give the path of one to verify it"
+            logger.warning(about, root, path.listed(others))
     else:
         tags = [facts.newest(root, tag)]
     answers = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout
@@ -53,6 +53,25 @@ def tag_names(store: Store) -> list[str]:
         StorageError: The directory cannot be read.
     """
     return [entry.tag for _, entry in all_tags(store)]
+
+
+def beside_tags(store: Store, tags: Iterable[TagEntry], most: int) -> list[tuple[str, Layout, TagEntry]]:
+    """What other libraries have in a root directory, and no list of its tags has: the name of each, its layout, itself.
+
+    These are checkpoints that are opened by their own path alone, such as files of torch.save, and incomplete tags.
+
+    Args:
+        store: The root directory.
+        tags: All of its tags.
+        most: How many names are looked at.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    listed = {name for entry in tags for name in (entry.tag, *entry.files)}
+    names = [name for name in sorted(names_in(store)) if name not in listed and not name.startswith(".")]
+    found_there = ((name, find_foreign(store, name)) for name in names[:most])
+    return [(name, *foreign) for name, foreign in found_there if foreign is not None]
 
 
 def roots_below(path: str, *, levels: int, most: int, passed: Set[str] = frozenset()) -> list[tuple[str, list[str]]]:

@@ -21,12 +21,15 @@ MAX_RANKS = 16
 
 def tag_table(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``ls``."""
-    if not facts["roots"]:
-        return _tags(facts)
-    below = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
-    title = "\nBelow it:" if facts["tags"] else f"No tags in {facts['path']}; below it:"
-    roots = Rows(title, ("root", ">tags", "newest"), below)
-    return Group(_tags(facts), roots) if facts["tags"] else roots
+    parts = [_tags(facts)] if facts["tags"] or not facts["roots"] else []
+    if facts["roots"]:
+        below = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
+        title = "\nBelow it:" if facts["tags"] else f"No tags in {facts['path']}; below it:"
+        parts.append(Rows(title, ("root", ">tags", "newest"), below))
+    if facts["beside"]:
+        what = [(b["name"], b["layout"], "" if b["complete"] else "not complete") for b in facts["beside"]]
+        parts.append(Rows("\nIn it, and no tags (give the path of one):", ("name", "layout", "notes"), what))
+    return parts[0] if len(parts) == 1 else Group(*parts)
 
 
 def _tags(facts: dict[str, Any]) -> RenderableType:
