@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import xla_ckpt
 from tests.cli.test_cli import call
@@ -255,6 +256,14 @@ def test_retain_says_first_what_would_go_and_why_the_others_stay(
     code, out, _ = call(capsys, *words, "--yes", "--json")
     assert (code, {its["tag"]: its["done"] for its in json.loads(out)["tags"]}) == (0, told | {"step_1": "deleted"})
     assert xla_ckpt.list_tags(tmp_path) == ["step_2", "step_3", "step_4"]
+
+
+def test_retain_says_whose_tags_it_does_not_touch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tag in ("step_1", "step_2"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / tag, no_dist=True)
+    code, _, err = call(capsys, "retain", tmp_path, "--newest", "1", "--dry-run")
+    assert code == 2
+    assert "torch.distributed.checkpoint wrote this tag, which this library neither pins nor deletes" in err
 
 
 def test_retain_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

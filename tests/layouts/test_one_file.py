@@ -117,6 +117,18 @@ def test_what_programs_give_to_torch_save(form: str, tmp_path: Path) -> None:
     comes_back(tmp_path / "run", net, optimizer)
 
 
+def test_a_scheduler_under_another_name_is_found_in_extras(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    torch.save({"model": model.state_dict(), "sched": {**scheduler.state_dict(), "last_epoch": 7}}, tmp_path / "c.pt")
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as error:
+        xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=model, scheduler=scheduler)
+    assert "(extras: sched; extras={'sched': ...} loads one of them into an object)" in str(error.value)
+    xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=model, extras={"sched": scheduler})
+    assert scheduler.last_epoch == 7
+
+
 def test_everything_else_is_in_extras(tmp_path: Path) -> None:
     net, optimizer = trained()
     torch.save(of_tutorial(net, optimizer), tmp_path / "c.tar")

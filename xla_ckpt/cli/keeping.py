@@ -125,13 +125,16 @@ def add_retain(parser: argparse.ArgumentParser) -> None:
 def retain(args: argparse.Namespace) -> int:
     """The command ``retain``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
-    from xla_ckpt.layouts.no_tag import no_tag, root_named
+    from xla_ckpt.layouts.listing import tag_names
+    from xla_ckpt.layouts.no_tag import check_is_own, no_tag, root_named
     from xla_ckpt.tags.deleting import refusals, retire
     from xla_ckpt.tags.roots import root_of
 
     policy, root = _policy(args), root_named(args.path)
     reasons = Checkpoints(args.path).why_kept(policy)
     if not reasons:
+        for tag in tag_names(root.store)[-1:]:
+            check_is_own(root.store, tag)  # another library's: the error says whose it is
         raise no_tag(root.store, None)
     doomed = [tag for tag, why in reasons.items() if not why]
     asks = doomed and not args.dry_run and not args.yes

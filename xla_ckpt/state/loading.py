@@ -315,6 +315,8 @@ def absent_part(stored: Stored, what: str) -> Loading:
         members += " (a tree of save's is given back by restore)"
     elif not {"params", "token_embedder", "base"}.isdisjoint(below):
         members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
+    elif what in schema.MEMBERS and (extras := [*(children(below.get(schema.EXTRAS)) or ())]):
+        members += f" (extras: {', '.join(extras[:5])}; extras={{{extras[0]!r}: ...}} loads one of them into an object)"
     if is_object(stored.skeleton):
         members = (
             "one pickled object. If that is a module that torch.save was given whole, load it with torch, and save its "
