@@ -258,6 +258,7 @@ def test_retain_says_first_what_would_go_and_why_the_others_stay(
     assert xla_ckpt.list_tags(tmp_path) == ["step_2", "step_3", "step_4"]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_retain_says_whose_tags_it_does_not_touch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tag in ("step_1", "step_2"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / tag, no_dist=True)
