@@ -208,7 +208,7 @@ def test_what_the_old_tag_does_not_hold_is_told(
     xla_ckpt.convert(tmp_path / "theirs", tmp_path / "new", to=to, model=target.model, optimizer=target.optimizer)
     (told,) = [r.getMessage() for r in caplog.records if "has no bytes of" in r.getMessage()]
     assert LEFT_OUT in told
-    assert "strict=True" in told
+    assert "a strict load refuses it" in told
     assert (to == "pt") == ("refuses a pt tag" in caplog.text)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="inv_freq: wanted, but not stored"):
         xla_ckpt.load_checkpoint(tmp_path / "new", model=Target(gold).model)
