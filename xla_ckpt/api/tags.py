@@ -32,15 +32,24 @@ def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
     Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
     stamps; optimum-neuron's: by the numbers in their names; SageMaker model parallel's: as its file `newest` says).
 
-    A path that is one checkpoint itself, such as a file of torch.save, has no tags.
+    A file of torch.save, which is one checkpoint itself, has no tags.
 
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
     """
     if local is not None:
         return [entry.tag for entry, _, _ in both_places(*near_and_far(path, local))]
-    store, itself = located(path, None)
-    return [] if itself is not None else tag_names(store)
+    store = store_at(path).look()
+    return [] if _is_one_file(store) else tag_names(store)
+
+
+def _is_one_file(store: Store) -> bool:
+    """Whether a path is a single file that is a checkpoint."""
+    return _is_file(store) and named_itself(store) is not None
+
+
+def _is_file(store: Store) -> bool:
+    return store.file_system is not None and store.has("") and not store.is_directory("")
 
 
 def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectStore]:
@@ -72,8 +81,8 @@ def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     if local is None:
-        store, itself = located(path, None)
-        tags = [] if itself is not None else [entry.tag for entry in newest_last(store)]
+        store = store_at(path).look()
+        tags = [] if _is_one_file(store) else [entry.tag for entry in newest_last(store)]
     else:
         tags = list_tags(path, local=local)
     if not tags:
@@ -107,7 +116,7 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
     store = store_at(path).look()
     if tag is not None:
         check_is_text(tag, store.path)
-        if store.file_system is not None and store.has("") and not store.is_directory(""):
+        if _is_file(store):
             raise UsageError(
                 "a file has no tags: it is one checkpoint, or none",
                 path=store.path,
