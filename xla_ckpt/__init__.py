@@ -37,7 +37,6 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.errors import KINDS as _ERRORS
 from xla_ckpt.storage.threads import before_threads_end
 
 if TYPE_CHECKING:
@@ -148,7 +147,32 @@ _HOMES = {
     "engine.phases": ("Phase",),
     "engine.report": ("LoadReport", "SaveReport"),
     "engine.verify": ("VerifyReport",),
-    "errors": tuple(_ERRORS),
+    "errors": (
+        "ChangedStateError",
+        "ChangedTagError",
+        "CheckpointError",
+        "CorruptCheckpointError",
+        "DivergentReplicasError",
+        "FormatError",
+        "IncompatibleCheckpointError",
+        "InvalidTagError",
+        "LoadError",
+        "MissingPackageError",
+        "NoCheckpointError",
+        "NotAFileError",
+        "NotDurableError",
+        "RankFailedError",
+        "RemoteError",
+        "RootInUseError",
+        "SaveError",
+        "StorageError",
+        "UnknownOutcomeError",
+        "UnprovenLoadError",
+        "UnsupportedStateError",
+        "UnsupportedVersionError",
+        "UntrustedObjectError",
+        "UsageError",
+    ),
     "layouts.base": ("Layout",),
     "layouts.orbax.maxtext": ("maxtext_names",),
     "layouts.orbax.name_rules": ("register_names",),

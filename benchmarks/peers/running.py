@@ -113,6 +113,10 @@ def run(
     """
     over = time.monotonic() + seconds
     took: dict[tuple[str, str], float] = {}
+
+    def fits(turns: Sequence[tuple[Group, Row]]) -> bool:
+        return time.monotonic() + sum(took.get((group.key, row.name), 0.0) for group, row in turns) <= over
+
     for number in range(rounds):
         turns = [
             (group, row)
@@ -120,10 +124,6 @@ def run(
             for row in _in_turn(group.rows, len(results.runs(group.key, group.rows[0].name)))
             if number < row.rounds and not results.outcome(group.key, row.name).error
         ]
-
-        def fits(turns: Sequence[tuple[Group, Row]]) -> bool:
-            return time.monotonic() + sum(took.get((group.key, row.name), 0.0) for group, row in turns) <= over
-
         if not fits(turns):
             turns = [(group, row) for group, row in turns if row.short]
             if not fits(turns):

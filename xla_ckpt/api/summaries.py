@@ -126,15 +126,17 @@ def summaries(store: Store, tags: Tags | None = None) -> tuple[TagSummary, ...]:
 def summaries_at(path: PathLike) -> tuple[TagSummary, ...]:
     """The tags that a path names: all of a root directory, or the one that the path is itself."""
     store, tag = located(path, None)
-    return summaries(store) if tag is None else summary_alone(store, tag)
-
-
-def summary_alone(store: Store, tag: str) -> tuple[TagSummary, ...]:
-    """One tag of a root directory; or what is none, and which no root lists: a single file, say."""
-    foreign = find_foreign(store, tag)
-    if foreign is not None and not foreign[0].tagged:
-        return (summary_of(store, *foreign),)
+    if tag is None:
+        return summaries(store)
+    if (unlisted := unlisted_summary(store, tag)) is not None:
+        return (unlisted,)
     return tuple(summary for summary in summaries(store) if summary.tag == tag)
+
+
+def unlisted_summary(store: Store, tag: str) -> TagSummary | None:
+    """What is no tag, and no root lists, such as a single file; None for a tag."""
+    foreign = find_foreign(store, tag)
+    return None if foreign is None or foreign[0].tagged else summary_of(store, *foreign)
 
 
 def beside(store: Store, tags: Tags) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ from xla_ckpt.api.summaries import (
     summaries,
     summaries_below,
     summaries_of_both,
-    summary_alone,
+    unlisted_summary,
 )
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
-from xla_ckpt.layouts.listing import all_tags, find_foreign
+from xla_ckpt.layouts.listing import all_tags
 from xla_ckpt.layouts.no_tag import check_lies_there
 from xla_ckpt.storage.door import full_path, store_at
 
@@ -65,11 +65,10 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     """The same of one tag, or of what is none, and which no root lists: a single file, say."""
     store = store_at(root).look()
-    foreign = find_foreign(store, tag)
-    if foreign is not None and not foreign[0].tagged:
-        return listing_of(root, summary_alone(store, tag))
-    facts = list_facts(root)
-    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag], "roots": [], "beside": []}
+    if (unlisted := unlisted_summary(store, tag)) is not None:
+        return listing_of(root, [unlisted])
+    facts = listing_of(root, summaries(store))
+    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
 
 
 def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = False) -> dict[str, Any]:

@@ -184,16 +184,17 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         path = self._at(name)
-        removed = os.stat(path, follow_symlinks=False)
-        for left in reversed(range(REMOVALS)):
-            try:
-                shutil.rmtree(path)
-                return
-            except OSError as error:
-                # Another process that has the directory open, such as one whose lease was taken over, may write to it
-                # meanwhile: then a file is new, or one that was listed has another name.
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not left or not _is_at(path, removed):
-                    raise
+        with contextlib.closing(LocalDirectory(path)) as directory:
+            for left in reversed(range(REMOVALS)):
+                try:
+                    shutil.rmtree(path)
+                    return
+                except OSError as error:
+                    # Another process that has the directory open, such as one whose lease was taken over, may write to
+                    # it meanwhile: then a file is new, or one that was listed has another name.
+                    gone_on = error.errno in (errno.ENOENT, errno.ENOTEMPTY) and directory.is_at(directory.name)
+                    if not gone_on or not left:
+                        raise
 
     def remove_unused(self, name: str) -> bool:
         with contextlib.closing(LocalDirectory(self._at(name))) as directory:
@@ -223,14 +224,6 @@ class LocalStore:
     def sync(self) -> None:
         with contextlib.closing(LocalDirectory(self.path)) as directory:
             directory.sync()
-
-
-def _is_at(path: str, status: os.stat_result) -> bool:
-    """Whether a directory still has this name, and not another one that was made since."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), status)
-    except FileNotFoundError:
-        return False
 
 
 def _mark(directory: LocalDirectory, how: int) -> None:
