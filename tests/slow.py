@@ -1,6 +1,6 @@
 """Which tests `make test` leaves out: those that took long when all tests ran.
 
-`pytest --durations=0 ... | python -m tests.slow` writes tests/slow.txt of what pytest prints, as `make test-times` does.
+`pytest --durations=0 | python -m tests.slow` writes tests/slow.txt of what pytest prints, as `make test-times` does.
 """
 
 from __future__ import annotations
