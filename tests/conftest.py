@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 # Else each process that a test starts compiles this library anew, which takes longer than importing it.
@@ -32,6 +33,7 @@ from xla_ckpt.tags.lease import LEASES
 # A shell that starts the tests in the background has them ignore Ctrl-C, and each process that a test starts, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+sys.dont_write_bytecode = False  # what pytest makes of test modules takes a third of the time of collecting them
 gc.disable()  # until all tests are collected: looking for garbage would take a seventh of that time
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 orbax_commit.Program = FromNursery  # type: ignore[misc]  # one that imports orbax anew would take two seconds
 
-settings.register_profile("fast", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("fast")
 
