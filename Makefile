@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo demo-objects test test-all test-matrices test-latest test-objects test-trainers check bench bench-short bench-check
+.PHONY: help setup demo demo-objects test test-all test-times test-matrices test-latest test-objects test-trainers check bench bench-short bench-check
 .PHONY: test-versions crash crash-objects crash-ranks test-servers interrupts fuzz soak docs screens selftests lock clean
 
 help:           ## say what there is
@@ -44,11 +44,14 @@ demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
 demo-objects: $(READY) ## the same in a bucket, on a server of this machine that answers as S3 does
 	$(BIN)/python -m tests.buckets.s3_server $(BIN)/python examples/kill_and_resume.py --root {bucket}/demo
 
-test: $(READY)  ## all tests but those that are marked as slow
+test: $(READY)  ## all tests but those that take long
 	$(BIN)/python -m pytest -n auto --dist worksteal -q -m "not slow"
 
 test-all: $(READY) ## all tests, the slow ones, too
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
+
+test-times: $(READY) ## all tests, and a new tests/slow.txt, which says what `make test` leaves out; on a quiet machine
+	$(BIN)/python -m pytest -n auto --dist worksteal -q --durations=0 | $(BIN)/python -m tests.slow
 
 test-matrices: $(READY) ## the rest of each matrix, of which the other targets run a covering part
 	$(BIN)/python -m pytest -n auto --dist worksteal -q -m rest --rest

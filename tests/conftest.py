@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helper import FromNursery, InThread
 from tests.nursery import begin, end_all
+from tests.slow import listed, mark
 from xla_ckpt.storage.remote_client import client_of
 from xla_ckpt.tags import orbax_commit
 from xla_ckpt.tags.lease import LEASES
@@ -50,7 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rest", action="store_true", help="also the rest of each matrix, of which else some cases run")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark(items, listed())
     if not config.getoption("--rest"):
         rest = [item for item in items if item.get_closest_marker("rest")]
         items[:] = [item for item in items if not item.get_closest_marker("rest")]

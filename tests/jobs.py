@@ -191,6 +191,17 @@ def torchrun_command(folder: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.jobs", str(folder)]
 
 
+def store_of_torchrun() -> tuple[Any, dict[str, str]]:
+    """A store in this process, as torchrun's agent has one, and what ranks are started with that use it.
+
+    It is there as long as the object is: no rank takes it away when it is lost.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store, {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+
+
 def write_call(folder: Path, function: Callable[..., object], *args: object) -> None:
     """Leave what the ranks of a torchrun job are to do."""
     call = Call.of(function, *args)

@@ -1,8 +1,8 @@
 """Where the processes of the tests are born: forked from a process that has imported what they all import.
 
 A rank is a process of its own, as under torchrun; only its imports, which take longer than most tests do, lie before.
-There are two such nurseries. The second is forked from the first and has torch_xla, too: a process without it must not
-seem to use it.
+There are several such nurseries. The others are forked from the first. One of them has torch_xla, too: a process
+without it must not seem to use it.
 `tests/nursed.py` is what runs in them.
 """
 
@@ -198,8 +198,8 @@ def begin() -> None:
 
 
 def bear(
-    what: Program | Call, *, env: Mapping[str, str] | None = None, xla: bool = False, live: bool = False,
-    cwd: str | os.PathLike[str] | None = None, end: End = "soon",
+    what: Program | Call, *, env: Mapping[str, str] | None = None, xla: bool = False, also: tuple[str, ...] = (),
+    live: bool = False, cwd: str | os.PathLike[str] | None = None, end: End = "soon",
 ) -> Born:  # fmt: skip
     """Start a process.
 
@@ -207,6 +207,7 @@ def bear(
         what: The program, or the call, that it runs.
         env: Its whole environment.
         xla: Whether torch_xla is imported in it from the start.
+        also: Other modules that are, without torch_xla: what several programs import, and takes seconds.
         live: Whether what it prints can be read while it runs.
         cwd: Where it runs, by default where this process does.
         end: How it ends: "as python", which takes the interpreter down in full and half a second for it; "soon", when
@@ -215,7 +216,7 @@ def bear(
     """
     if xla and not HAS_XLA:
         raise NurseryError("torch_xla is not installed, and this process would begin with it: mark the test with xla")
-    nursery = _with_xla() if xla else _nursery()
+    nursery = _forked(WITH_XLA) if xla else _forked((*LIGHT, *also)) if also else _nursery()
     return nursery.bear(_request(what, env, cwd, end), live)
 
 
@@ -369,5 +370,5 @@ def _nursery(python: str = sys.executable) -> _Nursery:
 
 
 @functools.cache
-def _with_xla() -> _Nursery:
-    return _Nursery(WITH_XLA, _nursery().fork)
+def _forked(modules: tuple[str, ...]) -> _Nursery:
+    return _Nursery(modules, _nursery().fork)

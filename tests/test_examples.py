@@ -19,7 +19,7 @@ from tests.commands import TORCHRUN, Commands
 from tests.runs import ROOT
 
 
-def command(name: str, *args: object, ranks: int | None = None) -> list[str]:
+def command(name: str | Path, *args: object, ranks: int | None = None) -> list[str]:
     """The command that runs an example."""
     torchrun = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else []
     return [sys.executable, *torchrun, str(ROOT / "examples" / name), *map(str, args)]
@@ -43,42 +43,42 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
-@pytest.mark.slow
+def losses_in(log: Path) -> list[str]:
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
 @pytest.mark.xla
 @pytest.mark.usefixtures("as_users_compile")
 def test_killed_in_mid_save_and_resumed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ("--root", tmp_path / "demo", "--steps", 20, "--save-every", 4)
-    assert example(monkeypatch, "kill_and_resume", *args).main() == 0
+    """A run that saves nothing has the same losses, too. (Most of the time of these four runs goes into compiling.)"""
+    program, layers = tmp_path / "train_lm.py", "layers: int = "
+    text = (ROOT / "examples" / program.name).read_text()
+    assert f"{layers}4" in text
+    program.write_text(text.replace(f"{layers}4", f"{layers}1"))
+    demo, steps = tmp_path / "demo", ("--steps", 16)
+    module = example(monkeypatch, "kill_and_resume", "--root", demo, *steps, "--save-every", 3)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    assert module.main() == 0
     shown = capsys.readouterr().out
-    assert "all 20 losses bit-identical: yes; every tag sound: yes" in shown
+    assert "all 16 losses bit-identical: yes; every tag sound: yes" in shown
     assert "half written" in shown
+    log = tmp_path / "log"
+    Commands.run(command(program, "--root", tmp_path / "none", *steps, "--save-every", 1000, "--log", log), check=True)
+    assert losses_in(log) == losses_in(demo / "unbroken.jsonl")
+    assert not (tmp_path / "none").exists()
 
 
 def test_jax_killed_in_mid_save_and_resumed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    args = ("--root", tmp_path / "demo", "--program", "jax_train.py", "--steps", 20, "--save-every", 4)
+    args = ("--root", tmp_path / "demo", "--program", "jax_train.py", "--steps", 16, "--save-every", 3)
     assert example(monkeypatch, "kill_and_resume", *args).main() == 0
     shown = capsys.readouterr().out
-    assert "all 20 losses bit-identical: yes; every tag sound: yes" in shown
+    assert "all 16 losses bit-identical: yes; every tag sound: yes" in shown
     assert "half written" in shown
-
-
-@pytest.mark.slow
-@pytest.mark.xla
-@pytest.mark.usefixtures("as_users_compile")
-def test_saving_does_not_change_the_training(tmp_path: Path) -> None:
-    losses = []
-    for every in (2, 1000):
-        log = tmp_path / f"{every}.jsonl"
-        args = ("--root", tmp_path / str(every), "--steps", 7, "--save-every", every, "--log", log)
-        Commands.run(command("train_lm.py", *args), check=True)
-        losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
-    assert len(losses[0]) == 7
-    assert losses[0] == losses[1]
 
 
 def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one(
@@ -92,9 +92,7 @@ def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one(
     assert "model/net1.weight" in shown  # the command's
 
 
-@pytest.mark.parametrize(
-    "kind", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow), pytest.param("xla", marks=pytest.mark.xla)]
-)
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", pytest.param("xla", marks=pytest.mark.xla)])
 def test_the_dcp_tutorial_with_another_import(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,8 +114,8 @@ def test_zero1_resumes_bit_for_bit_and_in_another_shape(
         example(monkeypatch, "tp_zero1_resume").main()
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert "20 losses after the resume as tp=2,dp=2: bit-identical, right" in shown
-    assert "20 losses after the resume as tp=1,dp=2: largest relative difference" in shown
+    assert "10 losses after the resume as tp=2,dp=2: bit-identical, right" in shown
+    assert "10 losses after the resume as tp=1,dp=2: largest relative difference" in shown
 
 
 @pytest.mark.xla
@@ -152,9 +150,7 @@ def test_a_script_for_neuronx_distributed_goes_on_where_it_stopped(tmp_path: Pat
         assert torch.load(root / tag / "user_content.pt", weights_only=True)["total_steps"] == step
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param([], id="partial"), pytest.param(["--full"], id="full", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("form", [[], ["--full"]], ids=["partial", "full"])
 def test_a_script_for_smp_goes_on_whatever_its_degrees_are(
     form: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,7 @@ def ran(command: str, folder: Path) -> str:
             ranks = places(int(args.pop(0).partition("=")[2]), own)
         here = f"sys.path.insert(0, {str(folder)!r})\n"
         program = Program(WITHOUT_XLA + here + (folder / args[0]).read_text(), tuple(args[1:]), args[0])
-    born = [bear(program, env=env, cwd=folder) for env in ranks]
+    born = [bear(program, env=env, cwd=folder, also=("transformers.models.llama.modeling_llama",)) for env in ranks]
     told = [process.communicate(240) for process in born]
     assert [process.returncode for process in born] == [0] * len(born), f"{command}\n{told}"
     return "".join(out for out, _ in told)

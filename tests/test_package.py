@@ -264,7 +264,6 @@ def with_orbax_it_saves_into_directories_and_reads_those_of_orbax(small: Install
     assert small.packages() == with_orbax, "orbax brings jax, so that both extras are one"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # torch comes with 7 GB
 def test_with_torch_it_saves_models_and_what_torch_reads(wheel: Path, tags: Path, tmp_path: Path) -> None:
     installed = Installed(wheel, tmp_path / "environment")

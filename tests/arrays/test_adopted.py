@@ -96,7 +96,6 @@ def test_memory_is_given_back() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < 4 * nbytes
 
 
-@pytest.mark.slow
 def test_a_program_that_resumes_ends_well(tmp_path: Path) -> None:
     """Its last step still runs, and gives loaded memory back, while the interpreter ends."""
     run_program(RESUMES, tmp_path, "save", xla=True)

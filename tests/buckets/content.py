@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import boto3
-
 
 def client() -> Any:
     """boto3's, for the server that the environment names."""
@@ -19,6 +17,8 @@ def client() -> Any:
 @cache
 def _client(process: int, named: tuple[tuple[str, str], ...]) -> Any:
     """A new one takes as long as ten requests. (A fork has its own: connections are not shared.)"""
+    import boto3  # here, because ranks import this module with those of their tests
+
     return boto3.client("s3", region_name="us-east-1")
 
 

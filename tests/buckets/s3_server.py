@@ -21,9 +21,6 @@ from functools import cached_property
 from queue import SimpleQueue
 from typing import Any
 
-from moto.server import create_backend_app
-from werkzeug.serving import make_server
-
 REFUSALS = {
     "before503": ("503 Slow Down", "SlowDown"),
     "refuse403": ("403 Forbidden", "AccessDenied"),
@@ -91,6 +88,10 @@ class S3Server:
     """Requests that came since `forget`."""
 
     def __post_init__(self) -> None:
+        # Here, because ranks import this module with those of their tests, and need none of it.
+        from moto.server import create_backend_app
+        from werkzeug.serving import make_server
+
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self._app = create_backend_app("s3")  # moto's choice by the host's name takes a third of a request
         self._lock = threading.Lock()

@@ -164,27 +164,26 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "refused on purpose")
 
 
-def fails_and_saves(rank: int, root: str, hosts: list[Path], environ: dict[str, str], at: str) -> Any:
-    """A save that the second disk refuses, and one that it does not."""
+def fails_and_saves(rank: int, root: str, hosts: list[Path], environ: dict[str, str]) -> Any:
+    """Saves that the second disk refuses, at one step after the other, and after each the same one again."""
     local = prepared(rank, hosts, environ)
-    owner: Any = LocalFirst if at == "begin" else Transaction
-    works = getattr(owner, at)
-    if rank == 2:
-        setattr(owner, at, refuse)
     told: list[Any] = []
-    try:
-        saved(rank, root, local, 1)
-    except StorageError as error:
-        told += [error.rank, xla_ckpt.list_tags(local)]
-    setattr(owner, at, works)
-    return [*told, saved(rank, root, local, 1).uploaded(SOON).sequence]
+    steps: tuple[tuple[Any, str], ...] = ((LocalFirst, "begin"), (Transaction, "seal"), (Transaction, "commit"))
+    for number, (owner, at) in enumerate(steps, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(owner, at, refuse)
+            with pytest.raises(StorageError) as caught:
+                saved(rank, root, local, number)
+            told += [caught.value.rank, len(xla_ckpt.list_tags(local))]
+        told.append(saved(rank, root, local, number).uploaded(SOON).sequence)
+    return told
 
 
-@pytest.mark.parametrize("at", ["begin", "seal", "commit"])
-def test_what_one_disk_refuses_is_an_error_on_all_ranks(at: str, root: str, tmp_path: Path, s3: S3Server) -> None:
+def test_what_one_disk_refuses_is_an_error_on_all_ranks(root: str, tmp_path: Path, s3: S3Server) -> None:
     hosts = [tmp_path / "host0", tmp_path / "host1"]
-    assert run_on_ranks(fails_and_saves, 4, root, hosts, s3.environment, at) == [[2, [], 1]] * 4
-    assert xla_ckpt.list_tags(root) == ["t1"]
+    assert run_on_ranks(fails_and_saves, 4, root, hosts, s3.environment) == [[2, 0, 1, 2, 1, 2, 2, 2, 3]] * 4
+    assert xla_ckpt.list_tags(root) == ["t1", "t2", "t3"]
     assert not [path for host in hosts for path in host.glob(".new-*")]
 
 

@@ -14,7 +14,7 @@ from neuron_compat import nxd, smp
 from tests.buckets.content import names_below, upload
 from tests.buckets.test_saves_and_loads import model_and_optimizer
 from tests.jobs import run_on_ranks
-from tests.layouts.gold import SMALL
+from tests.layouts.gold import FUSED, SMALL
 
 
 def trains_and_saves(rank: int, root: str) -> None:
@@ -56,7 +56,7 @@ def test_a_job_of_neuronx_distributed(root: str) -> None:
 def test_zero1_files_for_another_number_of_ranks(root: str, tmp_path: Path) -> None:
     from xla_ckpt.facade import convert_zero_checkpoints
 
-    upload(SMALL / "tp2_dp2_z1m/ckpt", root)
+    upload(SMALL / f"{FUSED}/ckpt", root)  # of few files
     convert_zero_checkpoints(f"{root}/step_40", f"{root}/dp4", 4)
     convert_zero_checkpoints(f"{root}/step_40", str(tmp_path / "dp4"), 4)
     local = sorted(str(file.relative_to(tmp_path / "dp4")) for file in (tmp_path / "dp4").rglob("*") if file.is_file())

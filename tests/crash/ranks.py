@@ -32,7 +32,7 @@ import torch
 
 import xla_ckpt
 from tests.crash import report
-from tests.jobs import finish, start_on_ranks
+from tests.jobs import finish, start_on_ranks, store_of_torchrun
 from tests.nursery import ProcessError
 from tests.runs import names_in
 from xla_ckpt import dcp
@@ -336,9 +336,7 @@ def _goes_on(model: torch.nn.Module) -> None:
 
 def outcome_of(case: Case, root: Path) -> Outcome:
     """Run the job, have the fault happen, and look at what all say and at what is there."""
-    # Under torchrun its agent holds the store: played by this process, so that rank 0 can be lost without it.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    _store, env = store_of_torchrun()
     ranks = start_on_ranks(takes_part, case.world, root, case, env=env)
     others = [process for rank, process in enumerate(ranks) if rank != case.victim]
     try:

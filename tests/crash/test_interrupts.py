@@ -21,7 +21,7 @@ def test_a_sample_of_the_interrupts_loses_nothing_and_reaches_the_program(tmp_pa
     file = tmp_path / "results"
     chosen = [word for name in SAMPLE for word in ("--operation", name)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.crash.interrupts", *chosen, "--each", "6", "--json", str(file)],
+        [sys.executable, "-m", "tests.crash.interrupts", *chosen, "--each", "4", "--json", str(file)],
         env=environment({"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}),
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip

@@ -32,7 +32,7 @@ from tests.crash.ranks import (
     numbers_in,
     outcome_of,
 )
-from tests.jobs import finish, start_on_ranks
+from tests.jobs import finish, start_on_ranks, store_of_torchrun
 from tests.runs import names_in
 from xla_ckpt.job.round import Round
 
@@ -119,8 +119,7 @@ def test_rank_0_is_stopped_while_it_commits(where: str, replaces: bool, overtake
     tags = ["old", "new"] if replaces else ["old"]
     for tag in tags:
         xla_ckpt.save_checkpoint(tmp_path, tag, model_of(1), options=xla_ckpt.SaveOptions(stale="ignore"))
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    _store, env = store_of_torchrun()
     zero, *others = start_on_ranks(stops_at_the_commit, 2, tmp_path, where, env=env)
     finish(others, timeout=LONG)
     told: list[Told] = [process.value() for process in others]
@@ -172,8 +171,7 @@ def test_what_the_others_have_of_a_load_in_which_a_rank_is_killed(key: str, tmp_
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.data, 1)
     xla_ckpt.save_checkpoint(tmp_path, "old", model, optimizer)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    _store, env = store_of_torchrun()
     ranks = start_on_ranks(is_killed_in_a_load, 3, tmp_path, key, env=env)
     finish(ranks, timeout=LONG)
     told: list[Told] = [ranks[rank].value() for rank in (0, 2)]

@@ -20,7 +20,6 @@ TIMEOUT = 4 * PATIENCE
 """The soak itself sees what hangs, and shows where: it waits for a job's first save, for a life and for the end."""
 
 
-@pytest.mark.slow
 @pytest.mark.crash
 def test_some_seconds_of_the_soak(tmp_path: Path) -> None:
     file = tmp_path / "result"

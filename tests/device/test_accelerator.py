@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 import xla_ckpt
 from tests.broken import after_install
@@ -52,10 +53,9 @@ def runs(mode: str, count: int) -> list[str]:
     return trials(count, mode, "sim", without=("fused", "foreach"))
 
 
-@pytest.mark.parametrize(("mode", "count"), [("host", 40), ("device", 200), ("overlap", 200)])
-def test_what_a_tag_has_is_what_was_there_at_the_call(mode: str, count: int) -> None:
-    """On the CPU, tests/snapshot/test_modes.py has 200 runs with "host"."""
-    assert run_alone(runs, mode, count) == []
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_tag_has_is_what_was_there_at_the_call(mode: str) -> None:
+    assert run_alone(runs, mode, settings().max_examples) == []
 
 
 def saves_are_counted(root: Path) -> dict[str, Any]:

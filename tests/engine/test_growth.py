@@ -22,7 +22,7 @@ import xla_ckpt
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.tags.entry import MANIFEST
 
-FEW, MANY = 60, 240
+FEW, MANY = 30, 120
 
 
 STANDARD_LIBRARY = os.path.dirname(os.__file__)

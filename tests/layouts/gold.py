@@ -66,7 +66,12 @@ def few_of(these: list[tuple[str, str]]) -> list[Any]:
     For what is made of a checkpoint that has been read: whatever wrote it, it goes on from a manifest. That each of
     them is read is shown in test_gold.py.
     """
-    return some_of(these, lambda case: case[0].removesuffix("_small").removesuffix("_sync").split("_"))
+    return some_of(these, lambda case: words_of(case[0]))
+
+
+def words_of(name: str) -> list[str]:
+    """What the name of a fixture says of the job that wrote it."""
+    return name.removesuffix("_small").removesuffix("_sync").split("_")
 
 
 def folder_of(case: str) -> Path:

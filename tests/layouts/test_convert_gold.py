@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 
 import xla_ckpt
-from tests.layouts.gold import LOST, Gold, Target, cases
+from tests.layouts.gold import LOST, Gold, Target, cases, few_of
 from tests.layouts.same import as_theirs, content, names, rank_files
 from tests.same import differences
 from xla_ckpt import Mesh
@@ -18,9 +18,9 @@ from xla_ckpt import Mesh
 CASES = [case for case in cases() if case[0] != LOST]
 
 
-def converted(gold: Gold, root: Path, mesh: Mesh) -> None:
-    """To our format, and from there to the layout that it had, for a mesh."""
-    target, config = Target(gold), gold.topology["config"]
+def to_ours(gold: Gold, root: Path) -> None:
+    """To our format."""
+    target = Target(gold)
     xla_ckpt.convert(
         gold.root,
         root,
@@ -32,8 +32,13 @@ def converted(gold: Gold, root: Path, mesh: Mesh) -> None:
         optimizer=target.optimizer,
         options=xla_ckpt.ConvertOptions(max_memory=10_000),
     )
+
+
+def to_theirs(gold: Gold, ours: Path, root: Path, mesh: Mesh) -> None:
+    """From our format to the layout that it had, for a mesh."""
+    config = gold.topology["config"]
     xla_ckpt.convert(
-        root,
+        ours,
         root,
         "ours",
         to="xser" if "xser" in gold.case else "pt",
@@ -45,11 +50,12 @@ def converted(gold: Gold, root: Path, mesh: Mesh) -> None:
     )
 
 
-@pytest.mark.parametrize(("case", "tag"), CASES, ids=[c for c, _ in CASES])
+@pytest.mark.parametrize(("case", "tag"), few_of(CASES))
 def test_there_and_back(case: str, tag: str, tmp_path: Path) -> None:
     gold = Gold(case, tag)
     config = gold.topology["config"]
-    converted(gold, tmp_path, Mesh(**{a: config[a] for a in ("pp", "dp", "ep", "cp", "tp")}))
+    to_ours(gold, tmp_path)
+    to_theirs(gold, tmp_path, tmp_path, Mesh(**{a: config[a] for a in ("pp", "dp", "ep", "cp", "tp")}))
     for made in ("ours", "theirs"):
         assert xla_ckpt.verify(tmp_path, made).ok
         target = Target(gold)
@@ -68,11 +74,21 @@ def test_there_and_back(case: str, tag: str, tmp_path: Path) -> None:
             assert not differences(content(stored / name), content(tmp_path / "theirs" / name), name)
 
 
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Gold, Path]:
+    """A checkpoint of theirs, and a root with the same in our format."""
+    gold, root = Gold("tp2_pp2_dp2_z1m__xser_sync", "step_40"), tmp_path_factory.mktemp("ours")
+    to_ours(gold, root)
+    return gold, root
+
+
 @pytest.mark.parametrize("mesh", ["dp=3", "tp=2", "pp=2,dp=3,tp=2", "dp=2,tp=4"])
-def test_for_another_topology_and_read_as_neuronx_distributed_would(mesh: str, tmp_path: Path) -> None:
+def test_for_another_topology_and_read_as_neuronx_distributed_would(
+    ours: tuple[Gold, Path], mesh: str, tmp_path: Path
+) -> None:
     """The manifest is taken away: what is left are its files alone."""
-    gold = Gold("tp2_pp2_dp2_z1m__xser_sync", "step_40")
-    converted(gold, tmp_path, Mesh.parse(mesh))
+    gold, root = ours
+    to_theirs(gold, root, tmp_path, Mesh.parse(mesh))
     as_theirs(tmp_path / "theirs")
     target = Target(gold)
     assert xla_ckpt.verify(tmp_path, "theirs").ok

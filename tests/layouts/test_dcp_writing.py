@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import xla_ckpt
 from tests.jobs import run_alone, run_on_ranks
-from tests.topology.kinds import build, emulate, possible
+from tests.topology.kinds import build, emulate, pairs, possible
 from tests.topology.state import GROUPS, WHOLE, known, whole
 from tests.xla import HAS_XLA
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
@@ -106,9 +106,9 @@ def test_stock_dcp_loads_it_in_one_process(root: Path, kind: str) -> None:
     assert xla_ckpt.verify(root, tag_of(kind)).ok
 
 
-def loads_stock(rank: int, root: Path, kinds: Sequence[str], onto: Sequence[str]) -> list[str]:
+def loads_stock(rank: int, root: Path, jobs: Sequence[tuple[str, str]]) -> list[str]:
     bad = []
-    for kind, mine in itertools.product(kinds, onto):
+    for kind, mine in jobs:
         held = build(mine, blank=True)
         model, optimizer = get_state_dict(held.model, held.optimizer)
         state = {"model": model, "optimizer": optimizer}
@@ -118,10 +118,10 @@ def loads_stock(rank: int, root: Path, kinds: Sequence[str], onto: Sequence[str]
     return bad
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_stock_dcp_loads_it_into_sharded_modules(root: Path, world: int) -> None:
-    onto = OF_TORCH if world == 4 else OF_TORCH[:1]
-    assert run_on_ranks(loads_stock, world, root, KINDS, onto) == [[]] * world
+@pytest.mark.parametrize(("world", "every"), [(2, 1), (4, 3), pytest.param(4, 1, marks=pytest.mark.rest)])
+def test_stock_dcp_loads_it_into_sharded_modules(root: Path, world: int, every: int) -> None:
+    jobs = pairs(KINDS, OF_TORCH if world == 4 else OF_TORCH[:1], every)
+    assert run_on_ranks(loads_stock, world, root, jobs) == [[]] * world
 
 
 def loads_ours(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str]) -> list[str]:

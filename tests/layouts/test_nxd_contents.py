@@ -199,7 +199,7 @@ def flips(root: Path, tag: str) -> Iterator[tuple[str, int]]:
     assert found == {*records, "manifest.json", *UNREAD}
     for name in sorted(found - UNREAD):
         size = (root / tag / name).stat().st_size
-        places = {0, size - 1, *range(0, size, 97)}
+        places = {0, size - 1, *range(0, size, 199)}
         if name in records:
             for at, nbytes in (*records[name].gaps, *records[name].regions):
                 places |= {at, at + nbytes // 2, at + nbytes - 1}

@@ -118,7 +118,6 @@ def test_a_chunk_is_kept_for_all_of_its_layers(tmp_path: Path, monkeypatch: pyte
     assert all(np.array_equal(model[f"{n}.{k}"], array[:, n].T) for k, array in arrays.items() for n in range(8))
 
 
-@pytest.mark.slow
 def test_what_memory_a_chunk_takes(tmp_path: Path) -> None:
     """It is decoded as a whole: once compressed and once not, and no copy of it is made for all layers."""
     nbytes, growth = scanned_memory.measured(tmp_path)

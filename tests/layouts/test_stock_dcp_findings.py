@@ -11,8 +11,6 @@ from tests.jobs import run_alone, run_on_ranks
 from tests.layouts import stock_dcp_findings as stock
 from tests.layouts.stock_dcp_jobs import EIGHT
 
-pytestmark = pytest.mark.slow  # nothing of ours is in them: they change with the pinned torch alone
-
 
 @pytest.mark.xla
 def test_async_save_of_xla_tensors_fails(tmp_path: Path) -> None:

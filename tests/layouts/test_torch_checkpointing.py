@@ -270,7 +270,6 @@ def test_numbers_of_a_mesh_are_checked() -> None:
 
 
 @needs_package
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2_tp", "items"])
 def test_the_package_writes_today_what_the_fixtures_have(tmp_path: Path, kind: str) -> None:
     run_package("save", kind, tmp_path / kind)

@@ -111,13 +111,11 @@ def test_the_package_loads_what_one_rank_saved(saved: Path) -> None:
 
 
 @needs_package
-@pytest.mark.slow
 def test_the_package_loads_what_two_ranks_saved_onto_two(by_two: Path) -> None:
     run_package("load", 2, by_two / "a")
 
 
 @needs_package
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_package_loads_a_conversion_onto_other_ranks(saved: Path, tmp_path: Path, ranks: int) -> None:
     columns = [("0.weight", (None, "dp"))] if ranks == 2 else []

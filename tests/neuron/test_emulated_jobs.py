@@ -82,7 +82,6 @@ def test_the_program_and_the_test_of_the_document_run(tmp_path: Path, monkeypatc
     assert nxd.has_checkpoint("checkpoints")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("url", ["", "xla"])
 def test_groups_that_torch_xla_makes_have_all_ranks(url: str, tmp_path: Path) -> None:
     method = f', init_method="{url}://"' if url else ""

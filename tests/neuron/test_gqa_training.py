@@ -73,13 +73,7 @@ def saves_and_resumes(_rank: int, root: Path, ranks: Ranks) -> list[Step]:
     return trained
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(ranks, id="fused") if ranks.fused else pytest.param(ranks, id="apart", marks=pytest.mark.slow)
-        for ranks in SAVED
-    ],
-)
+@pytest.mark.parametrize("ranks", SAVED, ids=lambda ranks: "fused" if ranks.fused else "apart")
 def test_a_job_resumes_on_other_ranks_with_other_copies(ranks: Ranks, tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     every = run_on_ranks(saves_and_resumes, 4, root, ranks, xla=True)

@@ -82,10 +82,7 @@ def goes_on(rank: int, root: str, pp: int, tp: int, config: dict[str, Any] | Non
     return found
 
 
-PAIRS = [
-    pytest.param((1, 2, 1), (1, 1, 1), marks=pytest.mark.slow),
-    ((4, 1, 1), (2, 2, 1)),
-]
+PAIRS = [((1, 2, 1), (1, 1, 1)), ((4, 1, 1), (2, 2, 1))]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
@@ -133,7 +130,7 @@ def test_sharded_states_of_the_optimizer(tmp_path: Path) -> None:
                 assert losses[form] == pytest.approx(unbroken[0], rel=1e-6), (target, form)
 
 
-@pytest.mark.parametrize("kind", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_master_weights_and_loss_scale(tmp_path: Path, kind: str) -> None:
     unbroken = run_on_ranks(saves, 4, str(tmp_path), 2, 2, {kind: True})
     for losses in run_on_ranks(goes_on, 4, str(tmp_path), 2, 1, {kind: True}):

@@ -14,6 +14,7 @@ import neuron_compat.smp as smp
 from neuron_compat.emulated.partition import part_of
 from neuron_compat.emulated.smp.partitions import divided, runs
 from neuron_compat.nxd.parallel_layers import parallel_state
+from neuron_compat.smp import meeting
 from neuron_compat.smp.loading import enforced
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import finish, run_on_ranks, start_on_ranks
@@ -310,6 +311,7 @@ def test_partitions_of_a_checkpoint_are_taken_over() -> None:
 
 def too_few(rank: int, which: str) -> str | None:
     """Only some ranks of a model make a call that all of them have to make."""
+    meeting.LINGER = 1.0  # who never comes to a call is waited for at the end, too
     smp.init(TP_RDP)
     model = smp.DistributedModel(make(Split))
     calls = {
@@ -342,6 +344,7 @@ def test_a_call_on_too_few_ranks_is_an_error_in_time(which: str, monkeypatch: py
 
 
 def goes_on_after_too_few(rank: int) -> bool:
+    meeting.LINGER = 1.0  # whoever has given a call up does not hear what came of it
     smp.init(TP_RDP)
     model = smp.DistributedModel(make(Split))
     if smp.dp_rank() == 0:

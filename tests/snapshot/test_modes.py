@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch.optim import optimizer as torch_optimizer
 
 import xla_ckpt
@@ -110,9 +111,9 @@ class Waiter(threading.Thread):
 
 
 @pytest.mark.parametrize("mode", ["host", "overlap"])
-def test_what_a_tag_has_is_what_was_there_at_the_call_in_200_runs(mode: str) -> None:
+def test_what_a_tag_has_is_what_was_there_at_the_call_in_many_runs(mode: str) -> None:
     torch.set_num_threads(1)
-    assert trials(200, mode) == []
+    assert trials(settings().max_examples, mode) == []
 
 
 @pytest.mark.parametrize("foreach", [False, True])

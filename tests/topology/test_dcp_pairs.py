@@ -42,7 +42,6 @@ def alone(root: Path) -> list[tuple[str, str, str]]:
     return load(0, root, ("one",))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wrapped_and_tensor_parallel_modules(tmp_path: Path) -> None:
     assert run_on_ranks(save, 2, tmp_path, timeout=500) == [[], []]

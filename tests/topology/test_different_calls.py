@@ -185,9 +185,13 @@ def test_an_array_that_differs_is_never_a_mixture(tmp_path: Path) -> None:
     assert torch.equal(xla_ckpt.restore(root, "t").tree["w"], torch.zeros(9))
 
 
-def leaves_out(rank: int, root: Path) -> dict[str, Any]:
-    """Rank 2, or rank 0, leaves out a call that the others make, once and twice in a row."""
-    told = dict[str, Any]()
+LEFT_OUT = {ODD: 1, 0: 2}
+"""Who leaves out how many calls in a row: for each of them the others wait two seconds."""
+
+
+def leaves_out(rank: int, root: Path) -> dict[int, list[str]]:
+    """Rank 2 leaves out a call that the others make, and rank 0 two in a row."""
+    told = dict[int, list[str]]()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -197,32 +201,28 @@ def leaves_out(rank: int, root: Path) -> dict[str, Any]:
         xla_ckpt.save(root, tag, {"w": torch.ones(3)}, options=xla_ckpt.SaveOptions(timeout=timeout, stale="ignore"))
 
     save("a")
-    for lazy in (ODD, 0):
-        for count in (1, 2):
-            for n in range(count):
-                if rank != lazy:
-                    with pytest.raises(xla_ckpt.RankFailedError, match=f"rank {lazy} did not answer"):
-                        save(f"left_out_{n}", timeout=2)
-                dist.barrier()
-            lines.clear()
-            save(f"after_{lazy}_{count}")
-            assert (
-                xla_ckpt.restore(root, options=xla_ckpt.LoadOptions(timeout=LONG)).report.tag == f"after_{lazy}_{count}"
-            )
-            told[f"{lazy}, {count}"] = [line for line in lines if "left out" in line]
+    for lazy, count in LEFT_OUT.items():
+        for n in range(count):
+            if rank != lazy:
+                with pytest.raises(xla_ckpt.RankFailedError, match=f"rank {lazy} did not answer"):
+                    save(f"left_out_{n}", timeout=2)
+            dist.barrier()
+        lines.clear()
+        save(f"after_{lazy}")
+        assert xla_ckpt.restore(root, options=xla_ckpt.LoadOptions(timeout=LONG)).report.tag == f"after_{lazy}"
+        told[lazy] = [line for line in lines if "left out" in line]
     return told
 
 
 def test_a_rank_that_left_out_a_call_goes_on_with_the_others(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     told = run_on_ranks(leaves_out, RANKS, root)
-    for lazy in (ODD, 0):
-        for count in (1, 2):
-            lines = [of_rank[f"{lazy}, {count}"] for of_rank in told]
-            assert [len(of_rank) for of_rank in lines] == [count if rank == lazy else 0 for rank in range(RANKS)]
-            for n, line in enumerate(lines[lazy]):
-                assert f"left_out_{n}" in line
-    assert xla_ckpt.list_tags(root) == ["a", *(f"after_{lazy}_{count}" for lazy in (ODD, 0) for count in (1, 2))]
+    for lazy, count in LEFT_OUT.items():
+        lines = [of_rank[lazy] for of_rank in told]
+        assert [len(of_rank) for of_rank in lines] == [count if rank == lazy else 0 for rank in range(RANKS)]
+        for n, line in enumerate(lines[lazy]):
+            assert f"left_out_{n}" in line
+    assert xla_ckpt.list_tags(root) == ["a", *(f"after_{lazy}" for lazy in LEFT_OUT)]
 
 
 def leaves_out_in_flight(rank: int, root: Path) -> list[str]:

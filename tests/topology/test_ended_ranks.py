@@ -57,7 +57,6 @@ def only_rank_0_saves(rank: int, root: Path) -> list[tuple[str, int | None, str 
     return attempts(root, "a") if rank == 0 else []
 
 
-@pytest.mark.slow
 def test_so_they_do_if_it_has_never_made_a_call(tmp_path: Path) -> None:
     (error,), nothing = torchrun(only_rank_0_saves, 2, tmp_path, tmp_path / "root")
     assert error[:3] == ("RankFailedError", 1, "a")

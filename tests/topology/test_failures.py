@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import xla_ckpt
-from tests.jobs import finish, start_on_ranks
+from tests.jobs import finish, start_on_ranks, store_of_torchrun
 from tests.nursery import Born
 from tests.runs import names_in
 from xla_ckpt.engine import save as engine
@@ -180,9 +180,7 @@ def test_kill_nine(tmp_path: Path) -> None:
     """Of one rank in mid-save, in three kinds of jobs; then a fresh job goes on in all of their directories."""
     one, zero, alone = (tmp_path / name for name in ("one", "zero", "alone"))
 
-    # Under torchrun its agent holds the store: played by this process.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    _store, agent = store_of_torchrun()
     # The jobs mostly wait, and so all of them at the same time.
     jobs = [
         start_on_ranks(loses_one, RANKS, one, 2, True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import xla_ckpt
@@ -29,7 +28,6 @@ def loads_another_part(rank: int, root: str, ranks: int) -> bool:
     return torch.equal(loaded["w"], WHOLE.chunk(ranks)[rank]) and torch.equal(loaded["replica"], WHOLE[:2])
 
 
-@pytest.mark.slow
 def test_sixteen_ranks_save_and_load(tmp_path: Path) -> None:
     run_on_ranks(saves_its_part, RANKS, str(tmp_path))
     assert [name for name in names_in(tmp_path) if not name.startswith(".")] == ["step_2"]

@@ -115,7 +115,6 @@ def same_error(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return errors[0]
 
 
-@pytest.mark.slow
 def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """Under torchrun: a directory that both see works; one that is another on each host is refused."""
     shared, private = tmp_path / "shared", tmp_path / "private"
