@@ -28,27 +28,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print, write or compare; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.write == MEASURED and (args.only or args.short):
+    if args.write == MEASURED and (args.only or args.short) and not args.more:
         parser.error("performance.md there is of one whole run: name another directory to write a part of it to")
+    if args.more and not args.write:
+        parser.error("--more goes on with the run that --write has the results of")
     chosen = _chosen(groups(args.gb), args.only, short=args.short or args.check)
-    results = Results(_about(args))
+    results = _begun(args) if args.more else Results(_about(args))
     scratch = args.scratch / "peers"  # what else is in that directory stays
     shutil.rmtree(scratch, ignore_errors=True)
     runner = Runner(scratch, limit=args.limit, patience=args.patience)
     rounds = 1 if args.check else args.rounds
     try:
-        results.about["rounds"] = run(chosen, rounds, runner, results, _say, 60 * args.minutes)
+        rounds = run(chosen, rounds, runner, results, _say, 60 * args.minutes)
         code = _check(args, chosen, runner, results) if args.check else 0
     finally:
         end_all()
         shutil.rmtree(scratch, ignore_errors=True)
-    results.about |= {"unquiet": runner.unquiet, "measured": runner.measured}
+    for name, count in (("rounds", rounds), ("unquiet", runner.unquiet), ("measured", runner.measured)):
+        results.about[name] = results.about.get(name, 0) + count
+    if args.more:
+        chosen = [group for group in groups(args.gb) if group.key in results.rows]
     print(render.document(results, chosen))
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)
         (args.write / "performance.json").write_text(json.dumps(results.to_json(), indent=1) + "\n")
         render.write(results, chosen, args.write)
     return code
+
+
+def _begun(args: argparse.Namespace) -> Results:
+    """The results of a run that is gone on with."""
+    results = Results.from_json(json.loads((args.write / "performance.json").read_text()))
+    now = {"gb": args.gb, "machine": machine.description()}
+    if other := {name: was for name, value in now.items() if (was := results.about[name]) != value}:
+        raise SystemExit(f"the run there is another one: {other}, and this one {now}")
+    return results
 
 
 def _check(args: argparse.Namespace, chosen: list[Group], runner: Runner, results: Results) -> int:
@@ -107,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--write", type=Path, nargs="?", const=MEASURED, help="write performance.md, .json and pictures there"
     )
+    parser.add_argument("--more", action="store_true", help="further rounds of the run whose results --write has")
     parser.add_argument("--check", action="store_true", help="the short form; fails if a ratio fell")
     return parser
 

@@ -20,6 +20,7 @@ from tests.layouts.gold import FOLDERS, LOST, Gold, cases
 from tests.layouts.same import as_theirs, content
 from tests.same import differences
 from xla_ckpt.cli.main import main
+from xla_ckpt.cli.words import in_options
 
 transformers = pytest.importorskip("transformers")
 HEADS, KV_HEADS, DIM, HIDDEN, INTER, VOCAB = 8, 2, 4, 32, 48, 64
@@ -435,9 +436,10 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
          "do not divide"),
     ):  # fmt: skip
         job = {name: how.pop(name) for name in FIELDS & how.keys()}
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=said) as told:
             getattr(xla_ckpt, call)(source, tmp_path / "new", llama=xla_ckpt.LlamaJob(**job), **how)
         assert not (tmp_path / "new").exists()
+        assert "--" not in said or "LlamaJob" not in in_options(str(told.value)), "a command line has options alone"
 
 
 def family(kind: str) -> Any:

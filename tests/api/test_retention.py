@@ -47,6 +47,23 @@ def test_the_best_tags_stay(root: str) -> None:
     assert xla_ckpt.list_tags(root) == ["step_4", "step_1"]
 
 
+@pytest.mark.parametrize("content", [{"los": 0.5}, {"loss": torch.tensor(0.5)}], ids=["misspelt", "a tensor"])
+def test_a_number_that_no_tag_has_is_told_once(root: str, content: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(3):
+        save(root, step, LatestN(1) | BestN("loss"), content)
+    assert xla_ckpt.list_tags(root) == ["step_0", "step_1", "step_2"]
+    (warning,) = [message for message in caplog.messages if "keeps all tags" in message]
+    assert root.rpartition("/")[2] in warning
+    assert "BestN('loss')" in warning
+
+
+def test_a_number_that_some_tags_have_is_no_mistake(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    for step, content in enumerate([{"loss": 0.5}, {}, {}]):
+        save(root, step, LatestN(1) | BestN("loss"), content)
+    assert xla_ckpt.list_tags(root) == ["step_0", "step_2"]
+    assert "keeps all tags" not in caplog.text
+
+
 def test_a_list_says_why_each_tag_is_kept(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(root, 0, None, {"loss": 0.1}, pinned=True)
     assert [summary.kept for summary in xla_ckpt.Checkpoints(root).summaries()] == [()], "no policy is known"

@@ -56,6 +56,16 @@ def test_a_save_and_a_load_of_cpu_tensors_are_measured_checked_and_written(tmp_p
     assert "performance-notes.md" in text
     assert os.listdir(scratch) == ["mine"]
 
+    assert command.main([*words, "--only", "cpu-cold", "--short", "--more", "--write", str(docs)]) == 0
+    more = Results.from_json(json.loads((docs / "performance.json").read_text()))
+    assert more.runs("cpu-cold", "xla_ckpt")[:-1] == results.runs("cpu-cold", "xla_ckpt")
+    assert more.runs("cpu-cold", "`dcp.load`") == results.runs("cpu-cold", "`dcp.load`")  # no target is about it
+    assert (more.about["rounds"], results.about["rounds"]) == (2, 1)
+    assert more.about["measured"] > results.about["measured"]
+    assert "(2 interleaved rounds" in (docs / "performance.md").read_text()
+    with pytest.raises(SystemExit, match="another one: {'gb': 0.001}"):
+        command.main(["--gb", "0.002", "--more", "--write", str(docs)])
+
 
 def test_a_fallen_ratio_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run_with(stall: float) -> int:

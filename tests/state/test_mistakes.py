@@ -288,6 +288,16 @@ def test_a_path_that_leaves_out_a_directory_is_told(tmp_path: Path, caplog: pyte
         xla_ckpt.load_checkpoint(tmp_path / "runs" / "lm", "latest", model=nn.Linear(2, 2))
 
 
+def test_a_directory_of_files_says_which_lie_there(tmp_path: Path) -> None:
+    for number in range(12):
+        torch.save({"weight": torch.ones(2, 2)}, tmp_path / f"{number:02}.pt")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for call in (xla_ckpt.restore, xla_ckpt.verify):
+        with pytest.raises(xla_ckpt.NoCheckpointError, match=r"lie there, 00\.pt, .*09\.pt and others: pass the path"):
+            call(tmp_path)
+    assert not xla_ckpt.has_checkpoint(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("layout", ["native", "xser", "dcp", "theirs"])

@@ -228,9 +228,10 @@ def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     if job.fuse_qkv is None:
         raise UsageError(
             "a job has grouped-query attention in one of three forms",
-            expected="fuse_qkv=True (--fuse-qkv) for qkv_proj.weight_qkv, fuse_qkv=False (--no-fuse-qkv) for "
-            "weight_q, weight_k and weight_v, or qkv_linear=False (--no-qkv-linear) for q_proj, k_proj and v_proj",
-            hint="Say it in llama=LlamaJob(...). The job's own script has the flags fuse_qkv and qkv_linear.",
+            expected="LlamaJob(fuse_qkv=True) (--fuse-qkv) for qkv_proj.weight_qkv, LlamaJob(fuse_qkv=False) "
+            "(--no-fuse-qkv) for weight_q, weight_k and weight_v, or LlamaJob(qkv_linear=False) (--no-qkv-linear) for "
+            "q_proj, k_proj and v_proj",
+            hint="The job's own script has the flags fuse_qkv and qkv_linear: say what they are there.",
         )
     if count > 1 and copies.adjacent is None:
         raise unsaid_order(count)

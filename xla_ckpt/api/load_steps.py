@@ -300,7 +300,7 @@ class Load:
             raise error.at(path=reader.root, tag=reader.tag)
         if refused:
             fitting = len(loadings.targets)
-            logger.warning("tag %s: strict=False loads %d arrays, and leaves others as they are:", reader.tag, fitting)
+            logger.warning("tag %s: arrays that fit and are loaded: %d. Others stay as they are:", reader.tag, fitting)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))

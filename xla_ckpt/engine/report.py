@@ -79,7 +79,8 @@ class LoadReport:
     """Bytes of those."""
 
     read_bytes: int = 0
-    """Bytes that were read from the storage for them."""
+    """Bytes that were read for them. Those of large tensors of the CPU, which are overwritten in place, count twice:
+    they are read first to verify them, and then again, out of the page cache, into their places."""
 
     proven_bytes: int = 0
     """With ``prove=True``: bytes that were read back from memory, and compared with the tag. Copies on several local

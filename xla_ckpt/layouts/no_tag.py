@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import closest, meant
-from xla_ckpt.layouts.listing import all_tags, find_foreign, named_itself, roots_below, tag_names
+from xla_ckpt.layouts.listing import all_tags, beside_tags, find_foreign, named_itself, roots_below, tag_names
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
@@ -17,8 +19,8 @@ from xla_ckpt.tags.roots import root_of
 MAX_LOOKED_INTO = 100
 """Directories that are looked into for the sake of a hint, at most."""
 
-MAX_NAMED_ROOTS = 10
-"""Directories that a hint names, at most."""
+MAX_IN_HINT = 10
+"""Directories and files that a hint names, at most."""
 
 
 def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
@@ -98,7 +100,20 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
+    elif not tags and (others := _names_of_others(store)):
+        error.hint = f"Checkpoints of other libraries lie there, {others}: pass the path of one."
     return error
+
+
+def _names_of_others(store: Store) -> str:
+    """What lies in a directory and is opened by its own path alone, such as files of torch.save; empty if nothing."""
+    if store.file_system is None:
+        return ""
+    try:
+        others = beside_tags(store, (), MAX_LOOKED_INTO)
+    except (CheckpointError, OSError):
+        return ""  # it is only for a hint
+    return _some([name for name, _, entry in others if entry.complete])
 
 
 def names_of_roots_below(store: Store) -> str:
@@ -109,8 +124,11 @@ def names_of_roots_below(store: Store) -> str:
         below = roots_below(store.path, levels=1, most=MAX_LOOKED_INTO)
     except (CheckpointError, OSError):
         return ""
-    names = [path.rpartition("/")[2] for path, _ in below]
-    return ", ".join(names[:MAX_NAMED_ROOTS]) + (" and others" if len(names) > MAX_NAMED_ROOTS else "")
+    return _some([path.rpartition("/")[2] for path, _ in below])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_IN_HINT]) + (" and others" if len(names) > MAX_IN_HINT else "")
 
 
 def _path_meant(path: str) -> str:

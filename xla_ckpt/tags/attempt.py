@@ -14,8 +14,7 @@ from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
-from xla_ckpt.tags.facts import facts_of
-from xla_ckpt.tags.kept import superfluous
+from xla_ckpt.tags.facts import tags_to_retire
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
@@ -77,12 +76,11 @@ class Attempt:
             after = rules.committed(ledger, self.tag, entry)
             if retention is None:
                 return after
-            facts = facts_of(self.record.store, rules.entries_in(after))
-            return rules.retired(after, superfluous(facts, retention))
+            return rules.retired(after, tags_to_retire(self.record.store, rules.entries_in(after), retention))
 
         if retention is not None:
             # What a policy reads of older tags is read now, and kept: an edit that takes long loses to those of others.
-            superfluous(facts_of(self.record.store, rules.entries_in(self.record.last())), retention)
+            tags_to_retire(self.record.store, rules.entries_in(self.record.last()), retention)
         try:
             ledger = self.record.edit(change)
         except Unanswered as error:

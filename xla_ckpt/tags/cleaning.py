@@ -12,8 +12,7 @@ from xla_ckpt.errors import CheckpointError
 from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.facts import facts_of
-from xla_ckpt.tags.kept import superfluous
+from xla_ckpt.tags.facts import tags_to_retire
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
 from xla_ckpt.tags.retention import Retention
 
@@ -137,8 +136,7 @@ def retire_older(
         return 0.0  # a root of 10,000 tags takes a third of a second to look through
     began = time.perf_counter()
     try:
-        facts = facts_of(store, filter(among, listing.entries(store)))
-        for old in superfluous(facts, retention):
+        for old in tags_to_retire(store, filter(among, listing.entries(store)), retention):
             if not store.in_use(old):
                 with contextlib.suppress(FileNotFoundError):  # another job has retired it
                     move_to_trash(store, old)

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.facts import facts_of
-from xla_ckpt.tags.kept import superfluous
+from xla_ckpt.tags.facts import tags_to_retire
 from xla_ckpt.tags.listing import looked_into
 from xla_ckpt.tags.missing import existing, no_such_tag
 from xla_ckpt.tags.retention import Retention
@@ -88,7 +87,7 @@ def retire_superfluous(root: Root, retention: Retention) -> None:
         StorageError: The storage refused.
     """
     with storage_errors("deleting older tags", path=root.path):
-        for tag in superfluous(facts_of(root.store, root.entries()), retention):
+        for tag in tags_to_retire(root.store, root.entries(), retention):
             with contextlib.suppress(FileNotFoundError):  # another job has retired it
                 if not root.is_read(tag):
                     root.retire(tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
-from xla_ckpt.tags.retention import TagFact
+from xla_ckpt.tags.kept import superfluous
+from xla_ckpt.tags.retention import BestN, Retention, TagFact
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.schema import USER_CONTENT
@@ -48,6 +50,25 @@ def facts_of(store: Store, entries: Iterable[TagEntry]) -> list[TagFact]:
         )
         for entry in entries
     ]
+
+
+def tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Retention) -> list[str]:
+    """Which of these tags a policy does not keep, oldest first. That none has a number that it goes by is logged."""
+    facts = facts_of(store, entries)
+    for part in policy.parts:
+        if isinstance(part, BestN) and part.is_unknown(facts):
+            _tell_unknown(store.path, part.metric)
+    return superfluous(facts, policy)
+
+
+@functools.cache  # once, and not with every save
+def _tell_unknown(path: str, metric: str) -> None:
+    logger.warning(
+        "%s: BestN(%r) keeps all tags, since none has this number in user_content: is it spelt as there, and a number "
+        "(loss.item(), not a tensor)?",
+        path,
+        metric,
+    )
 
 
 def _metric(store: Store, entry: TagEntry, name: str) -> float | None:

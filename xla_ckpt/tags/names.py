@@ -43,7 +43,7 @@ def check_is_text(tag: object, path: str | None = None) -> str:
             found=f"the number {tag}" if type(tag) is int else type(tag).__name__,
             hint=f"Write {str(tag)!r}."
             if type(tag) is int
-            else "The tag is the argument after the path. A load without one takes the newest: say model=..., by name.",
+            else "The tag is the argument after the path. A load of the newest has none: name the arguments behind it.",
         )
     return tag
 

@@ -140,6 +140,10 @@ class BestN(Retention):
     def reason(self, facts: Sequence[TagFact]) -> str:
         return str(self) if self._numbers(facts)[0] else f"no tag has the number {self.metric}"
 
+    def is_unknown(self, facts: Sequence[TagFact]) -> bool:
+        """Whether the number is in none of these tags, so that nothing is deleted for it: it may be misspelt."""
+        return bool(facts) and self._numbers(facts) == ([], [])
+
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
         numbers, unread = self._numbers(facts)
         if not numbers:
