@@ -307,7 +307,8 @@ class Load:
         refused = [problem for problem in problems if not problem.stays]
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
-            error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
+            ranks = self.job.placement.world
+            error = incompatible(refused, fits=fits, optional=optional, ranks=ranks, misfit=reader.misfit)
             raise error.at(path=reader.root, tag=reader.tag)
         if refused:
             fitting = len(loadings.targets)

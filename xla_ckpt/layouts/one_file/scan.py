@@ -38,20 +38,21 @@ def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
     # Caches of other programs have links in place of files.
     with directory_to_scan(store, file, lambda: store.open("", lock=False, links=True)) as directory, naming(file=file):
         files = SavedFiles(directory, entry.files or (file,))
-        manifest, objects = _scan(files, file, hints)
-        return TagReader(files, store.path, file, manifest, objects)
+        records: list[FileRecord] = []
+        tree = _tree(files, file, records)
+        reader = TagReader(files, store.path, file, *_scan(files, file, tree, records, hints))
+        if (job := job_of_part(tree)) is not None:
+            reader.misfit = (
+                "The file is the part of one rank of a job of SageMaker model parallel, of pp {} and tp {}: load the "
+                "name without the numbers at its end, which is that of all parts together."
+            ).format(*job)
+            logger.warning("%s: %s", file, reader.misfit)
+        return reader
 
 
-def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
-    records: list[FileRecord] = []
-    tree = _tree(directory, file, records)
-    if (job := job_of_part(tree)) is not None:
-        logger.warning(
-            "%s is the part of one rank of a job of SageMaker model parallel, of pp %d and tp %d: the name without the "
-            "numbers at its end is that of all parts together",
-            file,
-            *job,
-        )
+def _scan(
+    directory: SavedFiles, file: str, tree: Any, records: list[FileRecord], hints: Hints
+) -> tuple[Manifest, list[UntrustedObject]]:
     beside = next((other for other in directory.files() if other != file), None)
     is_full = beside is not None and is_model_alone(tree)
     members = file_members({schema.MODEL: tree} if is_full else tree, hints)
