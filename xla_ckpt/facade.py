@@ -41,6 +41,7 @@ from xla_ckpt.layouts.smp.tags import (
     OPTIMIZER_SETS,
     PARTIAL,
     USER_CONTENT_FILE,
+    user_content_name,
 )
 from xla_ckpt.layouts.torch_save.whole import load_whole_file, read_whole_file
 from xla_ckpt.layouts.torch_save.whole_writing import changed_tensors, renew_file, write_whole_file, xla_tensors
@@ -108,6 +109,7 @@ __all__ = [
     "replaced_leaves",
     "root_at",
     "storage_errors",
+    "user_content_name",
     "whole",
     "whole_of_parts",
     "write_part",

@@ -27,7 +27,7 @@ from neuron_compat.smp.meeting import together
 from neuron_compat.smp.model_calls import ModelCalls
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
 from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
-from xla_ckpt.facade import IS_PARTIAL, JOB_CONFIG, NEWEST, PARTIAL, NamesOnly, write_whole_file
+from xla_ckpt.facade import IS_PARTIAL, JOB_CONFIG, NEWEST, PARTIAL, NamesOnly, user_content_name, write_whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _save_full(root: str, tag: str, model: Any, user_content: Any, *, marked: bo
         if model is not None:
             write_whole_file({**state, IS_PARTIAL: False} if marked else state, f"{root}/{tag}")
         if user_content is not None:
-            write_whole_file(user_content, f"{root}/user_content_{tag}")
+            write_whole_file(user_content, f"{root}/{user_content_name(tag)}")
 
     _on_all("smp.save_checkpoint", prepare)
 

@@ -23,6 +23,7 @@ from xla_ckpt.facade import (
     USER_CONTENT_FILE,
     read_whole_file,
     root_at,
+    user_content_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def user_content_of(root: str, name: str, *, partial: bool, trust: bool) -> Any:
         xla_ckpt.CorruptCheckpointError: Its file is damaged.
         xla_ckpt.UntrustedObjectError: It holds pickled objects, which are not trusted.
     """
-    file = f"{root}/{name}/{USER_CONTENT_FILE}" if partial else f"{root}/user_content_{name}"
+    file = f"{root}/{f'{name}/{USER_CONTENT_FILE}' if partial else user_content_name(name)}"
     return files.Reading(trust=trust).value(file) if os.path.isfile(file) else None
 
 

@@ -101,6 +101,62 @@ def test_prefixes_of_names_are_told(tmp_path: Path) -> None:
         xla_ckpt.load_checkpoint(tmp_path, "wrapped", torch.nn.Linear(3, 2))
 
 
+def of_half_precision() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model of bfloat16 with two names of one weight, and an optimizer that has master weights, as ZeRO-1's has."""
+    masters = {"w": torch.full((4,), 1.001), "b": torch.full((2,), 2.001)}
+    model = {name: value.bfloat16() for name, value in masters.items()}
+    groups = [{"params": ["w", "b"], "lr": 0.1}]
+    return {**model, "tied": model["w"]}, {"state": {}, "param_groups": groups, "master": masters}
+
+
+def wanting(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    weight = torch.zeros(4, dtype=dtype)
+    return {"w": weight, "b": torch.zeros(2, dtype=dtype), "tied": weight}
+
+
+def test_a_model_of_the_type_of_master_weights_takes_those(tmp_path: Path) -> None:
+    saved, optimizer = of_half_precision()
+    xla_ckpt.save_checkpoint(tmp_path, "a", saved, optimizer)
+    for cast in (False, True):
+        model = wanting(torch.float32)
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, {}, cast=cast)
+        assert model["w"].eq(1.001).all()
+        assert model["b"].eq(2.001).all()
+        assert model["tied"] is model["w"]
+    for dtype, cast in ((torch.bfloat16, False), (torch.float64, True)):
+        model = wanting(dtype)
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, {}, cast=cast)
+        assert torch.equal(model["b"], saved["b"].to(dtype))
+    like = {"model": {"w": torch.zeros(4)}, "optimizer": {"param_groups": None}}
+    assert xla_ckpt.restore(tmp_path, "a", like=like).tree["model"]["w"].eq(1.001).all()
+    xla_ckpt.convert(tmp_path, tmp_path, "a", as_tag="float32", model=wanting(torch.float32), optimizer=optimizer)
+    assert xla_ckpt.restore(tmp_path, "float32").tree["model"]["b"].eq(2.001).all()
+
+
+def test_a_model_without_its_optimizer_takes_no_master_weights(tmp_path: Path) -> None:
+    saved, optimizer = of_half_precision()
+    xla_ckpt.save_checkpoint(tmp_path, "a", saved, optimizer)
+    model = wanting(torch.float32)
+    with pytest.raises(IncompatibleCheckpointError, match="bfloat16 is stored, float32 wanted"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model)
+    xla_ckpt.load_checkpoint(tmp_path, "a", model, cast=True)
+    assert torch.equal(model["b"], saved["b"].float())
+
+
+def a_rank_of_its_own_type(rank: int, root: str) -> list[float]:
+    """Rank 0 has the type of the master weights, rank 1 that of the weights."""
+    model = wanting(torch.bfloat16 if rank else torch.float32)
+    xla_ckpt.load_checkpoint(root, None, model, {})
+    return [float(value[0]) for value in model.values()]
+
+
+def test_each_rank_takes_what_is_of_its_type(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", *of_half_precision())
+    first, second = run_on_ranks(a_rank_of_its_own_type, 2, str(tmp_path))
+    assert first == pytest.approx([1.001, 2.001, 1.001], abs=1e-6)
+    assert second == [1.0, 2.0, 1.0]
+
+
 def a_stage_without_anything(rank: int, root: str) -> Any:
     """The model of rank 1 has nothing of what is stored; that of rank 0 has, unless `root` says so."""
     names = ["w"] if rank == 0 and not root.endswith("none") else ["other"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 
 import xla_ckpt
 from tests.layouts.gold import LOST, Gold, Target, cases, few_of
@@ -141,6 +142,20 @@ def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="the others are missing"):
         xla_ckpt.convert(gold.root, tmp_path / "new", to="native", model=target.model, optimizer=target.optimizer)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_model_of_the_masters_type_takes_the_masters_of_a_converted_tag(tmp_path: Path) -> None:
+    """As it does of the tag that neuronx-distributed wrote, and one of the weights' type takes the weights."""
+    gold = Gold("tp2_dp2_z1m__pt_sync", "step_40")
+    converted(gold, tmp_path, Mesh(dp=2, tp=2))
+    for tag in ("ours", "theirs"):
+        for cast in (False, True):
+            target = Target(gold, dtype=torch.float32)
+            xla_ckpt.load_checkpoint(tmp_path, tag, target.model, target.optimizer, cast=cast)
+            assert not target.differences("master")
+        target = Target(gold)
+        xla_ckpt.load_checkpoint(tmp_path, tag, target.model, target.optimizer)
+        assert not target.differences("params")
 
 
 def test_master_weights_have_no_place_without_zero1(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.layouts.smp_files import GENERATIONS, toy_content, write_set, write_t
 from tests.layouts.writing import toy
 from tests.topology.state import differences
 from xla_ckpt import Mesh
-from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
 from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.smp.tags import find_smp_tag, listed_sets, part_of
 from xla_ckpt.storage.door import store_at
@@ -74,12 +74,15 @@ def test_a_store_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_part_of_one_rank_by_its_own_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is a file like any other. What it holds is not the whole, and the log says so."""
+    """It is a file like any other. What it holds is not the whole: the log says so, and the error."""
     write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "documents")
     tree = xla_ckpt.restore(tmp_path / "c.pt_1_0").tree
     assert "layers.1.norm.weight" in tree["model"]
     assert not [name for name in tree["model"] if name.startswith("_smp")]
-    assert "c.pt_1_0 is the part of one rank of a job" in caplog.text
+    assert "c.pt_1_0: The file is the part of one rank of a job" in caplog.text
+    with pytest.raises(IncompatibleCheckpointError, match="load the name without the numbers") as refused:
+        loads(tmp_path / "c.pt_1_0")
+    assert "Make the model" not in str(refused.value)
 
 
 @pytest.mark.parametrize("folder", ["run+1", "run(1)", "a[0]", "run.*", "back\\slash", "ünï"])

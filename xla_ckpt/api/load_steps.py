@@ -36,6 +36,7 @@ from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.options import LoadOptions
 from xla_ckpt.plan.hints import Hints, united_groups
+from xla_ckpt.plan.masters import stores_masters, with_masters
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.frozen_base import united_base
@@ -130,11 +131,12 @@ class Load:
         """Load one tag: open it, check it against the targets, plan, read and verify, install."""
         store = self.near.store if is_near and self.near is not None and not self.several else self.store
         with self.phases.timed("open"):
-            reader = self._open(store, tag, exchange)
+            reader, hints = self._open(store, tag, exchange)
             if is_near and self.near is not None and self.several:
                 reader.directory = self.near.nearer(reader.directory, tag, reader.manifest.head)
         with reader:
             self._check_version(reader, exchange)
+            reader = self._with_masters(reader, hints, exchange)
             with self.phases.timed("check"):
                 with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag), collector_paused():
                     loadings = self.content.loadings(self._stored(reader))
@@ -205,20 +207,29 @@ class Load:
         both = parts if self.several else newest_first(near, far)
         return [(entry.tag, is_near) for entry, is_near in both if name in (None, entry.tag)]
 
-    def _open(self, store: Store, tag: str, exchange: Round) -> TagReader:
-        """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
+    def _open(self, store: Store, tag: str, exchange: Round) -> tuple[TagReader, Hints | None]:
+        """A reader of the tag. Files of some layouts do not say everything: the targets say the rest, in hints."""
         # Ranks that look at different moments may see different tags, and would wait for different messages.
         hints: Hints | None = None
         if of_lead(exchange, "asks", lambda: _asks(store, tag)):
-            with agreed(exchange, "describing"):
-                hints = self.content.hints(StateShardings(self.job.placement, self.wish.rules))
-            hints = self._of_all_stages(hints, exchange)
+            hints = self._of_all_stages(self._hints(exchange), exchange)
         with contextlib.ExitStack() as unless_all_have:
             with agreed(exchange, "opening"):
                 reader = unless_all_have.enter_context(open_tag(store, tag, hints))
             unless_all_have.pop_all()
         # Where another rank could not open it, it is closed: retention leaves a tag alone that is open.
-        return reader
+        return reader, hints
+
+    def _hints(self, exchange: Round) -> Hints:
+        """What the targets of this rank say."""
+        with agreed(exchange, "describing"):
+            return self.content.hints(StateShardings(self.job.placement, self.wish.rules))
+
+    def _with_masters(self, reader: TagReader, hints: Hints | None, exchange: Round) -> TagReader:
+        """The same tag with master weights in the place of weights, where the targets are of their type."""
+        if not stores_masters(reader.manifest):
+            return reader
+        return reader.with_manifest(with_masters(reader.manifest, hints or self._hints(exchange)))
 
     def _check_version(self, reader: TagReader, exchange: Round) -> None:
         """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded."""
@@ -296,7 +307,8 @@ class Load:
         refused = [problem for problem in problems if not problem.stays]
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
-            error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
+            ranks = self.job.placement.world
+            error = incompatible(refused, fits=fits, optional=optional, ranks=ranks, misfit=reader.misfit)
             raise error.at(path=reader.root, tag=reader.tag)
         if refused:
             fitting = len(loadings.targets)

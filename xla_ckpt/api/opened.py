@@ -17,6 +17,7 @@ from xla_ckpt.layouts.llama_names import llama_hints
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.masters import stores_masters, with_masters
 from xla_ckpt.plan.rank_numbers import without_numbers
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
@@ -85,14 +86,16 @@ def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT, 
     foreign = find_foreign(store, tag)
     hints = about.hints(part) if foreign is not None and foreign[0].asks else None
     reader = open_tag(store, tag, hints, as_stored=as_stored)
-    if about.known is not None:
-        try:
+    try:
+        if about.known is not None:
             with naming(path=reader.root, tag=reader.tag):
                 check_shapes(reader.manifest, about.known.config)
-        except BaseException:
-            reader.close()  # nobody else will
-            raise
-    return reader
+        if about.model is None or as_stored or not stores_masters(reader.manifest):
+            return reader
+        return reader.with_manifest(with_masters(reader.manifest, hints or about.hints(part)))
+    except BaseException:
+        reader.close()  # nobody else will
+        raise
 
 
 def tell_divergent(reader: TagReader) -> None:

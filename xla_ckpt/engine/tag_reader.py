@@ -75,6 +75,8 @@ class TagReader:
         """Bytes of objects that were asked for."""
         self.advice = DAMAGED
         """What to do about a file that is not as it was saved, if the tag has no parity."""
+        self.misfit = ""
+        """Why it may not fit the objects of a load, and what to load then; empty for a whole checkpoint."""
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}

@@ -70,8 +70,9 @@ def beside_tags(store: Store, tags: Iterable[TagEntry], most: int) -> list[tuple
     """
     listed = {name for entry in tags for name in (entry.tag, *entry.files)}
     names = [name for name in sorted(names_in(store)) if name not in listed and not name.startswith(".")]
-    found_there = ((name, find_foreign(store, name)) for name in names[:most])
-    return [(name, *foreign) for name, foreign in found_there if foreign is not None]
+    there = [(name, foreign) for name in names[:most] if (foreign := find_foreign(store, name)) is not None]
+    parts = {file for name, (_, entry) in there for file in entry.files if file != name}
+    return [(name, *foreign) for name, foreign in there if name not in parts]
 
 
 def roots_below(path: str, *, levels: int, most: int, passed: Set[str] = frozenset()) -> list[tuple[str, list[str]]]:

@@ -39,7 +39,7 @@ class Problem:
 
 
 def incompatible(
-    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1
+    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1, misfit: str = ""
 ) -> IncompatibleCheckpointError:
     """One error for all the differences.
 
@@ -48,6 +48,7 @@ def incompatible(
         fits: Whether there is anything that fits.
         optional: Whether the call can be told to load only that.
         ranks: Number of ranks of the job.
+        misfit: Why the tag may not fit whatever the target is, and what to load then.
     """
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
@@ -56,7 +57,7 @@ def incompatible(
     hints = []
     if any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
         target = "the model" if optional else "like="
-        hints.append(f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
+        hints.append(misfit or f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
     if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
     if any(p.leaf.startswith(schema.state(UNNAMED)) for p in problems):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError
@@ -134,28 +134,24 @@ def content_of(state: ScannedState, optimizers: RankAt | None, optim: Callable[[
 
 
 def _weights(name: str, stored: Any, masters: Mapping[str, Any], hints: Hints) -> Any:
-    """What a parameter is loaded from: as a rule its own array, else its master weights. None leaves it out.
+    """What a parameter is loaded from: its own array, or its master weights if that was not saved.
 
-    Master weights are taken if nothing else is stored, or if exactly their type is wanted.
+    None leaves it out.
     """
+    if not isinstance(stored, Missing):
+        return stored
     master = masters.get(name)
-    if isinstance(stored, Missing):
-        if isinstance(master, ArrayRecord):
-            return master.changed(stands_for=stored.tensor.dtype)
-        if not hints.optimizer or hints.groups is None:
-            return _ONLY_MASTERS
-        if not masters:
-            raise CorruptCheckpointError(
-                "the files of the tensors are missing, and there are no master weights to take their place",
-                leaf=schema.weight(name),
-                file=stored.tensor.file,
-            )
-        return master
-    if isinstance(stored, ArrayRecord) and isinstance(master, ArrayRecord) and stored.shape == master.shape:
-        asked = hints.hint(name).dtype
-        if asked == master.dtype.name and asked != stored.dtype.name:
-            return replace(master)  # a record of its own: one object would be one array of two names
-    return stored
+    if isinstance(master, ArrayRecord):
+        return master.changed(stands_for=stored.tensor.dtype)
+    if not hints.optimizer or hints.groups is None:
+        return _ONLY_MASTERS
+    if not masters:
+        raise CorruptCheckpointError(
+            "the files of the tensors are missing, and there are no master weights to take their place",
+            leaf=schema.weight(name),
+            file=stored.tensor.file,
+        )
+    return master
 
 
 def _plain(files: RankFiles, value: Any) -> Any:

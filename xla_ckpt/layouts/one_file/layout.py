@@ -6,6 +6,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.smp.tags import user_content_beside
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
@@ -25,7 +26,8 @@ STATE_FILE = "state.pt"
 class OneFile(Layout):
     """A state, or a part of it, in one file that torch alone reads. It is no tag: it has no manifest.
 
-    A file that a path names is opened, and no root lists it among its tags.
+    A file that a path names is opened, and no root lists it among its tags. A full checkpoint of SageMaker model
+    parallel's has its user content in a second file, beside the first one.
     """
 
     name = "torch"
@@ -40,7 +42,10 @@ class OneFile(Layout):
             is_zip = tag.endswith(SUFFIXES) or store.start_of(tag, 4) == b"PK\3\4"
         except OSError:
             return None
-        return TagEntry(tag=tag, directory=tag) if is_zip else None
+        if not is_zip:
+            return None
+        beside = user_content_beside(store, tag)
+        return TagEntry(tag=tag, directory=tag, files=() if beside is None else (tag, beside))
 
     def tag_of(self, entry: TagEntry) -> str:
         stem, dot, suffix = entry.tag.rpartition(".")
@@ -56,11 +61,11 @@ class OneFile(Layout):
         from xla_ckpt.layouts.verifying import foreign_report
 
         with foreign_report(store, entry.tag) as report:
-            report.files = 1
+            report.files = len(entry.files) or 1
             try:
                 with self.open(store, entry, Hints(optimizer=False)) as reader, storage_errors("reading a file"):
                     report.arrays = len(reader.manifest.arrays)
-                    report.nbytes = check_zip(reader.directory, entry.tag)
+                    report.nbytes = sum(check_zip(reader.directory, file.path) for file in reader.manifest.files)
             except CheckpointError as error:
                 report.problems.append(error.at(file=entry.tag))
         return report

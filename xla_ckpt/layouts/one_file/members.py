@@ -16,6 +16,7 @@ from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import leaves
 
 _LISTED = {"optimizer_states": "optimizer_states", "lr_schedulers": "lr_scheduler"}
 """Where Lightning has a list of all optimizers, and of all schedulers -> what the only one of them is called."""
@@ -45,6 +46,19 @@ def file_members(tree: Any, hints: Hints) -> FileMembers:
     if tree.keys() <= set(schema.MEMBERS):
         parts = _as_ours(tree, parts)
     return FileMembers(*with_names(parts, hints, guess=True))
+
+
+def is_model_alone(tree: Any) -> bool:
+    """Whether a file holds the state dict of a model and nothing else: arrays, and by its names none that is nested.
+
+    Args:
+        tree: As in `file_members`.
+    """
+    return (
+        isinstance(tree, dict)
+        and any(map(is_scanned_array, tree.values()))
+        and not any(is_scanned_array(leaf) for v in tree.values() if not is_scanned_array(v) for leaf in leaves(v))
+    )
 
 
 def _without_marks(tree: dict[Any, Any]) -> dict[Any, Any]:

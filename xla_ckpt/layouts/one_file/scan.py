@@ -9,7 +9,7 @@ from typing import Any
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.layouts.one_file.file import SavedFiles
-from xla_ckpt.layouts.one_file.members import file_members
+from xla_ckpt.layouts.one_file.members import file_members, is_model_alone
 from xla_ckpt.layouts.one_file.objects import stored_tree
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
@@ -22,6 +22,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +37,36 @@ def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
     file = entry.tag
     # Caches of other programs have links in place of files.
     with directory_to_scan(store, file, lambda: store.open("", lock=False, links=True)) as directory, naming(file=file):
-        files = SavedFiles(directory, [file])
-        manifest, objects = _scan(files, file, hints)
-        return TagReader(files, store.path, file, manifest, objects)
+        files = SavedFiles(directory, entry.files or (file,))
+        records: list[FileRecord] = []
+        tree = _tree(files, file, records)
+        reader = TagReader(files, store.path, file, *_scan(files, file, tree, records, hints))
+        if (job := job_of_part(tree)) is not None:
+            reader.misfit = (
+                "The file is the part of one rank of a job of SageMaker model parallel, of pp {} and tp {}: load the "
+                "name without the numbers at its end, which is that of all parts together."
+            ).format(*job)
+            logger.warning("%s: %s", file, reader.misfit)
+        return reader
 
 
-def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
-    with closing(directory.open(file)) as source:
-        size = source.size
-        tree = stored_tree(directory, Ahead(source, file, FEW_AHEAD), _Records().of)
-    if (job := job_of_part(tree)) is not None:
+def _scan(
+    directory: SavedFiles, file: str, tree: Any, records: list[FileRecord], hints: Hints
+) -> tuple[Manifest, list[UntrustedObject]]:
+    beside = next((other for other in directory.files() if other != file), None)
+    is_full = beside is not None and is_model_alone(tree)
+    members = file_members({schema.MODEL: tree} if is_full else tree, hints)
+    state = members.tree
+    if beside is not None and is_full:
+        state = {**state, schema.USER_CONTENT: _tree(directory, beside, records)}
+    elif beside is not None:
         logger.warning(
-            "%s is the part of one rank of a job of SageMaker model parallel, of pp %d and tp %d: the name without the "
-            "numbers at its end is that of all parts together",
+            "%s: %s lies beside it, and is left out. It has the name of the user content of SageMaker model parallel's "
+            "full checkpoints, and %s holds more than a model",
             file,
-            *job,
+            beside,
+            file,
         )
-    members = file_members(tree, hints)
     if members.guessed:
         logger.warning(
             "%s: the stored optimizer numbers its parameters. They are taken to be those of the stored model in its "
@@ -60,13 +74,21 @@ def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, lis
             "(model=, optimizer=; --like)",
             file,
         )
-    return scanned_manifest(file, flattened(members.tree), [FileRecord(path=file, size=size)])
+    return scanned_manifest(file, flattened(state), records)
+
+
+def _tree(directory: SavedFiles, file: str, records: list[FileRecord]) -> Any:
+    """What a file holds, with a record for each tensor. The file gets its own record behind those of others."""
+    with closing(directory.open(file)) as source, naming(file=file):
+        records.append(FileRecord(path=file, size=source.size))
+        return stored_tree(directory, Ahead(source, file, FEW_AHEAD), _Records(len(records) - 1).of)
 
 
 class _Records:
-    """Records of tensors: one for all tensors that are the same elements."""
+    """Records of the tensors of a file: one for all tensors that are the same elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: int) -> None:
+        self._file = file
         self._records: dict[tuple[Any, ...], ArrayRecord | UnknownArray] = {}
 
     def of(self, at: TensorAt) -> ArrayRecord | UnknownArray:
@@ -74,12 +96,12 @@ class _Records:
         elements = Box.whole(at.shape)
         key = (at.offset, at.dtype, at.shape, at.strides) if elements.size else (at, len(self._records))
         if key not in self._records:
-            self._records[key] = _record(at)
+            self._records[key] = _record(at, self._file)
         return self._records[key]
 
 
-def _record(at: TensorAt) -> ArrayRecord | UnknownArray:
+def _record(at: TensorAt, file: int) -> ArrayRecord | UnknownArray:
     try:
-        return record_at(at, 0)
+        return record_at(at, file)
     except UnsupportedStateError as error:
         return UnknownArray.because(error, at.dtype, at.shape)  # the rest of the file is good

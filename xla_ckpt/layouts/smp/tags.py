@@ -3,7 +3,7 @@
 ``smp.save(state, f)`` leaves one file for each model-parallel rank, a *set*: ``{f}_{mp}`` (versions 1.6 and 1.7),
 ``{f}_{pp}_{tp}`` (the documents of 1.9), ``{f}_{pp}_{tp}.pt`` and ``{f}_{pp}_{tp}_{rdp}.pt`` (1.12).
 ``smp.save_checkpoint(path, tag)`` leaves a directory ``{tag}_partial`` of such sets, and appends its name to the file
-``newest`` in the root, oldest first.
+``newest`` in the root, oldest first. With ``partial=False`` it leaves two files, ``{tag}`` and ``user_content_{tag}``.
 """
 
 from __future__ import annotations
@@ -176,13 +176,32 @@ def complete_smp_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
         StorageError: The root cannot be read.
     """
     by_name = {name: tag for name in names if (tag := find_smp_tag(store, name)) is not None and tag.directory}
+    # The two files of a full checkpoint whose tag ends with _0 would be a set of one part each.
+    full = {file for name in names if (beside := user_content_name(name)) in names for file in (name, beside)}
     # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
-    prefixes = listed_sets(name for name in names if not sets_in([name]) and not store.is_directory(name))
+    prefixes = listed_sets(n for n in names if n not in full and not sets_in([n]) and not store.is_directory(n))
     by_name |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
     complete = {name: tag for name, tag in by_name.items() if tag.complete}
     ordered = [complete.pop(name) for name in order_of(newest_lines(store)) if name in complete]
     others = sorted(complete.values(), key=lambda t: (t.time, t.tag))
     return merged_by_time(ordered, others, lambda t: t.time)
+
+
+def user_content_name(tag: str) -> str:
+    """The name of the file in the root that has the user content of a full checkpoint."""
+    return f"user_content_{tag}"
+
+
+def user_content_beside(store: Store, tag: str) -> str | None:
+    """The file that has the user content of a full checkpoint; None if there is none.
+
+    A file of this name that torch.save did not write is somebody else's; one that is empty, or begins with zeros, was
+    cut off.
+    """
+    name = user_content_name(tag)
+    if not store.has(name) or store.is_directory(name):
+        return None
+    return name if _may_be_saved(store, name) or not any(store.start_of(name, 4)) else None
 
 
 def newest_lines(store: Store) -> list[str]:
