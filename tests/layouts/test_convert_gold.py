@@ -147,7 +147,8 @@ def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
 def test_a_model_of_the_masters_type_takes_the_masters_of_a_converted_tag(tmp_path: Path) -> None:
     """As it does of the tag that neuronx-distributed wrote, and one of the weights' type takes the weights."""
     gold = Gold("tp2_dp2_z1m__pt_sync", "step_40")
-    converted(gold, tmp_path, Mesh(dp=2, tp=2))
+    to_ours(gold, tmp_path)
+    to_theirs(gold, tmp_path, tmp_path, Mesh(dp=2, tp=2))
     for tag in ("ours", "theirs"):
         for cast in (False, True):
             target = Target(gold, dtype=torch.float32)
