@@ -219,6 +219,41 @@ def test_errors_speak_of_options(root: Path, capsys: pytest.CaptureFixture[str])
         assert argument not in err
 
 
+def test_explain_says_which_rule_finds_nothing_and_what_the_mesh_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xla_ckpt.save(tmp_path, "a", {"up": torch.ones(4, 2), "down": torch.ones(2, 4)})
+    words = ["explain", tmp_path, "--sharding", "upp", "tp,_", "--sharding", "up", "tp,_"]
+    code, out, _ = call(capsys, *words, "--mesh", "tp=2")
+    assert (code, "1 array is split" in out) == (0, True)
+    assert "no leaf path has a part that the sharding rule ('upp', ('tp', None)) fits" in out
+    assert "('up'," not in out
+    assert "0 arrays are split" in call(capsys, *words, "--mesh", "dp=2")[1]
+
+
+def test_the_state_of_a_generator_that_one_tag_has_is_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(1)}, extras={"rng": xla_ckpt.RNGState()})
+    xla_ckpt.save_checkpoint(tmp_path, "b", {"w": torch.ones(1)})
+    code, out, _ = call(capsys, "diff", tmp_path / "a", "b")
+    assert code == 1
+    assert "extras/rng/ranks/0/python/1/...: 625 leaves\n" in out
+    assert len(out.splitlines()) < 30
+
+
+def test_the_second_tag_of_a_comparison_is_misspelt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for tag in ("step_1", "step_2"):
+        xla_ckpt.save(tmp_path / "run", tag, {"w": torch.ones(1)})
+    code, _, err = call(capsys, "diff", "run/step_1", "stp_2")
+    assert code == 1
+    assert "did you mean 'step_2'? [tag stp_2" in err
+    assert f"Tags there, oldest first: step_1, step_2. Nothing lies at {tmp_path}/stp_2, either." in err
+
+
 def test_the_state_of_a_generator_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tag in "ab":
         random.random()

@@ -64,7 +64,7 @@ class NewTag:
                 "there is a tag of this name already",
                 path=self.store.path,
                 tag=self.tag,
-                hint="Pass as_tag= (--as), or remove it first.",
+                hint="Give the new one another name by as_tag= (--as), or remove this one first.",
             )
         check_place(self.store, self.tag)
         if self.parity is not None and self._in_place:

@@ -20,7 +20,7 @@ from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repa
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.layouts.listing import all_tags
-from xla_ckpt.layouts.no_tag import check_lies_there
+from xla_ckpt.layouts.no_tag import check_lies_there, no_tag
 from xla_ckpt.storage.door import full_path, store_at
 
 
@@ -31,9 +31,17 @@ def locate(path: str, tag: str | None) -> tuple[str, str | None]:
 
 
 def locate_beside(root: str, path: str, tag: str | None) -> tuple[str, str | None]:
-    """The same of the second of two tags, which may be named as a tag in the root directory of the first."""
-    if tag is None and "/" not in path and path in list_tags(root) and not store_at(full_path(path)).has(""):
-        return root, path
+    """The same of the second of two tags, which may be named as a tag in the root directory of the first.
+
+    Raises:
+        NoCheckpointError: It is a plain word, and neither a tag there nor a path.
+    """
+    if tag is None and "/" not in path and not store_at(full_path(path)).has(""):
+        if path in list_tags(root):
+            return root, path
+        error = no_tag(store_at(root), path)
+        error.hint = f"{error.hint} Nothing lies at {full_path(path)}, either."
+        raise error
     return locate(path, tag)
 
 

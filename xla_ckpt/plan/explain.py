@@ -12,7 +12,7 @@ from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.row_order import other_copies
 from xla_ckpt.plan.stored_shardings import foreign_axes, local_array_of, rule_for, sharding_of
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.rules import Parsed
+from xla_ckpt.sharding.rules import Parsed, idle
 from xla_ckpt.sharding.sharding import Sharding
 
 
@@ -103,6 +103,7 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
             f"some arrays were split over {', '.join(sorted(foreign))}, which is no axis of this mesh: those dims are "
             "taken as whole; say otherwise with rules"
         )
+    notes += idle(rules, manifest.arrays)
     notes += _other_heads(shardings, mesh)
     if mesh.pp > 1:
         notes.append(f"over {mesh.pp} pipeline stages each rank reads its own layers' part of these bytes only")
@@ -122,7 +123,7 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         except CheckpointError as error:
             problems.append(str(error))
             readings.append(RankReading(rank=rank, needed_bytes=0, read_bytes=0, files={}))
-    split = {leaf: s.spec for leaf, s in shardings.items() if s.axes}
+    split = {leaf: s.spec for leaf, s in shardings.items() if any(mesh.sizes[axis] > 1 for axis in s.axes)}
     return Explanation(
         path=path,
         tag=tag,

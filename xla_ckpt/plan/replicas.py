@@ -18,7 +18,7 @@ from xla_ckpt.tree import schema
 _UNDECLARED = (
     "If each rank trains the whole model: they were never made equal (the same seed, or DistributedDataParallel). If "
     "the array is split over ranks, as tensor parallelism does: give its parameter neuronx-distributed's attributes "
-    "(tensor_model_parallel, partition_dim), or pass mesh= and shardings=."
+    "(tensor_model_parallel, partition_dim), or pass mesh= and shardings= with a rule that fits its leaf path."
 )
 DRIFTED = (
     "If replicas have drifted apart that nothing keeps equal: options=SaveOptions(replicas='first') saves the first of "

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xla_ckpt.tables.rows import Rows
-from xla_ckpt.tables.texts import collapsed, count
+from xla_ckpt.tables.texts import collapsed, count, folded
 
 
 def difference(facts: dict[str, Any]) -> RenderableType:
@@ -32,7 +32,7 @@ def difference(facts: dict[str, Any]) -> RenderableType:
         values = collapsed({d["leaf"]: (d["a"], d["b"]) for d in facts["values"]})
         parts.append(Rows(f"\n{len(facts['values'])} plain values differ", ("leaf", "a", "b"), values))
     parts += [
-        Rows(f"\n{len(leaves)} only in {side}", (f"leaf only in {side}",), [(leaf,) for leaf in leaves])
+        Rows(f"\n{len(leaves)} only in {side}", (f"leaf only in {side}",), [(leaf,) for leaf in folded(leaves)])
         for side in "ab"
         if (leaves := facts[f"only_in_{side}"])
     ]

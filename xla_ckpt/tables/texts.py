@@ -112,6 +112,18 @@ def collapsed(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
     return [(leaf, *texts) for leaf, texts in rows.items()]
 
 
+def folded(leaves: Sequence[str]) -> list[str]:
+    """Leaf paths, with one text for all members of a long list (the state of a generator has 625).
+
+    >>> folded(["a/0", "b", "a/1"]), folded(["b", *(f"a/{i}" for i in range(40))])
+    (['a/0', 'b', 'a/1'], ['b', 'a/...: 40 leaves'])
+    """
+    parents = {leaf: leaf.rpartition("/")[0] for leaf in leaves if leaf.rpartition("/")[2].isdecimal()}
+    siblings = Counter(parents.values())
+    long = {parent: f"{parent}/...: {n} leaves" for parent, n in siblings.items() if n > MAX_SIBLINGS}
+    return list(dict.fromkeys(long.get(parents.get(leaf, ""), leaf) for leaf in leaves))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 

@@ -63,7 +63,7 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
     if not store.is_directory(""):
         return "It is a file." if store.has("") else "Nothing lies there."
     if tags:
-        return f"Tags there, oldest first: {', '.join(tags[-10:])}. Where a tag may be left out, the newest is taken."
+        return f"Tags there, oldest first: {', '.join(tags[-10:])}."
     try:
         unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
     except OSError:
