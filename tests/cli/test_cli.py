@@ -367,6 +367,8 @@ def test_a_tag_of_adapters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     assert call(capsys, "ls", tmp_path)[1].count("without its base model") == 1
     assert "without its base model" in call(capsys, "show", tmp_path, "part")[1]
     assert "without its base model" not in call(capsys, "show", tmp_path, "whole")[1]
+    code, out, _ = call(capsys, "diff", tmp_path / "whole", "part")
+    assert (code, out.splitlines()[1]) == (1, f"b: part in {tmp_path} (without its base model)")
 
 
 LS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, opened, source_of
+from xla_ckpt.api.summaries import note_of
 from xla_ckpt.engine.difference import Distance, distance
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError, storage_errors
@@ -53,6 +54,9 @@ class Difference:
     parts: Mapping[str, Distance]
     """Sum over the arrays that moved, for each part of the state: ``model``, ``optimizer``, ..."""
 
+    notes: tuple[str, str]
+    """What is to be known of each tag: that it is without its base model, of which it has no arrays then."""
+
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
@@ -61,8 +65,8 @@ class Difference:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
         return {
-            "a": {"path": self.a[0], "tag": self.a[1]},
-            "b": {"path": self.b[0], "tag": self.b[1]},
+            "a": {"path": self.a[0], "tag": self.a[1], "note": self.notes[0]},
+            "b": {"path": self.b[0], "tag": self.b[1], "note": self.notes[1]},
             "same": self.same,
             "equal": self.equal,
             "parts": [{"part": part, **how.to_json()} for part, how in self.parts.items()],
@@ -176,6 +180,7 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, options: Co
         values={n: (v, values_b[n]) for n, v in values_a.items() if n in values_b and not _equal(v, values_b[n])},
         equal=equal,
         parts=parts,
+        notes=(note_of(one.manifest), note_of(other.manifest)),
     )
 
 

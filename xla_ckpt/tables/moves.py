@@ -13,7 +13,7 @@ from xla_ckpt.tables.texts import collapsed, count, folded
 
 def difference(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``diff``."""
-    a, b = (f"{facts[side]['tag']} in {facts[side]['path']}" for side in "ab")
+    a, b = (_named(**facts[side]) for side in "ab")
     equal = count(facts["equal"], "array")
     verdict = f"equal: {equal}" if facts["same"] else f"different; {equal} equal"
     parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}\n{verdict}")]
@@ -37,6 +37,10 @@ def difference(facts: dict[str, Any]) -> RenderableType:
         if (leaves := facts[f"only_in_{side}"])
     ]
     return Group(*parts)
+
+
+def _named(path: str, tag: str, note: str) -> str:
+    return f"{tag} in {path}{f' ({note})' if note else ''}"
 
 
 _MEASURES = ("max_abs", "relative")
