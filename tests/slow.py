@@ -15,7 +15,7 @@ import pytest
 
 LIST = Path(__file__).with_name("slow.txt")
 
-SECONDS = 1.0
+SECONDS = 2.0
 """A test that took longer is slow: with those fixtures that it was the first to need."""
 
 PRINTED = re.compile(r"(\d+\.\d+)s (?:setup|call|teardown) +(tests/.+)")
