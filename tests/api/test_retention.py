@@ -57,10 +57,13 @@ def test_a_number_that_no_tag_has_is_told_once(root: str, content: Any, caplog: 
     assert "BestN('loss')" in warning
 
 
-def test_a_number_that_some_tags_have_is_no_mistake(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    for step, content in enumerate([{"loss": 0.5}, {}, {}]):
-        save(root, step, LatestN(1) | BestN("loss"), content)
-    assert xla_ckpt.list_tags(root) == ["step_0", "step_2"]
+@pytest.mark.parametrize("contents", [[{"loss": 0.5}, {}, {}], [{}, {}, {"loss": 0.5}]], ids=["first", "last"])
+def test_a_number_that_some_tags_have_is_no_mistake(
+    root: str, contents: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, content in enumerate(contents):
+        save(root, step, LatestN(1) | BestN("loss") if step == 2 else None, content)
+    assert xla_ckpt.list_tags(root) == sorted({"step_2", f"step_{contents.index({'loss': 0.5})}"})
     assert "keeps all tags" not in caplog.text
 
 

@@ -14,7 +14,8 @@ from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
-from xla_ckpt.tags.facts import tags_to_retire
+from xla_ckpt.tags.facts import facts_of, tags_to_retire
+from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
@@ -80,7 +81,7 @@ class Attempt:
 
         if retention is not None:
             # What a policy reads of older tags is read now, and kept: an edit that takes long loses to those of others.
-            tags_to_retire(self.record.store, rules.entries_in(self.record.last()), retention)
+            superfluous(facts_of(self.record.store, rules.entries_in(self.record.last())), retention)
         try:
             ledger = self.record.edit(change)
         except Unanswered as error:
