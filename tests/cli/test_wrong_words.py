@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import xla_ckpt
 from tests.runs import environment
 from xla_ckpt.cli.main import main
+from xla_ckpt.cli.words import in_options
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
@@ -110,6 +111,14 @@ def test_a_shell_that_took_something_away(tmp_path: Path, script: str, code: int
     assert (done.returncode, done.stdout) == (code, "")
     assert words in done.stderr
     assert done.stderr.startswith("xla-ckpt: ")
+
+
+@pytest.mark.parametrize("name", ["x", "a=", "a=b,", "a(b ", "(a=, ", "a.b", "a (--"])
+def test_a_long_name_in_an_error_is_gone_over_once(name: str) -> None:
+    """If each of its characters were tried as the first of an argument, this would take hours."""
+    text = name * (2_000_000 // len(name))
+    assert in_options(text) == text
+    assert in_options(f"{text} Pass as_tag= (--as).").endswith(" Pass --as.")
 
 
 def test_a_part_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 _SPOKEN = (
     # An argument and, in parentheses, its option: "as_tag= (--as)", "LlamaJob(config, ...) (--config)".
-    (re.compile(r"[\w.]+(?:=[^\s()]*)?(?:\([^()]*\))? \((--[\w -]+)\)"), r"\1"),
+    # Names in a tag may be long: each is looked at once, from its beginning.
+    (re.compile(r"(?<![^\s(])[\w.]+(?:=[^\s()]*)?(?:\([^()]*\))? \((--[\w -]+)\)"), r"\1"),
     # Both in parentheses: "(model=, optimizer=; --like on the command line)".
     (re.compile(r"\((?:\w+=[,;] )+(--[\w-]+)(?: on the command line)?\)"), r"(\1)"),
     (re.compile(r"\btrust_pickle=True\b"), "--trust-pickle"),
