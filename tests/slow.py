@@ -54,7 +54,11 @@ def mark(items: Iterable[pytest.Item], slow: Container[str]) -> None:
 
 def main() -> int:
     """Write the list; the exit code."""
-    seconds = times(sys.stdin)
+    printed = []
+    for line in sys.stdin:
+        print(line, end="", flush=True)  # else nobody would see which tests fail
+        printed.append(line)
+    seconds = times(printed)
     if not seconds:
         print("what came has no durations of tests: call pytest with --durations=0", file=sys.stderr)
         return 2

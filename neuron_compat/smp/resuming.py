@@ -144,7 +144,7 @@ def user_content_of(root: str, name: str, *, partial: bool, trust: bool) -> Any:
         xla_ckpt.CorruptCheckpointError: Its file is damaged.
         xla_ckpt.UntrustedObjectError: It holds pickled objects, which are not trusted.
     """
-    file = f"{root}/{f'{name}/{USER_CONTENT_FILE}' if partial else user_content_name(name)}"
+    file = f"{root}/{name}/{USER_CONTENT_FILE}" if partial else f"{root}/{user_content_name(name)}"
     return files.Reading(trust=trust).value(file) if os.path.isfile(file) else None
 
 

@@ -123,7 +123,8 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         except CheckpointError as error:
             problems.append(str(error))
             readings.append(RankReading(rank=rank, needed_bytes=0, read_bytes=0, files={}))
-    split = {leaf: s.spec for leaf, s in shardings.items() if any(mesh.sizes[axis] > 1 for axis in s.axes)}
+    sizes = mesh.sizes
+    split = {leaf: s.spec for leaf, s in shardings.items() if any(sizes[axis] > 1 for axis in s.axes)}
     return Explanation(
         path=path,
         tag=tag,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LEAST_RATED = 1_000_000
@@ -100,13 +100,12 @@ def collapsed(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
     >>> collapsed({"a/0": [1], "b": ["x"]})
     [('a/0', '1'), ('b', '"x"')]
     """
-    numbers = {leaf: leaf.rpartition("/")[0] for leaf, row in values.items() if all(map(_is_number, row))}
-    siblings = Counter(numbers.values())
+    long = _long_lists(leaf for leaf, row in values.items() if all(map(_is_number, row)))
     rows: dict[str, tuple[str, ...]] = {}
     for leaf, row in values.items():
-        parent = numbers.get(leaf)
-        if parent is not None and siblings[parent] > MAX_SIBLINGS:
-            rows[f"{parent}/..."] = (f"{siblings[parent]} numbers",) * len(row)
+        if leaf in long:
+            parent, length = long[leaf]
+            rows[f"{parent}/..."] = (f"{length} numbers",) * len(row)
         else:
             rows[leaf] = tuple(map(short, row))
     return [(leaf, *texts) for leaf, texts in rows.items()]
@@ -117,11 +116,19 @@ def folded(leaves: Sequence[str]) -> list[str]:
 
     >>> folded(["a/0", "b", "a/1"]), folded(["b", *(f"a/{i}" for i in range(40))])
     (['a/0', 'b', 'a/1'], ['b', 'a/...: 40 leaves'])
+    >>> folded([*map(str, range(40)), "step"])  # of a tree that is a list, and of another one
+    ['/...: 40 leaves', 'step']
     """
-    parents = {leaf: leaf.rpartition("/")[0] for leaf in leaves if leaf.rpartition("/")[2].isdecimal()}
-    siblings = Counter(parents.values())
-    long = {parent: f"{parent}/...: {n} leaves" for parent, n in siblings.items() if n > MAX_SIBLINGS}
-    return list(dict.fromkeys(long.get(parents.get(leaf, ""), leaf) for leaf in leaves))
+    long = _long_lists(leaf for leaf in leaves if leaf.rpartition("/")[2].isdecimal())
+    texts = {leaf: f"{parent}/...: {length} leaves" for leaf, (parent, length) in long.items()}
+    return list(dict.fromkeys(texts.get(leaf, leaf) for leaf in leaves))
+
+
+def _long_lists(members: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Those members of which more than `MAX_SIBLINGS` lie in one place, with that place and how many they are."""
+    parents = {leaf: leaf.rpartition("/")[0] for leaf in members}
+    lengths = Counter(parents.values())
+    return {leaf: (parent, lengths[parent]) for leaf, parent in parents.items() if lengths[parent] > MAX_SIBLINGS}
 
 
 def _is_number(value: Any) -> bool:

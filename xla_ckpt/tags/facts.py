@@ -55,10 +55,11 @@ def facts_of(store: Store, entries: Iterable[TagEntry]) -> list[TagFact]:
 def tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Retention) -> list[str]:
     """Which of these tags a policy does not keep, oldest first. That none has a number that it goes by is logged."""
     facts = facts_of(store, entries)
-    for part in policy.parts:
+    retired = superfluous(facts, policy)
+    for part in policy.parts if not retired else ():  # a number that no tag has keeps all
         if isinstance(part, BestN) and part.is_unknown(facts):
             _tell_unknown(store.path, part.metric)
-    return superfluous(facts, policy)
+    return retired
 
 
 @functools.cache  # once, and not with every save

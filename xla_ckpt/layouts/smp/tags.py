@@ -177,7 +177,8 @@ def complete_smp_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
     """
     by_name = {name: tag for name in names if (tag := find_smp_tag(store, name)) is not None and tag.directory}
     # The two files of a full checkpoint whose tag ends with _0 would be a set of one part each.
-    full = {file for name in names if (beside := user_content_name(name)) in names for file in (name, beside)}
+    there = set(names)
+    full = {file for name in names if (beside := user_content_name(name)) in there for file in (name, beside)}
     # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
     prefixes = listed_sets(n for n in names if n not in full and not sets_in([n]) and not store.is_directory(n))
     by_name |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
