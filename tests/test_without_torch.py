@@ -109,6 +109,7 @@ def test_a_state_of_jax_goes_to_another_mesh(packages: Path, tmp_path: Path) -> 
 def test_what_needs_torch_says_so(packages: Path, tmp_path: Path) -> None:
     tree = {"w": torch.arange(3.0), "sparse": torch.eye(3).to_sparse(), "type": torch.float16, "n": 1}
     xla_ckpt.save(tmp_path, "a", tree)
+    xla_ckpt.save(tmp_path, "packed", {"w": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
     text = """
     import numpy as np
     import xla_ckpt
@@ -128,6 +129,8 @@ def test_what_needs_torch_says_so(packages: Path, tmp_path: Path) -> None:
     for like, word in ((None, ""), ({"sparse": None}, "torch:sparse_coo"), ({"type": None}, "dtype")):
         missing = xla_ckpt.IncompatibleCheckpointError
         refused(lambda: xla_ckpt.restore(root, "a", like), missing, "torch is not installed", word)
+    unsupported = xla_ckpt.UnsupportedStateError
+    refused(lambda: xla_ckpt.restore(root, "packed"), unsupported, "float4_e2m1fn_x2")
     refused(lambda: xla_ckpt.restore(sys.argv[2]), xla_ckpt.UsageError, "neuronx-distributed")
     for layout in ("xser", "pt"):
         save = lambda: xla_ckpt.save_checkpoint(root, "b", {"w": np.ones(2)}, layout=layout)

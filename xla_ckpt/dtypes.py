@@ -23,10 +23,13 @@ class DType:
     safetensors: str | None
     """Its code in a safetensors header; None where the format has none, and payloads then hold raw ``U8``."""
 
+    packed: bool = False
+    """Whether an element is a byte with two values in it, for which numpy has no type."""
+
     @property
     def floating(self) -> bool:
         """Whether its values are floating-point numbers, one in each element."""
-        return self.name.startswith(("float", "bfloat")) and not self.name.endswith("_x2")
+        return self.name.startswith(("float", "bfloat")) and not self.packed
 
     @property
     def integer(self) -> bool:
@@ -68,7 +71,7 @@ _TABLE = {
         DType("uint4", 1, None),
         DType("int2", 1, None),
         DType("uint2", 1, None),
-        DType("float4_e2m1fn_x2", 1, None),
+        DType("float4_e2m1fn_x2", 1, None, packed=True),
     )
 }
 

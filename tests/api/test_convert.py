@@ -244,6 +244,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ({"to": "pt", "as_tag": "b", "llama": "config.json"}, xla_ckpt.UsageError, "expected xla_ckpt.LlamaJob"),
         ({"to": "pt", "as_tag": "b", "mesh": "tp=5", "shardings": RULES}, ValueError, "cannot be split over"),
         ({"to": "safetensors", "destination": tmp_path / "full"}, xla_ckpt.UsageError, "must not exist"),
+        ({"to": "safetensors", "destination": "m.safetensors"}, xla_ckpt.UsageError, r"Name the directory: .*/m\."),
     ):  # fmt: skip
         with pytest.raises(error, match=said):
             xla_ckpt.convert(tmp_path, **{"destination": tmp_path, **how})  # type: ignore[arg-type]

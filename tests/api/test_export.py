@@ -54,6 +54,8 @@ def test_several_files_and_an_index(tmp_path: Path, model: torch.nn.Module, caps
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in want.values())
     assert main(arguments) == 2  # it is there already
     assert "must not exist" in capsys.readouterr().err
+    assert main([*arguments[:2], str(tmp_path / "model.safetensors")]) == 2
+    assert f"Name the directory: {tmp_path}/model. " in capsys.readouterr().err.replace("\n", " ")
 
 
 def saves_in_two_parts(rank: int, root: Path) -> None:

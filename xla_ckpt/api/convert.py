@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from xla_ckpt.api.export import check_no_file, with_config, with_files, write_directory, write_file
+from xla_ckpt.api.export import check_new_directory, check_no_file, with_config, with_files, write_directory, write_file
 from xla_ckpt.api.llama import (
     KnownModel,
     LlamaJob,
@@ -173,6 +173,8 @@ def convert(
     wanted = layout.holds if part is None else part
     if layout.one_file:
         check_no_file(destination)
+    elif not layout.tagged:
+        check_new_directory(destination)
     about = Knowledge(rules=topology.rules, model=model, optimizer=optimizer, known=known)
     with opened(store, tag, about, part=wanted) as old_tag:
         if layout.tagged:

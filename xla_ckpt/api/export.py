@@ -48,6 +48,8 @@ from xla_ckpt.tree import schema
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 """Element types that arrays are exported in, where they are not as they are stored."""
 
+FILE_ENDING = ".safetensors"
+
 logger = logging.getLogger(__name__)
 
 
@@ -114,6 +116,7 @@ def export_hf(
     began, options = time.monotonic(), chosen(ConvertOptions, options)
     cast, job = floating_type(dtype), formless_job(llama)
     store, tag = source_of(path, tag)
+    check_new_directory(destination)
     known, config = described_model(store, tag, job)
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
@@ -185,24 +188,39 @@ def with_config(rewriting: Rewriting, reader: TagReader, content: Mapping[str, A
     return replace(rewriting, marks={**rewriting.marks, CONFIG: text})
 
 
+def check_new_directory(destination: PathLike) -> None:
+    """Refuse a destination of several files at which something lies, or which has the name of one of them.
+
+    Raises:
+        UsageError: It exists, and is not empty; or it is named as a file.
+    """
+    store, name = above(destination)
+    if store.has(name) and (not store.is_directory(name) or store.names(name)):
+        raise UsageError(
+            "the destination of an export must not exist, or be empty",
+            path=full_path(destination),
+            hint="Name another one, or remove it first.",
+        )
+    if name.endswith(FILE_ENDING):
+        raise UsageError(
+            "the destination is a directory, and this is the name of a file",
+            path=full_path(destination),
+            hint=f"Name the directory: {full_path(destination).removesuffix(FILE_ENDING)}. The size of the model says "
+            "how many files are in it.",
+        )
+
+
 def write_directory(
     reader: TagReader, destination: PathLike, rewriting: Rewriting, crew: Crew, *, max_memory: int
 ) -> None:
     """Write files that make no tag. The directory appears complete or not at all.
 
     Raises:
-        UsageError: It exists, and is not empty.
         CorruptCheckpointError: The tag is damaged. Nothing was written.
         StorageError: The destination cannot be written.
     """
     store, name = above(destination)
     target = full_path(destination)
-    if store.has(name) and (not store.is_directory(name) or store.names(name)):
-        raise UsageError(
-            "the destination of an export must not exist, or be empty",
-            path=target,
-            hint="Name another one, or remove it first.",
-        )
     files = [file for rank in rewriting.files for file in rank]
     with (
         storage_errors("exporting", path=target, tag=reader.tag),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import sys
@@ -18,7 +19,7 @@ from xla_ckpt.api.summaries import (
 )
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from xla_ckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.layouts.listing import all_tags
 from xla_ckpt.layouts.no_tag import check_lies_there, no_tag
 from xla_ckpt.storage.door import full_path, store_at
@@ -85,24 +86,15 @@ def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = 
     A tag that cannot be repaired, or read, is an error; `of_many` tags that are looked at, it is a problem of that one.
     """
     repaired: Sequence[str] = ()
-    problems: list[CheckpointError] = []
-    if repairs:
-        try:
-            repaired = repair(root, tag)
-        except UsageError:  # it has no parity
-            if not of_many:
-                raise
-        except CorruptCheckpointError as error:
-            if not of_many:
-                raise
-            problems.append(error)
     try:
+        if repairs:
+            with contextlib.suppress(UsageError) if of_many else contextlib.nullcontext():  # some have no parity
+                repaired = repair(root, tag)
         report = verify(root, tag)
-    except StorageError as error:
+    except (CorruptCheckpointError, StorageError) as error:
         if not of_many:
             raise
         report = VerifyReport(path=root, tag=tag, problems=[error])
-    report.problems = [*problems, *report.problems]
     return {**report.to_json(), "repaired": list(repaired)}
 
 

@@ -120,7 +120,7 @@ def of_bytes(one: memoryview, other: memoryview, dtype: DType) -> Distance:
     >>> of_bytes(a, b, DType("float32", 4, "F32"))
     Distance(elements=1, max_abs=0.5, squares=0.25, base=25.0)
     """
-    if dtype.name.endswith("_x2"):  # two values in a byte: their bytes are compared
+    if dtype.packed:  # their bytes are compared
         a, b = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
     else:
         a, b = (np.frombuffer(data, numpy_dtype(dtype)) for data in (one, other))

@@ -19,7 +19,7 @@ from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
-REPAIR = "The tag has parity: `xla-ckpt verify PATH --tag TAG --repair`, or xla_ckpt.repair, may mend it."
+REPAIR = "The tag has parity: `xla-ckpt verify --repair`, or xla_ckpt.repair, may mend it."
 """What to do about damage in a tag with parity."""
 
 
@@ -142,7 +142,7 @@ def _lost(parity: str) -> CorruptCheckpointError:
         "the tag was saved with parity, and that is gone",
         file=PARITY_INDEX,
         expected=f"parity={parity!r}",
-        hint="If all else is sound, `xla-ckpt verify PATH --tag TAG --repair`, or xla_ckpt.repair, makes it anew.",
+        hint="If all else is sound, `xla-ckpt verify --repair`, or xla_ckpt.repair, makes it anew.",
     )
 
 

@@ -27,6 +27,9 @@ SAVE_PHASES = (
 )
 """Phases of a save, in their order. `copy`, `digest`, `write` and `fsync` happen side by side on several threads."""
 
+NOT_OF_THE_RANK = frozenset({"meet", "helper", "commit", "retain"})
+"""Phases of a save in which a rank waits, or that rank 0 alone has: how slow a rank is does not show in them."""
+
 LOAD_PHASES = ("open", "check", "plan", "read", "verify", "install", "prove")
 """Phases of a load, in their order. `read` and `verify` happen side by side on several threads; `prove` on several."""
 

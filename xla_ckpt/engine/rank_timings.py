@@ -13,14 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from xla_ckpt.engine.phases import Phase
+from xla_ckpt.engine.phases import NOT_OF_THE_RANK, Phase
 from xla_ckpt.errors import FormatError, UsageError
 
 MAX_KEPT = 64
 """Ranks of which a tag keeps what they measured, the slowest: of thousands of ranks it would be a megabyte."""
-
-NOT_ITS_OWN = frozenset({"meet", "import", "commit", "retain"})
-"""Phases in which a rank waits, or that rank 0 alone has: how slow a rank is does not show in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class Measured:
     @property
     def done(self) -> float:
         """When it had done its own part (s after the call)."""
-        return max((phase.ended for name, phase in self.phases.items() if name not in NOT_ITS_OWN), default=0.0)
+        return max((phase.ended for name, phase in self.phases.items() if name not in NOT_OF_THE_RANK), default=0.0)
 
     def to_json(self) -> list[Any]:
         """As plain JSON, and short: a tag may keep it of many ranks."""

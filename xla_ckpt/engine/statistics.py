@@ -50,7 +50,7 @@ def statistics_of(pieces: Sequence[memoryview], dtype: DType) -> Statistics | No
     >>> some.elements, some.nans, some.zeros, some.high, some.counts[0], some.counts[-1]
     (4, 1, 1, 3.0, 1, 1)
     """
-    if dtype.name.endswith("_x2"):  # two values in a byte, which numpy has no type for
+    if dtype.packed:
         return None
     kind = numpy_dtype(dtype)
     elements = nans = infinities = zeros = count = 0
