@@ -51,7 +51,7 @@ test-all: $(READY) ## all tests, the slow ones, too
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
 
 test-times: $(READY) ## all tests, and a new tests/slow.txt, which says what `make test` leaves out; on a quiet machine
-	$(BIN)/python -m pytest -n auto --dist worksteal -q --durations=0 | $(BIN)/python -m tests.slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -q --durations=0 --durations-min=0 | $(BIN)/python -m tests.slow
 
 test-matrices: $(READY) ## the rest of each matrix, of which the other targets run a covering part
 	$(BIN)/python -m pytest -n auto --dist worksteal -q -m rest --rest

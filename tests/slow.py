@@ -1,6 +1,7 @@
 """Which tests `make test` leaves out: those that took long when all tests ran.
 
-`pytest --durations=0 | python -m tests.slow` writes tests/slow.txt of what pytest prints, as `make test-times` does.
+`pytest --durations=0 --durations-min=0 | python -m tests.slow` writes tests/slow.txt of what pytest prints, as
+`make test-times` does.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import pytest
 
 LIST = Path(__file__).with_name("slow.txt")
 
-SECONDS = 2.0
+SECONDS = 1.0
 """A test that took longer is slow: with those fixtures that it was the first to need."""
 
 PRINTED = re.compile(r"(\d+\.\d+)s (?:setup|call|teardown) +(tests/.+)")
 
 
 def times(printed: Iterable[str]) -> dict[str, float]:
-    """Seconds of each test, by its name, of what pytest prints with ``--durations=0``."""
+    """Seconds of each test, by its name, of what pytest prints with these options."""
     seconds: dict[str, float] = defaultdict(float)
     for line in printed:
         if match := PRINTED.fullmatch(line.rstrip()):
