@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import ROOT, environment
+from xla_ckpt.layouts.registry import all_layouts
 
 HOMES_OF_PATHS = ("xla_ckpt/tree/schema.py", "xla_ckpt/tree/optimizer_schema.py")
 PATHS_OF_THE_STATE = re.compile(
@@ -136,18 +137,19 @@ def test_only_what_has_to_do_with_layouts_knows_neuronx_distributed() -> None:
 
 def test_nobody_asks_which_layout_it_has() -> None:
     """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
-    names = {"native", "xser", "pt", "nxd", "safetensors", "peft", "dcp", "smp"}
+    names = {name for layout in all_layouts() for name in (layout.name, *layout.other_names)}
+    classes = {"Layout", *(type(layout).__name__ for layout in all_layouts())}
     found = []
     for path in LIBRARY:
         for node in code_of(path):
             if isinstance(node, ast.Compare):
                 held = {word for part in ast.walk(node) for word in words_of(part)}
-                if (names & held and any("layout" in word for word in held)) or "NATIVE" in held:
+                texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                if (names & texts and any("layout" in word for word in held)) or "NATIVE" in held:
                     found.append((str(path.relative_to(ROOT / "xla_ckpt")), ast.unparse(node)))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 kinds = {word for part in ast.walk(node.args[1]) for word in words_of(part)}
-                layouts = {"Native", "NeuronxDistributed", "HuggingFace", "SageMaker", "Layout"}
-                assert not kinds & layouts, (path, node.lineno)
+                assert not kinds & classes, (path, node.lineno)
     assert sorted(found) == [
         ("layouts/registry.py", "layout is not NATIVE"),  # the last one asked, as it takes every tag of ours
         ("tables/render.py", "facts['layout'] == 'native'"),  # what is usual is not mentioned

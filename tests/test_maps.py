@@ -11,6 +11,9 @@ import pytest
 from tests.nursery import Program, bear
 from tests.runs import ROOT
 from tests.test_documents import BLOCK
+from xla_ckpt.cli.main import COMMANDS
+from xla_ckpt.engine.phases import LOAD_PHASES, SAVE_PHASES
+from xla_ckpt.layouts.base import Layout
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -77,3 +80,24 @@ def test_the_commands_of_the_how_to_run_after_its_python_blocks(tmp_path: Path) 
     born = bear(Program(program, name="how_to.py"), cwd=tmp_path)
     _, errors = born.communicate(240)
     assert born.returncode == 0, errors
+
+
+def named_in_rows(document: str, header: str) -> list[str]:
+    """The code words in the first column of a table."""
+    table = (ROOT / "docs" / document).read_text().partition(f"| {header} |")[2].partition("\n\n")[0]
+    return [word for row in table.splitlines()[2:] for word in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_the_page_of_reports_names_all_phases_in_their_order() -> None:
+    assert tuple(named_in_rows("reports.md", "of a save")) == SAVE_PHASES
+    assert tuple(named_in_rows("reports.md", "of a load")) == LOAD_PHASES
+
+
+def test_the_page_of_the_command_line_names_all_commands() -> None:
+    assert {usage.split()[0] for usage in named_in_rows("command-line.md", "command")} == {*COMMANDS}
+
+
+def test_the_page_for_a_new_layout_names_all_that_a_layout_may_say() -> None:
+    page = (ROOT / "docs/adding-a-layout.md").read_text()
+    members = [name for name in vars(Layout) if not name.startswith("_")]
+    assert [name for name in members if not re.search(rf"`{name}\b", page)] == []

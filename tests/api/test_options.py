@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import inspect
 import threading
 from pathlib import Path
@@ -22,6 +23,16 @@ PARITY = SaveOptions(parity="block")
 
 def parity_of(root: Any, tag: str) -> str | None:
     return xla_ckpt.Checkpoints(root).show(tag).parity
+
+
+@pytest.mark.parametrize("kind", [SaveOptions, LoadOptions])
+def test_each_option_is_the_same_on_all_ranks_or_is_known_to_be_a_matter_of_each(
+    kind: type[SaveOptions | LoadOptions],
+) -> None:
+    """Ranks that say different things of one that was forgotten would go on, and do different things."""
+    of_each_rank = {"snapshot", "snapshot_budget", "progress", "trace", "timeout"}
+    names = {field.name for field in dataclasses.fields(kind)}
+    assert {*kind().in_common()} == names - of_each_rank
 
 
 @pytest.mark.parametrize(

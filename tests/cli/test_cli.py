@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 import xla_ckpt
 from tests.runs import environment
 from xla_ckpt.cli import facts
-from xla_ckpt.cli.main import main
+from xla_ckpt.cli.main import COMMANDS, main, parsed
 from xla_ckpt.tables import render
 from xla_ckpt.tables.rows import MAX_LAID_OUT, Rows
 
@@ -436,31 +437,18 @@ def test_bash_completes_commands_options_and_choices() -> None:
         assert done.stdout.split() == [expected]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "ls",
-        "show",
-        "verify",
-        "explain",
-        "diff",
-        "export",
-        "convert",
-        "rm",
-        "pin",
-        "unpin",
-        "clean",
-        "adopt",
-        "upload",
-        "completion",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_help_has_examples_that_the_parser_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    assert "examples:\n  " in (out := capsys.readouterr().out)
-    assert f"xla-ckpt {command} " in out.partition("examples:")[2]
+    examples = capsys.readouterr().out.partition("examples:\n")[2]
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    assert lines
+    for line in lines:
+        called = re.search(rf"xla-ckpt ({command}\b.*?)(?: {{2,}}|\)| [|>] |$)", line)
+        assert called, line
+        assert parsed(shlex.split(called[1])).parser, line
 
 
 def test_a_diff_in_a_pipe_says_in_which_tag_a_leaf_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

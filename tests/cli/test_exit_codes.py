@@ -45,7 +45,7 @@ def files_in(folder: Path) -> dict[Path, int]:
 
 
 def test_all_commands_are_tried() -> None:
-    assert {*PLACES, "completion"} == {*WRONG} == {*command_line._COMMANDS}
+    assert {*PLACES, "completion"} == {*WRONG} == {*command_line.COMMANDS}
 
 
 @pytest.mark.parametrize("command", PLACES)
@@ -74,7 +74,7 @@ def test_the_table_has_the_code_of_each_error(kind: str, monkeypatch: pytest.Mon
     def fails(_: object) -> int:
         raise KINDS[kind]("it failed")
 
-    monkeypatch.setattr(command_line, "_parsed", lambda _: type("Args", (), {"action": staticmethod(fails)}))
+    monkeypatch.setattr(command_line, "parsed", lambda _: type("Args", (), {"action": staticmethod(fails)}))
     page = (ROOT / "docs/command-line.md").read_text()
     (row,) = re.findall(r"^\| 2 \|.*$", page, re.MULTILINE)
     assert command_line.main(["ls", "."]) == (2 if f"`{kind}`" in row else 1)

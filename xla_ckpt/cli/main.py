@@ -43,12 +43,12 @@ class _Command:
 def _complete(args: argparse.Namespace) -> int:
     """``completion``, which needs the arguments of all commands."""
     parsers = _parsers()[1]
-    for name, command in _COMMANDS.items():
+    for name, command in COMMANDS.items():
         command.add_arguments(parsers[name])
     return completion.complete(args, parsers)
 
 
-_COMMANDS: dict[str, _Command] = {
+COMMANDS: dict[str, _Command] = {
     "ls": _Command(
         help="List the tags of a directory, oldest first; or the roots below it, where it has no tags itself. The size "
         "of a tag is that of its arrays, each counted once; where no index says that, that of its files.",
@@ -119,11 +119,11 @@ _COMMANDS: dict[str, _Command] = {
         action=writing.convert,
         add_arguments=writing.add_convert,
         examples="""\
-  xla-ckpt convert runs/lm native --to native             any layout into this library's own
-  xla-ckpt convert runs/lm nxd --to xser --mesh dp=2,tp=4 for neuronx-distributed on 8 ranks, with use_xser=True
-  xla-ckpt convert runs/lm nxd --to nxd --mesh tp=8       the same with use_xser=False: nxd is another name of pt
-  xla-ckpt convert runs/lm dcp --to dcp                   for torch.distributed.checkpoint
-  xla-ckpt convert runs/lm lm.pt --to torch --part model  one file of torch.save, a bare state dict""",
+  xla-ckpt convert runs/lm native --to native               any layout into this library's own
+  xla-ckpt convert runs/lm nxd --to xser --mesh dp=2,tp=4   for neuronx-distributed on 8 ranks, with use_xser=True
+  xla-ckpt convert runs/lm nxd --to nxd --mesh tp=8         the same with use_xser=False: nxd is another name of pt
+  xla-ckpt convert runs/lm dcp --to dcp                     for torch.distributed.checkpoint
+  xla-ckpt convert runs/lm lm.pt --to torch --part model    one file of torch.save, a bare state dict""",
     ),
     "rm": _Command(
         help="Delete tags, as the retention of a save would.",
@@ -215,7 +215,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     parsers: dict[str, argparse.ArgumentParser] = {}
-    for name, command in _COMMANDS.items():
+    for name, command in COMMANDS.items():
         parsers[name] = commands.add_parser(
             name,
             help=command.help,
@@ -227,13 +227,13 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, parsers
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
+def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line; a word that is none is told with what was probably meant."""
     parser, parsers = _parsers()
     at = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
     parser.parse_args(words[: at + 1])
     command = parsers[words[at]]
-    _COMMANDS[words[at]].add_arguments(command)
+    COMMANDS[words[at]].add_arguments(command)
     # Else an argument such as TAG, which may be left out, would have to stand before all options.
     args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
     if unknown:
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The process ends with this call. The interpreter would look for garbage among all objects once more, 60 ms.
         atexit.register(gc.freeze)
     try:
-        args = _parsed(words)
+        args = parsed(words)
         if sys.stdout is None:  # Python's word for a closed one (`>&-`)
             # The next file to be opened, one of a tag perhaps, would get its number, and what libraries print.
             raise UsageError("the standard output is closed", hint="Where nobody reads it, send it to /dev/null.")
