@@ -216,9 +216,9 @@ StateOf = tuple[int, str, int, dict[str, Any]]
 
 def _parts(
     entries: Sequence[Entry], shares: Sequence[int] | None, told: Mapping[int, Mapping[str, Any]]
-) -> tuple[list[Part], list[StateOf]]:
+) -> tuple[dict[Hashable, Part], list[StateOf]]:
     """What is gathered, and all states in the order of the parameters; the same on all ranks."""
-    parts: list[Part] = []
+    parts: dict[Hashable, Part] = {}
     found: list[StateOf] = []
     for number, entry in enumerate(entries):
         first = _sources(entry, shares, number, split=False)[0]
@@ -230,7 +230,7 @@ def _parts(
             split = lies_like(entry, shape, key)
             sources = _sources(entry, shares, number, split=split)
             places: tuple[LocalArray, ...] = tuple(entry.place(r) if split else whole(shape) for r in sources)
-            parts.append(Part((number, key), None, shape, dtype, sources, places))
+            parts[(number, key)] = Part(shape, dtype, sources, places)
     return parts, found
 
 
