@@ -42,7 +42,7 @@ _layouts: list[Layout] = [
     Peft(),
     OneFile(),
 ]
-"""One object for each layout. To add one is a line here, or a call of `register`."""
+"""One object for each layout. To add one is a line here, or a call of `register_layout`."""
 
 
 def register_layout(layout: L) -> L:
@@ -64,7 +64,7 @@ def register_layout(layout: L) -> L:
 
 
 def remove_layout(layout: Layout) -> None:
-    """Undo `register`."""
+    """Undo `register_layout`."""
     _layouts.remove(layout)
 
 
