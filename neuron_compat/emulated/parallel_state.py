@@ -62,16 +62,19 @@ _to_end: list[Any] = []
 add_mesh_source(lambda: _current[0].mesh if _current else None)
 
 
+def _real(name: str) -> Callable[..., Any] | None:
+    """The real neuronx-distributed's function, if it is imported and this module is not initialised."""
+    real = None if _current else sys.modules.get(REAL)
+    return None if real is None else getattr(real, name)
+
+
 def _delegated(function: Callable[P, R]) -> Callable[P, R]:
-    """Ask the real neuronx-distributed, if it is imported and this module is not initialised."""
+    """Ask the real neuronx-distributed's function of the same name, where there is one to ask."""
 
     @functools.wraps(function)
     def answer(*args: P.args, **kwargs: P.kwargs) -> R:
-        real = None if _current else sys.modules.get(REAL)
-        if real is None:
-            return function(*args, **kwargs)
-        found: R = getattr(real, function.__name__)(*args, **kwargs)
-        return found
+        asked: Callable[P, R] = _real(function.__name__) or function
+        return asked(*args, **kwargs)
 
     return answer
 
@@ -237,33 +240,27 @@ def _leave() -> None:
     _current.clear()
 
 
-def _asked(kind: str, what: str) -> Callable[..., Any] | None:
-    """The real neuronx-distributed's function, if it is imported and this module is not initialised."""
-    real = None if _current else sys.modules.get(REAL)
-    return None if real is None else getattr(real, f"get_{NAMES[kind]}_{what}")
-
-
 def process_group(kind: str, as_list: bool = False) -> Any:
     """This rank's process group of a kind; with `as_list` the ranks of all such groups."""
-    real = _asked(kind, "group")
+    real = _real(f"get_{NAMES[kind]}_group")
     return _group(kind, as_list) if real is None else real(as_list)
 
 
 def replica_groups(kind: str) -> list[list[int]]:
     """The ranks of all groups of a kind, as torch_xla's collectives take them."""
-    real = _asked(kind, "replica_groups")
+    real = _real(f"get_{NAMES[kind]}_replica_groups")
     return _state().groups(kind) if real is None else real()
 
 
 def size(kind: str) -> int:
     """Number of ranks in a group of a kind."""
-    real = _asked(kind, "size")
+    real = _real(f"get_{NAMES[kind]}_size")
     return len(_state().ranks(kind)) if real is None else real()
 
 
 def rank(kind: str) -> int:
     """This rank's place in its group of a kind."""
-    real = _asked(kind, "rank")
+    real = _real(f"get_{NAMES[kind]}_rank")
     return _rank(kind) if real is None else real()
 
 

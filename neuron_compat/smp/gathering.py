@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,6 @@ def holder(partition: int, tp_rank: int) -> int:
 class Part:
     """A tensor of the whole model, and the ranks that its parts come from."""
 
-    key: Hashable
-    """What it is called in what is gathered. Parts of one key are gathered once."""
-    value: torch.Tensor | None
-    """This rank's live tensor; None if it has none."""
     shape: tuple[int, ...]
     """Of each part."""
     dtype: torch.dtype
@@ -57,17 +53,11 @@ def part_of_entry(entry: Entry) -> Part:
     value = entry.value
     sources = tuple(holder(entry.owners[0], tp) for tp in range(job.tp_size() if entry.is_split else 1))
     places = tuple(entry.place(rank) for rank in sources)
-    return Part(id(value), value, tuple(value.shape), value.dtype, sources, places)
-
-
-def hosted_sources(parts: Sequence[Part]) -> dict[Hashable, torch.Tensor]:
-    """What this rank has to send, on the CPU."""
-    own = {p.key: p.value for p in parts if job.rank() in p.sources and p.value is not None}
-    return dict(zip(own, hosted(list(own.values())), strict=True))
+    return Part(tuple(value.shape), value.dtype, sources, places)
 
 
 def collected(
-    parts: Sequence[Part], held: dict[Hashable, torch.Tensor], kind: str, to_first: bool
+    parts: Mapping[Hashable, Part], held: dict[Hashable, torch.Tensor], kind: str, to_first: bool
 ) -> dict[Hashable, torch.Tensor]:
     """The whole tensors, by key, on all ranks of a group or on its first one; the others get nothing.
 
@@ -75,16 +65,16 @@ def collected(
     one tensor.
 
     Args:
-        held: What `hosted_sources` returned; it is emptied.
+        held: What this rank has to send, by key, on the CPU; it is emptied.
         kind: The group, as `job.KINDS` names it.
         to_first: Only the first rank of the group gets them.
     """
     gets = not to_first or job.ranks().groups[kind][0] == job.rank()
     found: dict[Hashable, torch.Tensor] = {}
-    for part in {p.key: p for p in parts}.values():
-        pieces = _pieces(part, held.pop(part.key, None), kind, to_first)
+    for key, part in parts.items():
+        pieces = _pieces(part, held.pop(key, None), kind, to_first)
         if gets:
-            found[part.key] = whole_of_parts(pieces)
+            found[key] = whole_of_parts(pieces)
     return found
 
 
@@ -122,19 +112,20 @@ def full_state(entries: Sequence[Entry], call: str, to_rank0: bool) -> OrderedDi
         SMPRuntimeError: The ranks have different models.
         CheckpointError: What went wrong on a rank before anything was gathered; the same on all of them.
     """
-    parts: list[Part] = []
+    tensors = {id(entry.value): entry for entry in entries if entry.is_tensor}  # a tied one is gathered once
+    parts: dict[Hashable, Part] = {}
     held: dict[Hashable, torch.Tensor] = {}
 
     def prepare() -> str:
-        parts.extend(part_of_entry(e) for e in entries if e.is_tensor)
-        held.update(hosted_sources(parts))
+        parts.update((key, part_of_entry(entry)) for key, entry in tensors.items())
+        own = {key: entry.value for key, entry in tensors.items() if job.rank() in parts[key].sources}
+        held.update(zip(own, hosted(list(own.values())), strict=True))
         return _digest(entries)
 
     check_alike(together("mp", call, prepare, guard=guard()), call)
     found = collected(parts, held, "mp", to_rank0)
     if to_rank0 and job.ranks().groups["mp"][0] != job.rank():
         return OrderedDict()
-    # A tied tensor is gathered once, and stays one.
     return OrderedDict((e.name, found[id(e.value)] if e.is_tensor else e.value) for e in entries)
 
 

@@ -71,14 +71,12 @@ class ModelCalls:
         job.state.apply_pending()
         entries = self.local_entries()
         found: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
-        tensors = [e.value for e in entries if e.is_tensor]
-        held = iter(hosted(tensors) if cast_to_cpu and not keep_vars else [t.detach() for t in tensors])
+        tensors = [entry.value for entry in entries if entry.is_tensor]
+        if not keep_vars:
+            tensors = hosted(tensors) if cast_to_cpu else [tensor.detach() for tensor in tensors]
+        values = iter(tensors)
         for entry in entries:
-            if entry.is_tensor:
-                value = next(held)
-                found[prefix + entry.name] = entry.value if keep_vars else value
-            else:
-                found[prefix + entry.name] = entry.value
+            found[prefix + entry.name] = next(values) if entry.is_tensor else entry.value
         found[IS_PARTIAL] = True
         found[LOAD_INFO] = self._load_info(entries)
         return found

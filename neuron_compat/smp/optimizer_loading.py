@@ -153,15 +153,13 @@ def _own_groups(optimizer: Any, given: Incoming) -> list[dict[str, Any]]:
     """The stored options for each group here: those that its first parameter had."""
     numbers = _own_numbers(optimizer, given.groups)
     group_of = {numbers[n]: group for group in given.groups for n in group["params"]}
-    found, first = [], 0
-    for group in optimizer.param_groups:
-        last = first + len(group["params"])
-        options = group_of[first] if last > first else group
+    found = []
+    for group, own in zip(optimizer.param_groups, optimizer._smp.numbers(optimizer), strict=True):
+        options = group_of[own[0]] if own else group
         kept = {k: v for k, v in options.items() if k not in ("params", "param_names")}
         if "param_names" in group:
             kept["param_names"] = group["param_names"]
-        found.append({**kept, "params": list(range(first, last))})
-        first = last
+        found.append({**kept, "params": list(own)})
     return found
 
 
@@ -174,29 +172,18 @@ def _master_states(optimizer: Any, given: Incoming) -> States:
     runtime = optimizer._smp
     if runtime.masters is None or not given.masters:
         return {}
-    names = runtime.names(optimizer)
-    own_number = {name: i for i, name in enumerate(names)}
     if given.master_names is not None:
+        own_number = {name: i for i, name in enumerate(runtime.names(optimizer))}
         called = [name for group in given.master_names for name in group]
         numbers = [own_number.get(name) for name in called]
     else:
-        numbers = _numbers_of_local_masters(optimizer, given.is_partial)
+        # Without names: those of a rank's partition, or of the model, in the order of the groups.
+        entries, here = runtime.entries(optimizer), job.pp_rank()
+        numbers = [n for n in runtime.masters_by_number(optimizer) if not given.is_partial or here in entries[n].owners]
     held = [master for group in given.masters for master in group]
     if len(held) != len(numbers) or None in numbers:
         raise SMPCheckpointError("there is another number of master weights", expected=len(numbers), found=len(held))
     return {number: {MASTER: master} for number, master in zip(numbers, held, strict=True) if number is not None}
-
-
-def _numbers_of_local_masters(optimizer: Any, is_partial: bool) -> list[int | None]:
-    """What SMP stores without names: the master weights of a rank's partition, in the order of the groups."""
-    runtime = optimizer._smp
-    own = {id(master) for _, master in runtime.masters}
-    entries = runtime.entries(optimizer)
-    return [
-        n
-        for n, p in enumerate(runtime.parameters(optimizer))
-        if id(p) in own and (not is_partial or job.pp_rank() in entries[n].owners)
-    ]
 
 
 # -- full states

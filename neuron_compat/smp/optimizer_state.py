@@ -69,21 +69,17 @@ def own_masters(optimizer: Any) -> dict[str, Any]:
     runtime = optimizer._smp
     if runtime.masters is None:
         return {}
-    own = {id(master) for _, master in runtime.masters}
     entries, names, shares = runtime.entries(optimizer), runtime.names(optimizer), runtime.shares(optimizer)
-    held: list[list[torch.Tensor]] = []
-    called: list[list[str]] = []
-    number = 0
-    for group in optimizer.param_groups:
-        held.append([])
-        called.append([])
-        for parameter in group["params"]:
-            mine = shares is None or shares[number] == job.rdp_rank()
-            if id(parameter) in own and mine and job.pp_rank() in entries[number].owners:
-                held[-1].append(parameter.detach())
-                called[-1].append(names[number])
-            number += 1
-    return {MASTERS: on_cpu(held), MASTER_NAMES: called}
+    masters = {
+        number: master.detach()
+        for number, master in runtime.masters_by_number(optimizer).items()
+        if job.pp_rank() in entries[number].owners and (shares is None or shares[number] == job.rdp_rank())
+    }
+    groups = [[number for number in group if number in masters] for group in runtime.numbers(optimizer)]
+    return {
+        MASTERS: on_cpu([[masters[number] for number in group] for group in groups]),
+        MASTER_NAMES: [[names[number] for number in group] for group in groups],
+    }
 
 
 def fp16_state(optimizer: Any) -> dict[str, Any]:
@@ -154,12 +150,9 @@ def lies_like(entry: Entry, shape: Sequence[int], key: str) -> bool:
 def states_of(optimizer: Any, packed: Mapping[str, Any], *, bare: bool) -> dict[int, dict[str, Any]]:
     """The states of each parameter by number, its master weight among them."""
     found = {n: dict(held) for n, held in packed["state"].items() if isinstance(n, int)}
-    masters = optimizer._smp.masters
-    if masters is not None and not bare:
-        own = {id(master) for _, master in masters}
-        for number, parameter in enumerate(optimizer._smp.parameters(optimizer)):
-            if id(parameter) in own:
-                found.setdefault(number, {})[MASTER] = parameter.detach()
+    if not bare:
+        for number, master in optimizer._smp.masters_by_number(optimizer).items():
+            found.setdefault(number, {})[MASTER] = master.detach()
     return found
 
 
@@ -223,9 +216,9 @@ StateOf = tuple[int, str, int, dict[str, Any]]
 
 def _parts(
     entries: Sequence[Entry], shares: Sequence[int] | None, told: Mapping[int, Mapping[str, Any]]
-) -> tuple[list[Part], list[StateOf]]:
+) -> tuple[dict[Hashable, Part], list[StateOf]]:
     """What is gathered, and all states in the order of the parameters; the same on all ranks."""
-    parts: list[Part] = []
+    parts: dict[Hashable, Part] = {}
     found: list[StateOf] = []
     for number, entry in enumerate(entries):
         first = _sources(entry, shares, number, split=False)[0]
@@ -237,7 +230,7 @@ def _parts(
             split = lies_like(entry, shape, key)
             sources = _sources(entry, shares, number, split=split)
             places: tuple[LocalArray, ...] = tuple(entry.place(r) if split else whole(shape) for r in sources)
-            parts.append(Part((number, key), None, shape, dtype, sources, places))
+            parts[(number, key)] = Part(shape, dtype, sources, places)
     return parts, found
 
 

@@ -69,7 +69,7 @@ def _in_its_place(root: str, name: str) -> str | None:
 
 def _newest(root: str) -> str:
     found = root_at(root)
-    if found.lines is None and not found.committed:
+    if found.lines is None and found.theirs == found.order:  # saves of this library are found without the file
         raise SMPValidationError(
             f"Unable to find newest file at {root}/{NEWEST}, if trying to load newest checkpoint please ensure this "
             "file exists or pass an explicit checkpoint tag when loading a checkpoint."

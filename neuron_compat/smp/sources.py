@@ -45,9 +45,8 @@ class Stored:
             if model is not None:
                 self._load(plain, None, strict, known)
             # Its parameters are the master weights, which have the names of the model's.
-            view = _with_masters(plain, masters)
-            self._load(NamesOnly(view), optimizer, strict, known)
-            self._load_masters(optimizer, view, known)
+            self._load(NamesOnly(_with_masters(plain, masters)), optimizer, strict, known)
+            self._load_masters(optimizer, known)
         if optimizer is not None:
             optimizer.drop_others()
 
@@ -74,11 +73,11 @@ class Stored:
         ).tree
 
     @torch.no_grad()
-    def _load_masters(self, optimizer: Any, view: ModelView, known: Any) -> None:
+    def _load_masters(self, optimizer: Any, known: Any) -> None:
         """Load master weights and the loss scale; where none are stored, the weights of the model are taken."""
-        masters = optimizer._smp.masters
-        live = {id(master) for _, master in masters}
-        wanted = {name: p for name, p in view.named_parameters(remove_duplicate=True) if id(p) in live}
+        runtime = optimizer._smp
+        masters, names = runtime.masters, runtime.names(optimizer)
+        wanted = {names[number]: master for number, master in runtime.masters_by_number(optimizer).items()}
         try:
             found = self._restored({"optimizer": {"master": wanted}}, known)["optimizer"]["master"]
         except xla_ckpt.IncompatibleCheckpointError as error:
@@ -90,7 +89,7 @@ class Stored:
             masters.give_weights()
         try:
             like = {"extras": {FP16_SET: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
-            optimizer._smp.take_scale(self._restored(like, known)["extras"][FP16_SET])
+            runtime.take_scale(self._restored(like, known)["extras"][FP16_SET])
         except xla_ckpt.IncompatibleCheckpointError:
             logger.info("no loss scale is stored")
 

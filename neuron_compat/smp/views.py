@@ -34,21 +34,17 @@ def local_optimizer(optimizer: Any) -> dict[str, Any]:
     names, entries = runtime.names(optimizer), runtime.entries(optimizer)
     here = job.pp_rank()
     owned = [number for number, entry in enumerate(entries) if here in entry.owners]
-    plain = optimizer.xla_ckpt_plain
     of_parameters = dict(_states(optimizer, owned))
-    shared = {key: value for key, value in plain.state.items() if not isinstance(key, torch.Tensor)}
-    groups, first = [], 0
-    for group in optimizer.param_groups:
-        last = first + len(group["params"])
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    groups = []
+    for group, numbers in zip(optimizer.param_groups, runtime.numbers(optimizer), strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": names[first:last]})
-        first = last
+        groups.append({**options, "params": [names[number] for number in numbers]})
     state = {names[number]: held for number, held in of_parameters.items() if held}
     found: dict[str, Any] = {"state": {**state, **shared}, "param_groups": groups}
     if runtime.masters is not None:
-        own = {id(master) for _, master in runtime.masters}
-        parameters = runtime.parameters(optimizer)
-        found["master"] = {names[n]: parameters[n].detach() for n in owned if id(parameters[n]) in own}
+        masters = runtime.masters_by_number(optimizer)
+        found["master"] = {names[n]: masters[n].detach() for n in owned if n in masters}
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, Self
 
 from xla_ckpt.manifest.digest import digest
@@ -10,6 +10,18 @@ from xla_ckpt.manifest.records import FileRecord
 
 Glue = Sequence[tuple[int, bytes]]
 """(offset, bytes) of everything in a file that belongs to no region: headers, directories, padding."""
+
+
+def joined_glue(pieces: Iterable[tuple[int, bytes]]) -> Glue:
+    """The same bytes, with neighbours joined: each piece is a write of its own. The first one begins the file."""
+    glue: list[tuple[int, bytes]] = []
+    begun, text = 0, bytearray()
+    for at, more in pieces:
+        if at != begun + len(text):
+            glue.append((begun, bytes(text)))
+            begun, text = at, bytearray()
+        text += more
+    return [*glue, (begun, bytes(text))]
 
 
 class Codec(Protocol):

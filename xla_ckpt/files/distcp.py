@@ -12,13 +12,13 @@ The zips have 0 in the place of the CRC-32 of the elements, as torch itself writ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
 from xla_ckpt.errors import FormatError
-from xla_ckpt.files.codec import Glue, PlainCodec
+from xla_ckpt.files.codec import Glue, PlainCodec, joined_glue
 from xla_ckpt.files.regions import Region
 from xla_ckpt.files.safetensors import entry, padded_header, saved_offset
 from xla_ckpt.files.torch_file import STORAGE_ALIGNMENT, TorchFile
@@ -121,7 +121,7 @@ class Distcp(PlainCodec):
         return replace(self, chunks=tuple(c for i, c in enumerate(self.chunks) if i not in regions))
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
-        return list(_joined(chain([(0, self.header)], self._around())))
+        return joined_glue(chain([(0, self.header)], self._around()))
 
     def _around(self) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of all that belongs to no region, behind the header."""
@@ -155,14 +155,3 @@ class Distcp(PlainCodec):
 
 def _bytes_entry(start: int, stop: int) -> dict[str, object]:
     return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
-
-
-def _joined(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """The same bytes, with neighbours joined: each piece is a write of its own."""
-    begun, text = 0, bytearray()
-    for at, more in pieces:
-        if at != begun + len(text):
-            yield begun, bytes(text)
-            begun, text = at, bytearray()
-        text += more
-    yield begun, bytes(text)

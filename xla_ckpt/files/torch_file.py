@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from xla_ckpt.files.codec import Glue, PlainCodec
+from xla_ckpt.files.codec import Glue, PlainCodec, joined_glue
 from xla_ckpt.files.crc32 import crc32, joined_crc32
 
 STORAGE_ALIGNMENT = 64
@@ -136,20 +136,18 @@ class TorchFile(PlainCodec):
         """None: the file needs all of its regions, because they are the storages that the pickle names."""
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
+        return joined_glue(self._around(crcs))
+
+    def _around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of all that belongs to no region."""
         sums = iter(self._sums(crcs))
         checks = [crc32(r.small) if r.small is not None else next(sums) for r in self._records]
-        pieces: list[tuple[int, bytes]] = []
-        begun, text = 0, bytearray()  # where the present stretch of glue begins, and what is in it
         for record, check in zip(self._records, checks, strict=True):
-            text += _local_header(record, check)
+            yield record.header, _local_header(record, check)
             if record.small is not None:
-                text += record.small
-            elif record.nbytes:
-                # The bytes of a storage come from regions: the stretch ends here, and the next begins behind them.
-                pieces.append((begun, bytes(text)))
-                begun, text = record.start + record.nbytes, bytearray()
-        pieces.append((begun, bytes(text) + self._directory(checks)))
-        return pieces
+                yield record.start, record.small
+        last = self._records[-1]
+        yield last.start + last.nbytes, self._directory(checks)
 
     def _sums(self, crcs: Sequence[int]) -> Iterator[int]:
         """The CRC-32 of each storage, from those of its regions."""

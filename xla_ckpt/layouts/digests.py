@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError, naming
 from xla_ckpt.manifest.digest import digest, sealed, unsealed
@@ -36,26 +35,6 @@ MAX_DIGESTS = 1 << 30
 """A larger file is not read (bytes)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """The records of all files of a directory.
-
-    Raises (on construction):
-        FormatError: A file is listed twice, or none is listed.
-    """
-
-    files: tuple[FileRecord, ...]
-
-    def __post_init__(self) -> None:
-        names = [record.path for record in self.files]
-        if len(set(names)) != len(names):
-            raise FormatError("a file has two lists of digests", found=sorted(names)[:8])
-        if not names:
-            raise FormatError("there is no digest of any file")
-        if DIGESTS in names:
-            raise FormatError("a file cannot hold its own digest", found=DIGESTS)
-
-
 def record_of(path: str, data: bytes) -> FileRecord:
     """The record of a file that is verified as a whole."""
     return FileRecord(path=path, size=len(data), head=len(data), digest=digest(data))
@@ -65,19 +44,19 @@ def dump_digests(files: Sequence[FileRecord]) -> bytes:
     """The bytes of the file: equal records give equal bytes.
 
     Raises:
-        FormatError: The records are not those of one directory (see `Digests`).
+        FormatError: The records are not those of one directory.
 
-    >>> parse_digests(dump_digests([record_of("model_0.pt", b"...")])).files[0].size
+    >>> parse_digests(dump_digests([record_of("model_0.pt", b"...")]))[0].size
     3
     """
-    digests = Digests(tuple(files))
-    lines = ",".join(json.dumps(file_json(record), separators=(",", ":")) for record in digests.files)
+    _check_names(files)
+    lines = ",".join(json.dumps(file_json(record), separators=(",", ":")) for record in files)
     body = f'{{"format":"{DIGESTS_FORMAT}","version":{DIGESTS_VERSION},\n"files":[{lines}]'.encode()
     return sealed(body)
 
 
-def parse_digests(data: bytes) -> Digests:
-    """The digests in these bytes.
+def parse_digests(data: bytes) -> tuple[FileRecord, ...]:
+    """The records of all files of a directory, from the bytes of the file.
 
     Raises:
         CorruptCheckpointError: They are damaged, or make no sense.
@@ -96,8 +75,21 @@ def parse_digests(data: bytes) -> Digests:
                     found=version,
                     hint="Install a newer xla_ckpt.",
                 )
-            return Digests(tuple(parse_file(entry) for entry in entries))
+            files = tuple(parse_file(entry) for entry in entries)
+            _check_names(files)
+            return files
     raise FormatError("these are no digests of xla_ckpt", file=DIGESTS, found=str(raw)[:80])
+
+
+def _check_names(files: Sequence[FileRecord]) -> None:
+    """Refuse records that are not those of all files of a directory."""
+    names = [record.path for record in files]
+    if len(set(names)) != len(names):
+        raise FormatError("a file has two lists of digests", found=sorted(names)[:8])
+    if not names:
+        raise FormatError("there is no digest of any file")
+    if DIGESTS in names:
+        raise FormatError("a file cannot hold its own digest", found=DIGESTS)
 
 
 def records_in(directory: ReadDirectory) -> dict[str, FileRecord]:
@@ -111,4 +103,4 @@ def records_in(directory: ReadDirectory) -> dict[str, FileRecord]:
         data = read_whole(directory, DIGESTS, limit=MAX_DIGESTS, what="the list of digests")
     except FileNotFoundError:
         return {}
-    return {record.path: record for record in parse_digests(data).files}
+    return {record.path: record for record in parse_digests(data)}

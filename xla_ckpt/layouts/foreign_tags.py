@@ -7,10 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.missing import no_such_tag
-from xla_ckpt.tags.roots import root_of
 
 T = TypeVar("T")
 
@@ -24,18 +21,6 @@ def time_text(time: int) -> str:
     '2023-11-14T22:13:20.000000+00:00'
     """
     return datetime.datetime.fromtimestamp(time / 1e9, datetime.UTC).isoformat(timespec="microseconds") if time else ""
-
-
-def looked_up_again(find: Callable[[Store, str], T | None], store: Store, tag: str) -> T:
-    """The tag of this name, which was there a moment ago.
-
-    Raises:
-        NoCheckpointError: It is gone.
-    """
-    entry = find(store, tag)
-    if entry is None:
-        raise no_such_tag(root_of(store), tag)
-    return entry
 
 
 def merged_by_time(ordered: Sequence[T], others: Iterable[T], time: Callable[[T], int]) -> list[T]:

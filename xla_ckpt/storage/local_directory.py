@@ -116,7 +116,10 @@ class LocalDirectory:
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
 
     def is_at(self, name: str) -> bool:
-        return is_at(self, os.path.join(os.path.dirname(self.path), name))
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(os.path.join(os.path.dirname(self.path), name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def lock(self, how: int) -> None:
         """Lock it until it is closed; raises `BlockingIOError` where somebody else has."""
@@ -135,11 +138,3 @@ class LocalDirectory:
                 logger.debug("%s: its lock goes with its last descriptor: %s", self.path, error)
             finally:
                 os.close(fd)
-
-
-def is_at(directory: LocalDirectory, path: str) -> bool:
-    """Whether a directory that was opened is the one that lies at a path."""
-    try:
-        return os.path.samestat(os.fstat(directory.fd), os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False

@@ -81,12 +81,7 @@ def _arrange(config: Mapping[str, Any]) -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes, lnc_size=config.get("lnc_size", 1))
         return
-    found = {
-        "tensor_model_parallel_size": parallel_state.size("tp"),
-        "pipeline_model_parallel_size": parallel_state.size("pp"),
-        "context_parallel_size": parallel_state.size("cp"),
-        "expert_model_parallel_size": parallel_state.size("ep"),
-    }
+    found = dict(zip(sizes, map(parallel_state.size, ("tp", "pp", "cp", "ep")), strict=True))
     if found != sizes:
         raise UsageError(
             "the ranks are arranged in another way already",

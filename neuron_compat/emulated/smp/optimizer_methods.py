@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,17 +35,30 @@ class Runtime:
         """The optimizer's parameters, in the order of the numbers that they have in its state dict."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
+    def numbers(self, optimizer: Any) -> list[range]:
+        """The numbers of the parameters of each group."""
+        ends = itertools.accumulate((len(group["params"]) for group in optimizer.param_groups), initial=0)
+        return [range(first, last) for first, last in itertools.pairwise(ends)]
+
+    def masters_by_number(self, optimizer: Any) -> dict[int, torch.nn.Parameter]:
+        """The parameters that are master weights."""
+        own = set() if self.masters is None else {id(master) for _, master in self.masters}
+        return {number: p for number, p in enumerate(self.parameters(optimizer)) if id(p) in own}
+
     def entries(self, optimizer: Any) -> list[Entry]:
         """The entry of the model that each of them is."""
         known = {id(e.value): e for e in self.model.entries() if e.is_tensor}
-        true = {} if self.masters is None else {id(master): narrow for narrow, master in self.masters}
-        return [known[id(true.get(id(p), p))] for p in self.parameters(optimizer)]
+        return [known[id(p)] for p in self._of_model(optimizer)]
 
     def names(self, optimizer: Any) -> list[str]:
         """The name that each of them has in the model; the first one of a tied parameter."""
-        true = {} if self.masters is None else {id(master): narrow for narrow, master in self.masters}
         known = {id(p): name for name, p in self.model.named_parameters()}
-        return [known[id(true.get(id(p), p))] for p in self.parameters(optimizer)]
+        return [known[id(p)] for p in self._of_model(optimizer)]
+
+    def _of_model(self, optimizer: Any) -> list[torch.nn.Parameter]:
+        """The parameter of the model that each of them is, or whose master weight it is."""
+        narrow = {} if self.masters is None else {id(master): p for p, master in self.masters}
+        return [narrow.get(id(p), p) for p in self.parameters(optimizer)]
 
     def shares(self, optimizer: Any) -> list[int] | None:
         """The rank (`rdp_rank`) that has the states of each parameter; None if all ranks have those of all."""
@@ -187,8 +201,8 @@ class Distributed(OptimizerCalls):
         """Give the master weights the gradients of the model, without the loss scale. A step does so at its end."""
         masters = self._smp.masters
         if masters is not None:
-            own = {id(master) for _, master in masters}
-            masters.take_gradients([p for p in self._smp.parameters(self) if id(p) not in own])
+            own = self._smp.masters_by_number(self)
+            masters.take_gradients([p for number, p in enumerate(self._smp.parameters(self)) if number not in own])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | None:
         """Scale the gradients of the master weights down to a norm over the whole model; the norm before.

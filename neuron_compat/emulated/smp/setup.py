@@ -39,7 +39,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             there. Degrees that it does not name are those of an initialised parallel state, or 1.
 
     Raises:
-        SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel job.state.
+        SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel state.
         SMPUnsupportedError: It asks for something that is not there.
         WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
         SMPValidationError: It was called before, with another configuration.

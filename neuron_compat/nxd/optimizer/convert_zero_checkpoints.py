@@ -41,12 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             None if args.convert_to_full else args.dp_size,
             num_workers=args.num_workers,
         )
-    except xla_ckpt.UsageError as error:
-        print(f"nxd_convert_zero_checkpoints: {error}", file=sys.stderr)
-        return 2
     except xla_ckpt.CheckpointError as error:
         print(f"nxd_convert_zero_checkpoints: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, xla_ckpt.UsageError) else 1
     what = "all data-parallel ranks together" if done.dp is None else f"{done.dp} data-parallel ranks"
     print(f"{done.path}: {done.files} files for {what}")
     return 0

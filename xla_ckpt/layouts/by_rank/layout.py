@@ -9,11 +9,12 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.by_rank.tags import RankTag, by_time
-from xla_ckpt.layouts.foreign_tags import looked_up_again
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.roots import root_of
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.by_rank.files import RankFiles
@@ -51,7 +52,9 @@ class RankLayout(Layout):
         Raises:
             NoCheckpointError: It is gone.
         """
-        return looked_up_again(self.tag_at, store, name)
+        if (tag := self.tag_at(store, name)) is None:
+            raise no_such_tag(root_of(store), name)
+        return tag
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
         return [self.entry_of(store, tag) for tag in self.complete_tags(store, names)]

@@ -90,7 +90,7 @@ class DcpFiles(ScannedFiles):
                 records = manifest_json.parse(data).files
             self.digests_in = MANIFEST
         elif (data := self.small(DIGESTS, MAX_DIGESTS)) is not None:
-            records = digests.parse_digests(data).files
+            records = digests.parse_digests(data)
         else:
             return
         self.digested = {record.path: record for record in records}

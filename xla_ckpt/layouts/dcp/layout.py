@@ -6,28 +6,24 @@ our manifest beside `.metadata`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.seal import Index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import naming
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.dcp import tags
 from xla_ckpt.layouts.dcp.metadata import METADATA
-from xla_ckpt.layouts.new_ranks import leaves_of_ranks
+from xla_ckpt.layouts.native import NativeWriting, native_files
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 
 if TYPE_CHECKING:
-    from xla_ckpt.layouts.dcp.chunks import DcpFiling
     from xla_ckpt.state.describe import Description
 
 
@@ -82,55 +78,24 @@ class Dcp(Layout):
 
         return verify_dcp(store, entry, workers)
 
-    def writing(self, description: Description) -> DcpWriting:
-        return DcpWriting(description, self.flat).checked()
+    def writing(self, description: Description) -> NativeWriting:
+        from xla_ckpt.layouts.dcp.chunks import filing_of, tensor_pickle
+
+        for leaf in description.leaves:
+            with naming(leaf=leaf.path):
+                tensor_pickle(leaf.dtype, ())
+        filing = filing_of(description.structure, flat=self.flat)
+        # This job has just saved it.
+        return NativeWriting(description, description.leaves, filing, partial(self._index_files, trust=True))
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         from xla_ckpt.layouts.dcp.chunks import filing_of
-        from xla_ckpt.layouts.dcp.index import index_files
 
         filing = filing_of(stored.manifest.skeleton, flat=self.flat)
-        leaves, specs = leaves_of_ranks(stored.manifest, stored.manifest.arrays, to)
-        files = [plan_save(of_rank, rank, to.mesh.size, filing=filing).files for rank, of_rank in enumerate(leaves)]
-        return Rewriting(files, specs, index=partial(index_files, trust=stored.trust, flat=self.flat))
+        files, specs = native_files(stored.manifest, stored.manifest.arrays, to, filing)
+        return Rewriting(files, specs, index=partial(self._index_files, trust=stored.trust))
 
-
-@dataclass(frozen=True)
-class DcpWriting(Writing):
-    """What one rank writes in this layout."""
-
-    description: Description
-    flat: bool
-
-    def checked(self) -> DcpWriting:
-        """The same, if the layout has a place for all of the state.
-
-        Raises:
-            UnsupportedStateError: It has none.
-        """
-        from xla_ckpt.layouts.dcp.chunks import tensor_pickle
-
-        for leaf in self.description.leaves:
-            with naming(leaf=leaf.path):
-                tensor_pickle(leaf.dtype, ())
-        _ = self._filing
-        return self
-
-    @cached_property
-    def _filing(self) -> DcpFiling:
-        from xla_ckpt.layouts.dcp.chunks import filing_of
-
-        return filing_of(self.description.structure, flat=self.flat)
-
-    @cached_property
-    def plan(self) -> SavePlan:
-        from xla_ckpt.arrays.registry import local_lanes
-
-        placement = self.description.placement
-        return plan_save(self.description.leaves, placement.rank, placement.world, local_lanes(), filing=self._filing)
-
-    @property
-    def index(self) -> Index:
+    def _index_files(self, reader: TagReader, *, trust: bool) -> Mapping[str, bytes]:
         from xla_ckpt.layouts.dcp.index import index_files
 
-        return partial(index_files, trust=True, flat=self.flat)  # this job has just saved it
+        return index_files(reader, trust=trust, flat=self.flat)

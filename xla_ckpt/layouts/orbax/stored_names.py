@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.read import read_into
@@ -24,7 +25,6 @@ from xla_ckpt.layouts.orbax.model_parts import ModelParts
 from xla_ckpt.layouts.orbax.name_rules import NameRule, parse_names
 from xla_ckpt.layouts.orbax.names import Renaming, renaming
 from xla_ckpt.layouts.scanned import flattened_model, scanned_manifest
-from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.costs import Costs
@@ -61,9 +61,13 @@ def original_model(reader: TagReader) -> TagReader:
     rules, stored = _rules_in(reader), reader.manifest
     parts, files = ModelParts(rules), _OriginalFiles(reader)
     for leaf, record in stored.arrays.items():
-        keys = [paths.unescape(key) for key in paths.split(leaf)]
-        array = _array(reader, leaf, record, rules, "/".join(keys))
-        parts.add(array.renaming, array.dtype, array.chunks, len(stored.files) + len(files.arrays))
+        path = "/".join(paths.unescape(key) for key in paths.split(leaf))
+        chunks = sorted((shard.box for shard in record), key=lambda box: box.start)
+        of_model = renaming(rules, path, record.shape, chunks[0].shape, leaf)
+        if of_model is None:
+            raise CorruptCheckpointError("no rule of names in the tag is for an array", leaf=leaf, file=NAMES)
+        array = _OriginalArray(reader, leaf, of_model, chunks, record.dtype)
+        parts.add(of_model, record.dtype, chunks, len(stored.files) + len(files.arrays))
         files.arrays[f"{NAMES}/{len(files.arrays)}"] = array
     flat = flattened_model(parts.records())
     manifest, _ = scanned_manifest(reader.tag, flat, [*stored.files, *files.records()])
@@ -86,21 +90,11 @@ def _rules_in(reader: TagReader) -> tuple[NameRule, ...]:
         raise CorruptCheckpointError("the file of names holds no rules of names", file=NAMES) from error
 
 
-def _array(reader: TagReader, leaf: str, record: ArrayRecord, rules: Sequence[NameRule], path: str) -> _OriginalArray:
-    chunks = sorted((shard.box for shard in record), key=lambda box: box.start)
-    of_model = renaming(rules, path, record.shape, chunks[0].shape, leaf)
-    if of_model is None:
-        raise CorruptCheckpointError("no rule of names in the tag is for an array", leaf=leaf, file=NAMES)
-    return _OriginalArray(reader, leaf, of_model, chunks, record)
-
-
 class _OriginalArray(ChunkFile):
     """A stored array, with the elements of each chunk in the order of the model."""
 
-    def __init__(
-        self, reader: TagReader, leaf: str, of_model: Renaming, chunks: Sequence[Box], record: ArrayRecord
-    ) -> None:
-        super().__init__(chunks, record.dtype)
+    def __init__(self, reader: TagReader, leaf: str, of_model: Renaming, chunks: Sequence[Box], dtype: DType) -> None:
+        super().__init__(chunks, dtype)
         self._reader = reader
         self._leaf = leaf
         self.renaming = of_model

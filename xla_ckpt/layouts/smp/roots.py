@@ -27,9 +27,6 @@ class PartialRoot:
     theirs: tuple[str, ...]
     """Those of them that have no manifest of ours."""
 
-    committed: int
-    """How many of them have one."""
-
 
 def root_at(path: PathLike) -> PartialRoot:
     """What lies in a root directory.
@@ -42,9 +39,7 @@ def root_at(path: PathLike) -> PartialRoot:
     lines = tuple(newest_lines(store)) if store.has(NEWEST) else None
     order = agreeing(lines or (), [tag for _, tag in tags], store.is_directory)
     ours = {tag for is_ours, tag in tags if is_ours}
-    return PartialRoot(
-        lines=lines, order=tuple(order), theirs=tuple(t for t in order if t not in ours), committed=len(ours)
-    )
+    return PartialRoot(lines=lines, order=tuple(order), theirs=tuple(t for t in order if t not in ours))
 
 
 def agreeing(lines: Sequence[str], complete: Sequence[str], is_there: Callable[[str], bool]) -> list[str]:
