@@ -131,7 +131,7 @@ class BlockTable:
         return cls(offset[some], nbytes[some], (np.cumsum(counts) - counts)[some], digests)
 
     def of(self, offset: int, nbytes: int) -> tuple[int, ...]:
-        """DigestColumn of the blocks of the region of `nbytes` bytes at `offset`.
+        """Digests of the blocks of the region of `nbytes` bytes at `offset`.
 
         Raises:
             FormatError: No such region is in the file.
@@ -247,7 +247,7 @@ def unsealed(data: bytes, what: str) -> bytes:
 
 
 def pack_digests(digests: Sequence[int]) -> str:
-    """DigestColumn as base64 of little-endian 64-bit numbers; its length depends on their number only."""
+    """Digests as base64 of little-endian 64-bit numbers; its length depends on their number only."""
     return base64.b64encode(struct.pack(f"<{len(digests)}Q", *digests)).decode()
 
 
