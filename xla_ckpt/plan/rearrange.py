@@ -60,7 +60,7 @@ def rearranged(leaf: str, new: Rearranged, manifest: Manifest) -> ArrayRecord:
             different element types.
         FormatError: The parts are not every element exactly once.
     """
-    sources = {part.leaf: _stored(part.leaf, manifest) for part in new.parts}
+    sources = {part.leaf: manifest.required(part.leaf) for part in new.parts}
     types = {record.dtype.name: name for name, record in sources.items()}
     if len(types) != 1:
         raise IncompatibleCheckpointError(
@@ -73,13 +73,6 @@ def rearranged(leaf: str, new: Rearranged, manifest: Manifest) -> ArrayRecord:
     united = array_record(first.dtype, new.shape, shards, new.spec)
     meant = first.stands_for if all(record.stands_for == first.stands_for for record in others) else None
     return united.changed(stands_for=meant, own=any(record.own for record in sources.values()))
-
-
-def _stored(leaf: str, manifest: Manifest) -> ArrayRecord:
-    record = manifest.array(leaf)
-    if record is None:
-        raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=leaf)
-    return record
 
 
 def _shards(part: Excerpt, record: ArrayRecord) -> Iterator[Shard]:
