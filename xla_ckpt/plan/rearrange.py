@@ -7,7 +7,7 @@ with other boxes, and no byte moves: whoever reads a manifest reads these arrays
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -85,12 +85,5 @@ def _shards(part: Excerpt, record: ArrayRecord) -> Iterator[Shard]:
         whole = shard.frame or shard.box
         box = region.moved(offset)
         # The digests of a region cover all of it. So a part of it keeps the place of the whole.
-        frame = None if region == whole else _moved(whole, offset)
+        frame = None if region == whole else Frame(whole.start, whole.stop).moved(offset)
         yield Shard(box, shard.file, shard.offset, frame)
-
-
-def _moved(whole: Box, offset: Sequence[int]) -> Frame:
-    return Frame(
-        tuple(a + o for a, o in zip(whole.start, offset, strict=True)),
-        tuple(b + o for b, o in zip(whole.stop, offset, strict=True)),
-    )
