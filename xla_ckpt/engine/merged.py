@@ -13,7 +13,7 @@ from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.shared_directory import check_written
 from xla_ckpt.engine.stale import stale_since
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import TagReader, reader_within
 from xla_ckpt.errors import DivergentReplicasError, SaveError
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
@@ -100,11 +100,8 @@ def merged_manifest(
         manifest = merged.manifest(head, mesh, len(records))
     if not merged.duplicates:
         return manifest
-    reader = TagReader(directory, path, head.tag, manifest)
-    try:
+    with reader_within(directory, path, head.tag, manifest) as reader:
         different = _different_copies(reader, merged.duplicates)
-    finally:
-        reader.close_files()
     if different and replicas == "equal":
         raise _differ(different[0])
     return _with_first(manifest, different) if different else manifest
@@ -140,11 +137,8 @@ def _differ(twice: Duplicate) -> DivergentReplicasError:
 
 def repeats_the_tag_before(root: Root, transaction: Transaction, manifest: Manifest) -> SaveError | None:
     """The error for a tag whose model is that of the tag before it, although training went on; None for any other."""
-    reader = TagReader(transaction.directory, root.path, manifest.head.tag, manifest)
-    try:
+    with reader_within(transaction.directory, root.path, manifest.head.tag, manifest) as reader:
         evidence = stale_since(root, transaction.newest, reader)
-    finally:
-        reader.close_files()
     if evidence is None:
         return None
     before, why = evidence
