@@ -273,11 +273,7 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
     facts["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del records, wire
     head = Head(tag="step_1000", sequence=1, pinned=False, created="2025-01-01T00:00:00.000+00:00")
-    facts["prove"], manifest = timed(
-        lambda: Manifest(
-            head=head, skeleton=merged.skeleton, arrays=merged.arrays, files=merged.files, mesh=str(mesh), world=world
-        )
-    )
+    facts["prove"], manifest = timed(merged.manifest, head, mesh)
     facts["dump"], text = timed(manifest_json.dump, manifest)
     facts["bytes"] = len(text)
     facts["parse"], again = timed(manifest_json.parse, text)

@@ -42,7 +42,7 @@ def recorded(files: list[Written], ranks: list[list[Leaf]], mesh: Mesh) -> Manif
         for rank, written in enumerate(files)
     ]  # fmt: skip
     head = Head(tag="t", sequence=1, pinned=False, created="")
-    return merge(records, mesh).manifest(head, mesh, mesh.size)
+    return merge(records, mesh).manifest(head, mesh)
 
 
 def wrote(plan: SavePlan) -> Written:

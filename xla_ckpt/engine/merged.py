@@ -15,7 +15,6 @@ from xla_ckpt.engine.shared_directory import check_written
 from xla_ckpt.engine.stale import stale_since
 from xla_ckpt.engine.tag_reader import TagReader, reader_within
 from xla_ckpt.errors import DivergentReplicasError, SaveError
-from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.merge import Duplicate, merge
 from xla_ckpt.plan.record import Record
@@ -97,7 +96,7 @@ def merged_manifest(
     for warning in merged.warnings:
         logger.warning("tag %s: %s", head.tag, warning)
     with collector_paused():
-        manifest = merged.manifest(head, mesh, len(records))
+        manifest = merged.manifest(head, mesh)
     if not merged.duplicates:
         return manifest
     with reader_within(directory, path, head.tag, manifest) as reader:
@@ -121,8 +120,7 @@ def _with_first(manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
     ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
     lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
     logger.warning("tag %s: %s", manifest.head.tag, "\n".join([first_stored(len(lines)), *lines]))
-    marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in ranks}
-    return replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))
+    return replace(manifest, arrays=manifest.arrays.with_divergent(ranks))
 
 
 def _differ(twice: Duplicate) -> DivergentReplicasError:
