@@ -34,7 +34,6 @@ from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.record import Record, Sample
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
-from xla_ckpt.plan.same_arrays import first_of_stage
 from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
@@ -147,7 +146,7 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
             FileRecord(path=file.path, size=size, head=size - file.data_bytes, digest=digest(file.path.encode()))
         )
     stage = mesh.coordinates(rank)["pp"]
-    speaks = rank == mesh.rank({"pp": stage})
+    speaks = rank == mesh.first_of_stage(rank)
     samples = {}
     for leaf in leaves if mesh.size > 1 else ():
         if any(s.replicas > 1 for s in leaf.shards):
@@ -268,17 +267,13 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
         seconds, record = timed(hear, zlib.decompress(data))
         facts["hear"] += seconds
         records.append(record)
-        records[-1] = record.named_by(records[first_of_stage(record.rank, mesh)])
+        records[-1] = record.named_by(records[mesh.first_of_stage(record.rank)])
     facts["merge"], merged = timed(merge, records, mesh)
     assert (merged.duplicates, merged.warnings) == ((), ())
     facts["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del records, wire
     head = Head(tag="step_1000", sequence=1, pinned=False, created="2025-01-01T00:00:00.000+00:00")
-    facts["prove"], manifest = timed(
-        lambda: Manifest(
-            head=head, skeleton=merged.skeleton, arrays=merged.arrays, files=merged.files, mesh=str(mesh), world=world
-        )
-    )
+    facts["prove"], manifest = timed(merged.manifest, head, mesh)
     facts["dump"], text = timed(manifest_json.dump, manifest)
     facts["bytes"] = len(text)
     facts["parse"], again = timed(manifest_json.parse, text)

@@ -14,7 +14,6 @@ It is public, and changes as `xla_ckpt` does: a release note says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -155,7 +154,7 @@ def whole_of_parts(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Te
     whole = torch.empty(place.shape, dtype=first.dtype)
     for part, lies in parts:
         for piece in lies.pieces:
-            whole[_slices(piece.box)] = part[_slices(piece.local)]
+            whole[piece.box.slices] = part[piece.local.slices]
     return whole
 
 
@@ -165,10 +164,5 @@ def part_of_whole(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) 
         return whole
     part = whole.new_zeros(tuple(shape))
     for piece in place.pieces:
-        part[_slices(piece.local)] = whole[_slices(piece.box)]
+        part[piece.local.slices] = whole[piece.box.slices]
     return part
-
-
-def _slices(box: Any) -> tuple[slice, ...]:
-    """A box as an index."""
-    return tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))

@@ -24,7 +24,7 @@ from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import Head, Manifest
+from xla_ckpt.manifest.records import Head
 from xla_ckpt.plan.leaf import Leaf, holding_of
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.record import Record
@@ -59,12 +59,7 @@ def tag() -> TagReader:
     merged = merge(
         [Record.of(written.shards, rank=0, files=written.files, arrays=facts, aliases={}, skeleton=None)], Mesh()
     )
-    manifest = Manifest(
-        head=Head(tag="t", sequence=1, pinned=False, created=""),
-        skeleton=None,
-        arrays=merged.arrays,
-        files=merged.files,
-    )
+    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), Mesh())
     directory.objects["manifest.json"] = manifest_json.dump(manifest)
     return TagReader(directory, "root", "t")
 

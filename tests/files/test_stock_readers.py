@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 import xla_ckpt
 from xla_ckpt import dtypes
 from xla_ckpt.engine.write import write_files
-from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard
+from xla_ckpt.plan.leaf import Holding, Leaf
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.owners import LocalShard
 from xla_ckpt.storage.local_directory import LocalDirectory
 
 NAMED = ["float64", "float32", "float16", "bfloat16", "int8", "int64", "uint8", "bool", "complex64", "float8_e4m3fn"]

@@ -18,11 +18,12 @@ from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.manifest.arrays import Arrays
-from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard
+from xla_ckpt.plan.leaf import Holding, Leaf
 from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box, Frame
 from xla_ckpt.sharding.grid import Grid
+from xla_ckpt.sharding.owners import LocalShard
 
 
 def stored(arrays: dict[str, np.ndarray], cuts: dict[str, tuple[tuple[int, ...], ...]]) -> MemoryDirectory:

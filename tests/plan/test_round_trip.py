@@ -19,8 +19,8 @@ from xla_ckpt.engine.verify import verify_tag
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.manifest import digest, manifest_json
-from xla_ckpt.manifest.records import Head, Manifest
-from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard, leaf_of
+from xla_ckpt.manifest.records import Head
+from xla_ckpt.plan.leaf import Holding, Leaf, leaf_of
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.restore_plan import Want, plan_restore
@@ -29,6 +29,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.grid import Grid
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.owners import LocalShard
 
 Arrays = dict[str, Any]
 
@@ -56,14 +57,10 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
         records.append(
             Record.of(written.shards, rank=rank, files=written.files, arrays=arrays, aliases={}, skeleton=None)
         )
-    merged = merge(records, Mesh(dp=len(ranks)))
+    mesh = Mesh(dp=len(ranks))
+    merged = merge(records, mesh)
     assert not merged.duplicates
-    manifest = Manifest(
-        head=Head(tag="t", sequence=1, pinned=False, created=""),
-        skeleton=None,
-        arrays=merged.arrays,
-        files=merged.files,
-    )
+    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), mesh)
     directory.objects["manifest.json"] = manifest_json.dump(manifest)
     return directory
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +42,7 @@ def recorded(files: list[Written], ranks: list[list[Leaf]], mesh: Mesh) -> Manif
         for rank, written in enumerate(files)
     ]  # fmt: skip
     head = Head(tag="t", sequence=1, pinned=False, created="")
-    return merge(records, mesh).manifest(head, mesh, mesh.size)
+    return merge(records, mesh).manifest(head, mesh)
 
 
 def wrote(plan: SavePlan) -> Written:
@@ -86,22 +85,19 @@ class Run:
     ) -> tuple[sharing.SharedPlan, dict[tuple[str, int, str], int]]:
         base = self.manifest
         if base is None:
-            twins = sharing.without_twins(plan)
-            holds = [np.zeros(len(its.file), np.bool_) for its in twins]
-            return sharing.divided(plan, twins, holds, {}, fixed), {}
-        twins, holds = sharing.twins_of(plan, leaves, base), []
+            return sharing.divided(plan, sharing.without_twins(plan), {}, fixed), {}
+        twins = sharing.twins_of(plan, leaves, base)
         for file, its in zip(plan.files, twins, strict=True):
-            same = [
+            its.same[:] = [
                 number >= 0 and self.bytes[base.files[number].path, offset, entry.leaf] == values[entry.leaf]
                 for entry, number, offset in zip(file.entries, its.file.tolist(), its.offset.tolist(), strict=True)
             ]
-            holds.append(np.array(same, np.bool_))
         counts = {n: sum(path == f.path for path, _, _ in self.bytes) for n, f in enumerate(base.files)}
-        names = sharing.new_names(plan, twins, sharing.whole_files(twins, holds, counts))
+        names = sharing.new_names(plan, twins, sharing.whole_files(twins, counts))
         shared = {file: replace(base.files[file], path=name) for file, name in names.items()}
         moved = {base.files[file].path: name for file, name in names.items()}
         bytes_of = {(moved[path], at, leaf): v for (path, at, leaf), v in self.bytes.items() if path in moved}
-        return sharing.divided(plan, twins, holds, shared, fixed), bytes_of
+        return sharing.divided(plan, twins, shared, fixed), bytes_of
 
     def check(self, values: Values) -> None:
         """Every region that the manifest names has the value that was saved, and no file has anything besides."""

@@ -16,7 +16,7 @@ from xla_ckpt.sharding.box import Box, overlapping_pair
 from xla_ckpt.sharding.corners import Corners
 from xla_ckpt.sharding.grid import Grid, fit, fit_all
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.owners import SPLIT_BYTES, HeldShard, owned, row_range
+from xla_ckpt.sharding.owners import SPLIT_BYTES, LocalShard, owned, row_range
 from xla_ckpt.sharding.ranges import pieces, runs
 
 
@@ -129,10 +129,10 @@ def test_rows_of_all_replicas_are_the_shard(shape: tuple[int, ...], replicas: in
     assert is_partition([p for p in parts if p is not None], whole)
 
 
-def parts_of(held: list[HeldShard]) -> list[tuple[int, Box]]:
-    """(index, part) of each shard of which its holder writes something."""
+def parts_of(held: list[LocalShard]) -> list[tuple[int, Box]]:
+    """(index, part) of each shard, of elements of 4 bytes, of which its holder writes something."""
     kinds = list(dict.fromkeys(held))
-    parts, rows = owned(kinds, np.array([kinds.index(shard) for shard in held], np.int64))
+    parts, rows = owned([(shard, 4) for shard in kinds], np.array([kinds.index(shard) for shard in held], np.int64))
     written = [(int(i), parts[kinds.index(held[i])]) for i in rows]
     return [(i, part) for i, part in written if part is not None]
 
@@ -144,9 +144,7 @@ def test_every_byte_has_one_owner(shards: list[tuple[tuple[int, ...], int]]) -> 
         mine = [shape for shape, g in shards if g == group]
         written: list[list[Box]] = [[] for _ in mine]
         for replica in range(replicas):
-            held = [
-                HeldShard(box=Box.whole(s), itemsize=4, replica=replica, replicas=replicas, group=group) for s in mine
-            ]
+            held = [LocalShard(box=Box.whole(s), replica=replica, replicas=replicas, group=group) for s in mine]
             for i, part in parts_of(held):
                 written[i].append(part)
         for shape, parts in zip(mine, written, strict=True):
@@ -159,9 +157,7 @@ def test_replicas_share_the_bytes_evenly() -> None:
         load = [
             sum(
                 part.size * 4
-                for _, part in parts_of(
-                    [HeldShard(box=Box.whole(s), itemsize=4, replica=r, replicas=replicas) for s in shapes_]
-                )
+                for _, part in parts_of([LocalShard(box=Box.whole(s), replica=r, replicas=replicas) for s in shapes_])
             )
             for r in range(replicas)
         ]

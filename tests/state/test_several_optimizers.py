@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,3 +195,11 @@ def test_without_the_model_they_have_no_names(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.raises(IncompatibleCheckpointError, match="numbers in place of the parameters' names"):
         xla_ckpt.load_checkpoint(tmp_path, "a", optimizer=several)
+
+
+def test_what_only_has_groups_is_state_like_any_other(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"a": SimpleNamespace(param_groups=[1])}
+    xla_ckpt.save_checkpoint(tmp_path, "a", net(0), given)
+    target: dict[str, Any] = {"a": None}
+    xla_ckpt.load_checkpoint(tmp_path, "a", optimizer=target, trust_pickle=True)
+    assert target == given

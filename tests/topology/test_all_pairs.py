@@ -22,7 +22,7 @@ from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import Head, Manifest
+from xla_ckpt.manifest.records import Head
 from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.record import Record
@@ -98,10 +98,7 @@ def stored(topology: Topology) -> TagReader:
         )
     merged = merge(records, topology.mesh)
     assert not merged.duplicates
-    head = Head(tag="t", sequence=1, pinned=False, created="")
-    manifest = Manifest(
-        head=head, skeleton=None, arrays=merged.arrays, files=merged.files, mesh=str(topology.mesh), world=world
-    )
+    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), topology.mesh)
     directory.objects["manifest.json"] = manifest_json.dump(manifest)
     payload = sum(f.size - f.head for f in manifest.files)
     assert payload == manifest.nbytes == sum(4 * whole(n).numel() for n in WHOLE) * 3  # every byte, once

@@ -18,7 +18,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import Head, Manifest
+from xla_ckpt.manifest.records import Head
 from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.record import Record
@@ -108,10 +108,7 @@ def stored(job: Job, full: torch.Tensor) -> TagReader:
         )
     merged = merge(records, job.mesh)
     assert not merged.duplicates
-    manifest = Manifest(
-        head=Head(tag="t", sequence=1, pinned=False, created=""), skeleton=None, arrays=merged.arrays,
-        files=merged.files, mesh=str(job.mesh), world=job.mesh.size,
-    )  # fmt: skip
+    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), job.mesh)
     assert sum(f.size - f.head for f in manifest.files) == full.numel() * 4  # keys and values once, too
     directory.objects["manifest.json"] = manifest_json.dump(manifest)
     return TagReader(directory, "memory", "t")

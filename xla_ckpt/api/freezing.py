@@ -61,7 +61,7 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         skeleton=description.skeleton,
         aliases=description.aliases,
         objects=description.objects,
-        speaks=description.speaks,
+        speaks=placement.speaks,
         alone=state.alone,
         parts=description.parts,
         fixed=_fixed(description) if wish.options.share else {},

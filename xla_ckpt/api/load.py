@@ -255,30 +255,26 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     if file is not None:
         traced = Trace(file=file, doing="load", rank=job.exchange.rank, world=job.exchange.size)
         job.exchange.waited = phases.waited
-    load = Load(
-        store=store,
-        near=near,
-        several=False,
-        job=job,
-        content=content,
-        wish=wish,
-        phases=phases,
-    )
     try:
         with naming(path=store.path), job.taking_part():
             waited_for = [store.path] if near is None else [store.path, near.path]
             disks = Disks.from_json(job.begin(call, partial(_word, waited_for, job, uploader), united_disks))
             if uploader is not None and disks.several:
-                load = replace(load, several=True)
                 with agreed(job.exchange, "uploading"):  # what no other host can read yet
                     uploader.meet(disks)
                     uploader.finish_all(leads=disks.led_by(job.exchange.rank))
             if job.exchange.size > 1 or store.path != full_path(path):
-                load = replace(load, store=store.look())  # what others saved meanwhile was not there yet
-            if tag is None:
-                value, report = load.newest()
-            else:
-                value, report = load.one(tag)
+                store = store.look()  # what others saved meanwhile was not there yet
+            load = Load(
+                store=store,
+                near=near,
+                several=uploader is not None and disks.several,
+                job=job,
+                content=content,
+                wish=wish,
+                phases=phases,
+            )
+            value, report = load.newest() if tag is None else load.one(tag)
     except Exception as error:
         # Raised to the caller; those who watch loads hear of it here.
         _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, traced)

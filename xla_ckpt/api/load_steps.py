@@ -293,10 +293,8 @@ class Load:
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
-        placement = self.job.placement
-        at = placement.mesh.coordinates(placement.rank)
         divergence = reader.manifest.divergence(loadings.targets)
-        if divergence is not None and not any(place for axis, place in at.items() if axis != "pp"):
+        if divergence is not None and self.job.placement.speaks:
             logger.warning("tag %s: %s", reader.tag, divergence)
 
     def _compare(

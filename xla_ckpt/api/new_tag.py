@@ -15,7 +15,6 @@ from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.listing import tag_names
-from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.parity import Parity
@@ -104,9 +103,8 @@ class NewTag:
             )
             # One that lies in place is no commit of its root, and has no number there.
             head = new_head(root, self.tag, max(transaction.sequence, 1))
-            manifest = merge([record], self.mesh).manifest(head, self.mesh, self.mesh.size)
-            marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in old.divergent}
-            manifest = replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}), parity=self.parity)
+            manifest = merge([record], self.mesh).manifest(head, self.mesh)
+            manifest = replace(manifest, arrays=manifest.arrays.with_divergent(old.divergent), parity=self.parity)
             write_parity = None
             if (parity := self.parity) is not None:
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xla_ckpt.api.llama import KnownModel
 from xla_ckpt.api.tags import chosen_tag, located
@@ -25,10 +26,6 @@ from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _new_capsule.restype = ctypes.py_object
 
 _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
-_CODES = {
+DLPACK_CODES = {
     torch.bool: _BOOL, torch.bfloat16: _BFLOAT,
     torch.uint8: _UINT, torch.uint16: _UINT, torch.uint32: _UINT, torch.uint64: _UINT,
     torch.int8: _INT, torch.int16: _INT, torch.int32: _INT, torch.int64: _INT,
@@ -60,7 +60,7 @@ _CPU = 1
 
 def adoptable(dtype: torch.dtype, shape: Sequence[int]) -> bool:
     """Whether a tensor has a name in DLPack, and elements."""
-    return dtype in _CODES and len(shape) <= _MAX_DIMS and 0 not in shape
+    return dtype in DLPACK_CODES and len(shape) <= _MAX_DIMS and 0 not in shape
 
 
 class Adoptable:
@@ -111,7 +111,7 @@ class Adoptable:
             _CPU,
             0,
             len(self.shape),
-            _CODES[self.dtype],
+            DLPACK_CODES[self.dtype],
             8 * self.dtype.itemsize,
             1,
             self._at + _MANAGED_TENSOR.size,

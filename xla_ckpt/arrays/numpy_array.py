@@ -12,7 +12,6 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import ComposedTarget, Target, changed
 from xla_ckpt.errors import UsageError
-from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.strided import HOST_MEMORY, Strided
 from xla_ckpt.snapshot.memory import Slabs
@@ -48,7 +47,7 @@ class Numpy:
         return None
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        return [[_host(_cut(v, p.local)) for p in local.pieces] for v, local in values]
+        return [[_host(v[p.local.slices]) for p in local.pieces] for v, local in values]
 
     shards = host
 
@@ -70,7 +69,7 @@ class Numpy:
         def install() -> Any:
             loaded = fresh.install()
             for piece in local.pieces:
-                np.copyto(_cut(value, piece.local), _cut(loaded, piece.local))
+                np.copyto(value[piece.local.slices], loaded[piece.local.slices])
             return value
 
         return changed(fresh, install, lambda: over)
@@ -98,10 +97,6 @@ def _check_writable(value: Any) -> None:
     )
 
 
-def _cut(value: Any, box: Box) -> Any:
-    return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
-
-
 def _host(value: Any) -> HostShard:
     plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
     return HostShard(bytes_of_array(plain), plain, immutable=not value.flags.c_contiguous)
@@ -123,7 +118,7 @@ def fresh_numpy(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any],
 
     def install() -> Any:
         for piece, buffer in zip(local.pieces, buffers, strict=False):
-            np.copyto(_cut(array, piece.local), buffer)
+            np.copyto(array[piece.local.slices], buffer)
         return array
 
     return ComposedTarget(

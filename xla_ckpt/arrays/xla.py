@@ -17,7 +17,7 @@ import torch
 import torch_xla
 import torch_xla.runtime
 
-from xla_ckpt.arrays.adopted import Adoptable, adoptable
+from xla_ckpt.arrays.adopted import DLPACK_CODES, Adoptable, adoptable
 from xla_ckpt.arrays.torch_elements import bytes_of, cut, dtype_of, is_xla, tensor_from, torch_type
 from xla_ckpt.arrays.torch_host import Spread, WholeTensors
 from xla_ckpt.dtypes import DType
@@ -30,21 +30,11 @@ from xla_ckpt.snapshot.shards import HostShard, Lasting
 
 _XLAC: Any = torch_xla._XLAC
 
-NO_DLPACK = frozenset(
-    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
-)
-"""Element types that DLPack has no name for."""
-
 
 @functools.cache
 def on_cpu() -> bool:
     """Whether XLA runs on the CPU, where its buffers are host memory."""
     return bool(torch_xla.runtime.device_type() == "CPU")
-
-
-def _may_execute() -> bool:
-    """False inside `torch_xla.compile(full_graph=True)`. Versions before 2.6 have no such regions."""
-    return bool(getattr(_XLAC, "_get_allow_execution", lambda: True)())
 
 
 def materialize(values: Sequence[torch.Tensor]) -> None:
@@ -62,7 +52,7 @@ def materialize(values: Sequence[torch.Tensor]) -> None:
     """
     if any(_XLAC._check_tensor_need_materialization(list(values))):
         # torch_xla finds out too late: the tensors have given up their graph by then, and never get a value.
-        if not _may_execute():
+        if not _XLAC._get_allow_execution():
             raise UsageError(
                 "XLA tensors are pending, and inside torch_xla.compile(full_graph=True) nothing is computed",
                 hint="Make this call after the compiled region.",
@@ -284,4 +274,4 @@ def _views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     torch's own `to_dlpack` wants parameters to be detached, which takes as long as all the rest. torch_xla's does not.
     """
     export, take = _XLAC._to_dlpack, torch._C._from_dlpack
-    return [None if tensor.dtype in NO_DLPACK else take(export(tensor)) for tensor in tensors]
+    return [take(export(tensor)) if tensor.dtype in DLPACK_CODES else None for tensor in tensors]

@@ -69,12 +69,10 @@ def distance(
 
     Raises:
         CorruptCheckpointError: A tag is damaged.
-        IncompatibleCheckpointError: Nothing says how an array was split.
+        IncompatibleCheckpointError: An array is not stored, or nothing says how it was split.
         OSError: The storage refused.
     """
-    a, b = one.manifest.array(leaf), other.manifest.array(its_leaf)
-    assert a is not None
-    assert b is not None
+    a, b = one.manifest.required(leaf), other.manifest.required(its_leaf)
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     if same_digests(one, a, other, b):
         return None

@@ -13,9 +13,8 @@ from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.shared_directory import check_written
 from xla_ckpt.engine.stale import stale_since
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import TagReader, reader_within
 from xla_ckpt.errors import DivergentReplicasError, SaveError
-from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.merge import Duplicate, merge
 from xla_ckpt.plan.record import Record
@@ -97,14 +96,11 @@ def merged_manifest(
     for warning in merged.warnings:
         logger.warning("tag %s: %s", head.tag, warning)
     with collector_paused():
-        manifest = merged.manifest(head, mesh, len(records))
+        manifest = merged.manifest(head, mesh)
     if not merged.duplicates:
         return manifest
-    reader = TagReader(directory, path, head.tag, manifest)
-    try:
+    with reader_within(directory, path, head.tag, manifest) as reader:
         different = _different_copies(reader, merged.duplicates)
-    finally:
-        reader.close_files()
     if different and replicas == "equal":
         raise _differ(different[0])
     return _with_first(manifest, different) if different else manifest
@@ -124,8 +120,7 @@ def _with_first(manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
     ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
     lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
     logger.warning("tag %s: %s", manifest.head.tag, "\n".join([first_stored(len(lines)), *lines]))
-    marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in ranks}
-    return replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))
+    return replace(manifest, arrays=manifest.arrays.with_divergent(ranks))
 
 
 def _differ(twice: Duplicate) -> DivergentReplicasError:
@@ -140,11 +135,8 @@ def _differ(twice: Duplicate) -> DivergentReplicasError:
 
 def repeats_the_tag_before(root: Root, transaction: Transaction, manifest: Manifest) -> SaveError | None:
     """The error for a tag whose model is that of the tag before it, although training went on; None for any other."""
-    reader = TagReader(transaction.directory, root.path, manifest.head.tag, manifest)
-    try:
+    with reader_within(transaction.directory, root.path, manifest.head.tag, manifest) as reader:
         evidence = stale_since(root, transaction.newest, reader)
-    finally:
-        reader.close_files()
     if evidence is None:
         return None
     before, why = evidence

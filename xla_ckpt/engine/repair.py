@@ -15,7 +15,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import WORKERS, Covered, covered_files, write_alone
 from xla_ckpt.engine.parity_check import all_places, copy_is_sound, damaged_sums, has_parity, read_index, reads_as
 from xla_ckpt.engine.rebuild import Rebuilder
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import reader_within
 from xla_ckpt.engine.verify import verify_payload
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
@@ -249,11 +249,8 @@ class _Repair:
         Raises:
             CorruptCheckpointError: Something else is damaged, too.
         """
-        reader = TagReader(self.directory, self.root.path, self.tag, manifest)
-        try:
+        with reader_within(self.directory, self.root.path, self.tag, manifest) as reader:
             problems = verify_payload(reader).problems
-        finally:
-            reader.close_files()
         if problems or digest(read_whole(self.directory, MANIFEST)) != digest(text):
             problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
             problem.details = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])

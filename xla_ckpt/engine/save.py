@@ -42,7 +42,6 @@ from xla_ckpt.job.round import LEAD, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.same_arrays import first_of_stage
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.plan.sharing import SharedPlan
 from xla_ckpt.sharding.mesh import Mesh
@@ -331,7 +330,7 @@ class Save:
             for rank, said in enumerate(self.exchange.hear_each("record", range(1, self.exchange.size)), 1):
                 part = Part.from_json(said)
                 parts.append(part)
-                parts[-1] = Part(part.record.named_by(parts[first_of_stage(rank, self.mesh)].record), part.measured)
+                parts[-1] = Part(part.record.named_by(parts[self.mesh.first_of_stage(rank)].record), part.measured)
             return parts
 
     def _measured(self, plan: SavePlan) -> Measured:

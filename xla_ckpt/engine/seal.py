@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import TagReader, reader_within
 from xla_ckpt.engine.write import write_record
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
@@ -68,9 +68,6 @@ def seal(transaction: Transaction, path: str, manifest: Manifest, ending: Ending
 
 def _indexed(directory: Directory, root: str, manifest: Manifest, index: Index) -> Manifest:
     """The manifest, with the files that a layout makes from it, once they are written."""
-    reader = TagReader(directory, root, manifest.head.tag, manifest)
-    try:
+    with reader_within(directory, root, manifest.head.tag, manifest) as reader:
         files = index(reader)
-    finally:
-        reader.close_files()
     return replace(manifest, files=(*manifest.files, *(write_record(directory, *file) for file in files.items())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,7 +74,6 @@ def share_files(
         What is left to write, and what is shared.
     """
     twins = without_twins(plan)
-    holds = [np.zeros(len(its.file), np.bool_) for its in twins]
     shared: dict[int, FileRecord] = {}
     if earlier is not None:
         try:
@@ -83,22 +82,13 @@ def share_files(
                 with collector_paused():
                     twins = twins_of(plan, frozen.leaves, reader.manifest)
                 unchanged = unchanged_since(root, earlier.tag, earlier.sequence, frozen.fixed)
-                _compare(plan, twins, holds, _Memory(frozen.snapshot.to_write(), unchanged), reader, crew)
-                shared = _linked(plan, twins, holds, reader, directory)
+                _compare(plan, twins, frozen.snapshot.to_write(), unchanged, reader, crew)
+                shared = _linked(plan, twins, reader, directory)
         except (CheckpointError, OSError) as error:
             crew.progress(0)  # if the save was given up, this is where it ends
             logger.warning("nothing is shared with tag %s: %s", earlier.tag, error)
     with collector_paused():
-        return divided(plan, twins, holds, shared, frozen.fixed)
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What is compared with an earlier tag."""
-
-    shards: ShardBytes
-    unchanged: frozenset[str]
-    """Leaf paths of what need not be looked at."""
+        return divided(plan, twins, shared, frozen.fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +110,25 @@ class _Pair:
 
 
 def _compare(
-    plan: SavePlan, twins: Sequence[Twins], holds: Sequence[Flags], memory: _Memory, earlier: TagReader, crew: Crew
+    plan: SavePlan,
+    twins: Sequence[Twins],
+    shards: ShardBytes,
+    unchanged: Collection[str],
+    earlier: TagReader,
+    crew: Crew,
 ) -> None:
-    """Find out which regions have the bytes of their twins. What is not in host memory yet counts as changed."""
+    """Find out which regions have the bytes of their twins. What is not in host memory yet counts as changed.
+
+    `unchanged` are leaf paths of what need not be looked at.
+    """
     pairs = []
-    for file, its, same in zip(plan.files, twins, holds, strict=True):
+    for file, its in zip(plan.files, twins, strict=True):
         for number in np.unique(its.file[its.file >= 0]).tolist():
             if (table := earlier.digest_table(number)) is not None:
                 rows = np.flatnonzero(its.file == number)
                 sources = Sources.of(file.sources).rows(rows)
                 first = table.find(its.offset[rows], sources.nbytes)
-                pairs.append(_Pair(rows, sources, table.digests.tolist(), first, same))
+                pairs.append(_Pair(rows, sources, table.digests.tolist(), first, its.same))
 
     def compare(task: tuple[_Pair, slice], _: memoryview) -> None:
         pair, part = task
@@ -139,8 +137,8 @@ def _compare(
         numbers = zip(sources.leaf[part], *(column[part].tolist() for column in columns), strict=True)
         for leaf, row, shard, offset, nbytes, first in numbers:
             crew.progress(0)
-            source = memory.shards[leaf, shard]
-            if leaf in memory.unchanged:
+            source = shards[leaf, shard]
+            if leaf in unchanged:
                 pair.same[row] = True
             elif not isinstance(source, Deferred):
                 pair.same[row] = _is_same(source[offset : offset + nbytes], pair.known, first)
@@ -158,16 +156,14 @@ def _is_same(data: memoryview, known: Sequence[int], first: int) -> bool:
     return all(digest(data[b * block : (b + 1) * block]) == known[first + b] for b in blocks)
 
 
-def _linked(
-    plan: SavePlan, twins: Sequence[Twins], holds: Sequence[Flags], earlier: TagReader, directory: Directory
-) -> dict[int, FileRecord]:
+def _linked(plan: SavePlan, twins: Sequence[Twins], earlier: TagReader, directory: Directory) -> dict[int, FileRecord]:
     """The files of the earlier tag that are in the new one now, by their index in the earlier one."""
     tables = {
         number: earlier.digest_table(number) for its in twins for number in np.unique(its.file).tolist() if number >= 0
     }
     counts = {number: 0 if table is None else len(table.offset) for number, table in tables.items()}
     shared = {}
-    for file, name in new_names(plan, twins, whole_files(twins, holds, counts)).items():
+    for file, name in new_names(plan, twins, whole_files(twins, counts)).items():
         record = earlier.manifest.files[file]
         try:
             earlier.source(file)  # which compares its size

@@ -45,7 +45,7 @@ class Stages:
     @property
     def _speaks(self) -> bool:
         """Whether this rank tells the other stages about its own."""
-        return self.mesh.pp > 1 and self.exchange.rank == self.mesh.rank({"pp": self._own})
+        return self.mesh.pp > 1 and self.exchange.rank == self.mesh.first_of_stage(self.exchange.rank)
 
     def plan(self, writing: Writing, leaves: Iterable[str], phases: Phases) -> SavePlan:
         """What this rank writes: without what an earlier stage holds, too, so that it is stored once.

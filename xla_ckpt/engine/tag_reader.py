@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
@@ -101,7 +102,7 @@ class TagReader:
         self.directory.close()
 
     def close_files(self) -> None:
-        """Release all files, for a reader whose directory somebody else closes."""
+        """Release all files, but not the directory."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
@@ -238,6 +239,16 @@ class TagReader:
             with naming(path=self.root, tag=self.tag, file=record.path), collector_paused():
                 return payload.parse_header(head)
         return None
+
+
+@contextmanager
+def reader_within(directory: ReadDirectory, root: str, tag: str, manifest: Manifest) -> Iterator[TagReader]:
+    """A reader of a tag whose directory somebody else closes."""
+    reader = TagReader(directory, root, tag, manifest)
+    try:
+        yield reader
+    finally:
+        reader.close_files()
 
 
 def absent(directory: ReadDirectory, problem: str, **facts: Any) -> CheckpointError:

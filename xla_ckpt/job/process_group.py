@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-POLL = 0.02
-"""Seconds between two looks at a store that cannot be cloned (torch before 2.7)."""
-
 REACH = 30.0
 """Seconds within which the store itself must answer, at most."""
 
@@ -80,7 +77,6 @@ class StoreCommunicator:
         store: Any = c10d._get_default_store()
         self._shared: Any = c10d.PrefixStore("xla_ckpt", store)
         # Who waits on a connection holds it: training's own use of the store must not wait for that.
-        self._clones = hasattr(self._shared, "clone")
         self._fails = False  # whether the store has answered the last request by an error, or not at all
         self._idle: list[_Line] = []  # connections are kept: torch asks the name server for each new one
 
@@ -88,8 +84,7 @@ class StoreCommunicator:
         try:
             line = self._idle.pop()
         except IndexError:
-            shared = self._shared
-            line = _Line(shared.clone if self._clones else lambda: shared)
+            line = _Line(self._shared.clone)
         try:
             answer = line.ask(action, seconds)
         except BaseException:
@@ -121,21 +116,16 @@ class StoreCommunicator:
         end = time.monotonic() + timeout
 
         def wait(store: Any) -> bytes | None:
-            if self._clones:
-                try:
-                    # torch cuts it to milliseconds: a wait that ended before `end` would be taken for a broken store.
-                    left = max(math.ceil((end - time.monotonic()) * 1000), 1)
-                    store.wait([key], datetime.timedelta(milliseconds=left))
-                except torch.distributed.DistStoreError:
-                    if time.monotonic() < end:
-                        raise
-                    # The store has confirmed that the wait is over. The connection is kept: for a new one torch asks
-                    # the name server, which takes five seconds where none answers, and others wait for what comes next.
-                    return None
-            while not self._clones and not store.check([key]):
-                if time.monotonic() > end:
-                    return None
-                time.sleep(POLL)
+            try:
+                # torch cuts it to milliseconds: a wait that ended before `end` would be taken for a broken store.
+                left = max(math.ceil((end - time.monotonic()) * 1000), 1)
+                store.wait([key], datetime.timedelta(milliseconds=left))
+            except torch.distributed.DistStoreError:
+                if time.monotonic() < end:
+                    raise
+                # The store has confirmed that the wait is over. The connection is kept: for a new one torch asks the
+                # name server, which takes five seconds where none answers, and others wait for what comes next.
+                return None
             return bytes(store.get(key))
 
         try:
@@ -143,8 +133,8 @@ class StoreCommunicator:
         except (RuntimeError, LookupError, TimeoutError) as error:
             # Not every store of torch's has that error for a wait that ran out (LookupError, RuntimeError).
             if time.monotonic() >= end:
-                # A store that works ends the wait itself. One of torch's before 2.7 says so by an error.
-                self._fails = type(error) is TimeoutError and self._clones
+                # A store that works ends the wait itself.
+                self._fails = type(error) is TimeoutError
                 raise TimeoutError(key) from error
             raise ConnectionError(str(error)) from error
         if value is None:

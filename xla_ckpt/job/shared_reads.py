@@ -113,8 +113,7 @@ def _receive_rows(share: ReadShare, mixed: Mixed, slots: Sequence[memoryview], i
 def _cut(memory: memoryview, box: Box, part: Box, itemsize: int) -> Any:
     """The bytes of a part of what a buffer holds, as a contiguous array."""
     array = np.frombuffer(memory, np.uint8).reshape(*box.shape, itemsize)
-    inner = part.relative_to(box)
-    chosen = array[tuple(slice(a, b) for a, b in zip(inner.start, inner.stop, strict=True))]
+    chosen = array[part.relative_to(box).slices]
     return np.ascontiguousarray(chosen).reshape(-1)
 
 

@@ -7,7 +7,7 @@ is made when somebody asks for a single array.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -223,6 +223,11 @@ class Arrays(Mapping[str, ArrayRecord]):
             if self.frames
             else {},
         )
+
+    def with_divergent(self, leaves: Iterable[str]) -> Arrays:
+        """The same arrays, some of which are marked as `divergent`. Of leaf paths of other arrays nothing is said."""
+        marked = {leaf: self[leaf].changed(divergent=True) for leaf in leaves if leaf in self}
+        return Arrays.of({**self, **marked}) if marked else self
 
     def __len__(self) -> int:
         return len(self.names)

@@ -221,6 +221,17 @@ class Manifest:
             raise self.unknown[leaf].error(leaf)
         return self.arrays.get(self.aliases.get(leaf, leaf))
 
+    def required(self, leaf: str) -> ArrayRecord:
+        """The record of a leaf, shared ones included.
+
+        Raises:
+            IncompatibleCheckpointError: There is no such leaf, or nothing says how it was split.
+        """
+        record = self.array(leaf)
+        if record is None:
+            raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=leaf)
+        return record
+
     @property
     def divergent(self) -> tuple[str, ...]:
         """Leaf paths of the arrays whose replicas differed (see `ArrayRecord.divergent`)."""

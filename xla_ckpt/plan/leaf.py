@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,29 +12,7 @@ from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.local_array import LocalArray, Piece
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalShard:
-    """A region of a global array that this process holds, and who else holds it."""
-
-    box: Box
-    """Region of the global array."""
-
-    replica: int = 0
-    """Which of the equal copies this is, from 0; the same number on no other holder."""
-
-    replicas: int = 1
-    """How many copies there are in the job."""
-
-    group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.sharding.owners.HeldShard`)."""
-
-    lane: int = 0
-    """Which local device holds it; each lane has payload files of its own."""
-
-    together: bool = False
-    """Whether one holder writes it whole (see `xla_ckpt.sharding.owners.HeldShard`)."""
+from xla_ckpt.sharding.owners import LocalShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

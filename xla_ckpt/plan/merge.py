@@ -57,8 +57,8 @@ class Merged:
     duplicates: tuple[Duplicate, ...]
     warnings: tuple[str, ...]
 
-    def manifest(self, head: Head, mesh: Mesh, world: int) -> Manifest:
-        """The manifest of the tag that `world` ranks saved."""
+    def manifest(self, head: Head, mesh: Mesh) -> Manifest:
+        """The manifest of the tag that the ranks of `mesh` saved."""
         return Manifest(
             head=head,
             skeleton=self.skeleton,
@@ -66,8 +66,8 @@ class Merged:
             files=self.files,
             aliases=self.aliases,
             objects=self.objects,
-            mesh=str(mesh) if world > 1 else None,
-            world=world,
+            mesh=str(mesh) if mesh.size > 1 else None,
+            world=mesh.size,
         )
 
 
@@ -105,10 +105,9 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
             own_skeleton = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = own_skeleton if skeleton is None else _united(skeleton, own_skeleton, "", record.rank)
     arrays, duplicates = _arrays(records, facts, numbers, first_files)
-    marked = {leaf: arrays[leaf].changed(divergent=True) for leaf in divergent if leaf in arrays}
     return Merged(
         skeleton=skeleton,
-        arrays=Arrays.of({**arrays, **marked}) if marked else arrays,
+        arrays=arrays.with_divergent(divergent),
         files=tuple(files),
         aliases={alias: target for alias, target in aliases.items() if alias not in arrays},
         objects=tuple(objects),

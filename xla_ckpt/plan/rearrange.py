@@ -7,7 +7,7 @@ with other boxes, and no byte moves: whoever reads a manifest reads these arrays
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -60,7 +60,7 @@ def rearranged(leaf: str, new: Rearranged, manifest: Manifest) -> ArrayRecord:
             different element types.
         FormatError: The parts are not every element exactly once.
     """
-    sources = {part.leaf: _stored(part.leaf, manifest) for part in new.parts}
+    sources = {part.leaf: manifest.required(part.leaf) for part in new.parts}
     types = {record.dtype.name: name for name, record in sources.items()}
     if len(types) != 1:
         raise IncompatibleCheckpointError(
@@ -75,13 +75,6 @@ def rearranged(leaf: str, new: Rearranged, manifest: Manifest) -> ArrayRecord:
     return united.changed(stands_for=meant, own=any(record.own for record in sources.values()))
 
 
-def _stored(leaf: str, manifest: Manifest) -> ArrayRecord:
-    record = manifest.array(leaf)
-    if record is None:
-        raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=leaf)
-    return record
-
-
 def _shards(part: Excerpt, record: ArrayRecord) -> Iterator[Shard]:
     """What is stored of a part, with the boxes that it has in the new array."""
     offset = tuple(new - old for new, old in zip(part.box.start, part.source.start, strict=True))
@@ -92,12 +85,5 @@ def _shards(part: Excerpt, record: ArrayRecord) -> Iterator[Shard]:
         whole = shard.frame or shard.box
         box = region.moved(offset)
         # The digests of a region cover all of it. So a part of it keeps the place of the whole.
-        frame = None if region == whole else _moved(whole, offset)
+        frame = None if region == whole else Frame(whole.start, whole.stop).moved(offset)
         yield Shard(box, shard.file, shard.offset, frame)
-
-
-def _moved(whole: Box, offset: Sequence[int]) -> Frame:
-    return Frame(
-        tuple(a + o for a, o in zip(whole.start, offset, strict=True)),
-        tuple(b + o for b, o in zip(whole.stop, offset, strict=True)),
-    )

@@ -12,17 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from xla_ckpt.manifest.intseq import pack_ints, unpack_ints
+from xla_ckpt.manifest.digest import DigestColumn, digest_column, pack_digests
+from xla_ckpt.manifest.intseq import pack_ints, unpack_column
+from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.manifest.shards import ShardColumns
 from xla_ckpt.plan.file_plan import LeafShards
 from xla_ckpt.plan.same_arrays import Types
 from xla_ckpt.sharding.corners import Corners, Flags, Ints
-
-Hashes = npt.NDArray[np.uint64]
-"""XXH3-64 digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,8 @@ class SampleColumns:
     leaf: Ints
     """Number of the leaf path."""
 
-    place: Hashes
-    content: Hashes
+    place: DigestColumn
+    content: DigestColumn
     loose: Flags
 
     def __len__(self) -> int:
@@ -53,15 +51,19 @@ class SampleColumns:
 
     def to_json(self) -> list[Any]:
         """As plain JSON."""
-        places, contents = (digests.astype(">u8").tobytes().hex() for digests in (self.place, self.content))
-        return [len(self), pack_ints(self.leaf), places, contents, pack_ints(self.loose)]
+        digests = [pack_digests(column.tolist()) for column in (self.place, self.content)]
+        return [len(self), pack_ints(self.leaf), *digests, pack_ints(self.loose)]
 
     @classmethod
     def from_json(cls, json: Sequence[Any]) -> SampleColumns:
         """What `to_json` described."""
-        count, leaf, places, contents, loose = json
-        place, content = (np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64) for text in (places, contents))
-        return cls(_column(leaf, count), place, content, _column(loose, count).astype(np.bool_))
+        count, leaf, place, content, loose = json
+        return cls(
+            unpack_column(leaf, count),
+            digest_column(place, count),
+            digest_column(content, count),
+            unpack_column(loose, count).astype(np.bool_),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,9 +137,7 @@ class Record:
         """As plain JSON, for the way to rank 0."""
         return {
             "rank": self.rank,
-            "files": [
-                [f.path, f.size, f.head, f.digest, *([f.regions, f.digests] if f.regions else [])] for f in self.files
-            ],
+            "files": [file_json(file) for file in self.files],
             "names": self.names[self.shared :],
             "shared": self.shared,
             "shards": _shards_json(self.leaf, self.shards),
@@ -155,7 +155,7 @@ class Record:
         leaf, shards = _shards_of(json["shards"])
         return cls(
             rank=json["rank"],
-            files=tuple(_file(*f) for f in json["files"]),
+            files=tuple(map(parse_file, json["files"])),
             names=tuple(json["names"]),
             shared=json["shared"],
             leaf=leaf,
@@ -197,19 +197,4 @@ def _shards_of(json: Sequence[Any]) -> tuple[Ints, ShardColumns]:
         offset=columns[2],
         framed=of_frames[0].astype(np.bool_) if framed else None,
         frame=Corners(of_frames[1 : 1 + dims].T, of_frames[1 + dims :].T) if framed else None,
-    )
-
-
-def _column(packed: Any, count: int) -> Ints:
-    return np.array(unpack_ints(packed, count), np.int64)
-
-
-def _file(path: str, size: int, head: int, digest: int, regions: Any = (), digests: Any = ()) -> FileRecord:
-    return FileRecord(
-        path=path,
-        size=size,
-        head=head,
-        digest=digest,
-        regions=tuple((at, nbytes) for at, nbytes in regions),
-        digests=tuple(digests),
     )

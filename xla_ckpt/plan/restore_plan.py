@@ -188,8 +188,7 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
     rows = [arrays.row.get(manifest.aliases.get(want.leaf, want.leaf), -1) for want in wants]
     if manifest.unknown or -1 in rows:
         for want in wants:
-            if manifest.array(want.leaf) is None:
-                raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=want.leaf)
+            manifest.required(want.leaf)
     # Arrays of one form of which the same box is wanted are read alike: that is found out once for all of them.
     alike: dict[tuple[int, Box, Box | None, Frames], list[int]] = {}
     for i, (want, row, form) in enumerate(zip(wants, rows, arrays.form[rows].tolist(), strict=True)):

@@ -31,12 +31,7 @@ def odd_ones(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
     >>> odd_ones(["a", "b", "a", "c"], Mesh(dp=4))
     [1, 3]
     """
-    return [rank for rank, own in enumerate(fingerprints) if own != fingerprints[first_of_stage(rank, mesh)]]
-
-
-def first_of_stage(rank: int, mesh: Mesh) -> int:
-    """The rank that reports for the pipeline stage of a rank."""
-    return mesh.rank({"pp": mesh.coordinates(rank)["pp"]}) if mesh.pp > 1 else 0
+    return [rank for rank, own in enumerate(fingerprints) if own != fingerprints[mesh.first_of_stage(rank)]]
 
 
 def check_same_arrays(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:
@@ -50,8 +45,8 @@ def check_same_arrays(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) ->
     Raises:
         SaveError: An array is something else on some ranks.
     """
-    for stage in sorted({first_of_stage(rank, mesh) for rank in odd}):
-        members = [rank for rank in range(len(types)) if first_of_stage(rank, mesh) == stage]
+    for stage in sorted({mesh.first_of_stage(rank) for rank in odd}):
+        members = [rank for rank in range(len(types)) if mesh.first_of_stage(rank) == stage]
         by_rank = {rank: types[rank if rank in odd else stage] for rank in members}
         for leaf in sorted({leaf for rank in (stage, *odd) if rank in by_rank for leaf in types[rank]}):
             disagreement = Disagreement.among({rank: _text(of.get(leaf)) for rank, of in by_rank.items()})

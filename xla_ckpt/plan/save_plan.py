@@ -18,10 +18,10 @@ from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import Entries, FilePlan, LeafShards, RegionSource, Sources, shards_of
-from xla_ckpt.plan.leaf import Leaf, Leaves, LocalShard
+from xla_ckpt.plan.leaf import Leaf, Leaves
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
-from xla_ckpt.sharding.owners import HeldShard, owned
+from xla_ckpt.sharding.owners import owned
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.tree import schema
 
@@ -135,7 +135,7 @@ def own_boxes(leaves: Sequence[Leaf], *, cut: bool = True) -> OwnBoxes:
     leaf = np.repeat(np.arange(len(leaves)), of_leaf)
     shard = np.arange(len(leaf)) - (np.cumsum(of_leaf) - of_leaf)[leaf]
     kind = (np.cumsum(counts) - counts)[leaves.form][leaf] + shard
-    parts, rows = owned([_held(shard, dtype.itemsize, cut=cut) for dtype, shard in kinds], kind)
+    parts, rows = owned([(shard, dtype.itemsize) for dtype, shard in kinds], kind, cut=cut)
     forms = [(dtype, part or shard.box) for (dtype, shard), part in zip(kinds, parts, strict=True)]
     offsets = [
         0 if box is shard.box else runs(box, shard.box, dtype.itemsize).offset
@@ -224,18 +224,6 @@ def _times_before(values: Ints) -> Ints:
     times = np.empty_like(values)
     times[order] = np.arange(len(values)) - first
     return times
-
-
-def _held(shard: LocalShard, itemsize: int, *, cut: bool) -> HeldShard:
-    return HeldShard(
-        box=shard.box,
-        itemsize=itemsize,
-        replica=shard.replica,
-        replicas=shard.replicas,
-        group=shard.group,
-        together=shard.together,
-        cut=cut,
-    )
 
 
 def _file_name(writer: int, writers: int, again: int) -> str:

@@ -36,6 +36,9 @@ class Twins:
     offset: Ints
     """Of its first byte in that file."""
 
+    same: Flags
+    """Whether its bytes are those of the twin: none is, as long as nobody has compared them."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
@@ -83,21 +86,19 @@ def twins_of(plan: SavePlan, leaves: Leaves, earlier: Manifest) -> list[Twins]:
 
 
 def without_twins(plan: SavePlan) -> list[Twins]:
-    """The same where there is no earlier tag."""
-    return [
-        Twins(np.full(len(file.sources), -1, np.int64), np.zeros(len(file.sources), np.int64)) for file in plan.files
-    ]
+    """The same where there is no earlier tag: no region has a twin."""
+    counts = [len(file.sources) for file in plan.files]
+    return [Twins(np.full(n, -1, np.int64), np.zeros(n, np.int64), np.zeros(n, np.bool_)) for n in counts]
 
 
-def whole_files(twins: Sequence[Twins], holds: Sequence[Flags], regions: Mapping[int, int]) -> list[int]:
+def whole_files(twins: Sequence[Twins], regions: Mapping[int, int]) -> list[int]:
     """The files of the earlier tag of which all regions still hold.
 
     Args:
         twins: For each file of a plan.
-        holds: Likewise: whether the bytes of each region are those of its twin.
         regions: How many regions that are not empty each file of the earlier tag has, of those with twins.
     """
-    counts = Counter(file for its, same in zip(twins, holds, strict=True) for file in its.file[same].tolist())
+    counts = Counter(file for its in twins for file in its.file[its.same].tolist())
     return sorted(file for file, count in counts.items() if count == regions[file])
 
 
@@ -113,7 +114,6 @@ def new_names(plan: SavePlan, twins: Sequence[Twins], files: Sequence[int]) -> d
 def divided(
     plan: SavePlan,
     twins: Sequence[Twins],
-    holds: Sequence[Flags],
     shared: Mapping[int, FileRecord],
     fixed: Collection[str] = (),
 ) -> SharedPlan:
@@ -122,17 +122,16 @@ def divided(
     Args:
         plan: What would be written without an earlier tag.
         twins: Of each of its files.
-        holds: Whether the bytes of each region are those of its twin.
         shared: Index of each shared file of the earlier tag -> its record, with its name in the new tag.
         fixed: Leaf paths of what the program says that it does not change.
     """
     files: list[FilePlan] = []
     shards: list[LeafShards] = []
     nbytes, number = 0, {file: n for n, file in enumerate(shared)}
-    for file, its, same in zip(plan.files, twins, holds, strict=True):
+    for file, its in zip(plan.files, twins, strict=True):
         sources, entries = Sources.of(file.sources), _entries(file)
-        is_shared = same & np.isin(its.file, list(shared))
-        stays = ~is_shared & (same | np.array([leaf in fixed for leaf in sources.leaf], np.bool_))
+        is_shared = its.same & np.isin(its.file, list(shared))
+        stays = ~is_shared & (its.same | np.array([leaf in fixed for leaf in sources.leaf], np.bool_))
         if int(sources.nbytes[stays].sum()) < APART_BYTES:
             stays[:] = False
         apart = ((file.path, ~is_shared & ~stays), (_named(file.path, "apart"), stays))

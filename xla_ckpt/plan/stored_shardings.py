@@ -13,9 +13,8 @@ from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sections import local_size
 from xla_ckpt.sharding.sharding import SPLIT_AXES, Sharding, Split, number_of_parts
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.optimizer_schema import BY_SHAPE, StateRule
-from xla_ckpt.tree.skeleton import children, part_at
+from xla_ckpt.tree.skeleton import children
 
 DEALT = ("dp", "edp", "cp")
 """Mesh axes over which a ZeRO-1 optimizer may deal out rows."""
@@ -26,14 +25,7 @@ def parameters_in(manifest: Manifest) -> frozenset[str] | None:
 
     Other members of its state belong to no parameter (``optimizer/state/k``).
     """
-    try:
-        groups = part_at(manifest.skeleton, schema.group())
-    except KeyError:
-        return None
-    if not isinstance(groups, list):
-        return None
-    members = [children(group) or {} for group in groups]
-    return frozenset(component(name) for group in members for name in group.get(schema.PARAMS, ()))
+    return schema.named_owners((children(manifest.skeleton) or {}).get(schema.OPTIMIZER))
 
 
 def sharding_of(leaf: str, manifest: Manifest, rules: Parsed) -> Sharding:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import sub
+from typing import Self
 
 MAX_DIMS = 64
 """An array of more tensor dims is refused."""
@@ -58,6 +59,15 @@ class Box:
         # Planning a load asks for it some ninety times an array: `map` is three times as fast as a generator here.
         return tuple(map(sub, self.stop, self.start))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into an array.
+
+        >>> Box((0, 1), (2, 3)).slices
+        (slice(0, 2, None), slice(1, 3, None))
+        """
+        return tuple(map(slice, self.start, self.stop))
+
     def intersect(self, other: Box) -> Box | None:
         """The common region, in global coordinates; None if no element is shared."""
         if self == other:
@@ -79,9 +89,9 @@ class Box:
             tuple(b - o for b, o in zip(self.stop, origin.start, strict=True)),
         )
 
-    def moved(self, offset: Sequence[int]) -> Box:
+    def moved(self, offset: Sequence[int]) -> Self:
         """The same region `offset` elements further along every tensor dim."""
-        return Box(
+        return type(self)(
             tuple(a + o for a, o in zip(self.start, offset, strict=True)),
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )

@@ -74,7 +74,7 @@ class LocalArray:
     """How many copies there are in the job."""
 
     group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.sharding.owners.HeldShard`). Pieces with a `copy` have more of them."""
+    """Names the set of holders (see `xla_ckpt.sharding.owners.LocalShard`). Pieces with a `copy` have more of them."""
 
     spec: tuple[object, ...] | None = None
     """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""

@@ -89,6 +89,14 @@ class Mesh:
             rank = rank * int(getattr(self, axis)) + i
         return rank
 
+    def first_of_stage(self, rank: int) -> int:
+        """The first rank of the pipeline stage of a rank, which speaks for all of its stage.
+
+        >>> Mesh(pp=2, dp=2).first_of_stage(3)
+        2
+        """
+        return rank - rank % (self.size // self.pp) if self.pp > 1 else 0
+
     def __str__(self) -> str:
         """``pp=1,dp=2,ep=1,cp=1,tp=4``: what `parse` reads."""
         return ",".join(f"{a}={getattr(self, a)}" for a in ("pp", "dp", "ep", "cp", "tp"))

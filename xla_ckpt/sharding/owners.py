@@ -19,38 +19,30 @@ SPLIT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldShard:
-    """A shard as one of its holders sees it."""
+class LocalShard:
+    """A region of a global array that this process holds, and who else holds it."""
 
     box: Box
-    """Region of the global tensor."""
+    """Region of the global array."""
 
-    itemsize: int
-    """Bytes of one element."""
+    replica: int = 0
+    """Which of the equal copies this is, from 0; the same number on no other holder."""
 
-    replica: int
-    """Which copy this holder has, from 0."""
-
-    replicas: int
-    """How many holders have the same box. All of them know the same number."""
+    replicas: int = 1
+    """How many copies there are in the job. All holders know the same number."""
 
     group: Hashable = None
     """Names the set of holders: all shards with an equal group are held by the same processes."""
 
+    lane: int = 0
+    """Which local device holds it; each lane has payload files of its own."""
+
     together: bool = False
     """Whether one holder writes it whole. The copies need not be equal then, and no file may mix them."""
-
-    cut: bool = True
-    """Whether its copies split it, if it is large; else it is dealt out whole, however large it is."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
             raise ValueError(f"replica {self.replica} of {self.replicas}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the shard."""
-        return self.box.size * self.itemsize
 
 
 def row_range(box: Box, replica: int, replicas: int) -> Box | None:
@@ -69,28 +61,35 @@ def row_range(box: Box, replica: int, replicas: int) -> Box | None:
     return box.along(dim, first + low, first + high) if low < high else None
 
 
-def owned(kinds: Sequence[HeldShard], kind: Ints) -> tuple[list[Box | None], Ints]:
+def owned(kinds: Sequence[tuple[LocalShard, int]], kind: Ints, *, cut: bool = True) -> tuple[list[Box | None], Ints]:
     """Which of many shards of one holder it writes, and what of each.
 
     The small shards of one group of holders are dealt out along the running sum of their bytes: each holder of the
     group walks the same list in the same order, and so they agree. Empty shards have no bytes and no writer.
 
     Args:
-        kinds: What the shards are: of those that are alike, one.
+        kinds: What the shards are, each with the bytes of one element: of those that are alike, one.
         kind: The index of each shard's kind, in the order in which all holders have them.
+        cut: Whether the copies of a large shard split it; else it is dealt out whole, however large it is.
 
     Returns:
         For each kind the part that a writer writes of such a shard, None if it writes nothing; and the rows of the
         shards of which this holder is a writer.
     """
-    parts = [_part(shard) for shard in kinds]
+    dealt_out = [_is_dealt_out(shard, itemsize, cut=cut) for shard, itemsize in kinds]
+    parts = [_part(shard, dealt_out=dealt) for (shard, _), dealt in zip(kinds, dealt_out, strict=True)]
+    # The same processes hold shards of one group that have as many replicas.
     holders: dict[Hashable, int] = {}
-    dealt = [holders.setdefault(_holders(s), len(holders)) if _is_dealt_out(s) else -1 for s in kinds]
+    dealt_to = [
+        holders.setdefault((shard.group, shard.replicas), len(holders)) if dealt else -1
+        for (shard, _), dealt in zip(kinds, dealt_out, strict=True)
+    ]
     writes = np.array([part is not None for part in parts], np.bool_)[kind]
-    group = np.array(dealt, np.int64)[kind]
+    group = np.array(dealt_to, np.int64)[kind]
     rows = np.argsort(group, kind="stable")[np.count_nonzero(group < 0) :]
     group, of_rows = group[rows], kind[rows]
-    replica, replicas, nbytes = np.array([(s.replica, s.replicas, s.nbytes) for s in kinds], np.int64).reshape(-1, 3).T
+    facts = [(shard.replica, shard.replicas, shard.box.size * itemsize) for shard, itemsize in kinds]
+    replica, replicas, nbytes = np.array(facts, np.int64).reshape(-1, 3).T
     nbytes = nbytes[of_rows]
     total = np.zeros(len(holders), np.int64)
     np.add.at(total, group, nbytes)
@@ -101,24 +100,16 @@ def owned(kinds: Sequence[HeldShard], kind: Ints) -> tuple[list[Box | None], Int
     return parts, np.flatnonzero(writes)
 
 
-def _part(shard: HeldShard) -> Box | None:
+def _is_dealt_out(shard: LocalShard, itemsize: int, *, cut: bool) -> bool:
+    """Whether its holders write a shard whole, by turns: it is too small to split, of one element, or not to be cut."""
+    whole = not cut or shard.box.size * itemsize < SPLIT_BYTES or shard.box.size == 1
+    return whole and shard.replicas > 1 and not shard.together and shard.box.size > 0
+
+
+def _part(shard: LocalShard, *, dealt_out: bool) -> Box | None:
     """What this holder writes of a shard; of one that is dealt out, if it is its turn."""
     if shard.box.size == 0:
         return None
     if shard.replicas == 1 or shard.together:
         return shard.box if shard.replica == 0 else None
-    return shard.box if _is_small(shard) else row_range(shard.box, shard.replica, shard.replicas)
-
-
-def _is_dealt_out(shard: HeldShard) -> bool:
-    return shard.replicas > 1 and not shard.together and shard.box.size > 0 and _is_small(shard)
-
-
-def _holders(shard: HeldShard) -> Hashable:
-    """Equal for shards that the same processes hold. Shards of one group may differ in their number of replicas."""
-    return shard.group, shard.replicas
-
-
-def _is_small(shard: HeldShard) -> bool:
-    """Whether a shard is dealt out whole: too small to split, of a single row, or not to be cut."""
-    return not shard.cut or shard.nbytes < SPLIT_BYTES or shard.box.size == 1
+    return shard.box if dealt_out else row_range(shard.box, shard.replica, shard.replicas)

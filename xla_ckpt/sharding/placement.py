@@ -15,3 +15,8 @@ class Placement:
     world: int = 1
     mesh: Mesh = field(default_factory=Mesh)
     """How the ranks are arranged; pure data parallelism where nobody says otherwise."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process speaks for its pipeline stage."""
+        return self.rank == self.mesh.first_of_stage(self.rank)

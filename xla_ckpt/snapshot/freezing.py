@@ -88,7 +88,6 @@ class Deferred:
 
     def __init__(self, leaf: str, shard: MemoryShard, freezing: Freezing, *, changes: bool) -> None:
         self.leaf = leaf
-        self.nbytes = shard.nbytes
         self.link: Link = shard.link
         self._shard: MemoryShard | None = shard
         self._freezing = freezing

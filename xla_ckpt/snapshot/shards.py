@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,7 +164,13 @@ class LocalShards:
     @property
     def others(self) -> dict[tuple[str, int], MemoryShard]:
         """The others, by (leaf path, index of the local shard)."""
-        return by_key(batch for batch in self.batches if not isinstance(batch[1], Lasting))
+        return {
+            (path, i): shard
+            for paths, shards in self.batches
+            if not isinstance(shards, Lasting)
+            for path, pieces in zip(paths, shards, strict=True)
+            for i, shard in enumerate(pieces)
+        }
 
     def of(self, path: str) -> Sequence[MemoryShard]:
         """Those of one leaf."""
@@ -174,16 +180,6 @@ class LocalShards:
     @functools.cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
         return {path: (n, row) for n, (paths, _) in enumerate(self.batches) for row, path in enumerate(paths)}
-
-
-def by_key(batches: Iterable[Batch]) -> dict[tuple[str, int], MemoryShard]:
-    """The shards of some batches, by (leaf path, index of the local shard)."""
-    return {
-        (path, i): shard
-        for paths, shards in batches
-        for path, pieces in zip(paths, shards, strict=True)
-        for i, shard in enumerate(pieces)
-    }
 
 
 class HostLink:

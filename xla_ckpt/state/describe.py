@@ -132,9 +132,6 @@ class Description:
     structure_objects: list[bytes]
     """Pickled objects, by their index in `structure`; only where a layout was asked for that pickles structures."""
 
-    speaks: bool
-    """Whether this rank speaks for its pipeline stage."""
-
     parts: Mapping[str, str]
     """Part of the state -> digest of its plain values, which all ranks have in common."""
 
@@ -194,9 +191,7 @@ def describe(
     # Which arrays differ is known only when all is written. So with "first" one rank writes all of each array.
     together = frozenset(flat.arrays) if replicas == "first" else state.buffers
     leaves, arrays, aliases = describe_arrays(flat.arrays, adapters, shardings, together)
-    stage = placement.mesh.coordinates(placement.rank)["pp"]
-    speaks = placement.rank == placement.mesh.rank({"pp": stage})
-    own = flat if speaks else _own_part(flat, state.alone)
+    own = flat if placement.speaks else _own_part(flat, state.alone)
     objects = [_pickle(leaf, value) for leaf, value in own.objects]
     all_objects = objects
     if own is not flat:
@@ -211,7 +206,6 @@ def describe(
         objects=objects,
         structure=flat.skeleton,
         structure_objects=all_objects,
-        speaks=speaks,
         parts={p: _digest_of_part(flat.skeleton, p) for p in state.parts} if placement.world > 1 else {},
         replicas=replicas,
     )

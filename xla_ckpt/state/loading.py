@@ -12,7 +12,7 @@ from xla_ckpt.arrays.registry import array_kind, check_memory, making_new, new_a
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.cast import can_cast, cast
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
+from xla_ckpt.errors import CheckpointError, naming
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.forms import ArrayForm
@@ -56,17 +56,6 @@ class Stored:
     cast: bool = False
     """Whether floating-point values become those of the type that the program has."""
 
-    def record(self, path: str) -> ArrayRecord:
-        """The record of an array leaf that the skeleton names.
-
-        Raises:
-            IncompatibleCheckpointError: There is none.
-        """
-        record = self.manifest.array(path)
-        if record is None:
-            raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=path)
-        return record
-
     def is_same(self, path: str, other: str) -> bool:
         """Whether two leaf paths are names of one stored array."""
         aliases = self.manifest.aliases
@@ -79,7 +68,7 @@ class Stored:
             IncompatibleCheckpointError: There is none.
         """
         form = self.manifest.arrays.form_at(self.manifest.aliases.get(path, path))
-        return self.record(path).form if form is None else form
+        return self.manifest.required(path).form if form is None else form
 
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
         """The part as a tree; arrays are made by `array` from (leaf path, kind).
@@ -188,7 +177,7 @@ class Stored:
         form = self.manifest.arrays.form_at(self.manifest.aliases.get(path, path))
         if form is not None and form.spec is not None and form.shape == local.shape:
             own = adapter.place(value, path) is not None
-            self.shardings.compare(path, self.record(path), local, self.manifest, own=own)
+            self.shardings.compare(path, self.manifest.required(path), local, self.manifest, own=own)
         return local
 
     def at(self, path: str) -> Stored | None:
@@ -282,7 +271,7 @@ def plan_arrays(
         form = stored.form(path)
         target = stored.into(path, current[path], owned=owned) if path in current else None
         if new is not None and (target is None or target.shape != form.shape):
-            target = new(path, stored.record(path), kind) or target
+            target = new(path, stored.manifest.required(path), kind) or target
         loading.want(path, target or new_array(form.dtype, whole(form.shape), kind), form)
 
 
@@ -294,7 +283,7 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
     """
     now = arrays_of(current, stored.prefix)
     for path, kind in array_paths(stored.skeleton, stored.prefix).items():
-        record, value = stored.record(path), now.get(path)
+        record, value = stored.manifest.required(path), now.get(path)
         target = None if value is None else stored.like(path, value)
         if target is None or (target.shape, target.dtype) != (record.shape, record.dtype):
             device = value.device if is_torch_tensor(value) else None

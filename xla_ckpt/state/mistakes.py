@@ -15,6 +15,7 @@ from xla_ckpt.arrays.torch_objects import has_torchs, is_lazy, is_module, is_of,
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
+from xla_ckpt.state.optimizer import acts_as_optimizer
 from xla_ckpt.state.several import optimizers_in
 from xla_ckpt.tree import schema
 
@@ -88,7 +89,7 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
     """`strict`: its members must have names, because a load or an optimizer's state asks for them."""
     if is_module(model) or isinstance(model, mapping):
         return
-    if _is_optimizer(model):
+    if acts_as_optimizer(model):
         raise _in_the_place_of("a model", "an optimizer", model)
     if _is_scheduler(model):
         raise _in_the_place_of("a model", "a scheduler", model)
@@ -143,7 +144,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, Mapping):
         check_no_stateful(optimizer, schema.OPTIMIZER)
         return
-    if is_module(optimizer) and not _is_optimizer(optimizer):
+    if is_module(optimizer) and not acts_as_optimizer(optimizer):
         raise _in_the_place_of("an optimizer", "a module", optimizer)
     if _is_scheduler(optimizer):
         raise _in_the_place_of("an optimizer", "a scheduler", optimizer)
@@ -196,7 +197,7 @@ def check_like(like: Any) -> None:
         UsageError: It is one, or a dict has one.
     """
     for leaf, value in [("like", like), *(like.items() if isinstance(like, Mapping) else ())]:
-        if is_module(value) or _is_optimizer(value):
+        if is_module(value) or acts_as_optimizer(value):
             raise UsageError(
                 "like= is a tree of arrays, and makes a new one",
                 leaf=str(leaf),
@@ -234,7 +235,7 @@ def check_may_be_pickled(value: Any, leaf: str) -> None:
     """
     if leaf.startswith(f"{schema.USER_CONTENT}/"):
         return
-    if is_module(value) or _is_optimizer(value):
+    if is_module(value) or acts_as_optimizer(value):
         raise UnsupportedStateError(
             "a model or optimizer inside of other state would be pickled whole, without its arrays being stored",
             leaf=leaf,
@@ -257,13 +258,9 @@ def _kind(value: Any) -> str:
     return f"the class {value.__qualname__}" if isinstance(value, type) else type(value).__name__
 
 
-def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, schema.GROUPS) and callable(getattr(value, "state_dict", None))
-
-
 def _is_scheduler(value: Any) -> bool:
     """Whether it is a learning rate scheduler. One that steps the parameters, too, is an optimizer."""
-    if _is_optimizer(value) or hasattr(value, "zero_grad"):
+    if acts_as_optimizer(value) or hasattr(value, "zero_grad"):
         return False
     return is_of(value, "torch.optim.lr_scheduler", "LRScheduler") or callable(getattr(value, "get_last_lr", None))
 

@@ -35,6 +35,11 @@ def has_groups(optimizer: Any) -> bool:
     return hasattr(optimizer, schema.GROUPS)
 
 
+def acts_as_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer, of whatever library."""
+    return has_groups(value) and callable(getattr(value, "state_dict", None))
+
+
 def parameters_in_order(optimizer: Any) -> list[tuple[Any, str]]:
     """(parameter, ``#group.position``) in the order of torch's packed ids: each parameter once."""
     places: dict[int, tuple[Any, str]] = {}

@@ -45,13 +45,9 @@ def bare_optimizer(optimizer: Any, stored: Stored | None = None) -> Any:
     `stored` is what it is to load, where that is known.
     """
     shared = [] if stored is None else [paths.unescape(key) for key in schema.shared_state(stored.skeleton)]
-    if isinstance(optimizer, Mapping) and optimizer and all(map(_is_optimizer, optimizer.values())):
+    if isinstance(optimizer, Mapping) and optimizer and all(map(optimizers.acts_as_optimizer, optimizer.values())):
         return Several({name: unwrapped_optimizer(member, shared) for name, member in optimizer.items()})
     return unwrapped_optimizer(optimizer, shared)
-
-
-def _is_optimizer(value: Any) -> bool:
-    return not isinstance(value, Mapping) and hasattr(value, schema.GROUPS) and callable(value.state_dict)
 
 
 def optimizers_in(optimizer: Any) -> Sequence[Any]:

@@ -171,7 +171,7 @@ class StateShardings:
                 hint="Say so by a rule of shardings=, by partition_sections on the parameter, or by the layer.",
             )
         heads = other_heads(stored, wanted)
-        if heads is not None and not self._told and not any(mesh.coordinates(self.placement.rank).values()):
+        if heads is not None and not self._told and self.placement.rank == 0:
             logger.warning(
                 "tag %s: %s %s. The heads of the queries, and the columns of the output projection, stay in the order "
                 "of the other job: a model that takes them in another order computes something else. To reorder them: "

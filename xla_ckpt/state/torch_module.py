@@ -76,7 +76,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             continue
         is_array, stored_array = kind(value) is not None, isinstance(stored_entries[key], ArrayAt)
         # This raises where the tag says why nobody can have it, which is not what is told below.
-        record = stored.record(path) if stored_array else None
+        record = stored.manifest.required(path) if stored_array else None
         if is_array != stored_array:
             loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
         elif record is not None:

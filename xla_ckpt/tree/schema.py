@@ -143,21 +143,31 @@ def owner_of(path: str) -> str | None:
     return place.owner if place.role in (Role.STATE, Role.MASTER) else None
 
 
-def shared_state(optimizer: Any) -> set[str]:
+def named_owners(optimizer: Any) -> frozenset[str] | None:
+    """Path components of the parameters in the groups of a stored optimizer, by its skeleton; None without groups.
+
+    >>> sorted(named_owners({"state": {}, "param_groups": [{"params": ["w"]}, {"params": ["b"]}]}))
+    ['b', 'w']
+    """
+    groups = (children(optimizer) or {}).get(GROUPS)
+    if not isinstance(groups, list):
+        return None
+    named = [(children(group) or {}).get(PARAMS) for group in groups]
+    return frozenset(component(name) for names in named if isinstance(names, list) for name in names)
+
+
+def shared_state(optimizer: Any) -> frozenset[str]:
     """Path components of the state that belongs to no parameter, from the skeleton of a stored optimizer.
 
     >>> sorted(shared_state({"state": {"w": {"step": 1}, "k": 2}, "param_groups": [{"params": ["w"]}]}))
     ['k']
-    >>> shared_state({"another": "structure"})
-    set()
+    >>> len(shared_state({"another": "structure"}))
+    0
     """
-    members = children(optimizer) or {}
-    groups = members.get(GROUPS)
-    if not isinstance(groups, list):
-        return set()
-    named = [(children(group) or {}).get(PARAMS) for group in groups]
-    owners = {component(name) for names in named if isinstance(names, list) for name in names}
-    return set(children(members.get(STATE)) or {}) - owners
+    owners = named_owners(optimizer)
+    if owners is None:
+        return frozenset()
+    return frozenset(children((children(optimizer) or {}).get(STATE)) or ()) - owners
 
 
 def parameter_of(path: str) -> str | None:

@@ -68,13 +68,13 @@ class Unflattener:
         if depth > MAX_DEPTH:
             raise FormatError(f"the skeleton is nested deeper than {MAX_DEPTH}", leaf=path)
         if isinstance(skeleton, list):
-            return [self.build(v, paths.join(path, str(i)), depth + 1) for i, v in enumerate(skeleton)]
+            return self._items(skeleton, path, depth + 1)
         if not isinstance(skeleton, dict):
             return self.codec.decode(skeleton)
         if len(skeleton) == 1 and type(kind := skeleton.get("$array")) is str:
             return self.array(path, kind)  # as nearly every leaf of a large state is
         if len(skeleton) != 1 or not next(iter(skeleton)).startswith("$"):
-            return {k: self.build(v, paths.join(path, paths.escape(k)), depth + 1) for k, v in skeleton.items()}
+            return self._fields(skeleton, path, depth + 1)
         ((name, body),) = skeleton.items()
         if name not in _CONTAINERS:
             return self.codec.decode(skeleton)
