@@ -24,7 +24,7 @@ RULES = [("embed|up", ("tp",)), ("qkv", (("tp", 3), None)), ("down.weight", (Non
 
 
 class Small(torch.nn.Module):
-    """With padding (13 rows over tp), strided splits of both dims, a shared parameter, and a scalar."""
+    """With padding (13 rows over tp), strided splits of both dims, a tied parameter, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()

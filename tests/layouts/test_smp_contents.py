@@ -140,7 +140,7 @@ def test_without_tp_no_model_is_needed(tmp_path: Path) -> None:
 
 
 def test_tied_parameters(tmp_path: Path) -> None:
-    """A state dict has a shared parameter under each of its names, the optimizer has it once."""
+    """A state dict has a tied parameter under each of its names, the optimizer has it once."""
 
     def tied() -> tuple[torch.nn.Module, torch.optim.AdamW]:
         net = torch.nn.Module()

@@ -177,7 +177,7 @@ def strangers(model: Any) -> Optimizers:
     ("make", "text"),
     [
         (shared, r"optimizer 'b' .* parameter 0.weight belongs to 'a', too"),
-        (own_states, r"optimizer '1' .* shared state 'count', and another one has, too"),
+        (own_states, r"optimizer '1' .* state 'count' that belongs to no parameter, and another one has, too"),
         (strangers, r"optimizer 'b' .* parameter #0.0 is none of the model's"),
     ],
 )

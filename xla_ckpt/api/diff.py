@@ -185,7 +185,7 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, options: Co
 
 
 def _arrays(manifest: Manifest, pattern: str | None) -> dict[str, ArrayRecord]:
-    """Leaf path -> record of all arrays that are meant, shared ones included.
+    """Leaf path -> record of all arrays that are meant, tied ones included.
 
     Raises:
         IncompatibleCheckpointError: Nothing says how one of them was split.

@@ -29,8 +29,8 @@ from xla_ckpt.dcp.replicas import Held, Place, compare, replicas_of
 from xla_ckpt.dcp.written import is_tensor, planned, tensors_of, write_values
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.joint_directory import check_written, open_joint
 from xla_ckpt.engine.phases import Phases
-from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
 from xla_ckpt.errors import (
     CheckpointError,
@@ -257,7 +257,7 @@ class StorageWriter(Named, StockWriter):
         crew = Crew(workers=self.num_workers, phases=self.phases or Phases())
         owns_draft = self._draft is not None
         with storage_errors("saving", rank=order.rank, path=self._path):
-            directory = self._draft.directory if self._draft is not None else open_shared(root_of(store), draft)
+            directory = self._draft.directory if self._draft is not None else open_joint(root_of(store), draft)
             try:
                 records = list(write_files(directory, files, memory, crew).files)
                 self.nbytes, self.files = files.nbytes, len(records)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.joint_directory import check_written
 from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.seal import Ending, seal
-from xla_ckpt.engine.shared_directory import check_written
 from xla_ckpt.engine.stale import stale_since
 from xla_ckpt.engine.tag_reader import TagReader, reader_within
 from xla_ckpt.errors import DivergentReplicasError, SaveError

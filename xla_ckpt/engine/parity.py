@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.shared_directory import open_shared
+from xla_ckpt.engine.joint_directory import open_joint
 from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.job.round import Round
 from xla_ckpt.job.verdict import as_checkpoint_error
@@ -267,7 +267,7 @@ class ParityRound:
         with self.crew.phases.timed("meet"):
             files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
         try:
-            with contextlib.closing(open_shared(root, name)) as directory:
+            with contextlib.closing(open_joint(root, name)) as directory:
                 own_share = self._write(directory, files)
                 directory.sync()
         except Exception as error:

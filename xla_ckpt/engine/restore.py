@@ -10,10 +10,10 @@ from typing import Protocol
 
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.overlaps import check_overlaps
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import check_reads, read_into
-from xla_ckpt.engine.shared_memory import check_shared
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target, by_kind
 from xla_ckpt.errors import storage_errors
@@ -124,7 +124,7 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
     with phases.timed("plan"):
         with agreed(exchange, "planning"), collector_paused():
             _check_sizes(reader, targets)
-            check_shared(reader, targets)
+            check_overlaps(reader, targets)
             memory = memory_of(targets)
             plan = plan_restore(reader.manifest, memory.wants)
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}

@@ -19,6 +19,7 @@ from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.joint_directory import open_joint
 from xla_ckpt.engine.merged import sealed_manifest
 from xla_ckpt.engine.opening import AgreedSave, open_save
 from xla_ckpt.engine.order import Order, Timing
@@ -30,7 +31,6 @@ from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save_messages import Begun, EarlierTag, Part
 from xla_ckpt.engine.seal import Ending
-from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.engine.sharing import earlier_tag, share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
@@ -236,7 +236,7 @@ class Save:
         try:
             frozen = self._ready().agreed(agreed.united)
             begun = disk.begun(Begun.from_json(exchange.hear("begin", 0)), self.cancellation.check)
-            with contextlib.closing(open_shared(root, draft := begun.draft)) as directory:
+            with contextlib.closing(open_joint(root, draft := begun.draft)) as directory:
                 sharing = self._share(frozen, begun.earlier, directory, agreed.disks)
                 record = self._write(frozen, sharing, directory, tells_all=exchange.rank in agreed.odd)
                 directory.sync()

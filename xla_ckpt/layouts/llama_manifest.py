@@ -49,7 +49,7 @@ class Renamed:
 
 
 def names_in_part(manifest: Manifest, part: str) -> dict[str, str]:
-    """Leaf path of each array in a part of the state, shared ones under all their names, by its name there.
+    """Leaf path of each array in a part of the state, tied ones under all their names, by its name there.
 
     Raises:
         IncompatibleCheckpointError: Nothing says how one of them was split.

@@ -127,7 +127,7 @@ def _may_be(state: Any, wanted: tuple[int, ...] | None) -> bool:
 
 
 def _first_names(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model with each array under the first of its names: an optimizer has a shared parameter once."""
+    """A model with each array under the first of its names: an optimizer has a tied parameter once."""
     seen: set[int] = set()
     by_first_name = {}
     for name, value in model.items():

@@ -159,7 +159,7 @@ def parse(data: bytes) -> Manifest:
         arrays = parse_arrays(member(raw, "arrays", list), budget)
     aliases = member(raw, "aliases", dict)
     if not all(isinstance(target, str) for target in aliases.values()):
-        raise FormatError("broken list of shared arrays")
+        raise FormatError("broken list of tied arrays")
     objects = member(raw, "objects", list)
     if not all(type(n) is int for n in objects):
         raise FormatError("broken list of objects")

@@ -173,7 +173,7 @@ class Manifest:
 
     files: tuple[FileRecord, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Leaf path of a shared array -> leaf path under which it is stored."""
+    """Leaf path of a tied array -> leaf path under which it is stored."""
 
     objects: tuple[int, ...] = ()
     """The file of each pickled object, by its index in the skeleton."""
@@ -205,14 +205,14 @@ class Manifest:
             )
         for alias, target in self.aliases.items():
             if alias in self.arrays or target not in self.arrays:
-                raise FormatError("a shared array points nowhere", leaf=alias, found=target)
+                raise FormatError("a tied array points nowhere", leaf=alias, found=target)
         for number in self.objects:
             if not 0 <= number < len(self.files):
                 raise FormatError("a pickled object lies in no file", found=number)
         self.arrays.check_places([f.size for f in self.files])
 
     def array(self, leaf: str) -> ArrayRecord | None:
-        """The record of a leaf, shared ones included; None if there is no such leaf.
+        """The record of a leaf, tied ones included; None if there is no such leaf.
 
         Raises:
             IncompatibleCheckpointError: It is stored, but nothing says how it was split.
@@ -222,7 +222,7 @@ class Manifest:
         return self.arrays.get(self.aliases.get(leaf, leaf))
 
     def required(self, leaf: str) -> ArrayRecord:
-        """The record of a leaf, shared ones included.
+        """The record of a leaf, tied ones included.
 
         Raises:
             IncompatibleCheckpointError: There is no such leaf, or nothing says how it was split.
@@ -255,5 +255,5 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, shared ones once."""
+        """Bytes of all arrays, tied ones once."""
         return self.arrays.nbytes

@@ -118,7 +118,7 @@ class Description:
     """The array of each leaf."""
 
     aliases: Mapping[str, str]
-    """Leaf path of a shared array -> leaf path under which it is described."""
+    """Leaf path of a tied array -> leaf path under which it is described."""
 
     skeleton: Json
     """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
@@ -217,7 +217,7 @@ def describe_arrays(
     shardings: StateShardings,
     together: frozenset[str] = frozenset(),
 ) -> tuple[Leaves, HeldArrays, dict[str, str]]:
-    """The leaves of some arrays, the array of each, and the leaf paths of shared ones with those of the first.
+    """The leaves of some arrays, the array of each, and the leaf paths of tied ones with those of the first.
 
     Args:
         arrays: By leaf path.

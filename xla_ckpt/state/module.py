@@ -31,7 +31,7 @@ def identity_of(value: Any, adapters: Adapters) -> Any:
 
 
 def parameter_names(model: Any) -> dict[Any, str]:
-    """Identity -> name of each array of a model, for an optimizer's sake; the first name of a shared one."""
+    """Identity -> name of each array of a model, for an optimizer's sake; the first name of a tied one."""
     if model is None:
         return {}
     named: Any = model.named_parameters(remove_duplicate=False) if is_module(model) else model.items()

@@ -5,7 +5,7 @@ place of positions. Names come from the model; without a model from ``param_name
 group and position, ``#0.3``, and such a state only fits an optimizer of the same order.
 
 An optimizer may also keep state under keys of its own, ``optimizer.state["k"]``, which belongs to no parameter. It
-stands beside the parameters' names in ``state``, and is called shared here: all parameters have it in common.
+stands beside the parameters' names in ``state``, and is called common here: it is that of all parameters.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def tree_of(optimizer: Any, names: Names) -> Any:
         return packed
     called = names_in_order(optimizer, names)
     for holder in zero1.bases_of(optimizer) if zero1.is_zero1(optimizer) else [optimizer]:
-        _check_shared(holder, called)
+        _check_common(holder, called)
     tree = schema.renamed_parameters(packed, dict(enumerate(called)))
     for group in tree[schema.GROUPS]:
         group.pop("param_names", None)
@@ -86,8 +86,8 @@ def tree_of(optimizer: Any, names: Names) -> Any:
     return tree
 
 
-def _check_shared(optimizer: Any, called: Sequence[str]) -> None:
-    """Refuse keys of shared state that would take the place of a parameter's state, or lose their own to it."""
+def _check_common(optimizer: Any, called: Sequence[str]) -> None:
+    """Refuse keys of common state that would take the place of a parameter's state, or lose their own to it."""
     for key in getattr(optimizer, schema.STATE, ()):
         if is_torch_tensor(key):
             continue

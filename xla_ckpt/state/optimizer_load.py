@@ -108,7 +108,7 @@ def _plan(
     fresh = StateTargets(stored, match.by_name, match.group_of, now, usual=usual)
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
-    own = {path: value for path, value in now.items() if not fresh.is_shared(path)}
+    own = {path: value for path, value in now.items() if not fresh.is_common(path)}
     wanted = Loading(cast=stored.cast)
     if _loads_itself(match):  # it may refuse its state: what it has is not overwritten
 
@@ -127,9 +127,9 @@ def _tree_now(stored: Any, match: OptimizerMatch, groups: Sequence[int | None]) 
     """What the program's optimizer has of the stored one's state, in the stored one's structure."""
     state, stored_state = match.now, stored[schema.STATE]
     owned = {name: state[p] for name, p in match.by_name.items() if p in state and name in stored_state}
-    shared = {k: state[k] for k in stored_state if k not in match.group_of and k in state}
+    common = {k: state[k] for k in stored_state if k not in match.group_of and k in state}
     tree: dict[str, Any] = {
-        schema.STATE: {**owned, **shared},
+        schema.STATE: {**owned, **common},
         schema.GROUPS: _groups_now(stored, groups, match.optimizer),
     }
     if match.sharded:
@@ -205,7 +205,7 @@ def _tell_decay(optimizer: Any, groups: Sequence[Any]) -> None:
 
 
 def _new_state(tree: Any, match: OptimizerMatch, bad: frozenset[Any]) -> dict[Any, Any]:
-    """The optimizer's state as it will be: that of each parameter by its tensor, and shared state by its key."""
+    """The optimizer's state as it will be: that of each parameter by its tensor, and common state by its key."""
     before, state = match.now, collections.defaultdict[Any, Any](dict)
     for name, parameter in match.by_name.items():
         if name in bad or name not in match.group_of:

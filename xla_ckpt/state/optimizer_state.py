@@ -38,14 +38,14 @@ class StateTargets:
         self._owners = {component(name) for name in group_of}
         self._device = next((p.device for p in by_name.values()), None)
 
-    def is_shared(self, path: str) -> bool:
+    def is_common(self, path: str) -> bool:
         """Whether this is state that belongs to no parameter of the stored optimizer."""
         place = schema.place_of(path)
         return place.role is schema.Role.STATE and place.owner not in self._owners
 
     def name(self, path: str) -> Any:
         """The parameter whose state this is; None for anything else."""
-        if self.is_shared(path):
+        if self.is_common(path):
             return None
         return self._owner(schema.place_of(path))[0]
 
@@ -60,12 +60,12 @@ class StateTargets:
         place = schema.place_of(path)
         if place.role is schema.Role.MASTER and not masters:
             return False
-        return schema.owner_of(path) is None or place.owner in self._by_component or self.is_shared(path)
+        return schema.owner_of(path) is None or place.owner in self._by_component or self.is_common(path)
 
     def target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
         """Memory for one array of the state; None for one that is outside of it."""
-        if self.is_shared(path):
-            return self._shared(path, record, kind)
+        if self.is_common(path):
+            return self._common(path, record, kind)
         place = schema.place_of(path)
         name, parameter = self._owner(place)
         known = self._shardings.parameter(path)
@@ -115,7 +115,7 @@ class StateTargets:
         split = [d for d, axes in enumerate(weight.spec or ()) if axes is not None and d < len(record.shape)]
         return any(own[d] is None and record.shape[d] == weight.shape[d] for d in split)
 
-    def _shared(self, path: str, record: ArrayRecord, kind: str) -> Target:
+    def _common(self, path: str, record: ArrayRecord, kind: str) -> Target:
         """Like what the program has there, where that fits; else a whole array beside the parameters."""
         value = self._now.get(path)
         if array_kind(value) == kind and Loading().want(path, like := self._stored.like(path, value), record.form):

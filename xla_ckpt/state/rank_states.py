@@ -32,7 +32,7 @@ class Own:
     """Leaf paths of the arrays that they are made of."""
 
     makes: dict[tuple[Any, ...], Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
-    """(parameter, key), or (key,) of a shared one -> what makes the state of restored arrays."""
+    """(parameter, key), or (key,) of a common one -> what makes the state of restored arrays."""
 
     kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """The states that stay as they are."""
@@ -124,7 +124,7 @@ class _Wanted:
         return self.own
 
     def _keys(self, part: Stored) -> Iterator[tuple[Any, ...]]:
-        """(parameter, key) of each state that a rank saved and this program can use; (key,) where it is shared."""
+        """(parameter, key) of each state that a rank saved and this program can use; (key,) where it is common."""
         names = {component(name): name for name in self.match.by_name}
         strangers = {component(name) for name in self.match.group_of} - set(names)
         for owner, below in (children(part.skeleton) or {}).items():

@@ -44,10 +44,10 @@ def bare_optimizer(optimizer: Any, stored: Stored | None = None) -> Any:
 
     `stored` is what it is to load, where that is known.
     """
-    shared = [] if stored is None else [paths.unescape(key) for key in schema.shared_state(stored.skeleton)]
+    common = [] if stored is None else [paths.unescape(key) for key in schema.common_state(stored.skeleton)]
     if isinstance(optimizer, Mapping) and optimizer and all(map(optimizers.acts_as_optimizer, optimizer.values())):
-        return Several({name: unwrapped_optimizer(member, shared) for name, member in optimizer.items()})
-    return unwrapped_optimizer(optimizer, shared)
+        return Several({name: unwrapped_optimizer(member, common) for name, member in optimizer.items()})
+    return unwrapped_optimizer(optimizer, common)
 
 
 def optimizers_in(optimizer: Any) -> Sequence[Any]:
@@ -76,7 +76,9 @@ def tree_of(several: Several, names: optimizers.Names) -> dict[str, Any]:
                 raise _refused(called, f"parameter {name} belongs to {whose[name]!r}, too", None)
             whose[name] = called
         if twice := sorted(map(str, tree[schema.STATE].keys() & state.keys())):
-            raise _refused(called, f"it has shared state {twice[0]!r}, and another one has, too", _ALONE)
+            raise _refused(
+                called, f"it has state {twice[0]!r} that belongs to no parameter, and another one has, too", _ALONE
+            )
         state |= tree[schema.STATE]
         groups += tree[schema.GROUPS]
     return {schema.STATE: state, schema.GROUPS: groups}

@@ -21,16 +21,16 @@ PLAIN_PROPERTY = "xla_ckpt_plain"
 """A property by which a wrapper's class says what is saved and loaded in the place of the wrapper."""
 
 
-def unwrapped_optimizer(optimizer: Any, shared: Iterable[str] = ()) -> Any:
+def unwrapped_optimizer(optimizer: Any, common: Iterable[str] = ()) -> Any:
     """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is.
 
     Args:
         optimizer: The optimizer, or its wrapper.
-        shared: Of a tag that is loaded, the keys of the state that belongs to no parameter. A wrapper that has it only
+        common: Of a tag that is loaded, the keys of the state that belongs to no parameter. A wrapper that has it only
             after its first step (pytorch_optimizer's TRAC) is otherwise taken for one that adds nothing.
     """
     if hasattr(type(optimizer), PLAIN_PROPERTY):
-        return unwrapped_optimizer(getattr(optimizer, PLAIN_PROPERTY), shared)
+        return unwrapped_optimizer(getattr(optimizer, PLAIN_PROPERTY), common)
     inner = getattr(optimizer, "optimizer", None)
     if not is_torch_optimizer(inner) or inner is optimizer:
         return optimizer
@@ -38,9 +38,9 @@ def unwrapped_optimizer(optimizer: Any, shared: Iterable[str] = ()) -> Any:
     # A wrapper with a state of its own (Lookahead's slow weights) would lose it.
     if not shares or getattr(optimizer, schema.STATE, inner.state) is not inner.state or _adds_state(optimizer, inner):
         return optimizer
-    if any(key not in inner.state for key in shared):
+    if any(key not in inner.state for key in common):
         return optimizer
-    return unwrapped_optimizer(inner, shared)
+    return unwrapped_optimizer(inner, common)
 
 
 def _adds_state(wrapper: Any, inner: Any) -> bool:

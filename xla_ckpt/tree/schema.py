@@ -77,7 +77,7 @@ class Role(enum.Enum):
     """What stands at a leaf path."""
 
     WEIGHT = "a parameter or buffer of a model"
-    STATE = "state of an optimizer: of one parameter, or shared by all"
+    STATE = "state of an optimizer: of one parameter, or common to all"
     MASTER = "the master weight of a parameter"
     OTHER = "something else"
 
@@ -88,7 +88,7 @@ class LeafPlace:
 
     role: Role
     owner: str | None = None
-    """Path component of the parameter, or of the key of shared state."""
+    """Path component of the parameter, or of the key of common state."""
 
     keys: tuple[str, ...] = ()
     """Path components below that."""
@@ -134,7 +134,7 @@ def below_member(path: str) -> str:
 def owner_of(path: str) -> str | None:
     """The path component of the parameter whose state, or master weight, an array is; None for any other array.
 
-    Of state that is shared by all parameters it is that of its own key: a path alone does not tell.
+    Of state that is common to all parameters it is that of its own key: a path alone does not tell.
 
     >>> owner_of("optimizer/master/a~1b"), owner_of("model/w")
     ('a~1b', None)
@@ -156,12 +156,12 @@ def named_owners(optimizer: Any) -> frozenset[str] | None:
     return frozenset(component(name) for names in named if isinstance(names, list) for name in names)
 
 
-def shared_state(optimizer: Any) -> frozenset[str]:
+def common_state(optimizer: Any) -> frozenset[str]:
     """Path components of the state that belongs to no parameter, from the skeleton of a stored optimizer.
 
-    >>> sorted(shared_state({"state": {"w": {"step": 1}, "k": 2}, "param_groups": [{"params": ["w"]}]}))
+    >>> sorted(common_state({"state": {"w": {"step": 1}, "k": 2}, "param_groups": [{"params": ["w"]}]}))
     ['k']
-    >>> len(shared_state({"another": "structure"}))
+    >>> len(common_state({"another": "structure"}))
     0
     """
     owners = named_owners(optimizer)

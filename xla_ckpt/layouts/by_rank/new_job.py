@@ -266,7 +266,7 @@ class NewJob:
             IncompatibleCheckpointError: The parameter is not stored, and the rows were not dealt out before.
         """
         owner, parameter = self._owner(path)
-        if self._is_shared(path) or not owner:
+        if self._is_common(path) or not owner:
             return False
         if parameter is not None:
             return parameter.shape == record.shape
@@ -278,7 +278,7 @@ class NewJob:
             )
         return True
 
-    def _is_shared(self, path: str) -> bool:
+    def _is_common(self, path: str) -> bool:
         """Whether an array is state of the optimizer that belongs to no parameter."""
         owner = schema.owner_of(path)
         return self._parameters is not None and owner is not None and owner not in self._parameters

@@ -131,7 +131,7 @@ class _StageOptimizer:
         """Add states and master weights of the parameters."""
         for number, name in self.names.items():
             if name in states or not self.of.hints.knows(name):
-                continue  # another stage has this shared parameter, too; or this rank has no parameter of that stage
+                continue  # another stage has this tied parameter, too; or this rank has no parameter of that stage
             by_rank = {at: tree.get(self.state_key, {}).get(number, {}) for at, tree in self.files.items()}
             state = self._state(number, name, by_rank)
             if state:

@@ -74,7 +74,7 @@ class RankState:
 
     parts: Mapping[str, Any]
     tensors: Mapping[str, RankTensor]
-    """The tensor of each array, by leaf path. Several paths of one shared array have the same tensor."""
+    """The tensor of each array, by leaf path. Several paths of one tied array have the same tensor."""
 
     zero1: bool = False
     """Whether the rows of the optimizer's states are dealt out over dp."""

@@ -152,7 +152,7 @@ def in_stage(names: Sequence[str], called: Mapping[str, str], order: Mapping[str
     """The parameters of a group that a pipeline stage has, in the order of the stage's own optimizer.
 
     Args:
-        called: The name under which the stage has each of its parameters: a shared one may have another name there.
+        called: The name under which the stage has each of its parameters: a tied one may have another name there.
         order: Place of each name in the model.
 
     >>> in_stage(["embed", "b", "c"], {"embed": "head", "c": "c"}, {"embed": 0, "b": 1, "c": 2, "head": 3})

@@ -97,9 +97,9 @@ class ScannedState:
         return members
 
     def ties(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Names of shared parameters that are stored under several, with the first of these names.
+        """Names of tied parameters that are stored under several, with the first of these names.
 
-        The program says which parameters are shared. Their copies are compared: a tie may have come apart.
+        The program says which parameters are tied. Their copies are compared: a tie may have come apart.
 
         Returns:
             The names whose tensors are those of the first name, and the names whose tensors are others.

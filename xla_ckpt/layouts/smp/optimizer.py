@@ -184,7 +184,7 @@ def _guessed(united: Mapping[RankAt, OptimizerShare], model: MergedModel) -> dic
 
 
 def _parameters(model: MergedModel, pp: int) -> dict[str, tuple[int, ...]]:
-    """Local shapes of what may be parameters of a stage. Of several names of a shared one the first counts."""
+    """Local shapes of what may be parameters of a stage. Of several names of a tied one the first counts."""
     seen: set[tuple[str, int]] = set()
     shapes = {}
     for name in model.of_stage.get(pp, ()):

@@ -74,7 +74,7 @@ class TorchItems:
     """The files of one rank.
 
     Args:
-        aliases: Leaf path of a shared array -> that under which it is described.
+        aliases: Leaf path of a tied array -> that under which it is described.
     """
 
     trees: ItemTrees

@@ -27,7 +27,7 @@ class _Place:
     memory: Strided
 
 
-def check_shared(reader: TagReader, targets: Mapping[str, Target]) -> None:
+def check_overlaps(reader: TagReader, targets: Mapping[str, Target]) -> None:
     """Find out whether targets that share memory get the same values, before anything is overwritten.
 
     What is stored for them is read for that, into other memory. Names of one stored array need no look.

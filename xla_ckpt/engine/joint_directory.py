@@ -18,7 +18,7 @@ ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path
 """What to do about hosts that do not."""
 
 
-def open_shared(root: Root, draft: str) -> Directory:
+def open_joint(root: Root, draft: str) -> Directory:
     """The directory that rank 0 made, which holds the lock on it.
 
     Raises:
