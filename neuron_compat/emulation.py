@@ -123,8 +123,8 @@ def _replaced(rank: int, world: int) -> Emulation:
     """torch_xla's functions, replaced by ours."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     xm, xr = imported("torch_xla.core.xla_model"), imported("torch_xla.runtime")
-    made = Emulation()
-    made.replace(
+    emulation = Emulation()
+    emulation.replace(
         xr,
         global_ordinal=lambda: rank,
         process_index=lambda: rank,
@@ -134,7 +134,7 @@ def _replaced(rank: int, world: int) -> Emulation:
         local_ordinal=lambda: int(os.environ.get("LOCAL_RANK", rank)),
         local_process_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", world)),
     )
-    made.replace(
+    emulation.replace(
         xm,
         all_reduce=_all_reduce,
         all_gather=_all_gather,
@@ -144,7 +144,7 @@ def _replaced(rank: int, world: int) -> Emulation:
         all_to_all=_all_to_all,
         rendezvous=_rendezvous,
     )
-    return made
+    return emulation
 
 
 def _group_of(groups: Groups) -> tuple[tuple[int, ...], Any]:
@@ -153,10 +153,10 @@ def _group_of(groups: Groups) -> tuple[tuple[int, ...], Any]:
     distributed: Any = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     known = tuple(tuple(g) for g in groups) if groups else (tuple(range(world)),)
-    mine = next((g for g in known if rank in g), None)
-    if mine is None:
+    members = next((g for g in known if rank in g), None)
+    if members is None:
         raise RuntimeError(f"rank {rank} is in none of the replica groups {known}")
-    return mine, _process_group(mine)
+    return members, _process_group(members)
 
 
 @functools.cache
@@ -170,17 +170,19 @@ def _process_group(members: tuple[int, ...]) -> Any:
 def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
     """The value of every rank of the group, in the group's order, on the CPU."""
     members, group = _group_of(groups)
-    found = gathered(value.detach().cpu(), group)
-    by_rank = dict(zip(sorted(members), found, strict=True))  # a process group orders its ranks itself
+    values = gathered(value.detach().cpu(), group)
+    by_rank = dict(zip(sorted(members), values, strict=True))  # a process group orders its ranks itself
     return [by_rank[r] for r in members]
 
 
 def _index(groups: Groups) -> int:
+    """The place of this process in its group."""
     distributed: Any = torch.distributed
     return _group_of(groups)[0].index(distributed.get_rank())
 
 
 def _reduced(kind: str, value: torch.Tensor, scale: float, groups: Groups) -> torch.Tensor:
+    """The values of the group, reduced and scaled, on the CPU."""
     total = functools.reduce(_REDUCE[kind], _gather(value, groups))
     return total if scale == 1.0 else total * scale
 
@@ -188,8 +190,8 @@ def _reduced(kind: str, value: torch.Tensor, scale: float, groups: Groups) -> to
 def _each(value: Tensors, output: Tensors, one: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
     """Apply `one` to a tensor or to each of a list, into `output` where that is given."""
     if isinstance(value, torch.Tensor):
-        made = one(value).to(value.device)
-        return made if output is None else output.copy_(made)
+        result = one(value).to(value.device)
+        return result if output is None else output.copy_(result)
     results = [one(v).to(v.device) for v in value]
     if output is None:
         return results
@@ -268,16 +270,16 @@ def _all_to_all(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    mine = _index(groups)
-    parts = [v.chunk(split_count, split_dimension)[mine] for v in _gather(value, groups)]
+    index = _index(groups)
+    parts = [v.chunk(split_count, split_dimension)[index] for v in _gather(value, groups)]
     return torch.cat(parts, concat_dimension).to(value.device)
 
 
 def _rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
     distributed: Any = torch.distributed
     _, group = _group_of([list(replicas)] if replicas else None)
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, (tag, payload), group=group)
-    if any(t != tag for t, _ in found):
-        raise RuntimeError(f"ranks meet at different rendezvous: {sorted({t for t, _ in found})}")
-    return [p for _, p in found]
+    messages: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(messages, (tag, payload), group=group)
+    if any(t != tag for t, _ in messages):
+        raise RuntimeError(f"ranks meet at different rendezvous: {sorted({t for t, _ in messages})}")
+    return [p for _, p in messages]

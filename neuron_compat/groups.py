@@ -44,11 +44,11 @@ def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
     >>> rank_groups(Mesh(dp=2, tp=2), "tp"), rank_groups(Mesh(dp=2, tp=2), "dp")
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
-        found.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
-    return list(found.values())
+        groups.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
+    return list(groups.values())
 
 
 def members(mesh: Mesh, kind: str, rank: int) -> list[int]:
@@ -70,5 +70,5 @@ def kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[l
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     """
     parts = len(tp_groups[0]) // copies
-    held = [slice(i * copies, (i + 1) * copies) if adjacent else slice(i, None, parts) for i in range(parts)]
-    return [ranks[part] for ranks in tp_groups for part in held]
+    slices = [slice(i * copies, (i + 1) * copies) if adjacent else slice(i, None, parts) for i in range(parts)]
+    return [ranks[part] for ranks in tp_groups for part in slices]

@@ -66,8 +66,8 @@ def below(package: str, module: str, missing: Mapping[str, str]) -> dict[str, st
     ({'c': 'do this'}, {'f': 'no'})
     """
     own = f"{module}.".removeprefix(f"{package}.")
-    found = {name.removeprefix(own): advice for name, advice in missing.items() if name.startswith(own)}
-    return {name: advice for name, advice in found.items() if "." not in name}
+    names = {name.removeprefix(own): advice for name, advice in missing.items() if name.startswith(own)}
+    return {name: advice for name, advice in names.items() if "." not in name}
 
 
 def lazily(

@@ -63,6 +63,7 @@ class _Anything(type):
 
 
 def _refuse_special(name: str) -> None:
+    """Raise AttributeError for a special name such as `__len__`: Python asks objects for those that they may lack."""
     if name.startswith("__") and name.endswith("__"):
         raise AttributeError(name)
 
@@ -126,6 +127,7 @@ class _SdkLoader(importlib.abc.Loader):
 
 
 def _sdk_spec(fullname: str) -> importlib.machinery.ModuleSpec:
+    """How a module of the SDK is imported: as a package of stand-ins."""
     return importlib.machinery.ModuleSpec(fullname, _SdkLoader(), is_package=True)
 
 

@@ -208,7 +208,7 @@ UNSAID = {"found", "held", "made", "mine", "told"}
 """Names of variables that say only that there is something."""
 
 FUNCTIONS_WITH_UNSAID = 1
-"""How many functions of the library have such a variable. The number may only get smaller."""
+"""How many functions of both packages have such a variable. The number may only get smaller."""
 
 
 def variables_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
@@ -221,7 +221,7 @@ def variables_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 def test_variables_are_called_what_they_are() -> None:
     functions = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-        for path in LIBRARY
+        for path in SOURCES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and UNSAID & variables_of(node)
     ]

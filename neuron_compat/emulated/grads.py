@@ -51,9 +51,9 @@ def get_grad_norm(
         xla_ckpt.UsageError: There are no parameters, `norm_type` is not above 0, or groups are given without
             `zero1_optimizer`.
     """
-    held = _as_list(parameters)
+    parameters = _as_list(parameters)
     order = float(norm_type)
-    if not held:
+    if not parameters:
         raise UsageError("there are no parameters, so nothing says where the norm should be")
     if not order > 0:
         raise UsageError("norm_type has to be above 0", found=norm_type)
@@ -63,7 +63,7 @@ def get_grad_norm(
             hint="A ZeRO-1 optimizer clips its own gradients.",
         )
     operation = MAX if math.isinf(order) else SUM
-    total, experts = own_part(held, order, force_spmd)
+    total, experts = own_part(parameters, order, force_spmd)
     if zero1_optimizer and zero1_optimizer_groups is None:
         both = [total, experts]
         reduce_in_place(both, world(), operation)
@@ -90,9 +90,9 @@ def clip_grad_norm(
 
     `get_grad_norm` says what the other arguments mean, and which errors are raised.
     """
-    held = _as_list(parameters)
-    norm = get_grad_norm(held, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
-    return clip_grads_with_norm(held, norm, max_norm)
+    parameters = _as_list(parameters)
+    norm = get_grad_norm(parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
+    return clip_grads_with_norm(parameters, norm, max_norm)
 
 
 @torch.no_grad()
@@ -153,6 +153,7 @@ def by_rows(sizes: Tensor, counts: Tensor) -> Tensor:
 
 
 def _joined(total: Tensor, experts: Tensor, operation: str) -> Tensor:
+    """The two sums, or the larger of the two, by the operation."""
     return torch.maximum(total, experts) if operation == MAX else total + experts
 
 
@@ -166,11 +167,11 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
     data-parallel ranks and sums over the replicas of experts, and one with `reduce_over_ep_group` for those of all
     other parameters, which sums them over the expert-parallel ranks, too.
     """
-    held = list(grads_list)
+    gradients = list(grads_list)
     size = 1 if reduce_over_ep_group else parallel_state.size("dp")
     by_type: dict[torch.dtype, list[Tensor]] = {}
     with torch.no_grad():
-        for gradient in held:
+        for gradient in gradients:
             if size > 1:
                 gradient.div_(size)
             by_type.setdefault(gradient.dtype, []).append(gradient)

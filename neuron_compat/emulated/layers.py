@@ -136,6 +136,7 @@ class _ParallelLinear(PartitionedModule):
             self.master_weight = whole.to(self.dtype)
 
     def _with_bias(self, output: torch.Tensor) -> Any:
+        """The output plus the bias; with `skip_bias_add` both."""
         bias: Any = self.bias
         if self.skip_bias_add:
             return output, bias
@@ -288,6 +289,7 @@ class ParallelEmbedding(PartitionedModule):
             whole[self.whole_padding_idx].zero_()
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """The embeddings of numbers in this rank's part of the vocabulary."""
         return functional.embedding(
             indices, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
         )
@@ -301,6 +303,6 @@ class ParallelEmbedding(PartitionedModule):
         if self.tensor_model_parallel_size == 1:
             return self._rows(indices)
         # Rows of other ranks count as zeros here: the sum over the ranks has each row once.
-        mine = (indices >= self.start_index) & (indices < self.end_index)
-        found = self._rows((indices - self.start_index) * mine) * mine.unsqueeze(-1).to(self.weight.dtype)
-        return reduce_from_tensor_model_parallel_region(found)
+        is_own = (indices >= self.start_index) & (indices < self.end_index)
+        rows = self._rows((indices - self.start_index) * is_own) * is_own.unsqueeze(-1).to(self.weight.dtype)
+        return reduce_from_tensor_model_parallel_region(rows)

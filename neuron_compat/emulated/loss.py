@@ -31,10 +31,10 @@ def parallel_cross_entropy(
         )
     rows = vocab_parallel_logits.shape[-1]
     own = target - rows * parallel_state.rank("tp")
-    mine = (own >= 0) & (own < rows)
+    is_own = (own >= 0) & (own < rows)
     highest = vocab_parallel_logits.detach().amax(-1)
     collectives.reduce_in_place([highest], collectives.ranks_of("tp"), collectives.MAX)
     logits = vocab_parallel_logits - highest.unsqueeze(-1)
-    picked = logits.gather(-1, (own * mine).unsqueeze(-1)).squeeze(-1) * mine
+    picked = logits.gather(-1, (own * is_own).unsqueeze(-1)).squeeze(-1) * is_own
     total = reduce_from_tensor_model_parallel_region(logits.exp().sum(-1))
     return total.log() - reduce_from_tensor_model_parallel_region(picked)

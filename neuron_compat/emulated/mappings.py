@@ -19,6 +19,7 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def _size() -> int:
+    """The number of tensor-parallel ranks."""
     return parallel_state.size("tp")
 
 
@@ -87,10 +88,11 @@ class _Scatter(torch.autograd.Function):
 
 
 def _apply(function: Any, value: Tensor, *arguments: Any) -> Tensor:
+    """What a function of this module makes of a value; with one tensor-parallel rank the value itself."""
     if _size() == 1:
         return value
-    found: Tensor = function.apply(value, *arguments)
-    return found
+    output: Tensor = function.apply(value, *arguments)
+    return output
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:

@@ -120,15 +120,17 @@ def reinit_model(model: torch.nn.Module, device: torch.device | str, param_init_
 
 
 def _unfilled(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    """A parameter of the same shape, type and attributes on a device; floating-point ones are NaN."""
     value = torch.empty_like(parameter, device=device)
     if value.is_floating_point():
         value.fill_(float("nan"))  # by which `_check_filled` sees whether it was filled
-    made = torch.nn.Parameter(value, parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    return made
+    unfilled = torch.nn.Parameter(value, parameter.requires_grad)
+    vars(unfilled).update(vars(parameter))
+    return unfilled
 
 
 def _check_filled(model: torch.nn.Module) -> None:
+    """Refuse parameters that are all NaN, and buffers on the meta device."""
     left = [n for n, p in model.named_parameters() if p.is_floating_point() and p.numel() and p.isnan().all()]
     if left:
         raise UsageError(

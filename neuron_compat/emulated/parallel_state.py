@@ -80,6 +80,7 @@ def _delegated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _state() -> _State:
+    """What `initialize_model_parallel` has set up."""
     # neuronx-distributed raises AssertionError here, and its users catch that.
     if not _current:
         raise AssertionError("parallel_state is not initialised: call initialize_model_parallel() first")
@@ -87,6 +88,7 @@ def _state() -> _State:
 
 
 def _group(kind: str, as_list: bool) -> Any:
+    """The process group of a kind; or the ranks of all groups of the kind, as lists."""
     state = _state()
     groups = state.groups(kind)
     if as_list:
@@ -97,6 +99,7 @@ def _group(kind: str, as_list: bool) -> Any:
 
 
 def _rank(kind: str) -> int:
+    """This process' place in its group of a kind."""
     state = _state()
     return state.ranks(kind).index(state.rank)
 
@@ -138,12 +141,12 @@ def initialize_model_parallel(
     replica_groups = {kind: rank_groups(mesh, kind) for kind in KINDS}
     state = _State(mesh=mesh, rank=rank, replica_groups=replica_groups, process_groups={})
     if joined:
-        made: dict[tuple[int, ...], Any] = {}
+        group_of: dict[tuple[int, ...], Any] = {}
         for kind in KINDS:
-            mine = tuple(state.ranks(kind))
-            if mine not in made:
-                made[mine] = new_group(list(mine))
-            state.process_groups[kind] = made[mine]
+            ranks = tuple(state.ranks(kind))
+            if ranks not in group_of:
+                group_of[ranks] = new_group(list(ranks))
+            state.process_groups[kind] = group_of[ranks]
     _current.append(state)
     if kv_shared_group_size is not None:
         initialize_kv_group(kv_shared_group_size)
@@ -160,6 +163,7 @@ def new_group(ranks: list[int]) -> Any:
 
 
 def _check_copies(tp: int, copies: int) -> None:
+    """Refuse groups of ranks with the same keys and values that do not divide the tensor-parallel ranks."""
     if copies < 1 or tp % copies:
         raise RuntimeError(
             f"{tp} tensor-parallel ranks cannot be divided into groups of {copies} (kv_shared_group_size)"
@@ -209,6 +213,7 @@ def destroy_kv_group() -> None:
 
 
 def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
+    """The arrangement of so many ranks; what the sizes leave of them is data parallelism."""
     sizes = f"tensor {tp} x pipeline {pp} x context {cp} parallel"
     if min(tp, pp, cp, ep) < 1 or world % (tp * pp * cp):
         raise RuntimeError(f"{world} ranks cannot be divided into {sizes}")

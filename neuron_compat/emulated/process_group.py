@@ -11,6 +11,6 @@ def gathered(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """The value of every rank of a process group, in the group's order, on the device of `value`."""
     distributed: Any = torch.distributed
     data = value.contiguous().reshape(-1).view(torch.uint8)  # bytes: gloo does not know all element types
-    found = [torch.empty_like(data) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(found, data, group=group)
-    return [f.view(value.dtype).reshape(value.shape) for f in found]
+    received = [torch.empty_like(data) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(received, data, group=group)
+    return [part.view(value.dtype).reshape(value.shape) for part in received]

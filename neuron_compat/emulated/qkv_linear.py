@@ -127,13 +127,15 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
             setattr(self, f"master_{kind}_{end}", None)
         if not whole:
             return
-        held = self._parts(whole) if split else whole
+        parts = self._parts(whole) if split else whole
         sections = [self._section(part) for part in range(3)]
         if self.fuse_qkv:
-            made = {"qkv": (torch.cat(held), torch.cat(whole), sections)}
+            parameters = {"qkv": (torch.cat(parts), torch.cat(whole), sections)}
         else:
-            made = {end: (part, full, [s]) for end, part, full, s in zip("qkv", held, whole, sections, strict=True)}
-        for end, (part, full, own) in made.items():
+            parameters = {
+                end: (part, full, [s]) for end, part, full, s in zip("qkv", parts, whole, sections, strict=True)
+            }
+        for end, (part, full, own) in parameters.items():
             parameter = torch.nn.Parameter(part.to(self.dtype, copy=True).to(self.device))
             if split:
                 set_tensor_model_parallel_attributes(parameter, True, 0)
@@ -196,11 +198,13 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
 
 
 def _linear(value: torch.Tensor, weights: Triple, biases: Triple) -> QKV:
+    """Queries, keys and values of an input."""
     q, k, v = (functional.linear(value, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return q, k, v
 
 
 def _check_sizes(output_sizes: Sequence[int], parts: int, copies: int) -> None:
+    """Refuse sizes of outputs that do not divide into parts."""
     if len(output_sizes) != 2:
         raise ValueError(f"output_sizes={list(output_sizes)} are not two: all queries, and all keys")
     q, kv = output_sizes

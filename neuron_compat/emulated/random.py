@@ -24,19 +24,21 @@ _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 def states(of_xla: bool) -> RNGStates:
     """The states that count now; those of the XLA device, too, if it is asked for."""
-    found: RNGStates = {"cpu": torch.get_rng_state()}
+    current: RNGStates = {"cpu": torch.get_rng_state()}
     if of_xla:
         import torch_xla.core.xla_model as xm
 
-        found["xla"] = xm.get_rng_state()
-    return found
+        current["xla"] = xm.get_rng_state()
+    return current
 
 
 def _states() -> RNGStates:
+    """The states that count now, of all generators that are loaded."""
     return states(of_xla="torch_xla" in sys.modules)
 
 
 def _seeded(seed: int) -> None:
+    """Seed all generators that are loaded."""
     torch.manual_seed(seed)
     if "torch_xla" in sys.modules:
         import torch_xla.core.xla_model as xm

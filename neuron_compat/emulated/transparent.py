@@ -39,8 +39,8 @@ class Transparent(torch.nn.Module):
         return self.module.named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        found: Iterator[tuple[str, torch.nn.Module]] = self.module.named_modules(*args, **kwargs)
-        return found
+        modules: Iterator[tuple[str, torch.nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return modules
 
     def train(self: Self, mode: bool = True) -> Self:
         self.training = mode

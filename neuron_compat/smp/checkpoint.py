@@ -109,11 +109,14 @@ def save_checkpoint(
 
 
 def _root(path: PathLike) -> str:
+    """The absolute path of a root directory."""
     check_path(os.fspath(path))
     return os.path.abspath(os.fspath(path))
 
 
 def _check_arguments(tag: Any, model: Any, optimizer: Any, *, partial: bool) -> None:
+    """Refuse objects that are not SMP's, and a tag that is none, or not the same on all ranks."""
+
     def prepare() -> str:
         if not isinstance(tag, str):
             raise SMPCheckpointError(f"checkpoint tag can only be str, getting {type(tag)}")
@@ -171,6 +174,7 @@ def _have_listed(handle: xla_ckpt.SaveHandle, root: str, kept: int | None, *, wa
 
 
 def _save_full(root: str, tag: str, model: Any, user_content: Any, *, marked: bool) -> None:
+    """Have rank 0 write the whole model to the file that the tag names, and the user content beside it."""
     state: Any = None
     if model is not None and current_place().rdp == 0:
         state = model.state_dict(gather_to_rank0=True)

@@ -87,9 +87,9 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     kind, ranks = _members(group)
     if len(ranks) == 1:
         return [obj]
-    found: list[Any] = [None] * len(ranks)
-    distributed.all_gather_object(found, obj, group=job.process_group(kind))
-    return found
+    objects: list[Any] = [None] * len(ranks)
+    distributed.all_gather_object(objects, obj, group=job.process_group(kind))
+    return objects
 
 
 def gather(obj: Any, group: CommGroup, rank: int = 0) -> list[Any] | None:
@@ -99,9 +99,9 @@ def gather(obj: Any, group: CommGroup, rank: int = 0) -> list[Any] | None:
         raise SMPInvalidArgumentError(f"{group.name} has no such rank", expected=f"0 to {len(ranks) - 1}", found=rank)
     if len(ranks) == 1:
         return [obj]
-    found: list[Any] | None = [None] * len(ranks) if ranks[rank] == job.rank() else None
-    distributed.gather_object(obj, found, dst=ranks[rank], group=job.process_group(kind))
-    return found
+    objects: list[Any] | None = [None] * len(ranks) if ranks[rank] == job.rank() else None
+    distributed.gather_object(obj, objects, dst=ranks[rank], group=job.process_group(kind))
+    return objects
 
 
 def broadcast(obj: Any, group: CommGroup) -> Any:
@@ -122,9 +122,9 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
     """The next object that a rank sends to this one, by `send` or `broadcast` in the same kind of group."""
     peer, group = _peer(src_rank, rank_type)
-    found: list[Any] = [None]
-    distributed.recv_object_list(found, src=peer, group=group)
-    return found[0]
+    received: list[Any] = [None]
+    distributed.recv_object_list(received, src=peer, group=group)
+    return received[0]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:

@@ -166,13 +166,14 @@ def from_environment() -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
         raise SMPConfigError(f"{SAGEMAKER} in the environment is no JSON", found=text[:80]) from error
-    return found if isinstance(found, Mapping) else {"": found}
+    return parsed if isinstance(parsed, Mapping) else {"": parsed}
 
 
 def _without_aliases(given: Mapping[str, Any]) -> Config:
+    """The entries under their own names."""
     if not isinstance(given, Mapping):
         raise SMPConfigError("the configuration is a dict", found=type(given).__name__)
     named: Config = {}

@@ -55,9 +55,9 @@ def sharding_of(value: Any, name: str, mesh: Mesh, rules: Parsed = ()) -> Shardi
     Raises:
         xla_ckpt.UnsupportedStateError: The attributes contradict each other, the value or the mesh.
     """
-    said = decided(rules, f"model/{name}", name)
-    found = declared_sharding(value, name, mesh) if said is None else said
-    return found if found is not None and (found.shape is not None or any(found.dims)) else None
+    rule = decided(rules, f"model/{name}", name)
+    sharding = declared_sharding(value, name, mesh) if rule is None else rule
+    return sharding if sharding is not None and (sharding.shape is not None or any(sharding.dims)) else None
 
 
 def entries_of(module: torch.nn.Module, partitions: Partitions, rules: Parsed = ()) -> list[Entry]:
@@ -71,12 +71,12 @@ def entries_of(module: torch.nn.Module, partitions: Partitions, rules: Parsed = 
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             owners.setdefault(id(tensor), set()).add(partition_of(name, partitions))
     mesh = job.ranks().mesh
-    found = []
+    entries = []
     for name, value in module.state_dict(keep_vars=True).items():
         owning = tuple(sorted(owners.get(id(value), ()))) or (partition_of(name, partitions),)
         sharding = sharding_of(value, name, mesh, rules) if isinstance(value, torch.Tensor) else None
-        found.append(Entry(name, value, owning, sharding))
-    return found
+        entries.append(Entry(name, value, owning, sharding))
+    return entries
 
 
 def partition_of(name: str, partitions: Partitions) -> int:
@@ -102,4 +102,5 @@ def spec_of(entry: Entry) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
+    """The same with lists in the place of tuples."""
     return [_plain(v) for v in value] if isinstance(value, tuple | list) else value

@@ -136,17 +136,17 @@ def load(
     )
     if not partial:
         return _full(f, reading)
-    found: list[Any] = []
+    loaded: list[Any] = []
 
     def prepare() -> None:
-        found.append(_partial(f, reading, current_place(), strict=strict_partitions))
+        loaded.append(_partial(f, reading, current_place(), strict=strict_partitions))
 
     try:
         together("mp", f"smp.load({f!r})", prepare, guard="All ranks that hold a model together load it.")
     except SMPCheckpointError as error:
         error.rank = None  # it is what all ranks find, and has SMP's own text
         raise
-    return found[0]
+    return loaded[0]
 
 
 def current_place() -> Place:
@@ -155,14 +155,14 @@ def current_place() -> Place:
     Raises:
         NotInitializedError: `smp.init` was not called.
     """
-    held = job.ranks()
+    ranks = job.ranks()
     return Place(
-        pp=held.of("pp"),
-        tp=held.of("tp"),
-        rdp=held.of("rdp"),
-        pp_size=len(held.groups["pp"]),
-        tp_size=len(held.groups["tp"]),
-        rdp_size=len(held.groups["rdp"]),
+        pp=ranks.of("pp"),
+        tp=ranks.of("tp"),
+        rdp=ranks.of("rdp"),
+        pp_size=len(ranks.groups["pp"]),
+        tp_size=len(ranks.groups["tp"]),
+        rdp_size=len(ranks.groups["rdp"]),
     )
 
 
@@ -234,12 +234,12 @@ def _partial(f: str, reading: Reading, place: Place, *, strict: bool) -> Any:
     _check_whole(parts, files, place, f)
     if strict and (refused := refusal(files, place, f)) is not None:
         raise refused
-    mine = fits(parts, place)
-    numbers = own_part(len(next(iter(parts))), place) if mine else min(parts)
+    fits_job = fits(parts, place)
+    numbers = own_part(len(next(iter(parts))), place) if fits_job else min(parts)
     value = reading.value(files[numbers])
     _check_degrees(value, files, place, f)
     source = Stored(path=f"{f}{ALL_PARTS}" if os.path.exists(f) else f, trust_pickle=reading.trust)
-    return as_stored(value, source, fits=mine)
+    return as_stored(value, source, fits=fits_job)
 
 
 def _check_whole(parts: Mapping[Numbers, SetPart], files: Mapping[Numbers, str], place: Place, f: str) -> None:
@@ -272,9 +272,9 @@ def infos_in(value: Any) -> Iterator[Mapping[str, Any]]:
         info = value.get(LOAD_INFO)
         if isinstance(info, Mapping):
             yield info
-        for held in value.values():
-            if isinstance(held, dict):
-                yield from infos_in(held)
+        for member in value.values():
+            if isinstance(member, dict):
+                yield from infos_in(member)
 
 
 def as_stored(value: Any, source: Any, *, fits: bool, depth: int = 0) -> Any:
@@ -288,10 +288,10 @@ def as_stored(value: Any, source: Any, *, fits: bool, depth: int = 0) -> Any:
     partial = value.get(IS_PARTIAL) is True
     if partial and not fits:
         value = changed_tensors(value, lambda tensor: tensor.to("meta"))  # no elements in memory
-    made = {key: as_stored(held, source, fits=fits, depth=depth + 1) for key, held in value.items()}
+    members = {key: as_stored(member, source, fits=fits, depth=depth + 1) for key, member in value.items()}
     if depth > 1 and not partial:
-        return made
-    stored = StoredState(made, source, fits=fits)
+        return members
+    stored = StoredState(members, source, fits=fits)
     if (versions := getattr(value, "_metadata", None)) is not None:  # those of the modules, which torch writes
         stored._metadata = versions  # type: ignore[attr-defined]
     return stored

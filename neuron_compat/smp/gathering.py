@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPRuntimeError
 from neuron_compat.smp.meeting import together
 from xla_ckpt.facade import LocalArray, hosted, whole_of_parts
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def guard() -> str:
@@ -57,46 +59,46 @@ def part_of_entry(entry: Entry) -> Part:
 
 
 def collected(
-    parts: Mapping[Hashable, Part], held: dict[Hashable, torch.Tensor], kind: str, to_first: bool
-) -> dict[Hashable, torch.Tensor]:
+    parts: Mapping[Key, Part], to_send: dict[Key, torch.Tensor], kind: str, to_first: bool
+) -> dict[Key, torch.Tensor]:
     """The whole tensors, by key, on all ranks of a group or on its first one; the others get nothing.
 
     All of them make the same call, with the same parts. At any time a rank holds, beside what it returns, the parts of
     one tensor.
 
     Args:
-        held: What this rank has to send, by key, on the CPU; it is emptied.
+        to_send: What this rank has to send, by key, on the CPU; it is emptied.
         kind: The group, as `job.KINDS` names it.
         to_first: Only the first rank of the group gets them.
     """
     gets = not to_first or job.ranks().groups[kind][0] == job.rank()
-    found: dict[Hashable, torch.Tensor] = {}
+    tensors: dict[Key, torch.Tensor] = {}
     for key, part in parts.items():
-        pieces = _pieces(part, held.pop(key, None), kind, to_first)
+        pieces = _pieces(part, to_send.pop(key, None), kind, to_first)
         if gets:
-            found[key] = whole_of_parts(pieces)
-    return found
+            tensors[key] = whole_of_parts(pieces)
+    return tensors
 
 
-def _pieces(part: Part, mine: torch.Tensor | None, kind: str, to_first: bool) -> list[tuple[torch.Tensor, LocalArray]]:
+def _pieces(part: Part, own: torch.Tensor | None, kind: str, to_first: bool) -> list[tuple[torch.Tensor, LocalArray]]:
     """The parts of a tensor that reach this rank."""
     ranks = job.ranks().groups[kind]
     me, first = job.rank(), ranks[0]
-    found = []
+    pieces = []
     for source, place in zip(part.sources, part.places, strict=True):
         piece: torch.Tensor | None = None
         if len(ranks) == 1 or (to_first and source == me == first):
-            piece = mine
+            piece = own
         elif not to_first:
-            piece = wire.broadcast(mine, part.shape, part.dtype, source, kind)
+            piece = wire.broadcast(own, part.shape, part.dtype, source, kind)
         elif source == me:
-            assert mine is not None
-            wire.send(mine, first, kind)
+            assert own is not None
+            wire.send(own, first, kind)
         elif me == first:
             piece = wire.receive(part.shape, part.dtype, source, kind)
         if piece is not None:
-            found.append((piece, place))
-    return found
+            pieces.append((piece, place))
+    return pieces
 
 
 def full_state(entries: Sequence[Entry], call: str, to_rank0: bool) -> OrderedDict[str, Any]:
@@ -113,20 +115,20 @@ def full_state(entries: Sequence[Entry], call: str, to_rank0: bool) -> OrderedDi
         CheckpointError: What went wrong on a rank before anything was gathered; the same on all of them.
     """
     tensors = {id(entry.value): entry for entry in entries if entry.is_tensor}  # a tied one is gathered once
-    parts: dict[Hashable, Part] = {}
-    held: dict[Hashable, torch.Tensor] = {}
+    parts: dict[int, Part] = {}
+    to_send: dict[int, torch.Tensor] = {}
 
     def prepare() -> str:
         parts.update((key, part_of_entry(entry)) for key, entry in tensors.items())
         own = {key: entry.value for key, entry in tensors.items() if job.rank() in parts[key].sources}
-        held.update(zip(own, hosted(list(own.values())), strict=True))
+        to_send.update(zip(own, hosted(list(own.values())), strict=True))
         return _digest(entries)
 
     check_alike(together("mp", call, prepare, guard=guard()), call)
-    found = collected(parts, held, "mp", to_rank0)
+    whole = collected(parts, to_send, "mp", to_rank0)
     if to_rank0 and job.ranks().groups["mp"][0] != job.rank():
         return OrderedDict()
-    return OrderedDict((e.name, found[id(e.value)] if e.is_tensor else e.value) for e in entries)
+    return OrderedDict((e.name, whole[id(e.value)] if e.is_tensor else e.value) for e in entries)
 
 
 def _digest(entries: Sequence[Entry]) -> str:

@@ -123,13 +123,14 @@ def ranks() -> Ranks:
     Raises:
         NotInitializedError: They do not.
     """
-    found = _ranks_if_known()
-    if found is None:
+    known = _ranks_if_known()
+    if known is None:
         raise NotInitializedError("smp is not initialized!", hint="Call smp.init(config) first.")
-    return found
+    return known
 
 
 def _ranks_if_known() -> Ranks | None:
+    """Where this process stands; None if nothing says it."""
     if state.ranks is None:
         # The one door from the calls to the emulation. It is not opened by an import: a program that has set up its
         # ranks itself has no use for what is behind it.
@@ -156,8 +157,8 @@ def local_rank() -> int:
 
 def local_size() -> int:
     """Number of processes on this machine."""
-    found = _ranks_if_known()
-    return 1 if found is None else found.local_size
+    known = _ranks_if_known()
+    return 1 if known is None else known.local_size
 
 
 def _rank(kind: str) -> int:
@@ -165,8 +166,8 @@ def _rank(kind: str) -> int:
 
 
 def _size(kind: str) -> int:
-    found = _ranks_if_known()
-    return 1 if found is None else len(found.groups[kind])
+    known = _ranks_if_known()
+    return 1 if known is None else len(known.groups[kind])
 
 
 size = functools.partial(_size, "world")
@@ -181,10 +182,10 @@ dp_rank, dp_size = functools.partial(_rank, "dp"), functools.partial(_size, "dp"
 
 def mp_rank() -> int:
     """``tp_rank() + tp_size() * pp_rank()``; with tensor parallelism a warning says so, once."""
-    found = ranks().of("mp")
+    number = ranks().of("mp")
     if tp_size() > 1:
         _warn_of_mp("mp_rank", "the rank among pipeline-parallel processes only, use pp_rank()")
-    return found
+    return number
 
 
 def mp_size() -> int:
@@ -207,8 +208,8 @@ def _warn_of_mp(name: str, instead: str) -> None:
 
 def instance_id() -> int:
     """The number of this process' machine."""
-    found = ranks()
-    return int(os.environ.get("GROUP_RANK", found.rank // found.local_size))
+    here = ranks()
+    return int(os.environ.get("GROUP_RANK", here.rank // here.local_size))
 
 
 def is_multi_node() -> bool:
@@ -244,13 +245,14 @@ def process_group(kind: str) -> Any:
         NotInitializedError: `init` was not called.
         SMPRuntimeError: torch.distributed was not initialised, because this process works alone.
     """
-    found = ranks().process_groups
-    if not found:
+    groups = ranks().process_groups
+    if not groups:
         raise SMPRuntimeError("there are no process groups: torch.distributed is not initialized")
-    return found[kind]
+    return groups[kind]
 
 
 def _public_group(kind: str) -> Any:
+    """As `process_group`, where ``ddp`` is on."""
     ranks()
     if not state.cfg.ddp:
         raise DDPNotEnabledError("Torch.dist is not initialized. Please enable DDP in config to use torch.dist")

@@ -20,11 +20,11 @@ def list_newest(root: str, kept: int | None = None) -> None:
     Raises:
         xla_ckpt.StorageError: The operating system refused.
     """
-    found = root_at(root)
-    gone = [] if kept is None else oldest_beyond(found.order, found.theirs, kept)
-    lines = [name for name in found.order if name not in gone]
+    listing = root_at(root)
+    gone = [] if kept is None else oldest_beyond(listing.order, listing.theirs, kept)
+    lines = [name for name in listing.order if name not in gone]
     # First the list, then the directories: it never names one that is half deleted.
-    if list(found.lines or ()) != lines:
+    if list(listing.lines or ()) != lines:
         renew_file("".join(f"{name}\n" for name in lines).encode(), f"{root}/{NEWEST}")
     for name in gone:
         with storage_errors("deleting an old checkpoint", path=root, tag=name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from neuron_compat.smp.errors import (
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.stored import Source, StoredState
+from neuron_compat.smp.wire import TensorType
 from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
@@ -49,17 +51,19 @@ def load_model_state(
 
 
 def _load_full(model: Any, state: Mapping[str, Any], strict: bool) -> Any:
+    """Load this rank's part of whole tensors; the missing and the unexpected names."""
     entries = model.entries()
     keys = check_names(entries, state, strict and not _renames(model.module))
     wanted = {e.name: tuple(e.global_shape) for e in entries if e.is_tensor}
     check_shapes(wanted, {n: tuple(v.shape) for n, v in state.items() if isinstance(v, torch.Tensor)})
     place = {e.name: e for e in entries if e.is_tensor}
-    mine = {name: _own(place[name], value) if name in place else value for name, value in state.items()}
-    _install(model.module, mine, strict)
+    own = {name: _own_part(place[name], value) if name in place else value for name, value in state.items()}
+    _install(model.module, own, strict)
     return keys
 
 
-def _own(entry: Entry, whole: Any) -> Any:
+def _own_part(entry: Entry, whole: Any) -> Any:
+    """This rank's part of a whole tensor; any other value as it is."""
     if not isinstance(whole, torch.Tensor):
         return whole
     return part_of_whole(whole, entry.place(job.rank()), entry.value.shape)
@@ -104,6 +108,7 @@ def _renames(module: torch.nn.Module) -> bool:
 
 
 def _install(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Put this rank's state into the module."""
     try:
         module.load_state_dict(state, strict=strict and _renames(module))
     except RuntimeError as error:
@@ -113,9 +118,34 @@ def _install(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) ->
 # -- this rank's part
 
 
+@dataclass(frozen=True, slots=True)
+class _Inventory:
+    """What a rank says of its part of a stored model. It travels as JSON, by the names of the fields."""
+
+    fits: bool
+    """Whether the part is of a job of these degrees."""
+    source: bool
+    """Whether the rank knows the whole set of files."""
+    tensors: Mapping[str, tuple[Sequence[int], str]]
+    """Name -> (shape, name of the element type)."""
+    others: Sequence[str]
+    """The names of what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the stages of a pipeline have an entry of a stored model."""
+
+    stage: int
+    """The first stage that has it."""
+    tensor: TensorType | None
+    """None for what is no tensor."""
+
+
 def _load_partial(
     model: Any, state: Mapping[str, Any], strict: bool, same_partition_load: bool, strict_partitions: bool
 ) -> Any:
+    """Load the parts of all ranks of a model; or, if they do not fit as they are, all files of their set."""
     info = state.get(LOAD_INFO)
     stored = without_marks(state)
     fits = not isinstance(state, StoredState) or state.fits
@@ -123,24 +153,25 @@ def _load_partial(
     def prepare() -> dict[str, Any]:
         if strict_partitions:
             _refuse_other_degrees(info, fits)
-        return {
-            "fits": fits and _same_degrees(info),
-            "source": _source_of(state) is not None,
-            "tensors": {n: [list(v.shape), str(v.dtype)] for n, v in stored.items() if isinstance(v, torch.Tensor)},
-            "others": [n for n, v in stored.items() if not isinstance(v, torch.Tensor)],
-        }
+        inventory = _Inventory(
+            fits=fits and _same_degrees(info),
+            source=_source_of(state) is not None,
+            tensors={n: (list(v.shape), str(v.dtype)) for n, v in stored.items() if isinstance(v, torch.Tensor)},
+            others=[n for n, v in stored.items() if not isinstance(v, torch.Tensor)],
+        )
+        return asdict(inventory)
 
-    told = together("mp", CALL, prepare, guard=guard())
+    inventories = [_Inventory(**said) for said in together("mp", CALL, prepare, guard=guard())]
     entries = model.entries()
     try:
-        if not all(part["fits"] for part in told):
+        if not all(inventory.fits for inventory in inventories):
             raise _other_ranks(info)
-        _check_alike(told)
-        found = _of_pipeline(told)
-        keys = check_names(entries, found, strict and not _renames(model.module))
-        check_shapes({e.name: tuple(e.value.shape) for e in entries if e.is_tensor}, _shapes(found))
+        _check_alike(inventories)
+        origins = _origins(inventories)
+        keys = check_names(entries, origins, strict and not _renames(model.module))
+        check_shapes({e.name: tuple(e.value.shape) for e in entries if e.is_tensor}, _shapes(origins))
     except SMPCheckpointError as error:
-        if strict_partitions or not all(part["source"] for part in told):
+        if strict_partitions or not all(inventory.source for inventory in inventories):
             raise
         source = _source_of(state)
         assert source is not None
@@ -149,11 +180,12 @@ def _load_partial(
         return torch.nn.modules.module._IncompatibleKeys([], [])
     if same_partition_load:
         _take_partitions(model, info)
-    _install(model.module, _exchanged(stored, told), strict)
+    _install(model.module, _exchanged(stored, origins), strict)
     return keys
 
 
 def _source_of(state: Any) -> Source | None:
+    """The whole set of files that a state is a part of; None if it knows none."""
     return state.source if isinstance(state, StoredState) else None
 
 
@@ -167,6 +199,7 @@ def _same_degrees(info: Any) -> bool:
 
 
 def _other_ranks(info: Any) -> SMPCheckpointError:
+    """The error for a part of another job, of which no other part is known."""
     said = info if isinstance(info, Mapping) else {}
     return SMPCheckpointError(
         "a partial state of other ranks or other partitions",
@@ -177,6 +210,7 @@ def _other_ranks(info: Any) -> SMPCheckpointError:
 
 
 def _refuse_other_degrees(info: Any, fits: bool) -> None:
+    """Raise what SMP does for a part of a job of other degrees."""
     if fits and _same_degrees(info):
         return
     said = info if isinstance(info, Mapping) else {}
@@ -190,25 +224,26 @@ def _column() -> list[int]:
     return [ranks["mp"].index(rank) for rank in ranks["pp"]]
 
 
-def _of_pipeline(told: Sequence[Mapping[str, Any]], column: Sequence[int] | None = None) -> dict[str, Any]:
-    """Name -> (the first stage that has it, its shape and type; None for what is no tensor)."""
-    found: dict[str, Any] = {}
+def _origins(inventories: Sequence[_Inventory], column: Sequence[int] | None = None) -> dict[str, _Origin]:
+    """Name -> where it comes from, in this process' pipeline, or in that of a `column`."""
+    origins: dict[str, _Origin] = {}
     for stage, index in enumerate(_column() if column is None else column):
-        for name in told[index]["others"]:
-            found.setdefault(name, (stage, None))
-        for name, shape_and_type in told[index]["tensors"].items():
-            found.setdefault(name, (stage, shape_and_type))
-    return found
+        for name in inventories[index].others:
+            origins.setdefault(name, _Origin(stage, None))
+        for name, shape_and_type in inventories[index].tensors.items():
+            origins.setdefault(name, _Origin(stage, TensorType.from_json(*shape_and_type)))
+    return origins
 
 
-def _shapes(found: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(said[0]) for name, (_, said) in found.items() if said is not None}
+def _shapes(origins: Mapping[str, _Origin]) -> dict[str, tuple[int, ...]]:
+    """The shapes of those that are tensors."""
+    return {name: origin.tensor.shape for name, origin in origins.items() if origin.tensor is not None}
 
 
-def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_alike(inventories: Sequence[_Inventory]) -> None:
     """Refuse tensor-parallel ranks whose parts are not of one model."""
     size = job.tp_size()
-    first, *others = (_of_pipeline(told, range(tp, len(told), size)) for tp in range(size))
+    first, *others = (_origins(inventories, range(tp, len(inventories), size)) for tp in range(size))
     for tp, theirs in enumerate(others, start=1):
         if theirs.keys() != first.keys() or _shapes(theirs) != _shapes(first):
             differing = sorted(first.keys() ^ theirs.keys())
@@ -240,21 +275,21 @@ def _take_partitions(model: Any, info: Any) -> None:
 
 
 @torch.no_grad()
-def _exchanged(stored: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _exchanged(stored: Mapping[str, Any], origins: Mapping[str, _Origin]) -> dict[str, Any]:
     """What all stages of this process' pipeline have, together. Each tensor comes from the first stage that has it."""
     if job.pp_size() == 1:
         return dict(stored)
     others = comm.allgather({n: v for n, v in stored.items() if not isinstance(v, torch.Tensor)}, comm.PP_GROUP)
     stages = job.get_pp_group()
-    found: dict[str, Any] = {}
-    for name, (stage, said) in _of_pipeline(told).items():
-        if said is None:
-            found[name] = others[stage][name]
+    state: dict[str, Any] = {}
+    for name, origin in origins.items():
+        if origin.tensor is None:
+            state[name] = others[origin.stage][name]
             continue
-        mine = hosted([stored[name]])[0] if stages[stage] == job.rank() else None
-        dtype = getattr(torch, said[1].removeprefix("torch."))
-        found[name] = wire.broadcast(mine, said[0], dtype, stages[stage], "pp")
-    return found
+        source = stages[origin.stage]
+        own = hosted([stored[name]])[0] if source == job.rank() else None
+        state[name] = wire.broadcast(own, origin.tensor.shape, origin.tensor.dtype, source, "pp")
+    return state
 
 
 def enforced(info: Mapping[str, Any], model: torch.nn.Module, count: int) -> dict[str, int] | None:
@@ -263,10 +298,10 @@ def enforced(info: Mapping[str, Any], model: torch.nn.Module, count: int) -> dic
     SMP calls the modules ``main``, ``main/module``, ``main/module/module`` and so on, from its wrapper inwards.
     """
     named = {_own_name(str(name)): index for name, index in info.items()}
-    found = {name: named.get(name) for name, _ in model.named_modules()}
-    if any(type(index) is not int or not 0 <= index < count for index in found.values()):
+    partitions = {name: named.get(name) for name, _ in model.named_modules()}
+    if any(type(index) is not int or not 0 <= index < count for index in partitions.values()):
         return None
-    return {name: index for name, index in found.items() if index is not None}
+    return {name: index for name, index in partitions.items() if index is not None}
 
 
 def _own_name(name: str) -> str:

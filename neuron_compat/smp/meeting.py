@@ -41,14 +41,15 @@ _met_through: list[StoreCommunicator] = []
 
 
 def _timeout() -> float:
+    """Seconds that a rank waits for the others."""
     text = os.environ.get("SMP_MEETING_TIMEOUT", str(TIMEOUT))
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
         raise SMPConfigError("SMP_MEETING_TIMEOUT in the environment is a number of seconds above 0", found=text)
-    return found
+    return seconds
 
 
 def together(kind: str, call: str, prepare: Callable[[], Any] = lambda: None, *, guard: str = "") -> list[Any]:
@@ -143,8 +144,9 @@ def _leave() -> None:
 
 
 def _verdict(
-    meeting: Round, members: list[int], me: int, call: str, guard: str, mine: CheckpointError | None
+    meeting: Round, members: list[int], me: int, call: str, guard: str, own_error: CheckpointError | None
 ) -> list[Any]:
+    """What `prepare` returned, rank by rank; or the error that the first rank of the group has decided on."""
     try:
         values: list[Any] = _heard(meeting, members, me)
     except RankFailedError as error:
@@ -154,13 +156,14 @@ def _verdict(
         meeting.say(f"gone/{me}")
         raise _too_few(members, [members[0]], [], call, guard) from None
     except CheckpointError as error:
-        if mine is not None and mine.to_json() == error.to_json():
-            raise mine from mine.__cause__  # the same facts, with the original traceback
+        if own_error is not None and own_error.to_json() == error.to_json():
+            raise own_error from own_error.__cause__  # the same facts, with the original traceback
         raise
     return values
 
 
 def _heard(meeting: Round, members: list[int], me: int) -> Any:
+    """The verdict. Once there is one, the first rank of the group learns that it was heard."""
     try:
         return meeting.hear("verdict", members[0])
     finally:
@@ -179,6 +182,7 @@ def _tidy(meeting: Round, is_first: bool, me: int) -> None:
 def _too_few(
     members: list[int], missing: list[int], others: list[tuple[int, str]], call: str, guard: str
 ) -> TooFewRanksError:
+    """The error for ranks that did not come in time, or else for those that made another call."""
     if missing:
         late = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not within {_timeout():g} s"
     else:

@@ -70,18 +70,19 @@ class ModelCalls:
         """
         job.state.apply_pending()
         entries = self.local_entries()
-        found: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
+        state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
         tensors = [entry.value for entry in entries if entry.is_tensor]
         if not keep_vars:
             tensors = hosted(tensors) if cast_to_cpu else [tensor.detach() for tensor in tensors]
         values = iter(tensors)
         for entry in entries:
-            found[prefix + entry.name] = next(values) if entry.is_tensor else entry.value
-        found[IS_PARTIAL] = True
-        found[LOAD_INFO] = self._load_info(entries)
-        return found
+            state[prefix + entry.name] = next(values) if entry.is_tensor else entry.value
+        state[IS_PARTIAL] = True
+        state[LOAD_INFO] = self._load_info(entries)
+        return state
 
     def _load_info(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """What a partial state says of the job that saved it: ``_smp_load_info``."""
         cfg = job.state.cfg
         split = [e for e in entries if e.sharding is not None]
         padded = {e.name: list(e.global_shape) for e in split if e.sharding is not None and e.sharding.shape}
@@ -117,16 +118,16 @@ class ModelCalls:
             SMPRuntimeError: The ranks have different models.
         """
         job.state.apply_pending()
-        found: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
+        state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
         if gather_to_rank0 and job.ranks().of("rdp") > 0:
-            return found
+            return state
         entries = self.entries()
         alone = len(job.get_mp_group()) == 1
-        state = full_state(entries, "model.state_dict()", gather_to_rank0)
+        whole = full_state(entries, "model.state_dict()", gather_to_rank0)
         if alone and keep_vars:
-            state = OrderedDict((e.name, e.value) for e in entries)
-        found.update((prefix + name, value) for name, value in state.items())
-        return found
+            whole = OrderedDict((e.name, e.value) for e in entries)
+        state.update((prefix + name, value) for name, value in whole.items())
+        return state
 
     def load_state_dict(
         self,
@@ -159,6 +160,6 @@ class ModelCalls:
             IncompatibleCheckpointFoundError: See `strict_partitions`.
             TooFewRanksError: Not all ranks of a model made the call in time.
         """
-        found = load_model_state(self, state_dict, strict, translate_function, same_partition_load, strict_partitions)
+        keys = load_model_state(self, state_dict, strict, translate_function, same_partition_load, strict_partitions)
         self.taken()
-        return found
+        return keys

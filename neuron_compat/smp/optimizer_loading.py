@@ -14,8 +14,9 @@ from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import RdpSizeError, SMPCheckpointError, SMPInvalidArgumentError
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
-from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, described
+from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, Description, described
 from neuron_compat.smp.stored import Source, StoredState
+from neuron_compat.smp.wire import TensorType
 from xla_ckpt.facade import IS_PARTIAL, hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,18 @@ class Incoming:
     """Over how many ranks it is sharded; None if it is not."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Inventory:
+    """What a rank says of its part of a stored optimizer. It travels as JSON, by the names of the fields."""
+
+    source: bool
+    """Whether the rank knows the whole set of files."""
+    states: Mapping[str, Mapping[str, Description]]
+    """Number of a parameter, as text -> what its states are, by key."""
+    fits: bool = True
+    """Whether the part is of this job's ranks and partitions."""
+
+
 def incoming(state: Any) -> Incoming:
     """A state dict of any of SMP's forms.
 
@@ -56,11 +69,11 @@ def incoming(state: Any) -> Incoming:
         raise SMPCheckpointError(
             "this is no state dict of an optimizer", expected="state and param_groups", found=", ".join(map(str, state))
         )
-    held, groups, rdp = inner["state"], inner["param_groups"], None
+    states, groups, rdp = inner["state"], inner["param_groups"], None
     masters, names = state.get(MASTERS), state.get(MASTER_NAMES, _names_of(state))
-    if isinstance(held, list):
-        rdp = len(held)
-        held = {n: of_one for part in held for n, of_one in part.items() if of_one}
+    if isinstance(states, list):
+        rdp = len(states)
+        states = {n: of_one for part in states for n, of_one in part.items() if of_one}
         groups = groups[0]
         if masters is not None:
             masters = [[m for part in masters for m in part[i]] for i in range(len(groups))]
@@ -69,7 +82,7 @@ def incoming(state: Any) -> Incoming:
     return Incoming(
         is_partial=bool(inner.get(IS_PARTIAL)),
         groups=[dict(group) for group in groups],
-        states={n: dict(of_one) if isinstance(of_one, Mapping) else of_one for n, of_one in held.items()},
+        states={n: dict(of_one) if isinstance(of_one, Mapping) else of_one for n, of_one in states.items()},
         masters=[list(group) for group in masters or []],
         master_names=names,
         scale=state if inner is not state else {},
@@ -81,8 +94,8 @@ def incoming(state: Any) -> Incoming:
 
 def _names_of(state: Mapping[str, Any]) -> list[list[str]] | None:
     """The names of full master weights, as SMP stores them."""
-    found = state.get("param_name_groups")
-    return None if found is None else [sorted(group, key=group.get) for group in found]
+    groups = state.get("param_name_groups")
+    return None if groups is None else [sorted(group, key=group.get) for group in groups]
 
 
 def load(optimizer: Any, state: Any, strict_partitions: bool) -> None:
@@ -101,9 +114,10 @@ def load_masters(optimizer: Any, stored: Mapping[str, Any]) -> None:
     """See `Distributed.load_local_fp16_state_dict`."""
     given = Incoming(True, [], {}, [list(g) for g in stored[MASTERS]], stored.get(MASTER_NAMES), stored, None)
     entries = optimizer._smp.entries(optimizer)
-    told = together("mp", CALL, lambda: _say(given, _master_states(optimizer, given)), guard=guard())
-    _check(entries, told)
-    _put_masters(optimizer, _exchanged(entries, _master_states(optimizer, given), told))
+    answers = together("mp", CALL, lambda: _say(given, _master_states(optimizer, given)), guard=guard())
+    inventories = [_Inventory(**said) for said in answers]
+    _check(entries, inventories)
+    _put_masters(optimizer, _exchanged(entries, _master_states(optimizer, given), inventories))
     optimizer._smp.take_scale(given.scale)
 
 
@@ -117,17 +131,17 @@ def _numbered(optimizer: Any, given: Incoming) -> States:
         SMPCheckpointError: It is of other parameters.
     """
     numbers = _own_numbers(optimizer, given.groups)
-    found: States = {}
-    for number, held in given.states.items():
+    states: States = {}
+    for number, of_one in given.states.items():
         if not isinstance(number, int):
             continue
         if number not in numbers:
             raise SMPCheckpointError("there are states of a parameter that no group has", found=number)
-        if held:
-            found[numbers[number]] = dict(held)
-    for number, held in _master_states(optimizer, given).items():
-        found.setdefault(number, {}).update(held)
-    return found
+        if of_one:
+            states[numbers[number]] = dict(of_one)
+    for number, of_one in _master_states(optimizer, given).items():
+        states.setdefault(number, {}).update(of_one)
+    return states
 
 
 def _own_numbers(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
@@ -153,14 +167,14 @@ def _own_groups(optimizer: Any, given: Incoming) -> list[dict[str, Any]]:
     """The stored options for each group here: those that its first parameter had."""
     numbers = _own_numbers(optimizer, given.groups)
     group_of = {numbers[n]: group for group in given.groups for n in group["params"]}
-    found = []
+    groups = []
     for group, own in zip(optimizer.param_groups, optimizer._smp.numbers(optimizer), strict=True):
         options = group_of[own[0]] if own else group
         kept = {k: v for k, v in options.items() if k not in ("params", "param_names")}
         if "param_names" in group:
             kept["param_names"] = group["param_names"]
-        found.append({**kept, "params": list(own)})
-    return found
+        groups.append({**kept, "params": list(own)})
+    return groups
 
 
 def _master_states(optimizer: Any, given: Incoming) -> States:
@@ -180,10 +194,10 @@ def _master_states(optimizer: Any, given: Incoming) -> States:
         # Without names: those of a rank's partition, or of the model, in the order of the groups.
         entries, here = runtime.entries(optimizer), job.pp_rank()
         numbers = [n for n in runtime.masters_by_number(optimizer) if not given.is_partial or here in entries[n].owners]
-    held = [master for group in given.masters for master in group]
-    if len(held) != len(numbers) or None in numbers:
-        raise SMPCheckpointError("there is another number of master weights", expected=len(numbers), found=len(held))
-    return {number: {MASTER: master} for number, master in zip(numbers, held, strict=True) if number is not None}
+    masters = [master for group in given.masters for master in group]
+    if len(masters) != len(numbers) or None in numbers:
+        raise SMPCheckpointError("there is another number of master weights", expected=len(numbers), found=len(masters))
+    return {number: {MASTER: master} for number, master in zip(numbers, masters, strict=True) if number is not None}
 
 
 # -- full states
@@ -205,6 +219,7 @@ def _cut(entry: Entry, key: str, value: Any) -> Any:
 
 
 def _check_shape(entry: Entry, key: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    """Refuse a state that has as many dims as its parameter, and another shape."""
     if len(shape) == len(wanted) and tuple(shape) != tuple(wanted) and torch.Size(shape).numel() > 1:
         raise SMPCheckpointError(
             f"the state {'of the master weight' if key == MASTER else key} has another shape than its parameter",
@@ -218,84 +233,84 @@ def _check_shape(entry: Entry, key: str, shape: Sequence[int], wanted: Sequence[
 
 
 def _load_partial(optimizer: Any, given: Incoming, strict_partitions: bool) -> None:
+    """Load the parts of all ranks of a model; or, if they do not fit as they are, all files of their set."""
     entries = optimizer._smp.entries(optimizer)
-    mine: States = {}
+    states: States = {}
 
     def prepare() -> dict[str, Any]:
         problem = None
         try:
-            mine.update(_numbered(optimizer, given))
+            states.update(_numbered(optimizer, given))
         except SMPCheckpointError as error:
             problem = error
             if given.source is None or strict_partitions:
                 raise
-        return {**_say(given, mine), "fits": given.fits and problem is None}
+        return {**_say(given, states), "fits": given.fits and problem is None}
 
-    told = together("mp", CALL, prepare, guard=guard())
+    inventories = [_Inventory(**said) for said in together("mp", CALL, prepare, guard=guard())]
     try:
-        if not all(part["fits"] for part in told):
+        if not all(inventory.fits for inventory in inventories):
             raise SMPCheckpointError("a partial state of other ranks or other partitions")
         if job.state.cfg.shard_optimizer_state and given.rdp not in (None, job.rdp_size()):
             raise RdpSizeError.of(given.rdp or 0, job.rdp_size())
-        _check(entries, told)
+        _check(entries, inventories)
     except SMPCheckpointError as error:
-        if strict_partitions or given.source is None or not all(part["source"] for part in told):
+        if strict_partitions or given.source is None or not all(inventory.source for inventory in inventories):
             raise
         logger.info("these parts do not fit as they are (%s): loading from all files of the set", error.problem)
         given.source.load(optimizer=optimizer)
         optimizer.drop_others()
         return
-    _install(optimizer, given, _exchanged(entries, mine, told))
+    _install(optimizer, given, _exchanged(entries, states, inventories))
 
 
 def _say(given: Incoming, states: States) -> dict[str, Any]:
-    """What a rank tells the others of its part."""
-    return {
-        "source": given.source is not None,
-        "states": {str(n): described(held) for n, held in states.items()},
-    }
+    """What a rank tells the others of its part: fields of an `_Inventory`, as JSON."""
+    return {"source": given.source is not None, "states": {str(n): described(of_one) for n, of_one in states.items()}}
 
 
-def _holder(entry: Entry, number: int, told: Sequence[Mapping[str, Any]], tp: int) -> int | None:
+def _holder(entry: Entry, number: int, inventories: Sequence[_Inventory], tp: int) -> int | None:
     """The first rank of a model, by its `mp_rank`, that has the states that a tensor-parallel rank needs."""
     size = job.tp_size()
-    places = (i for i in range(len(told)) if not entry.is_split or i % size == tp)
-    return next((i for i in places if told[i]["states"].get(str(number))), None)
+    places = (i for i in range(len(inventories)) if not entry.is_split or i % size == tp)
+    return next((i for i in places if inventories[i].states.get(str(number))), None)
 
 
-def _check(entries: Sequence[Entry], told: Sequence[Mapping[str, Any]]) -> None:
+def _check(entries: Sequence[Entry], inventories: Sequence[_Inventory]) -> None:
     """Refuse states of other shapes than their parameters, with the same error on all ranks."""
-    for part in told:
-        for number, held in part["states"].items():
-            for key, description in held.items():
+    for inventory in inventories:
+        for number, descriptions in inventory.states.items():
+            entry = entries[int(number)]
+            for key, description in descriptions.items():
                 if "shape" in description:
-                    _check_shape(entries[int(number)], key, description["shape"], entries[int(number)].value.shape)
+                    _check_shape(entry, key, description["shape"], entry.value.shape)
 
 
 @torch.no_grad()
-def _exchanged(entries: Sequence[Entry], mine: States, told: Sequence[Mapping[str, Any]]) -> States:
+def _exchanged(entries: Sequence[Entry], own: States, inventories: Sequence[_Inventory]) -> States:
     """The states of all parameters, as this tensor-parallel rank needs them: from the ranks that have them."""
-    if len(told) == 1:
-        return mine
+    if len(inventories) == 1:
+        return own
     members, here = job.get_mp_group(), job.ranks().of("mp")
     objects = comm.allgather(
-        {n: {k: v for k, v in held.items() if not isinstance(v, torch.Tensor)} for n, held in mine.items()},
+        {n: {k: v for k, v in of_one.items() if not isinstance(v, torch.Tensor)} for n, of_one in own.items()},
         comm.MP_GROUP,
     )
-    found: States = {}
+    states: States = {}
     for number, entry in enumerate(entries):
-        holder = _holder(entry, number, told, job.tp_rank())
+        holder = _holder(entry, number, inventories, job.tp_rank())
         if holder is None:
             continue
         kind = "pp" if entry.is_split else "mp"
-        for key, description in told[holder]["states"][str(number)].items():
+        states[number] = {}
+        for key, description in inventories[holder].states[str(number)].items():
             if "shape" not in description:
-                found.setdefault(number, {})[key] = objects[holder][number][key]
+                states[number][key] = objects[holder][number][key]
                 continue
-            value = hosted([mine[number][key]])[0] if holder == here else None
-            shape, dtype = description["shape"], getattr(torch, description["dtype"].removeprefix("torch."))
-            found.setdefault(number, {})[key] = wire.broadcast(value, shape, dtype, members[holder], kind)
-    return found
+            value = hosted([own[number][key]])[0] if holder == here else None
+            tensor = TensorType.from_json(**description)
+            states[number][key] = wire.broadcast(value, tensor.shape, tensor.dtype, members[holder], kind)
+    return states
 
 
 # -- the end of all ways
@@ -305,12 +320,12 @@ def _install(optimizer: Any, given: Incoming, states: States) -> None:
     """Put states, options, master weights and loss scale into the optimizer."""
     plain = optimizer.xla_ckpt_plain
     # Copies, as torch's optimizers keep the tensors that they are given: steps would change the argument.
-    held = {
+    copies = {
         n: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in of_one.items() if k != MASTER}
         for n, of_one in states.items()
     }
     others = {k: v for k, v in given.states.items() if not isinstance(k, int)}
-    state = {n: of_one for n, of_one in held.items() if of_one}
+    state = {n: of_one for n, of_one in copies.items() if of_one}
     try:
         plain.load_state_dict({"state": {**state, **others}, "param_groups": _own_groups(optimizer, given)})
     except (ValueError, KeyError) as error:
@@ -322,10 +337,11 @@ def _install(optimizer: Any, given: Incoming, states: States) -> None:
 
 @torch.no_grad()
 def _put_masters(optimizer: Any, states: States) -> None:
-    found = False
+    """Give the master weights the values that are stored, and the parameters those of the master weights."""
+    has_masters = False
     for number, parameter in enumerate(optimizer._smp.parameters(optimizer)):
         if MASTER in states.get(number, {}):
             parameter.copy_(states[number][MASTER])
-            found = True
-    if found:
+            has_masters = True
+    if has_masters:
         optimizer._smp.masters.give_weights()

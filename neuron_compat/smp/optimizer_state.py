@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import Part, collected, guard
 from neuron_compat.smp.meeting import together
+from neuron_compat.smp.wire import TensorType
 from xla_ckpt.facade import IS_PARTIAL, LocalArray, changed_tensors, hosted, whole
 
 MASTERS = "fp32_from_fp16"
@@ -38,13 +39,13 @@ def own_state(optimizer: Any, *, cast_to_cpu: bool, drops_copies: bool) -> dict[
     entries = optimizer._smp.entries(optimizer)
     here, first = job.pp_rank(), job.tp_rank() == 0
     state: dict[Any, Any] = {}
-    for number, held in packed["state"].items():
+    for number, of_one in packed["state"].items():
         entry = entries[number] if isinstance(number, int) else None
         if entry is None or here in entry.owners:
             drops = entry is not None and drops_copies and not first and not entry.is_split
-            state[number] = {} if drops else held
-    found = {"state": state, "param_groups": named_groups(optimizer, packed["param_groups"])}
-    return {**(on_cpu(found) if cast_to_cpu else found), IS_PARTIAL: True}
+            state[number] = {} if drops else of_one
+    own = {"state": state, "param_groups": named_groups(optimizer, packed["param_groups"])}
+    return {**(on_cpu(own) if cast_to_cpu else own), IS_PARTIAL: True}
 
 
 def named_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -103,7 +104,7 @@ def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool, bare: bool) 
         parts = comm.gather((inner, masters), comm.RDP_GROUP)
         if parts is not None:
             inner = {key: [part[key] for part, _ in parts] for key in ("state", "param_groups")} | {IS_PARTIAL: True}
-            masters = {key: [held[key] for _, held in parts] for key in masters}
+            masters = {key: [of_rank[key] for _, of_rank in parts] for key in masters}
     if job.state.cfg.fp16 and not bare:
         return {"optimizer_state_dict": inner, **fp16_state(optimizer), **masters}
     return {**inner, **masters}
@@ -112,15 +113,17 @@ def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool, bare: bool) 
 # -- the whole
 
 
-def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the states of a parameter are, by key, as JSON.
+Description = dict[str, Any]
+"""What a state is, as JSON: ``shape`` and ``dtype`` of a tensor, ``value`` of a plain value, nothing of any other."""
 
-    Of a tensor that is its ``shape`` and ``dtype``, of a plain value the ``value``, and nothing of any other object.
-    """
+
+def described(states: Mapping[str, Any]) -> dict[str, Description]:
+    """What the states of a parameter are, by key."""
     return {key: _description(value) for key, value in states.items()}
 
 
-def _description(value: Any) -> dict[str, Any]:
+def _description(value: Any) -> Description:
+    """What a state is."""
     if isinstance(value, torch.Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype)}
     return {"value": value} if value is None or type(value) in (bool, int, float, str) else {}
@@ -149,11 +152,11 @@ def lies_like(entry: Entry, shape: Sequence[int], key: str) -> bool:
 
 def states_of(optimizer: Any, packed: Mapping[str, Any], *, bare: bool) -> dict[int, dict[str, Any]]:
     """The states of each parameter by number, its master weight among them."""
-    found = {n: dict(held) for n, held in packed["state"].items() if isinstance(n, int)}
+    states = {n: dict(of_one) for n, of_one in packed["state"].items() if isinstance(n, int)}
     if not bare:
         for number, master in optimizer._smp.masters_by_number(optimizer).items():
-            found.setdefault(number, {})[MASTER] = master.detach()
-    return found
+            states.setdefault(number, {})[MASTER] = master.detach()
+    return states
 
 
 def full_state(optimizer: Any, to_rank0: bool, *, bare: bool) -> dict[str, Any]:
@@ -165,31 +168,31 @@ def full_state(optimizer: Any, to_rank0: bool, *, bare: bool) -> dict[str, Any]:
         return {}
     packed = optimizer.xla_ckpt_plain.state_dict()
     states = states_of(optimizer, packed, bare=bare)
-    held: dict[Hashable, torch.Tensor] = {}
+    to_send: dict[StateKey, torch.Tensor] = {}
 
     def prepare() -> dict[str, Any]:
         for number, of_one in states.items():
             for key, value in of_one.items():
                 if isinstance(value, torch.Tensor):
                     lies_like(entries[number], value.shape, key)
-        mine = {
+        own = {
             (n, key): value
             for n, of_one in states.items()
             if job.rank() in _sources(entries[n], shares, n, split=True)
             for key, value in of_one.items()
             if isinstance(value, torch.Tensor)
         }
-        held.update(zip(mine, hosted(list(mine.values())), strict=True))
+        to_send.update(zip(own, hosted(list(own.values())), strict=True))
         return {str(n): described(of_one) for n, of_one in states.items()}
 
     hint = guard() if shares is None else "With shard_optimizer_state call it on all ranks of the job."
-    told = dict(zip(job.ranks().groups[kind], together(kind, CALL, prepare, guard=hint), strict=True))
-    parts, stored = _parts(entries, shares, told)
-    tensors = collected(parts, held, kind, to_rank0)
+    descriptions = dict(zip(job.ranks().groups[kind], together(kind, CALL, prepare, guard=hint), strict=True))
+    parts, stored = _parts(entries, shares, descriptions)
+    tensors = collected(parts, to_send, kind, to_rank0)
     objects = comm.allgather(_objects(states), comm.MP_GROUP if kind == "mp" else comm.WORLD)
     if to_rank0 and job.rank() != 0:
         return {}
-    found: dict[int, dict[str, Any]] = {}
+    gathered: dict[int, dict[str, Any]] = {}
     ranks = job.ranks().groups[kind]
     for number, key, source, description in stored:
         if "shape" in description:
@@ -198,8 +201,8 @@ def full_state(optimizer: Any, to_rank0: bool, *, bare: bool) -> dict[str, Any]:
             value = description["value"]
         else:
             value = objects[ranks.index(source)][number][key]
-        found.setdefault(number, {})[key] = value
-    return _assembled(optimizer, packed, found, bare=bare)
+        gathered.setdefault(number, {})[key] = value
+    return _assembled(optimizer, packed, gathered, bare=bare)
 
 
 def _sources(entry: Entry, shares: Sequence[int] | None, number: int, *, split: bool) -> tuple[int, ...]:
@@ -210,43 +213,53 @@ def _sources(entry: Entry, shares: Sequence[int] | None, number: int, *, split: 
     return tuple(here.mesh.rank({"pp": entry.owners[0], "dp": rdp, "tp": tp}) for tp in tps)
 
 
-StateOf = tuple[int, str, int, dict[str, Any]]
+StateKey = tuple[int, str]
+"""(number of a parameter, key of a state)."""
+
+StateOf = tuple[int, str, int, Description]
 """(number of a parameter, key of a state, rank that it comes from, what `described` says of it)."""
 
 
 def _parts(
-    entries: Sequence[Entry], shares: Sequence[int] | None, told: Mapping[int, Mapping[str, Any]]
-) -> tuple[dict[Hashable, Part], list[StateOf]]:
-    """What is gathered, and all states in the order of the parameters; the same on all ranks."""
-    parts: dict[Hashable, Part] = {}
-    found: list[StateOf] = []
+    entries: Sequence[Entry],
+    shares: Sequence[int] | None,
+    descriptions: Mapping[int, Mapping[str, Mapping[str, Description]]],
+) -> tuple[dict[StateKey, Part], list[StateOf]]:
+    """What is gathered, and all states in the order of the parameters; the same on all ranks.
+
+    Args:
+        descriptions: Rank -> number of a parameter, as text -> key of a state -> what the state is.
+    """
+    parts: dict[StateKey, Part] = {}
+    stored: list[StateOf] = []
     for number, entry in enumerate(entries):
         first = _sources(entry, shares, number, split=False)[0]
-        for key, description in told[first].get(str(number), {}).items():
-            found.append((number, key, first, description))
+        for key, description in descriptions[first].get(str(number), {}).items():
+            stored.append((number, key, first, description))
             if "shape" not in description:
                 continue
-            shape, dtype = tuple(description["shape"]), getattr(torch, description["dtype"].removeprefix("torch."))
-            split = lies_like(entry, shape, key)
+            tensor = TensorType.from_json(**description)
+            split = lies_like(entry, tensor.shape, key)
             sources = _sources(entry, shares, number, split=split)
-            places: tuple[LocalArray, ...] = tuple(entry.place(r) if split else whole(shape) for r in sources)
-            parts[(number, key)] = Part(shape, dtype, sources, places)
-    return parts, found
+            places: tuple[LocalArray, ...] = tuple(entry.place(r) if split else whole(tensor.shape) for r in sources)
+            parts[(number, key)] = Part(tensor.shape, tensor.dtype, sources, places)
+    return parts, stored
 
 
 def _objects(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """The states that are neither tensors nor plain values."""
-    found = {n: {k: v for k, v in held.items() if not _description(v)} for n, held in states.items()}
-    return {n: held for n, held in found.items() if held}
+    objects = {n: {k: v for k, v in of_one.items() if not _description(v)} for n, of_one in states.items()}
+    return {n: of_one for n, of_one in objects.items() if of_one}
 
 
 def _assembled(
     optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict[str, Any]], *, bare: bool
 ) -> dict[str, Any]:
-    masters = {number: held.pop(MASTER) for number, held in states.items() if MASTER in held}
+    """The state dict that SMP makes of the states of all parameters."""
+    masters = {number: of_one.pop(MASTER) for number, of_one in states.items() if MASTER in of_one}
     inner = {
         "state": {
-            **{number: held for number, held in states.items() if held},
+            **{number: of_one for number, of_one in states.items() if of_one},
             **{key: on_cpu(value) for key, value in packed["state"].items() if not isinstance(key, int)},
         },
         "param_groups": on_cpu(named_groups(optimizer, packed["param_groups"])),

@@ -69,34 +69,34 @@ def own_part(numbers: int, place: Place) -> Numbers:
     return place.own[:numbers]
 
 
-def sizes_of(found: Collection[Numbers]) -> tuple[int, int, int]:
+def sizes_of(parts: Collection[Numbers]) -> tuple[int, int, int]:
     """The (pp, tp, rdp) of the job that left a set of parts, if none is missing.
 
     >>> sizes_of([(0, 0), (0, 1)]), sizes_of([(0,), (1,)]), sizes_of([(0, 0, 0), (0, 0, 1)])
     ((1, 2, 1), (2, 1, 1), (1, 1, 2))
     """
-    axes = [1 + max(axis) for axis in zip(*found, strict=True)]
+    axes = [1 + max(axis) for axis in zip(*parts, strict=True)]
     pp, tp, rdp = (*axes, 1, 1)[:3]
     return pp, tp, rdp
 
 
-def fits(found: Collection[Numbers], place: Place) -> bool:
+def fits(parts: Collection[Numbers], place: Place) -> bool:
     """Whether a set is of a job of the same degrees. Data parallelism counts where each such rank has a part."""
-    count = len(next(iter(found)))
-    return sizes_of(found)[:count] == place.sizes[:count] and (count > 1 or place.tp_size == 1)
+    count = len(next(iter(parts)))
+    return sizes_of(parts)[:count] == place.sizes[:count] and (count > 1 or place.tp_size == 1)
 
 
 LISTED = 8
 """Missing parts that an error names, at most."""
 
 
-def absent(found: Collection[Numbers], sizes: Sequence[int]) -> list[Numbers]:
+def absent(parts: Collection[Numbers], sizes: Sequence[int]) -> list[Numbers]:
     """The first parts that are missing of a set of a job of these degrees, along each axis that the names have.
 
     >>> absent([(0, 0), (0, 1), (1, 1)], (2, 2)), absent([(1,)], (2,)), len(absent([(0, 999_999_999)], (1, 10**9)))
     ([(1, 0)], [(0,)], 9)
     """
-    return list(itertools.islice((numbers for numbers in _grid(sizes) if numbers not in found), LISTED + 1))
+    return list(itertools.islice((numbers for numbers in _grid(sizes) if numbers not in parts), LISTED + 1))
 
 
 def _grid(sizes: Sequence[int]) -> Iterator[Numbers]:
@@ -147,13 +147,13 @@ def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: S
     )
     gone = absent(parts, sizes)
     named = ", ".join("_".join(map(str, numbers)) for numbers in gone[:LISTED])
-    told = f"Parts are missing: {named}{', ...' if len(gone) > LISTED else ''}."
+    details = f"Parts are missing: {named}{', ...' if len(gone) > LISTED else ''}."
     stages = {numbers[0] for numbers in parts}
     if len(sizes) > 1 and sizes[1] > 1 and len(stages) == sizes[0] and all(numbers[1] == 0 for numbers in parts):
-        told = (
-            f"{told} If they were there once, restore them from a copy. Else ranks with tp_rank > 0 never saved "
+        details = (
+            f"{details} If they were there once, restore them from a copy. Else ranks with tp_rank > 0 never saved "
             "theirs: with tensor parallelism the data-parallel group contains them. "
             "Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`."
         )
-    error.details = told
+    error.details = details
     return error

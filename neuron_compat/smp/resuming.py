@@ -68,20 +68,21 @@ def _in_its_place(root: str, name: str) -> str | None:
 
 
 def _newest(root: str) -> str:
-    found = root_at(root)
-    if found.lines is None and found.theirs == found.order:  # saves of this library are found without the file
+    """The name of the newest checkpoint in a root; empty if there is none."""
+    listing = root_at(root)
+    if listing.lines is None and listing.theirs == listing.order:  # saves of this library are found without the file
         raise SMPValidationError(
             f"Unable to find newest file at {root}/{NEWEST}, if trying to load newest checkpoint please ensure this "
             "file exists or pass an explicit checkpoint tag when loading a checkpoint."
         )
-    last = found.lines[-1] if found.lines else ""
+    last = listing.lines[-1] if listing.lines else ""
     if last and PARTIAL.removeprefix("_") not in last:
         raise SMPValidationError(
             "The newest checkpoint file is not saved with `partial` postfix, this might be a checkpoint saved with smp "
             "<= 1.10, please load with the back compatible APIs."
         )
     # The directories count: a job may have ended after a save, before it was listed.
-    return found.order[-1] if found.order else last
+    return listing.order[-1] if listing.order else last
 
 
 # -- the configuration
@@ -131,6 +132,7 @@ def config_differences(root: str, name: str, current: Mapping[str, Any], *, refu
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
 
 
@@ -187,11 +189,13 @@ class Resumed:
         self._has_model = True
 
     def _check_files(self, kind: str | None) -> None:
+        """Refuse a checkpoint that has no files of a kind."""
         folder = f"{self.root}/{self.name}"
         if kind is not None and not any(name.startswith(f"{kind}_") for name in os.listdir(folder)):
             raise MissingCheckpointFilesError.of(f"{folder}/{kind}")
 
     def _apply_full(self, model: Any) -> None:
+        """Load the file of a full checkpoint into a model, if none was loaded yet."""
         if self._has_model:
             return
         state = files.load(f"{self.root}/{self.name}", partial=False, trust_pickle=self.trust)

@@ -40,13 +40,13 @@ def job_id() -> str | None:
     joined = distributed.is_available() and distributed.is_initialized()
     group = distributed.group.WORLD if joined else None
     if not _job_ids or _job_ids[0][0] is not group:
-        made = uuid.uuid4().hex[:16]
+        name = uuid.uuid4().hex[:16]
         if joined:
             store = distributed.distributed_c10d._get_default_store()
             try:
-                made = store.compare_set("neuron_compat.smp/job", "", made).decode()
+                name = store.compare_set("neuron_compat.smp/job", "", name).decode()
             except RuntimeError as error:  # torch has no other one for a store that is gone
                 logger.warning("the store of the job is gone: a file is saved without a note of its save: %s", error)
                 return None
-        _job_ids[:] = [(group, made)]
+        _job_ids[:] = [(group, name)]
     return _job_ids[0][1]

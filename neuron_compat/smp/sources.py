@@ -63,6 +63,7 @@ class Stored:
         )
 
     def _restored(self, like: Any, known: Any) -> Any:
+        """The tree `like`, with the stored values in it."""
         return xla_ckpt.restore(
             self.path,
             self.tag,
@@ -79,13 +80,13 @@ class Stored:
         masters, names = runtime.masters, runtime.names(optimizer)
         wanted = {names[number]: master for number, master in runtime.masters_by_number(optimizer).items()}
         try:
-            found = self._restored({"optimizer": {"master": wanted}}, known)["optimizer"]["master"]
+            loaded = self._restored({"optimizer": {"master": wanted}}, known)["optimizer"]["master"]
         except xla_ckpt.IncompatibleCheckpointError as error:
             logger.warning("no master weights are stored for this optimizer (%s): the model's weights are taken", error)
             masters.take_weights()
         else:
             for name, master in wanted.items():
-                master.copy_(found[name])
+                master.copy_(loaded[name])
             masters.give_weights()
         try:
             like = {"extras": {FP16_SET: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}

@@ -47,8 +47,9 @@ class StoredState(dict[Any, Any]):
         return self._source if self._source is not None and not self._is_changed() else None
 
     def _is_changed(self) -> bool:
-        held = _tensors(dict(self))
-        same = len(held) == len(self._seen) and all(a is b for a, (b, _) in zip(held, self._seen, strict=True))
+        """Whether the program has replaced a tensor in it, or written to one, since the load."""
+        tensors = _tensors(dict(self))
+        same = len(tensors) == len(self._seen) and all(a is b for a, (b, _) in zip(tensors, self._seen, strict=True))
         return not same or any(tensor._version != version for tensor, version in self._seen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,6 +66,7 @@ class StoredState(dict[Any, Any]):
 
 
 def _forgetting(name: str) -> Callable[..., Any]:
+    """A method of dict that changes a dict, and has it forget its source."""
     original = getattr(dict, name)
 
     def method(self: StoredState, *args: Any, **kwargs: Any) -> Any:

@@ -40,12 +40,12 @@ def local_optimizer(optimizer: Any) -> dict[str, Any]:
     for group, numbers in zip(optimizer.param_groups, runtime.numbers(optimizer), strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({**options, "params": [names[number] for number in numbers]})
-    state = {names[number]: held for number, held in of_parameters.items() if held}
-    found: dict[str, Any] = {"state": {**state, **shared}, "param_groups": groups}
+    state = {names[number]: of_one for number, of_one in of_parameters.items() if of_one}
+    packed: dict[str, Any] = {"state": {**state, **shared}, "param_groups": groups}
     if runtime.masters is not None:
         masters = runtime.masters_by_number(optimizer)
-        found["master"] = {names[n]: masters[n].detach() for n in owned if n in masters}
-    return found
+        packed["master"] = {names[n]: masters[n].detach() for n in owned if n in masters}
+    return packed
 
 
 def _states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -53,11 +53,11 @@ def _states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dict[str, A
     runtime = optimizer._smp
     parameters, shares = runtime.parameters(optimizer), runtime.shares(optimizer)
     for number in owned:
-        mine = dict(optimizer.state.get(parameters[number], {}))
+        own = dict(optimizer.state.get(parameters[number], {}))
         if shares is None or job.rdp_size() == 1:
-            yield number, mine
+            yield number, own
         elif shares[number] == job.rdp_rank():
-            yield number, comm.broadcast(on_cpu(mine), comm.RDP_GROUP)
+            yield number, comm.broadcast(on_cpu(own), comm.RDP_GROUP)
         else:
             yield number, comm.recv_from(shares[number], comm.RankType.RDP_RANK)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -15,15 +16,28 @@ PIECE = 256 * 1024 * 1024
 """Bytes of the largest message."""
 
 
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What a rank knows of a tensor that comes from another one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def from_json(cls, shape: Sequence[int], dtype: str) -> Self:
+        """As the other rank said it: `dtype` is a name such as ``torch.float32``."""
+        return cls(tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+
+
 def _moved(
     value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, move: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
     """Run `move` on the bytes of each piece of a value, or of memory for one; the tensor whose pieces they were."""
-    held = torch.empty(tuple(shape), dtype=dtype) if value is None else value.contiguous()
-    if held.numel():
-        for piece in torch.split(held.reshape(-1).view(torch.uint8), PIECE):  # they share its memory
+    tensor = torch.empty(tuple(shape), dtype=dtype) if value is None else value.contiguous()
+    if tensor.numel():
+        for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE):  # they share its memory
             move(piece)
-    return held
+    return tensor
 
 
 def broadcast(
@@ -37,8 +51,8 @@ def broadcast(
         kind: The group, as `job.KINDS` names it.
     """
     group = job.process_group(kind)
-    mine = value if job.rank() == source else None
-    return _moved(mine, shape, dtype, lambda piece: distributed.broadcast(piece, src=source, group=group))
+    sent = value if job.rank() == source else None
+    return _moved(sent, shape, dtype, lambda piece: distributed.broadcast(piece, src=source, group=group))
 
 
 def send(value: torch.Tensor, to: int, kind: str) -> None:

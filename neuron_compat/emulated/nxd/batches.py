@@ -35,6 +35,7 @@ def get_batch_on_this_context_parallel_rank(batch: Batch) -> Batch:
 
 
 def _part(name: str, value: Any, size: int, rank: int) -> Any:
+    """A context-parallel rank's part of a value, [batch, sequence, ...]; with sequences of length 1, all of it."""
     if value is None or value.shape[1] == 1:
         return value
     if value.shape[1] % size:

@@ -47,6 +47,7 @@ def complete(given: Config) -> Config:
 
 
 def _with_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config) -> Config:
+    """The entries that were given, and the defaults of all others."""
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(f"{name} has to be a dict", found=type(given).__name__)
     unknown = [key for key in given or {} if key not in defaults]
@@ -103,4 +104,5 @@ def check_precision(config: Mapping[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
+    """A value for a message."""
     return repr(value)[:80]

@@ -96,11 +96,11 @@ class NxDOptimizer(torch.optim.Optimizer):
         return loss
 
     def _reduce_gradients(self) -> None:
-        held = [(p.grad, getattr(p, "expert_model_parallel", False)) for p in self.params if p.grad is not None]
-        grads.bucket_allreduce_gradients(gradient for gradient, _ in held)
+        """Give all replicas the mean of their gradients, in place."""
+        grads.bucket_allreduce_gradients(p.grad for p in self.params if p.grad is not None)
         # What is no expert has replicas on the other expert-parallel ranks, too.
-        common = [gradient for gradient, is_expert in held if not is_expert]
-        grads.bucket_allreduce_gradients(common, reduce_over_ep_group=True)
+        common = [p for p in self.params if not getattr(p, "expert_model_parallel", False)]
+        grads.bucket_allreduce_gradients((p.grad for p in common if p.grad is not None), reduce_over_ep_group=True)
 
     def save_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
         """`NeuronZero1Optimizer.save_sharded_state_dict` of the inner optimizer.
@@ -119,6 +119,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self._zero1().load_sharded_state_dict(output_dir, num_workers_per_step)
 
     def _zero1(self) -> Any:
+        """The inner optimizer, if it is one of ZeRO-1."""
         if not self.nxd_config["optimizer_config"]["zero_one_enabled"]:
             raise UsageError("only the shards of ZeRO-1 are in files of this kind", hint="Use nxd.save_checkpoint.")
         return self.optimizer

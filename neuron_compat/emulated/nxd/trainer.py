@@ -81,12 +81,12 @@ def _arrange(config: Mapping[str, Any]) -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes, lnc_size=config.get("lnc_size", 1))
         return
-    found = dict(zip(sizes, map(parallel_state.size, ("tp", "pp", "cp", "ep")), strict=True))
-    if found != sizes:
+    current = dict(zip(sizes, map(parallel_state.size, ("tp", "pp", "cp", "ep")), strict=True))
+    if current != sizes:
         raise UsageError(
             "the ranks are arranged in another way already",
             expected=sizes,
-            found=found,
+            found=current,
             hint="Leave initialize_model_parallel() to neuronx_distributed_config().",
         )
 
@@ -193,6 +193,7 @@ def initialize_optimizer_from_class(
 
 
 def _zero1_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `NeuronZero1Optimizer` that a configuration asks for."""
     asked, precision = config["optimizer_config"], config["mixed_precision_config"]
     options: dict[str, Any] = {
         "grad_clipping": asked["grad_clipping"],

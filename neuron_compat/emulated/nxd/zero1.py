@@ -15,6 +15,7 @@ from xla_ckpt import Mesh, UsageError
 
 
 def _mesh() -> Mesh:
+    """How the ranks of the job are arranged."""
     return Mesh(**{axis: parallel_state.size(axis) for axis in ("pp", "dp", "cp", "tp")})
 
 
@@ -53,6 +54,7 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
         super().__init__(*args, **kwargs)
 
     def _shard_parameters(self) -> Any:
+        """As torch_xla's, which `__init__` calls, after the checks of the parameters."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if elsewhere := {p.device.type for p in parameters} - {"xla"}:  # torch_xla's asserts it, without a word
             raise UsageError(
@@ -69,6 +71,7 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
 
     @torch.no_grad()
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The 2-norm of the gradients of the whole model, a number (0-d), by which torch_xla clips them."""
         if norm_type != 2.0:
             raise RuntimeError(f"only norm type 2 is supported, not {norm_type}")
         copies = parallel_state.size("tp")

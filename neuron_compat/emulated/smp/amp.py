@@ -44,8 +44,8 @@ class GradScaler(TorchScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, with the finding of all ranks. All of them make the same call."""
-        found = super()._unscale_grads_(*args, **kwargs)
-        overflow = any_rank(any(bool(value) for value in found.values()))
-        for value in found.values():
+        inf_by_device = super()._unscale_grads_(*args, **kwargs)
+        overflow = any_rank(any(bool(value) for value in inf_by_device.values()))
+        for value in inf_by_device.values():
             value.fill_(float(overflow))
-        return found
+        return inf_by_device

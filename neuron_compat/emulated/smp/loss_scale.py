@@ -108,9 +108,11 @@ def restored(value: Any) -> Scaler:
     Raises:
         SMPCheckpointError: It is none.
     """
-    held = dict(value) if isinstance(value, Mapping) else dict(vars(value)) if hasattr(value, "__dict__") else {}
-    kind = DynamicLossScaler if "scale_window" in held else LossScaler
+    attributes = dict(value) if isinstance(value, Mapping) else dict(vars(value)) if hasattr(value, "__dict__") else {}
+    kind = DynamicLossScaler if "scale_window" in attributes else LossScaler
     known = {f.name for f in fields(kind)}
-    if "cur_scale" not in held:
-        raise SMPCheckpointError("a loss scaler has no scale", expected="cur_scale", found=", ".join(held) or "nothing")
-    return kind(**{name: inner for name, inner in held.items() if name in known})
+    if "cur_scale" not in attributes:
+        raise SMPCheckpointError(
+            "a loss scaler has no scale", expected="cur_scale", found=", ".join(attributes) or "nothing"
+        )
+    return kind(**{name: inner for name, inner in attributes.items() if name in known})

@@ -53,10 +53,10 @@ class MasterWeights:
             others: Parameters of the optimizer that have no master weight: their gradients are scaled, too.
         """
         self.used_scale = self.scaler.loss_scale
-        held = [p.grad for p, _ in self if p.grad is not None] + [p.grad for p in others if p.grad is not None]
+        gradients = [p.grad for p, _ in self if p.grad is not None] + [p.grad for p in others if p.grad is not None]
         # As in SMP, nobody looks for an overflow where nothing would follow from it.
         follows = isinstance(self.scaler, DynamicLossScaler)
-        self.overflow = follows and any_rank(any(not bool(torch.isfinite(g).all()) for g in held))
+        self.overflow = follows and any_rank(any(not bool(torch.isfinite(g).all()) for g in gradients))
         self.scaler.update_scale(self.overflow)
         for narrow, master in self:
             master.grad = None if narrow.grad is None or self.overflow else narrow.grad.float() / self.used_scale
@@ -82,8 +82,8 @@ class MasterWeights:
 
 def masters_of(optimizer: Any) -> MasterWeights | None:
     """The master weights of a `DistributedOptimizer`; None if it has none, or is none."""
-    found: MasterWeights | None = getattr(getattr(optimizer, "_smp", None), "masters", None)
-    return found
+    masters: MasterWeights | None = getattr(getattr(optimizer, "_smp", None), "masters", None)
+    return masters
 
 
 def any_rank(here: bool) -> bool:

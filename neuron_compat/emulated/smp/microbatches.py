@@ -55,13 +55,13 @@ class StepOutput:
 
     def concat(self) -> torch.Tensor:
         """One behind the other along dim 0, as in the batch."""
-        found: torch.Tensor = self.process_outputs(lambda values: torch.cat(list(values), dim=0))
-        return found
+        whole: torch.Tensor = self.process_outputs(lambda values: torch.cat(list(values), dim=0))
+        return whole
 
     def stack(self) -> torch.Tensor:
         """Along a new first dim."""
-        found: torch.Tensor = self.process_outputs(lambda values: torch.stack(list(values)))
-        return found
+        stacked: torch.Tensor = self.process_outputs(lambda values: torch.stack(list(values)))
+        return stacked
 
     def process_outputs(self, func: Callable[[Any], Any]) -> Any:
         """What a function returns of all of them."""
@@ -112,9 +112,9 @@ def _is_other_mapping(value: Any) -> bool:
 
 def leaves(value: Any) -> list[torch.Tensor]:
     """The tensors in dicts, lists and tuples, in the order of `mapped`."""
-    found: list[torch.Tensor] = []
-    mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[torch.Tensor] = []
+    mapped(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def split(
@@ -137,17 +137,19 @@ def split(
     """
     names = [p.name for p in inspect.signature(func).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = [*zip([*names, *("an argument" for _ in args[len(names) :])], args, strict=False), *kwargs.items()]
-    found = []
+    microbatches = []
     for number in range(count):
         parts = [
             _part(value, name, count, number, axes.get(name, 0), is_split=name not in whole) for name, value in named
         ]
         given = len(args)
-        found.append((tuple(parts[:given]), dict(zip(kwargs, parts[given:], strict=True))))
-    return found
+        microbatches.append((tuple(parts[:given]), dict(zip(kwargs, parts[given:], strict=True))))
+    return microbatches
 
 
 def _part(value: Any, name: str, count: int, number: int, axis: int, *, is_split: bool) -> Any:
+    """The part of an argument for one microbatch."""
+
     def one(inner: Any) -> Any:
         if hasattr(inner, "smp_slice"):
             return inner.smp_slice(count, number, axis)
@@ -178,6 +180,7 @@ def _warn_of_whole(kind: str) -> None:
 
 
 def _cut(tensor: torch.Tensor, name: str, count: int, number: int, axis: int) -> torch.Tensor:
+    """The part of a tensor for one microbatch, a view."""
     if not -tensor.dim() <= axis < tensor.dim():
         raise TensorSplitError(
             f"a tensor in {name} has no dim {axis}, along which it would be split into microbatches",

@@ -149,8 +149,8 @@ class DistributedModel(Wrapper):
         narrow = self.narrow_type
         if narrow is None:
             return self.module(*args, **kwargs)
-        found = self.module(*_cast(args, torch.float32, narrow), **_cast(kwargs, torch.float32, narrow))
-        return _cast(found, narrow, torch.float32)
+        output = self.module(*_cast(args, torch.float32, narrow), **_cast(kwargs, torch.float32, narrow))
+        return _cast(output, narrow, torch.float32)
 
     def backward(
         self,

@@ -54,16 +54,16 @@ def DistributedOptimizer(  # noqa: N802  # SMP's name
         raise SMPValidationError("this optimizer is a DistributedOptimizer already")
     _check_parameters(optimizer, model)
     scheduled = optimizer.__dict__.pop("step", None)
-    made: Any = optimizer
-    made.__class__ = distributed_class(made.__class__)
+    distributed: Any = optimizer
+    distributed.__class__ = distributed_class(distributed.__class__)
     scaler = scaler_of(static_loss_scale, dynamic_loss_scale and job.state.cfg.fp16, dynamic_loss_args)
     masters = MasterWeights(optimizer, scaler) if model.narrow_type is not None else None
-    made._smp = Runtime(model, bool(dynamic_loss_scale), masters)
+    distributed._smp = Runtime(model, bool(dynamic_loss_scale), masters)
     if scheduled is not None:
-        made.step = _counted(made)
-    job.state.optimizer = made
+        distributed.step = _counted(distributed)
+    job.state.optimizer = distributed
     job.state.apply_pending()
-    return made
+    return distributed
 
 
 def _counted(optimizer: Any) -> Callable[..., Any]:
@@ -79,6 +79,7 @@ def _counted(optimizer: Any) -> Callable[..., Any]:
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    """Refuse parameters that are not the model's, or that are there twice."""
     known = {id(p): name for name, p in model.named_parameters()}
     seen: set[int] = set()
     for group in optimizer.param_groups:

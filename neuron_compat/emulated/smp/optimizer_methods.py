@@ -86,12 +86,12 @@ def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
     [0, 1, 1, 1, 1]
     """
     loads = [0] * ranks
-    found = []
+    rank_of = []
     for size in sizes:
         rank = loads.index(min(loads))
         loads[rank] += size
-        found.append(rank)
-    return found
+        rank_of.append(rank)
+    return rank_of
 
 
 class Distributed(OptimizerCalls):
@@ -134,12 +134,13 @@ class Distributed(OptimizerCalls):
         return loss
 
     def _step_own(self, step: Callable[[], Any], shares: list[int] | None) -> None:
+        """Step this rank's share of the parameters, and take the others from their ranks."""
         parameters = self._smp.parameters(self)
         if shares is None:
             step()
             return
-        mine = job.rdp_rank()
-        others = [(p, p.grad) for p, rank in zip(parameters, shares, strict=True) if rank != mine]
+        here = job.rdp_rank()
+        others = [(p, p.grad) for p, rank in zip(parameters, shares, strict=True) if rank != here]
         for parameter, _ in others:
             parameter.grad = None  # without a gradient an optimizer leaves a parameter alone, and makes no state for it
         step()

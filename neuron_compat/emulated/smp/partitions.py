@@ -42,6 +42,7 @@ def _noting(index: int) -> Iterator[None]:
 
 
 def _noting_init(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`torch.nn.Module.__init__` inside of a context: it notes the partition."""
     module.__dict__[_PARTITION] = _entered[-1]
     _originals[0](module, *args, **kwargs)
 
@@ -105,10 +106,10 @@ def assigned(model: torch.nn.Module, default: int, count: int) -> Partitions:
     Raises:
         InvalidPartitionIDError: A context was entered before `smp.init`, and there is no such partition.
     """
-    found = {name: int(module.__dict__.get(_PARTITION, default)) for name, module in model.named_modules()}
-    for name, index in found.items():
+    partitions = {name: int(module.__dict__.get(_PARTITION, default)) for name, module in model.named_modules()}
+    for name, index in partitions.items():
         _check(index, count, name)
-    return found
+    return partitions
 
 
 def divided(model: torch.nn.Module, count: int) -> Partitions:
@@ -133,13 +134,13 @@ def divided(model: torch.nn.Module, count: int) -> Partitions:
             f"Model is too small to split into {count} partitions!", found=f"{len(sizes)} modules with parameters"
         )
     of_units = dict(zip(sizes, runs(list(sizes.values()), count), strict=True))
-    found: Partitions = {}
+    partitions: Partitions = {}
     last = 0
     for name, _ in model.named_modules():
         inside = next((unit for unit in sizes if unit == name or unit.startswith(f"{name}.") or not name), None)
         last = of_units[inside] if inside is not None else last
-        found[name] = last
-    return found
+        partitions[name] = last
+    return partitions
 
 
 def runs(sizes: Sequence[int], count: int) -> list[int]:
@@ -148,17 +149,17 @@ def runs(sizes: Sequence[int], count: int) -> list[int]:
     >>> runs([4, 4, 4, 4], 2), runs([9, 1, 1], 2), runs([1, 1, 9], 3)
     ([0, 0, 1, 1], [0, 1, 1], [0, 1, 2])
     """
-    found: list[int] = []
+    run_of: list[int] = []
     left = sum(sizes)
     for run in range(count):
-        aim, held, first = left / (count - run), 0, len(found)
-        while len(found) < len(sizes):
-            size = sizes[len(found)]
-            others_need_the_rest = len(sizes) - len(found) <= count - run - 1
-            enough = held + size - aim > aim - held  # without this one it is nearer to what it should be
-            if len(found) > first and run < count - 1 and (others_need_the_rest or enough):
+        aim, total, first = left / (count - run), 0, len(run_of)
+        while len(run_of) < len(sizes):
+            size = sizes[len(run_of)]
+            others_need_the_rest = len(sizes) - len(run_of) <= count - run - 1
+            enough = total + size - aim > aim - total  # without this one it is nearer to what it should be
+            if len(run_of) > first and run < count - 1 and (others_need_the_rest or enough):
                 break
-            held += size
-            found.append(run)
-        left -= held
-    return found
+            total += size
+            run_of.append(run)
+        left -= total
+    return run_of

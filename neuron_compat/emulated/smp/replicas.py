@@ -47,9 +47,9 @@ def turn(*, spreads: bool = False, reduces: bool = False, failed: bool = False, 
     said[:3] = torch.tensor([spreads, reduces, failed])
     said[3 + here.rank] = alive
     distributed.all_reduce(said, group=job.process_group("world"))
-    told = said.tolist()
-    living = tuple(rank for rank in range(here.mesh.size) if told[3 + rank])
-    return Turn(bool(told[0]), bool(told[1]), bool(told[2]), living)
+    sums = said.tolist()
+    living = tuple(rank for rank in range(here.mesh.size) if sums[3 + rank])
+    return Turn(bool(sums[0]), bool(sums[1]), bool(sums[2]), living)
 
 
 def first_alive(kind: str, alive: Sequence[int]) -> int:
@@ -88,10 +88,10 @@ def _unique(entries: Sequence[Entry]) -> list[Entry]:
 @torch.no_grad()
 def take(value: torch.Tensor, source: int, kind: str) -> None:
     """Give the ranks of a group the value that one of them has, in place. All of them make the same call."""
-    mine = hosted([value])[0] if source == job.rank() else None
-    found = wire.broadcast(mine, value.shape, value.dtype, source, kind)
+    sent = hosted([value])[0] if source == job.rank() else None
+    received = wire.broadcast(sent, value.shape, value.dtype, source, kind)
     if source != job.rank():
-        value.detach().copy_(found)
+        value.detach().copy_(received)
 
 
 # -- gradients

@@ -66,12 +66,12 @@ def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A configuration with the degrees of an initialised parallel state, where it names none."""
     if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
         return config
-    found = {
+    degrees = {
         "pipeline_parallel_degree": parallel_state.size("pp"),
         "tensor_parallel_degree": parallel_state.size("tp"),
     }
-    named = {n for n in found if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
-    return {**config, **{n: v for n, v in found.items() if n not in named}}
+    named = {n for n in degrees if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
+    return {**config, **{n: v for n, v in degrees.items() if n not in named}}
 
 
 def _same_degrees(cfg: ModelParallelConfig) -> bool:
@@ -80,8 +80,9 @@ def _same_degrees(cfg: ModelParallelConfig) -> bool:
 
 
 def _differing(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
-    held = other.get_config_dict()
-    return {name: value for name, value in one.get_config_dict().items() if value != held[name]}
+    """The entries of a configuration that another one has otherwise."""
+    other_config = other.get_config_dict()
+    return {name: value for name, value in one.get_config_dict().items() if value != other_config[name]}
 
 
 def shutdown() -> None:
@@ -161,6 +162,7 @@ def _join() -> None:
 
 
 def _check_world(cfg: ModelParallelConfig, world: int) -> None:
+    """Refuse a number of processes that does not fit the degrees."""
     product = cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree
     degrees = f"the product of the specified pipeline parallelism and tensor parallelism degrees ({product})"
     if product > world:
@@ -181,16 +183,16 @@ def _process_groups(groups: Mapping[str, list[int]]) -> dict[str, Any]:
     """A gloo group of each kind; kinds of the same ranks share one, and parallel_state's are taken where they are."""
     known = {kind: parallel_state.process_group(kind) for kind in ("tp", "pp", "dp")}
     known["world"] = parallel_state.get_world_group()
-    made = {
+    group_of = {
         tuple(groups[kind]): known[its]
         for kind, its in KINDS.items()
         if its in known and distributed.get_backend(known[its]) == "gloo"
     }
     for kind in KINDS:
         ranks = tuple(groups[kind])
-        if ranks not in made:
-            made[ranks] = parallel_state.new_group(list(ranks))
-    return {kind: made[tuple(ranks)] for kind, ranks in groups.items()}
+        if ranks not in group_of:
+            group_of[ranks] = parallel_state.new_group(list(ranks))
+    return {kind: group_of[tuple(ranks)] for kind, ranks in groups.items()}
 
 
 def _leave_world() -> None:

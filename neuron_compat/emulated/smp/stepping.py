@@ -61,12 +61,12 @@ class StepFunction:
         job.state.apply_pending()
         with _same_random_numbers(model):
             batches = _begin(model, lambda: self._batches(model, args, kwargs))
-            found = []
+            outputs = []
             with _gradients(model):
                 for batch_args, batch_kwargs in batches:
                     output = self.func(*batch_args, **batch_kwargs)
-                    found.append(mapped(output, lambda t: t.detach()) if self.detach_outputs else output)
-        return as_step_output(found)
+                    outputs.append(mapped(output, lambda t: t.detach()) if self.detach_outputs else output)
+        return as_step_output(outputs)
 
     def _batches(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
         """The arguments for each microbatch."""
@@ -115,6 +115,7 @@ def step(
 
 
 def _check_names(func: Callable[..., Any], whole: Any, axes: Any) -> None:
+    """Refuse names of arguments that the function does not have."""
     if whole is not None and not isinstance(whole, list):
         raise SMPInvalidArgumentError("Non-split inputs must be a list.", found=type(whole).__name__)
     if axes is not None and not isinstance(axes, dict):
@@ -138,10 +139,10 @@ def _check_names(func: Callable[..., Any], whole: Any, axes: Any) -> None:
 
 def _begin(model: Any, batches: Callable[[], list[Arguments]]) -> list[Arguments]:
     """The microbatches, and the same parameters on all ranks; or one error on all of them."""
-    found: list[Arguments] = []
+    microbatches: list[Arguments] = []
     error: Exception | None = None
     try:
-        found = batches()
+        microbatches = batches()
     except Exception as caught:  # told to all ranks, and raised on all of them
         error = caught
     progress = model._smp
@@ -149,7 +150,7 @@ def _begin(model: Any, batches: Callable[[], list[Arguments]]) -> list[Arguments
     turn = replicas.turn(spreads=progress.needs_spreading, reduces=reduces, failed=error is not None)
     _take_part(model, turn, error)
     progress.turn = turn
-    return found
+    return microbatches
 
 
 def _take_part(model: Any, turn: Turn, error: Exception | None = None) -> None:
@@ -188,8 +189,8 @@ def reduce_kind(model: Any) -> str:
     progress = model._smp
     if progress.reduce_kind is None:
         progress.reduce_kind = "rdp" if any(entry.is_split for entry in model.entries()) else "dp"
-    found: str = progress.reduce_kind
-    return found
+    kind: str = progress.reduce_kind
+    return kind
 
 
 @contextlib.contextmanager
@@ -218,6 +219,7 @@ def _gradients(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _add_up(model: Any, parameters: list[torch.nn.Parameter], before: list[torch.Tensor | None]) -> None:
+    """Divide the gradients by the number of microbatches, and add those that were there before."""
     count = job.num_microbatches() if model.average_grads_across_microbatches else 1
     for parameter, earlier in zip(parameters, before, strict=True):
         if parameter.grad is not None and count > 1:
@@ -239,6 +241,7 @@ def _finish(model: Any, parameters: list[torch.nn.Parameter], turn: Turn, had_ba
 
 
 def _average(model: Any, parameters: list[torch.nn.Parameter], had_backward: bool) -> None:
+    """Average the gradients over the ranks that hold the same parameters, where there are several."""
     kind = reduce_kind(model)
     if len(job.ranks().groups[kind]) > 1:
         replicas.check_dense(list(model.named_parameters()))
@@ -273,19 +276,19 @@ def _of_first_stage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Arguments with the tensors that the first rank of the pipeline was given."""
     if job.pp_size() == 1:
         return args, kwargs
-    mine = leaves((args, kwargs))
+    tensors = leaves((args, kwargs))
     if job.pp_rank() == 0:
-        comm.broadcast([t.detach().cpu() for t in mine], comm.PP_GROUP)
+        comm.broadcast([t.detach().cpu() for t in tensors], comm.PP_GROUP)
         return args, kwargs
     theirs = comm.recv_from(0, comm.RankType.PP_RANK)
-    if len(theirs) != len(mine):
+    if len(theirs) != len(tensors):
         raise SMPInvalidArgumentError(
             "the ranks of a pipeline call a step with different arguments",
             expected=f"{len(theirs)} tensors, as on pp_rank 0",
-            found=f"{len(mine)} on pp_rank {job.pp_rank()}",
+            found=f"{len(tensors)} on pp_rank {job.pp_rank()}",
             hint="Give all ranks of a pipeline the same data: that of their dp_rank.",
         )
-    moved = iter([t.to(own.device).requires_grad_(own.requires_grad) for t, own in zip(theirs, mine, strict=True)])
+    moved = iter([t.to(own.device).requires_grad_(own.requires_grad) for t, own in zip(theirs, tensors, strict=True)])
     taken: Arguments = mapped((args, kwargs), lambda _: next(moved))
     return taken
 
@@ -297,16 +300,16 @@ def _same_random_numbers(model: Any) -> Iterator[None]:
         yield
         return
     first = next(model.module.parameters(), None)
-    mine = random.states(of_xla=first is not None and first.device.type == "xla")
+    states = random.states(of_xla=first is not None and first.device.type == "xla")
     if job.pp_rank() == 0:
-        comm.broadcast(mine, comm.PP_GROUP)
+        comm.broadcast(states, comm.PP_GROUP)
         yield
         return
     random.continue_with(comm.recv_from(0, comm.RankType.PP_RANK))
     try:
         yield
     finally:
-        random.continue_with(mine)
+        random.continue_with(states)
 
 
 def _check_tensor_parallel(model: Any, tensors: list[torch.Tensor]) -> None:
@@ -325,11 +328,11 @@ def _check_tensor_parallel(model: Any, tensors: list[torch.Tensor]) -> None:
             total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
 
-    found = together("tp", "smp.step", digest)
-    if len(set(found)) > 1:
+    digests = together("tp", "smp.step", digest)
+    if len(set(digests)) > 1:
         raise SMPValidationError(
             "the ranks of a tensor-parallel group were given different batches",
             expected="the same batch, since the model's weights are split over them",
-            found=f"{len(set(found))} different ones on ranks {', '.join(map(str, job.get_tp_group()))}",
+            found=f"{len(set(digests))} different ones on ranks {', '.join(map(str, job.get_tp_group()))}",
             hint="Choose the data by smp.rdp_rank() and smp.rdp_size(), not by smp.dp_rank() and smp.dp_size().",
         )

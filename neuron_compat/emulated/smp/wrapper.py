@@ -60,13 +60,13 @@ class Wrapper(ModelCalls, Transparent):  # type: ignore[misc]  # SMP's load_stat
     def buffer_entries(self) -> list[Entry]:
         """The buffers, those included that are not saved."""
         mesh = job.ranks().mesh
-        found: dict[int, Entry] = {}
+        entries: dict[int, Entry] = {}
         for name, part in self.module.named_modules():
             for own, buffer in part.named_buffers(recurse=False):
                 called = f"{name}.{own}" if name else own
                 lies = sharding_of(buffer, called, mesh, self._rules)
-                found.setdefault(id(buffer), Entry(called, buffer, (partition_of(name, self.partitions),), lies))
-        return list(found.values())
+                entries.setdefault(id(buffer), Entry(called, buffer, (partition_of(name, self.partitions),), lies))
+        return list(entries.values())
 
     # -- this rank's partition
 

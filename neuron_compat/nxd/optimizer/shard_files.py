@@ -75,43 +75,43 @@ class ShardFiles:
             xla_ckpt.RankFailedError: Another rank failed.
         """
         error: Exception | None = None
-        found: Any = None
+        state: Any = None
         try:
             path = _shard_path(output_dir)
-            found = read(path, trust_pickle=False)
-            self._check_fits(found, path)
+            state = read(path, trust_pickle=False)
+            self._check_fits(state, path)
         except Exception as problem:
             error = problem
         meet(error, "loading")
-        self.load_state_dict({k: v for k, v in found.items() if k not in _own_ranks()})
+        self.load_state_dict({k: v for k, v in state.items() if k not in _own_ranks()})
 
-    def _check_fits(self, found: Any, path: str) -> None:
+    def _check_fits(self, saved: Any, path: str) -> None:
         """Refuse the state of another optimizer before anything is changed."""
 
         def refused(problem: str, expected: object, was: object) -> IncompatibleCheckpointError:
             return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was)
 
         keys = {"state", "param_groups", "base_state", "shape_info"}
-        if not isinstance(found, Mapping) or not keys <= found.keys():
-            there = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        if not isinstance(saved, Mapping) or not keys <= saved.keys():
+            there = ", ".join(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise refused("this is no state of a ZeRO-1 optimizer", ", ".join(sorted(keys)), there[:200])
-        own = {name: (found.get(name, rank), rank) for name, rank in _own_ranks().items()}
+        own = {name: (saved.get(name, rank), rank) for name, rank in _own_ranks().items()}
         for name, (stored, rank) in own.items():
             if stored != rank:
                 raise refused(f"this is the state of another {name}", rank, stored)
-        counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, found["param_groups"])]
+        counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, saved["param_groups"])]
         if counts[0] != counts[1]:
             raise refused("the groups have other numbers of parameters", *counts)
         shapes = {i: tuple(shape) for i, shape in self.get_shape_info().items()}
-        stored_shapes = {i: tuple(shape) for i, shape in found["shape_info"].items()}
+        stored_shapes = {i: tuple(shape) for i, shape in saved["shape_info"].items()}
         if shapes != stored_shapes:
             wrong = next(i for i in {**shapes, **stored_shapes} if shapes.get(i) != stored_shapes.get(i))
             raise refused(f"parameter {wrong} has another shape", shapes.get(wrong), stored_shapes.get(wrong))
         shards = [p for group in self.base_optimizer.param_groups for p in group["params"]]
-        held = {i: list(state.values()) for i, state in found["base_state"].items()}
-        for i, master in found.get("sharded_master_weights", {}).items():
-            held.setdefault(i, []).append(master)
-        for i, tensors in held.items():
+        states = {i: list(state.values()) for i, state in saved["base_state"].items()}
+        for i, master in saved.get("sharded_master_weights", {}).items():
+            states.setdefault(i, []).append(master)
+        for i, tensors in states.items():
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape != shards[i].shape:
                     raise refused(
@@ -122,6 +122,7 @@ class ShardFiles:
 
 
 def _own_ranks() -> dict[str, int]:
+    """This rank's places along the axes that the names of the files have, as the files hold them."""
     _, at = place()
     return {f"{axis}_rank": at[axis] for axis in ("dp", "tp")}
 

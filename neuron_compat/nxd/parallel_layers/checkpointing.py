@@ -14,6 +14,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -138,22 +139,22 @@ def load(
         RuntimeError: From `torch.nn.Module.load_state_dict`, of names and shapes that do not fit.
     """
     target = model_or_optimizer if model is None else model
-    found, error = None, None
+    checkpoint, error = None, None
     try:
         if not sharded and not isinstance(target, torch.nn.Module):
             raise UsageError("sharded=False needs the module that says how its parameters are split")
         path = _rank_path(chkpt_path, master_dp_only) if sharded else os.fspath(chkpt_path)
-        found = read(path if load_xser or not sharded else f"{path}/checkpoint.pt", trust_pickle=trust_pickle)
+        checkpoint = read(path if load_xser or not sharded else f"{path}/checkpoint.pt", trust_pickle=trust_pickle)
     except Exception as problem:
         error = problem
     meet(error, "loading")
     try:
         if target is not None:
-            found = _load_into(target, found, model_key, sharded=sharded, strict=strict)
+            checkpoint = _load_into(target, checkpoint, model_key, sharded=sharded, strict=strict)
     except Exception as problem:
         error = problem
     meet(error, "loading")
-    return found
+    return checkpoint
 
 
 # -- ranks
@@ -174,11 +175,13 @@ def place() -> tuple[Mesh, dict[str, int]]:
 
 
 def _rank() -> int:
+    """This process' rank in the job; 0 without torch.distributed."""
     distributed: Any = torch.distributed
     return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
+    """The file, or the directory, of this rank's part of a checkpoint."""
     _, at = place()
     dp = "" if master_dp_only else f"_dp_rank_{at['dp']:02d}"
     return os.path.join(os.fspath(output_dir), f"tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}{dp}")
@@ -197,55 +200,66 @@ def _check_names(mesh: Mesh, master_dp_only: bool) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What a rank tells the others where they meet. It travels as a list of both."""
+
+    problem: str | None
+    """Its error, as text."""
+    note: int
+
+
 def meet(error: Exception | None, doing: str, note: int = 0) -> list[int]:
     """Wait for all ranks; the note of each.
 
     Raises:
         xla_ckpt.RankFailedError: Another rank failed. (This rank's own error is raised as it is.)
     """
-    notes: list[tuple[str | None, int]] = [(None if error is None else f"{type(error).__name__}: {error}", note)]
+    words = [_Word(None if error is None else f"{type(error).__name__}: {error}", note)]
     if os.environ.get("NXD_SKIP_RENDEZVOUS") != "1" or doing != "loading":
         try:
-            notes = _gathered(notes[0])
+            words = _exchanged(words[0])
         except RuntimeError as lost:  # the connection broke
             if error is None:
                 raise RankFailedError(f"{doing} failed: another rank does not answer: {lost}") from lost
     if error is not None:
         raise error
-    for rank, (problem, _) in enumerate(notes):
-        if problem is not None:
-            raise RankFailedError(f"{doing} failed on another rank: {problem}", rank=rank)
-    return [n for _, n in notes]
+    for rank, word in enumerate(words):
+        if word.problem is not None:
+            raise RankFailedError(f"{doing} failed on another rank: {word.problem}", rank=rank)
+    return [word.note for word in words]
 
 
-def _gathered(mine: tuple[str | None, int]) -> list[tuple[str | None, int]]:
+def _exchanged(word: _Word) -> list[_Word]:
+    """The words of all ranks, in their order."""
     distributed: Any = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return [mine]
+        return [word]
     if "gloo" in str(distributed.get_backend()):
-        found: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(found, mine)
-        return found
-    import torch_xla.core.xla_model as xm
+        answers: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(answers, astuple(word))
+    else:
+        import torch_xla.core.xla_model as xm
 
-    told = xm.rendezvous("neuron_compat.nxd.parallel_layers", json.dumps(mine).encode())
-    return [tuple(json.loads(answer)) for answer in told]
+        payload = json.dumps(astuple(word)).encode()
+        answers = [json.loads(answer) for answer in xm.rendezvous("neuron_compat.nxd.parallel_layers", payload)]
+    return [_Word(*answer) for answer in answers]
 
 
 # -- into a module or an optimizer
 
 
-def _load_into(target: Any, found: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
-    """Load an entry of what was found; the rest."""
-    if key is not None and (not isinstance(found, dict) or key not in found):
-        there = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
+def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
+    """Load the entry `key` of a checkpoint, or all of it; the rest."""
+    if key is not None and (not isinstance(checkpoint, dict) or key not in checkpoint):
+        there = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise IncompatibleCheckpointError("the checkpoint has no such entry", expected=key, found=there[:200])
-    state = found if key is None else found[key]
+    state = checkpoint if key is None else checkpoint[key]
     if isinstance(target, torch.nn.Module):
         target.load_state_dict(state if sharded else _part(target, dict(state)), strict=strict)
     else:
         target.load_state_dict(state)
-    return None if key is None else {k: v for k, v in found.items() if k != key}
+    return None if key is None else {k: v for k, v in checkpoint.items() if k != key}
 
 
 def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:

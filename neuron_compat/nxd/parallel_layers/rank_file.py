@@ -104,12 +104,13 @@ def read(path: str, *, trust_pickle: bool) -> Any:
 
 
 def _tensor(path: str, trust_pickle: bool) -> torch.Tensor:
+    """A tensor that has a file of its own, on the XLA device."""
     import torch_xla
 
     try:
-        found = load_whole_file(path, trust_pickle=trust_pickle)
+        tensor = load_whole_file(path, trust_pickle=trust_pickle)
     except NoCheckpointError as error:
         raise CorruptCheckpointError("the file of a tensor is missing", file=path) from error
-    if not isinstance(found, torch.Tensor):
-        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=type(found).__name__)
-    return found.to(torch_xla.device())
+    if not isinstance(tensor, torch.Tensor):
+        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=type(tensor).__name__)
+    return tensor.to(torch_xla.device())

@@ -90,6 +90,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801  # neuronx-dis
         return loss
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Take a step of one parameter, in place, with the options of its group."""
         gradient: Any = parameter.grad
         if gradient.is_sparse:
             raise RuntimeError("this optimizer takes no sparse gradients; torch.optim.SparseAdam does")
