@@ -99,6 +99,11 @@ def test_prefixes_of_names_are_told(tmp_path: Path) -> None:
         xla_ckpt.load_checkpoint(tmp_path, "bare", torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2)}))
     with pytest.raises(IncompatibleCheckpointError, match="names that are stored begin with 'net.'"):
         xla_ckpt.load_checkpoint(tmp_path, "wrapped", torch.nn.Linear(3, 2))
+    xla_ckpt.save_checkpoint(
+        tmp_path, "with a head", torch.nn.ModuleDict({"net": model, "head": torch.nn.Linear(2, 2)})
+    )
+    with pytest.raises(IncompatibleCheckpointError, match="the module that has the target as its net"):
+        xla_ckpt.load_checkpoint(tmp_path, "with a head", torch.nn.Linear(3, 2))
 
 
 def of_half_precision() -> tuple[dict[str, Any], dict[str, Any]]:

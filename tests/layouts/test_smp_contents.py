@@ -287,6 +287,9 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     other = torch.optim.AdamW(net.parameters())
     with pytest.raises(IncompatibleCheckpointError, match="its groups are not those of this optimizer"):
         xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=other)
+    net.extra = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(IncompatibleCheckpointError, match="the stored model has. It has no extra"):
+        xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=torch.optim.AdamW(net.parameters()))
 
 
 def test_a_tensor_that_is_not_contiguous(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import hf_storage, quantized_hf_storage
 
+import xla_ckpt
 from tests.layouts.stock_dcp import STOCK, Stock, differences, stock
 from tests.runs import names_in
 from tests.same import same
@@ -128,3 +129,20 @@ def test_recipes_say_who_wrote_them() -> None:
         recipe = json.loads(Path(folder, "recipe.json").read_text())
         version = recipe["torch"].split("+")[0]
         assert version.startswith(folder.name.partition("_")[0] if folder.name[0].isdigit() else "2.9.1"), folder
+
+
+def test_a_conversion_says_that_parameters_stay_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    xla_ckpt.convert(tmp_path / "stock", tmp_path / "numbers")
+    assert "numbers its parameters, and so does the new tag" in caplog.text
+    assert [*xla_ckpt.restore(tmp_path / "numbers").tree["optimizer"]["state"]] == [0, 1]
+    caplog.clear()
+    xla_ckpt.convert(tmp_path / "stock", tmp_path / "model", to="safetensors")
+    xla_ckpt.convert(tmp_path / "stock", tmp_path / "names", model=model, optimizer=optimizer)
+    assert "numbers its parameters" not in caplog.text
+    assert [*xla_ckpt.restore(tmp_path / "names").tree["optimizer"]["state"]] == ["weight", "bias"]

@@ -194,6 +194,7 @@ def convert(
                 check_whole_model(reader)
             else:
                 _check_arrays(reader, topology, wanted)
+                _tell_numbers(reader, wanted)
             tell_divergent(reader)
             _tell_left_out(reader)
             if known is not None and form is not None:
@@ -289,6 +290,18 @@ def _tell_left_out(reader: TagReader) -> None:
             "tag lacks them, and a strict load refuses it",
             reader.tag,
             paths.listed(leaves),
+        )
+
+
+def _tell_numbers(reader: TagReader, part: str) -> None:
+    """Log that the optimizer's parameters stay numbers, where the model is there that they belong to."""
+    members = children(reader.manifest.skeleton) or {}
+    names = parameters_in(reader.manifest) or frozenset()
+    if schema.MODEL in members and paths.is_under(schema.OPTIMIZER, part) and any(map(paths.is_of_other, names)):
+        logger.warning(
+            "tag %s: the stored optimizer numbers its parameters, and so does the new tag: it loads into an optimizer "
+            "with the same order. For names, give the model and its optimizer (model=, optimizer=; --like)",
+            reader.tag,
         )
 
 

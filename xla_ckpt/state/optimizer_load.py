@@ -174,7 +174,7 @@ def _finishing(
         own.fill(tree[schema.STATE], arrays)
         state = _new_state(tree, match, bad)
         values = [None if g is None else tree[schema.GROUPS][g] for g in groups]
-        _tell_decay(match.optimizer, values)
+        _tell_decay(match.holders[0], values)  # the groups of a ZeRO-1 optimizer itself lack this option
         if not match.sharded:
             others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
             _install(match, state, values, others)

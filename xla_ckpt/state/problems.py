@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -80,28 +80,39 @@ def incompatible(
 
 
 def _renamed(problems: Sequence[Problem]) -> str | None:
-    """What to do where all names that are wanted are those that are stored, but for a prefix; None if they are not.
+    """What to do where the names that are wanted are those that are stored, but for a prefix; None if they are not.
+
+    Of the longer names there may be others besides: a part of what was saved is wanted, or a part is stored.
 
     >>> _renamed([Problem("model/module.w", ABSENT), Problem("model/w", UNWANTED)])
     "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
     """
-    wanted = sorted(p.leaf for p in problems if p.text == ABSENT)
-    stored = sorted(p.leaf for p in problems if p.text == UNWANTED)
-    if not wanted or not stored or len(wanted) != len(stored):
-        return None
-    longer, shorter = (wanted, stored) if len(wanted[0]) > len(stored[0]) else (stored, wanted)
-    member, _, name = shorter[0].partition("/")
-    prefix = longer[0].removeprefix(f"{member}/").removesuffix(name)
-    if not prefix or any(
-        a != f"{member}/{prefix}{b.removeprefix(f'{member}/')}" for a, b in zip(longer, shorter, strict=True)
-    ):
-        return None
-    if longer is wanted:
+    wanted = {p.leaf for p in problems if p.text == ABSENT}
+    stored = {p.leaf for p in problems if p.text == UNWANTED}
+    if (prefix := _prefix(wanted, stored)) is not None:
         return (
             f"The names of the target begin with {prefix!r}, which those that are stored lack: load into "
             f"model.{prefix[:-1]}."
         )
-    return (
-        f"The names that are stored begin with {prefix!r}, which those of the target lack: a wrapper was saved. Load "
-        f"into a wrapper of the same kind, which has the model as its {prefix[:-1]}."
-    )
+    if (prefix := _prefix(stored, wanted)) is not None:
+        return (
+            f"The names that are stored begin with {prefix!r}, which those of the target lack: load into the module "
+            f"that has the target as its {prefix[:-1]}."
+        )
+    return None
+
+
+def _prefix(longer: Set[str], shorter: Set[str]) -> str | None:
+    """What stands before each of the shorter names among the longer ones; None if there is no such prefix.
+
+    >>> _prefix({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
+    'm.'
+    """
+    if not shorter or len(shorter) == 1 < len(longer):  # one name may end like another one by chance
+        return None
+    member, _, name = min(shorter).partition("/")
+    candidates = {leaf[len(member) + 1 : -len(name)] for leaf in longer if leaf.endswith(f".{name}")}
+    for prefix in sorted(candidates, key=len):
+        if all(f"{member}/{prefix}{leaf.removeprefix(f'{member}/')}" in longer for leaf in shorter):
+            return prefix
+    return None

@@ -35,6 +35,15 @@ def escape_other(key_json: str) -> str:
     return "~(" + key_json.replace("~", "~0").replace("/", "~1") + ")"
 
 
+def is_of_other(component: str) -> bool:
+    """Whether a path component is that of a key that is not a string.
+
+    >>> is_of_other("~(1)"), is_of_other("~0(1)")
+    (True, False)
+    """
+    return component.startswith("~(")
+
+
 def join(parent: str, component: str) -> str:
     """The path of a child.
 

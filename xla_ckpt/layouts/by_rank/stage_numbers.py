@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -12,6 +13,7 @@ from xla_ckpt.layouts.parameter_numbers import names_by_number, names_in_groups
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers_to_names import only_names
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.path import listed
 
 
 def names_of_stage(
@@ -54,7 +56,8 @@ def names_of_stage(
         # A group may have nothing in this stage, and groups without parameters are not always stored.
         of_stage = [names for names in of_stage if names]
         stored = [numbers for numbers in stored if numbers]
-    _check_sizes([len(numbers) for numbers in stored], [len(names) for names in of_stage])
+    missing = [] if model is None else [n for n in chain(*hints.groups) if _present(n, hints, model) not in model]
+    _check_sizes([len(numbers) for numbers in stored], [len(names) for names in of_stage], missing)
     by_number = names_by_number(stored, of_stage)
     for number, name in by_number.items():
         copies = (model or {}).get(_present(name, hints, model))
@@ -97,14 +100,17 @@ def with_ties(
     return replace(hints, groups=[[called.get(n, n) for n in names if n not in first] for names in groups])
 
 
-def _check_sizes(counts: list[int], present: list[int]) -> None:
+def _check_sizes(counts: list[int], present: list[int], missing: Sequence[str]) -> None:
+    """Compare the sizes of the groups; `missing` are the program's parameters that the stored model does not have."""
     if counts != present:
+        named = [name for name in missing if not name.startswith("#")]  # without a model, names are places
+        others = f". It has no {listed(named)}" if named else ""
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
             leaf=schema.group(),
             expected=f"groups of {counts} parameters, as stored",
-            found=f"groups of {present}, counting parameters whose names the stored model has",
-            hint="Give the model, too, and make the optimizer with the same groups in the same order as in training.",
+            found=f"groups of {present}, counting parameters whose names the stored model has{others}",
+            hint="Give the model, as it was in training, and make the optimizer with the same groups in their order.",
         )
 
 
