@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, naming, storage_errors
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError, naming, storage_errors
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import FileSystem, LocalFiles, Store, directory_in
 from xla_ckpt.storage.small_files import read_whole
@@ -108,17 +108,17 @@ def names_in(store: Store) -> list[str]:
     """What lies in a root directory; nothing if it is absent.
 
     Raises:
+        UsageError: It is a file.
         StorageError: It cannot be read.
     """
     try:
         return store.names()
     except NotADirectoryError as error:
-        problem = StorageError.of(error, "listing the tags", path=store.path)
-        problem.hint = (
-            "It is a file, and none that torch.save wrote: pass the root directory of the checkpoints, or the "
-            "directory of the checkpoint to which this file belongs."
-        )
-        raise problem from error
+        raise UsageError(
+            "this is a file, and none that torch.save wrote",
+            path=store.path,
+            hint="Pass the root directory of the checkpoints, or the directory of the checkpoint to which it belongs.",
+        ) from error
     except OSError as error:
         raise StorageError.of(error, "listing the tags", path=store.path) from error
 
