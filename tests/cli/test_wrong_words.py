@@ -17,9 +17,9 @@ from xla_ckpt.cli.main import main
 from xla_ckpt.cli.words import in_options
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """What a command says that refuses."""
-    assert main([str(word) for word in words]) == code
+    assert main([str(word) for word in words]) == 2
     return capsys.readouterr().err
 
 
