@@ -173,3 +173,19 @@ def test_a_class_that_contains_itself_is_refused(tmp_path: Path) -> None:
     cycle.parts = ([cycle],)
     with pytest.raises(xla_ckpt.UnsupportedStateError, match="contains itself"):
         xla_ckpt.save(tmp_path, "a", {"c": cycle})
+
+
+def test_what_was_put_on_no_device_is_put_on_none(tmp_path: Path) -> None:
+    """jax computes with it wherever the arrays of a mesh lie, and refuses what was put on one device."""
+    placed = jax.device_put(jnp.ones(2), jax.devices()[0])
+    state = {"count": jnp.zeros((), jnp.int32), "key": jax.random.key(1), "placed": placed, "number": 3}
+    xla_ckpt.save(tmp_path, "a", state)
+    like = state | {"number": jnp.zeros((), jnp.int32)}  # as jax has it when a step was compiled
+    restored = xla_ckpt.restore(tmp_path, "a", like).tree
+    assert {name: leaf.committed for name, leaf in restored.items()} == {
+        "count": False, "key": False, "placed": True, "number": False
+    }  # fmt: skip
+    model = {"count": state["count"], "placed": placed}
+    xla_ckpt.save_checkpoint(tmp_path, "b", model)
+    xla_ckpt.load_checkpoint(tmp_path, "b", model)
+    assert {name: leaf.committed for name, leaf in model.items()} == {"count": False, "placed": True}

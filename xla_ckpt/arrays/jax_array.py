@@ -13,6 +13,7 @@ import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.arrays.numpy_array import bytes_of_array
+from xla_ckpt.arrays.pytree import wanted_sharding
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
@@ -158,7 +159,8 @@ class Jax:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        return NewJax(dtype or self.dtype(value), _on_devices(value.sharding, value.shape), value.sharding)
+        sharding = wanted_sharding(value)
+        return NewJax(dtype or self.dtype(value), _on_devices(sharding, value.shape), sharding)
 
     def _data(self, value: Any, local: LocalArray) -> list[Any]:
         """The data of each piece."""

@@ -58,6 +58,15 @@ def _is_builtin(value: Any) -> bool:
     return value is None or type(value) in _OWN or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
+def wanted_sharding(pattern: Any) -> Any:
+    """Where an array, or keys, like a pattern go; None for jax's default device.
+
+    An array that nobody has put somewhere is not committed: jax computes with it wherever the others lie. One in its
+    place that was put on a device would not fit into a computation over a mesh.
+    """
+    return getattr(pattern, "sharding", None) if getattr(pattern, "committed", True) else None
+
+
 def is_key(value: Any) -> bool:
     """Whether a value is a typed key of jax's random numbers, or the description of one."""
     jax = _jax()
@@ -99,7 +108,7 @@ def _parts_of_keys(value: Any, stored: Any) -> ValueParts | None:
         return None
     composite = stored["$composite"]
     wrap, impl = _jax().random.wrap_key_data, composite[2]["impl"]
-    rows = KeyRows(value.shape, getattr(value, "sharding", None))
+    rows = KeyRows(value.shape, wanted_sharding(value))
     return {"data": rows}, lambda members: wrap(members["data"], impl=impl)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
-from xla_ckpt.arrays.pytree import KeyRows, is_key, key_in_place_of_array
+from xla_ckpt.arrays.pytree import KeyRows, is_key, key_in_place_of_array, wanted_sharding
 from xla_ckpt.arrays.torch_objects import is_of, is_torch_tensor, torch_is_installed, torch_is_loaded
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
@@ -229,7 +229,7 @@ def array_instead(pattern: Any, stored: Any) -> Any:
         return array
     import jax
 
-    return jax.device_put(array, getattr(pattern, "sharding", None))
+    return jax.device_put(array, wanted_sharding(pattern))
 
 
 def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Target:
@@ -240,7 +240,7 @@ def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Targe
 
     if isinstance(value, KeyRows):
         return fresh_jax(stored.shape, numpy_dtype(stored.dtype), value.sharding(stored.shape))
-    return fresh_jax(tuple(value.shape), value.dtype, getattr(value, "sharding", None))
+    return fresh_jax(tuple(value.shape), value.dtype, wanted_sharding(value))
 
 
 def new_array(element: DType, local: LocalArray, kind: str, device: torch.device | None = None) -> Target:

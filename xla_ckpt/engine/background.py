@@ -23,6 +23,9 @@ from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
 
+EARLIER = "an asynchronous save before this call has failed"
+"""Begins the error of a save that a later call raises."""
+
 
 class InFlight(Protocol):
     """What the thread of a save runs."""
@@ -326,8 +329,9 @@ def _for_later(handle: SaveHandle) -> BaseException:
         return error
     # The tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
     # save out.
-    problem = f"an asynchronous save before this call has failed: {error.problem}"
-    later = from_json(error.to_json() | {"problem": problem})
+    if error.problem.startswith(EARLIER):  # the save did not begin, because of one before it
+        return error
+    later = from_json(error.to_json() | {"problem": f"{EARLIER}: {error.problem}"})
     later.__cause__ = error
     return later
 

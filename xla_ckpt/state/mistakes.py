@@ -298,8 +298,10 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     model_homes, optimizer_homes = _homes(of_model), _homes(strangers)
     if not alike or not _was_moved(optimizer_homes, model_homes):
         logger.warning(
-            "no parameter of the optimizer is one of the model: was the model made anew after it? Its state goes by "
-            "the position of its parameters (#0.0 is the first of the first group), not by their names"
+            "no parameter of the optimizer is one of the model: its state goes by the position of its parameters (#0.0 "
+            "is the first of the first group), not by their names. If it steps copies, such as master weights, give "
+            'them with the model: {"model": model, "master": copies}. If the model was made anew after the optimizer, '
+            "make that anew, too"
         )
         return
     raise UsageError(
