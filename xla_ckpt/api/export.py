@@ -20,6 +20,7 @@ from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
     check_split,
+    check_state_dict,
     check_whole_model,
     opened,
     source_of,
@@ -120,6 +121,7 @@ def export_hf(
     known, config = described_model(store, tag, job)
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
+        check_state_dict(stored)
         reader = without_rank_numbers(stored)
         check_split(reader, part)
         if part == schema.MODEL:

@@ -48,6 +48,11 @@ class Loaded:
     report: LoadReport
     """Which tag it was, what was left out, and where the time went."""
 
+    @property
+    def tag(self) -> str:
+        """Which tag it was: that of the report."""
+        return self.report.tag
+
     def _repr_html_(self) -> str:
         return _html("user_content", self.user_content, self.report)
 
@@ -61,6 +66,11 @@ class Restored:
 
     report: LoadReport
     """Which tag it was, and where the time went."""
+
+    @property
+    def tag(self) -> str:
+        """Which tag it was: that of the report."""
+        return self.report.tag
 
     def _repr_html_(self) -> str:
         return _html("tree", self.tree, self.report)

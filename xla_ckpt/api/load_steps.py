@@ -304,9 +304,12 @@ class Load:
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
         refused = [problem for problem in problems if not problem.stays]
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
-            optional = isinstance(self.content, Objects)
+            objects = self.content if isinstance(self.content, Objects) else None
             ranks = self.job.placement.world
-            error = incompatible(refused, fits=fits, optional=optional, ranks=ranks, misfit=reader.misfit)
+            masters = objects is not None and objects.optimizer is None and stores_masters(reader.manifest)
+            error = incompatible(
+                refused, fits=fits, optional=objects is not None, ranks=ranks, misfit=reader.misfit, masters=masters
+            )
             raise error.at(path=reader.root, tag=reader.tag)
         if refused:
             fitting = len(loadings.targets)

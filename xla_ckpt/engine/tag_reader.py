@@ -42,6 +42,9 @@ DAMAGED = "Load another tag, or restore this file from a copy."
 class ForeignObject(Protocol):
     """An object that another library stored its own way."""
 
+    problem: str
+    """Why it is not read without trust: what it is, as far as that is known."""
+
     def load(self, leaf: str, *, trust: bool) -> Any:
         """The object.
 
