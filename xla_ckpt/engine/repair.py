@@ -39,7 +39,8 @@ from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.storage.small_files import read_whole, size_of, write_small
 from xla_ckpt.tags.entry import MANIFEST
-from xla_ckpt.tags.root import Kind, Root, Transaction
+from xla_ckpt.tags.root import Kind, Root
+from xla_ckpt.tags.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

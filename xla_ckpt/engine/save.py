@@ -49,7 +49,7 @@ from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tags.lease import LEASES
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
