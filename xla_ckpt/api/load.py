@@ -258,7 +258,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     try:
         with naming(path=store.path), job.taking_part():
             waited_for = [store.path] if near is None else [store.path, near.path]
-            disks = Disks.from_json(job.begin(call, partial(_word, waited_for, job, uploader), united_disks))
+            disks = Disks.from_json(job.begin(call, partial(_word, waited_for, job, uploader), _united))
             if uploader is not None and disks.several:
                 with agreed(job.exchange, "uploading"):  # what no other host can read yet
                     uploader.meet(disks)
@@ -297,6 +297,10 @@ def _word(paths: Sequence[str], job: Job, uploader: Uploader | None) -> Any:
     GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
     alone = uploader is None or job.exchange.size == 1
     return (DiskWord("") if alone or uploader is None else uploader.word(saves=False)).to_json()
+
+
+def _united(words: Sequence[Any]) -> Any:
+    return united_disks([DiskWord.from_json(word) for word in words]).to_json()
 
 
 def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:

@@ -1,4 +1,5 @@
-"""Whether the ranks of a pipeline stage hold the same arrays, of the same element types, shapes and shardings. Pure.
+"""Whether the ranks of a pipeline stage hold the same arrays, of the same element types, shapes and shardings; and
+which arrays several stages hold. Pure.
 
 The first rank of a stage reports all of its arrays, and the others a fingerprint. Only those whose fingerprint is
 another one report all of theirs, too: records stay small.
@@ -32,6 +33,22 @@ def odd_ones(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
     [1, 3]
     """
     return [rank for rank, own in enumerate(fingerprints) if own != fingerprints[mesh.first_of_stage(rank)]]
+
+
+def first_stages(stages: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The first pipeline stage of each leaf that several hold: that one stores it.
+
+    Args:
+        stages: The leaf paths that each of them holds.
+
+    >>> first_stages([["model/wte", "model/0"], ["model/1"], ["model/wte", "model/2"]])
+    {'model/wte': 0}
+    """
+    first: dict[str, int] = {}
+    for stage, leaves in enumerate(stages):
+        for leaf in leaves:
+            first.setdefault(leaf, stage)
+    return {leaf: first[leaf] for stage, leaves in enumerate(stages) for leaf in leaves if first[leaf] < stage}
 
 
 def check_same_arrays(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:
