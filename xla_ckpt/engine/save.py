@@ -110,7 +110,11 @@ class Save:
             self.release()
         return self._end(began, sequence, written)
 
-    def _end(self, began: float, sequence: int, written: SharedPlan, error: Exception | None = None) -> SaveReport:
+    def refuse(self, error: BaseException) -> None:
+        """Report that it was not run: this rank is alone, and its caller is told why."""
+        self._end(time.perf_counter(), 0, SharedPlan(SavePlan(())), error)
+
+    def _end(self, began: float, sequence: int, written: SharedPlan, error: BaseException | None = None) -> SaveReport:
         """The report of this save, which is done now; the trace and the program's functions have it, too."""
         ended = time.perf_counter()
         self.phases.keep(SAVE, began, ended, written.plan.nbytes, about=self.order.tag)
