@@ -34,7 +34,7 @@ class Frozen:
     """Prefixes of the leaf paths that this rank reports in any case: nobody else has them."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Part of the state -> digest of its plain values, which all ranks have in common."""
+    """Part of the state -> fingerprint of its plain values, which all ranks have in common."""
 
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     """Parameters that are not trained, by leaf path; known only where `SaveOptions.share` asks for it."""

@@ -14,7 +14,7 @@ from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import RankFailedError
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.messages import Message
-from xla_ckpt.plan.same_arrays import fingerprint, first_stages, odd_ones
+from xla_ckpt.plan.same_arrays import arrays_fingerprint, first_stages, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
 
 
@@ -69,7 +69,7 @@ def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phase
     def word() -> Any:
         frozen = ready()
         return RankWord(
-            arrays=fingerprint(frozen.types(frozen.has_in_common)) if job.exchange.size > 1 else "",
+            arrays=arrays_fingerprint(frozen.types(frozen.has_in_common)) if job.exchange.size > 1 else "",
             leaves=tuple(frozen.leaves.paths) if placement.mesh.pp > 1 and placement.speaks else (),
             files=frozen.writing.told,
             disk=DiskWord("") if uploader is None else uploader.word(saves=True),

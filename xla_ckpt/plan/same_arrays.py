@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from xla_ckpt.errors import SaveError
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.plan.agreement import Disagreement
 from xla_ckpt.sharding.mesh import Mesh
 
@@ -21,9 +21,9 @@ Types = Mapping[str, tuple[str, tuple[int, ...], object]]
 NOT_THERE = "nothing"
 
 
-def fingerprint(types: Types) -> str:
+def arrays_fingerprint(types: Types) -> str:
     """The same text for the same arrays."""
-    return to_hex(digest(json.dumps(sorted(types.items())).encode()))
+    return text_fingerprint(json.dumps(sorted(types.items())))
 
 
 def odd_ones(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
