@@ -42,8 +42,9 @@ from xla_ckpt.plan.row_order import is_grouped
 from xla_ckpt.plan.stored_shardings import stored_sharding
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, above, full_path
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree import schema
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
