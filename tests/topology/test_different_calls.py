@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def arrays_differ(rank: int, root: Path) -> dict[str, str]:
     stages: dict[str, Any] = {"mesh": xla_ckpt.Mesh(pp=2, dp=2)}
     deep = {f"w{rank // 2}": torch.zeros(9, dtype=torch.float64 if rank == 3 else torch.float32)}
     told["stages"] = same(rank, root, lambda: save(deep, **stages))
+    half = {"half": Fraction(1, 2) if odd else 0.5}  # orbax has no place for an object
+    told["layout"] = same(rank, root, lambda: save(half, layout=("orbax", "native")))
     save({"w": torch.zeros(9)})
     return told
 
@@ -182,6 +185,7 @@ def test_an_array_that_differs_is_never_a_mixture(tmp_path: Path) -> None:
     assert "expected nothing on ranks 0, 1, 3, found float32 [9] on rank 2" in told["more"]
     assert "found int32 [36] split as" in told["split"]
     assert "expected float32 [9] on rank 2, found float64 [9] on rank 3" in told["stages"]
+    assert "expected orbax on ranks 0, 1, 3, found native on rank 2" in told["layout"]
     assert torch.equal(xla_ckpt.restore(root, "t").tree["w"], torch.zeros(9))
 
 

@@ -51,11 +51,12 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
             takes_apart=all(layout.takes_apart for layout in wish.layouts),
             replicas=wish.options.replicas,
         )
-        writing = _first_that_can(wish.layouts, description)
+        layout, writing = _first_that_can(wish.layouts, description)
     with phases.timed("snapshot"):
         snapshot = _snapshot_of(description, writing, wish.options, phases, waits=wish.waits)
     return Frozen(
         leaves=description.leaves,
+        layout=layout.name,
         writing=writing,
         snapshot=snapshot,
         skeleton=description.skeleton,
@@ -88,8 +89,8 @@ def _fixed(description: Description) -> dict[str, Fixed]:
     }
 
 
-def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:
-    """How the first of the layouts that can hold the state writes it."""
+def _first_that_can(layouts: Sequence[Layout], description: Description) -> tuple[Layout, Writing]:
+    """The first of the layouts that can hold the state, and how it writes it."""
     problem: UnsupportedStateError | None = None
     for layout in layouts:
         try:
@@ -100,7 +101,7 @@ def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writ
             continue
         if problem is not None:
             logger.warning("the %s layout is written in place of %s: %s", layout.name, layouts[0].name, problem)
-        return writing
+        return layout, writing
     assert problem is not None
     raise problem
 

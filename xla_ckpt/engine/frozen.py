@@ -18,6 +18,10 @@ class Frozen:
     """What one rank has of the state that is saved: frozen, and described."""
 
     leaves: Leaves
+
+    layout: str
+    """The name of the layout in which it is written."""
+
     writing: Writing
     snapshot: Snapshot
     skeleton: Any

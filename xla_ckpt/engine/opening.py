@@ -11,9 +11,10 @@ from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.writing import Writing
-from xla_ckpt.errors import RankFailedError
+from xla_ckpt.errors import RankFailedError, UnsupportedStateError
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.messages import Message
+from xla_ckpt.plan.agreement import Disagreement
 from xla_ckpt.plan.same_arrays import arrays_fingerprint, first_stages, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
 
@@ -21,6 +22,9 @@ from xla_ckpt.plan.save_plan import SavePlan
 @dataclass(frozen=True, slots=True)
 class RankWord(Message):
     """What each rank says of what it saves."""
+
+    layout: str
+    """The layout in which it can be written."""
 
     arrays: str
     """A fingerprint of the arrays that all of its pipeline stage has."""
@@ -69,6 +73,7 @@ def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phase
     def word() -> Any:
         frozen = ready()
         return RankWord(
+            layout=frozen.layout,
             arrays=arrays_fingerprint(frozen.types(frozen.has_in_common)) if job.exchange.size > 1 else "",
             leaves=tuple(frozen.leaves.paths) if placement.mesh.pp > 1 and placement.speaks else (),
             files=frozen.writing.told,
@@ -77,6 +82,7 @@ def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phase
 
     def united(said: Sequence[Any]) -> Any:
         words, mesh = [RankWord.from_json(one) for one in said], placement.mesh
+        _check_same_layout([word.layout for word in words])
         return AgreedSave(
             odd=tuple(odd_ones([word.arrays for word in words], mesh)),
             first_stages=first_stages([w.leaves for rank, w in enumerate(words) if mesh.first_of_stage(rank) == rank]),
@@ -96,3 +102,16 @@ def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phase
     if uploader is not None:
         uploader.meet(agreed.disks)
     return agreed
+
+
+def _check_same_layout(layouts: Sequence[str]) -> None:
+    """Refuse a save whose ranks fell back to different layouts: each of them would have a part of the files alone."""
+    difference = Disagreement.among(dict(enumerate(layouts)))
+    if difference is not None:
+        raise UnsupportedStateError(
+            "no layout of this save can hold the states of all ranks, and they would write different ones",
+            rank=difference.rank,
+            expected=difference.expected,
+            found=difference.found,
+            hint="The warnings of the ranks that fell back say why. Name one layout that can hold all of it.",
+        )
