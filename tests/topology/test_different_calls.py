@@ -146,7 +146,7 @@ def test_whatever_differs_all_ranks_say_so(tmp_path: Path) -> None:
 def arrays_differ(rank: int, root: Path) -> dict[str, str]:
     odd, told = rank == ODD, dict[str, str]()
 
-    def save(tree: Mapping[str, torch.Tensor], **options: Any) -> object:
+    def save(tree: Mapping[str, Any], **options: Any) -> object:
         return xla_ckpt.save(
             root, "t", {"v": torch.ones(3), **tree}, options=xla_ckpt.SaveOptions(timeout=LONG), **options
         )
