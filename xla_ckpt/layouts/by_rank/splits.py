@@ -17,7 +17,7 @@ _KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_
 """Keys and values, of which several ranks may hold the same. Of any other array a shape that does not fit is one."""
 
 _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
-"""Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
+"""Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
 
 HINT = (
     "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
