@@ -14,6 +14,7 @@ import pickle
 import types
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what pickle itself applies to the names of old protocols
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,28 @@ def loads(
         except Exception as error:
             # Damaged pickles raise whatever the operation that they describe by accident raises.
             raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
+
+
+def tensor_alone(data: bytes) -> TensorView | None:
+    """The tensor that a pickle describes and nothing else; None if it holds anything more, or is damaged.
+
+    torch_xla's `serialization.save` writes a file for each tensor. All tensors of one shape have the same pickle there,
+    which is read once.
+    """
+    return _tensor_alone(data) if len(data) < _SMALL else None
+
+
+_SMALL = 1024
+"""Bytes below which a pickle may be one that describes a single tensor."""
+
+
+@lru_cache(maxsize=1024)
+def _tensor_alone(data: bytes) -> TensorView | None:
+    try:
+        value = loads(data, "")
+    except CheckpointError:
+        return None  # `loads` says what is wrong, with the name of the file
+    return value if isinstance(value, TensorView) else None
 
 
 MAX_PICKLE_DEPTH = 100

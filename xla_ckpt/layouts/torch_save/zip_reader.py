@@ -20,7 +20,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
-from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
+from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced, tensor_alone
 from xla_ckpt.layouts.torch_save.stand_ins import TensorView
 from xla_ckpt.layouts.torch_save.zip_directory import records_of
 from xla_ckpt.sharding.box import Box
@@ -213,6 +213,8 @@ class Zip:
             return reference(value.tid)
 
         data = self._small("data.pkl")
+        if not more and (alone := tensor_alone(data)) is not None:
+            return leaf(alone)
         return replaced(loads(data, self.file, more, tolerant=tolerant), leaf, self.file, len(data))
 
     @property
