@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
     from xla_ckpt.api.load import restore as restore
     from xla_ckpt.api.preemption import PreemptionGuard as PreemptionGuard
+    from xla_ckpt.api.products import Product as Product
     from xla_ckpt.api.samples import ArraySample as ArraySample
     from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
     from xla_ckpt.api.save import save as save
@@ -103,7 +104,6 @@ if TYPE_CHECKING:
     from xla_ckpt.layouts.registry import register_layout as register_layout
     from xla_ckpt.options import ConvertOptions as ConvertOptions
     from xla_ckpt.options import LoadOptions as LoadOptions
-    from xla_ckpt.options import Product as Product
     from xla_ckpt.options import SaveOptions as SaveOptions
     from xla_ckpt.options import default_options as default_options
     from xla_ckpt.plan.explain import Explanation as Explanation
@@ -138,6 +138,7 @@ _HOMES = {
     "api.llama": ("LlamaJob",),
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
+    "api.products": ("Product",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
     "api.samples": ("ArraySample",),
     "api.summaries": ("TagSummary",),
@@ -178,7 +179,7 @@ _HOMES = {
     "layouts.orbax.name_rules": ("register_names",),
     "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
-    "options": ("ConvertOptions", "LoadOptions", "Product", "SaveOptions", "default_options"),
+    "options": ("ConvertOptions", "LoadOptions", "SaveOptions", "default_options"),
     "plan.explain": ("Explanation",),
     "tags.retention": ("AnyOf", "BestN", "EveryNSeconds", "EveryNSteps", "LatestDuration", "LatestN", "Retention"),
 }

@@ -44,6 +44,21 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
     return lambda call: _checked(call, fields)
 
 
+def known_names(*behind: Callable[..., Any]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """`known_options` for a function of another library's, which refuses a value of another kind itself.
+
+    Args:
+        behind: The functions that get, as ``**more``, the keywords that it does not have. What is like no argument of
+            its own goes on to them, who know their own.
+
+    >>> known_names()(check_choice)(nam="a")
+    Traceback (most recent call last):
+    TypeError: check_choice() has no argument 'nam': did you mean 'name'?
+    """
+    further = [name for call in behind for name in inspect.signature(call).parameters]
+    return lambda call: _checked(call, {}, kinds=False, further=further)
+
+
 def known_fields(kind: type[Value], more: str = "") -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant.
 
@@ -131,8 +146,9 @@ def _checked(
     *,
     kinds: bool = True,  # a dataclass knows more of its fields than their kinds, and checks them itself
     otherwise: str = "",
+    further: Sequence[str] = (),
 ) -> Callable[Parameters, Result]:
-    parameters = inspect.signature(call).parameters
+    parameters = {n: p for n, p in inspect.signature(call).parameters.items() if p.kind is not p.VAR_KEYWORD}
     known = list(parameters)
     ordered = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     others = [name for name in known if name not in ordered]
@@ -144,7 +160,7 @@ def _checked(
     @functools.wraps(call)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
-            if name in known:
+            if name in known or (further and closest(name, [*known, *further]) not in known):
                 continue
             hint = meant(name, [*known, *fields]) or (f": {_OWNERS[name]} has it" if name in _OWNERS else otherwise)
             if name in fields:
@@ -188,11 +204,23 @@ def closest(word: str, known: Sequence[str]) -> str:
 def nearest(leaf: str, leaves: Sequence[str]) -> str:
     """The end of a sentence, as `meant` says it, of a leaf path that is none: a leaf, or a part that leaves lie below.
 
+    Where none is like it, one is named that ends like it, after a slash or a dot.
+
     >>> nearest("modle", ["model/a/w", "step"]), nearest("model/a/v", ["model/a/w"])
     (": did you mean 'model'?", ": did you mean 'model/a/w'?")
+    >>> nearest("wieght", ["model/a.weight"]), nearest("a", ["model/a.weight"])
+    (": did you mean 'model/a.weight'?", ": did you mean 'model/a'?")
     """
     parts = {path[:end] for path in leaves for end, letter in enumerate(path) if letter == "/"}
-    return meant(leaf, [*leaves, *sorted(parts)])
+    if whole := meant(leaf, [*leaves, *sorted(parts)]):
+        return whole
+    ends: dict[str, str] = {}
+    for path in leaves:
+        for part in (path[:end] for end in range(1, len(path) + 1) if path[end : end + 1] in ("/", ".", "")):
+            for letter in "/.":
+                ends.setdefault(part.rpartition(letter)[2], part)
+    near = closest(leaf, [*ends])
+    return f": did you mean {ends[near]!r}?" if near else ""
 
 
 def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = "") -> None:

@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeVar, get_args
 
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.job.rounds import TIMEOUT
-from xla_ckpt.keywords import check_choice, known_fields, options_of_calls
+from xla_ckpt.keywords import check_choice, options_of_calls
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.replicas import Replicas
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.take import Mode
-from xla_ckpt.storage.door import PathLike, full_path
+from xla_ckpt.storage.door import PathLike
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tags.retention import Retention, check_policy
@@ -34,54 +34,6 @@ Stale = Literal["warn", "raise", "ignore"]
 
 ReplicaRead = Literal["each", "share"]
 """Whether each rank reads all that it needs, or ranks that need the same bytes read a part each."""
-
-
-PLACE = "{tag}"
-"""Stands for the name of the tag in the place of a product."""
-
-
-@known_fields
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
-
-    Raises (on construction):
-        UsageError: `every_n_steps` or `keep` makes no sense. What does not fit the layout is refused by the save.
-
-    Example:
-        ``SaveOptions(products=(Product(to="hf/{tag}", every_n_steps=1000, dtype="bfloat16"),))``
-    """
-
-    to: PathLike
-    """Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old one;
-    for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``."""
-
-    layout: str = "safetensors"
-    """What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it."""
-
-    every_n_steps: int = 1
-    """Of which tags: those whose step is a multiple of this. It counts steps and not saves, as `EveryNSteps` does: of a
-    run that saves each 100 steps, 200 takes each second tag. The step is the number at the end of the tag's name, or
-    the number of its commit."""
-
-    dtype: str | None = None
-    """For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`."""
-
-    mesh: str | None = None
-    """For other layouts: the topology that the files are for, as in `convert`."""
-
-    llama: Any = None
-    """A `LlamaJob`, as in `convert` and `export_hf`."""
-
-    keep: Retention | None = None
-    """Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json`` then, by
-    which it is known; others are not touched."""
-
-    def __post_init__(self) -> None:
-        _check_number("every_n_steps", self.every_n_steps, "steps")
-        full_path(self.to)
-        if self.keep is not None:
-            check_policy("keep", self.keep)
 
 
 @options_of_calls
@@ -151,9 +103,9 @@ class SaveOptions:
     what one of several keeps: ``LatestN(3) | BestN("loss")``. None keeps all. The newest tag and pinned ones are
     kept in any case."""
 
-    products: tuple[Product, ...] = ()
-    """What is made of the tag after its commit, in the background on rank 0, for other readers: a directory of Hugging
-    Face's, another layout (docs/products.md). An error is logged, does not fail the save, and is raised by
+    products: tuple[Any, ...] = ()
+    """`Product`s: what is made of the tag after its commit, in the background on rank 0, for other readers: a directory
+    of Hugging Face's, another layout (docs/products.md). An error is logged, does not fail the save, and is raised by
     `finalize_checkpoint`, which waits for products."""
 
     local: PathLike | None = None
@@ -177,13 +129,13 @@ class SaveOptions:
             check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
         if self.retention is not None:
             check_policy("retention", self.retention)
-        if not isinstance(self.products, tuple) or not all(isinstance(one, Product) for one in self.products):
+        if not isinstance(self.products, tuple) or not all(map(_is_product, self.products)):
             raise UsageError(
                 "products= is no tuple of products",
                 expected="(xla_ckpt.Product(...), ...)",
                 found=repr(self.products)[:80],
             )
-        _check_number("snapshot_budget", self.snapshot_budget, "bytes")
+        check_number("snapshot_budget", self.snapshot_budget, "bytes")
         _check_timeout(self.timeout)
 
     def in_common(self) -> dict[str, Any]:
@@ -271,8 +223,8 @@ class ConvertOptions:
     `diff` never shows one."""
 
     def __post_init__(self) -> None:
-        _check_number("max_memory", self.max_memory, "bytes")
-        _check_number("num_workers", self.num_workers, "threads")
+        check_number("max_memory", self.max_memory, "bytes")
+        check_number("num_workers", self.num_workers, "threads")
 
 
 Options = TypeVar("Options", SaveOptions, LoadOptions, ConvertOptions)
@@ -334,7 +286,17 @@ def chosen(kind: type[Options], options: Options | None) -> Options:
     return options
 
 
-def _check_number(name: str, number: Any, unit: str) -> None:
+def _is_product(value: Any) -> bool:
+    """Whether a value is a `Product`, whose class knows the layouts, which lie above this module."""
+    return hasattr(value, "every_n_steps") and not isinstance(value, type)
+
+
+def check_number(name: str, number: Any, unit: str) -> None:
+    """Refuse what is no number of so many.
+
+    Raises:
+        UsageError: It is none, or not positive.
+    """
     if type(number) is not int or number <= 0:
         raise UsageError(f"{name} is no number of {unit}", expected="a positive int", found=repr(number))
 

@@ -27,13 +27,23 @@ from neuron_compat.smp.meeting import together
 from neuron_compat.smp.model_calls import ModelCalls
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
 from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
-from xla_ckpt.facade import IS_PARTIAL, JOB_CONFIG, NEWEST, PARTIAL, NamesOnly, user_content_name, write_whole_file
+from xla_ckpt.facade import (
+    IS_PARTIAL,
+    JOB_CONFIG,
+    NEWEST,
+    PARTIAL,
+    NamesOnly,
+    known_names,
+    user_content_name,
+    write_whole_file,
+)
 
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 
 
+@known_names()
 def save_checkpoint(
     path: PathLike,
     tag: str,
@@ -193,6 +203,7 @@ def _save_full(root: str, tag: str, model: Any, user_content: Any, *, marked: bo
 # -- resume
 
 
+@known_names()
 def resume_from_checkpoint(
     path: PathLike,
     tag: str | None = None,

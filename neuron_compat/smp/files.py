@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import job
+from neuron_compat.smp.elsewhere import read_otherwise
 from neuron_compat.smp.errors import (
     IncompatibleCheckpointFoundError,
     MissingCheckpointFilesError,
@@ -44,6 +45,7 @@ from xla_ckpt.facade import (
     SetPart,
     changed_tensors,
     is_whole,
+    known_names,
     load_whole_file,
     parts_at,
     write_part,
@@ -51,6 +53,7 @@ from xla_ckpt.facade import (
 )
 
 
+@known_names(torch.save)
 def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: str = "auto", **options: Any) -> None:
     """Save an object, as torch.save does, to this process' file of a checkpoint. It waits for no other rank.
 
@@ -87,6 +90,7 @@ def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: st
     write_part(obj, path, save_of(f, v3), rank=place.own, sizes=place.sizes, options=options)
 
 
+@known_names(torch.load)
 def load(
     f: str,
     partial: bool = True,
@@ -212,13 +216,10 @@ class Reading:
 
 def _full(f: str, reading: Reading) -> Any:
     """A whole checkpoint, which each rank reads for itself."""
-    if not os.path.exists(f):
+    if not os.path.isfile(f):
         parts = parts_at(f)
-        raise NoCheckpointError(
-            "there is no such file",
-            file=f,
-            hint=f"There are {len(parts)} partial files of this name: pass partial=True." if parts else None,
-        )
+        hint = f"There are {len(parts)} partial files of this name: pass partial=True." if parts else read_otherwise(f)
+        raise NoCheckpointError("there is no such file", file=f, hint=hint)
     return as_stored(reading.value(f), None, fits=True)
 
 
@@ -227,8 +228,8 @@ def _partial(f: str, reading: Reading, place: Place, *, strict: bool) -> Any:
     parts = parts_at(f)
     if not parts:
         error = MissingCheckpointFilesError.of(f)
-        if os.path.isfile(f):
-            error.details = "There is a full checkpoint of this name: pass partial=False."
+        full = "There is a full checkpoint of this name: pass partial=False."
+        error.details = full if os.path.isfile(f) else read_otherwise(f)
         raise error
     files = {numbers: part.file for numbers, part in parts.items()}
     _check_whole(parts, files, place, f)

@@ -12,7 +12,7 @@ from neuron_compat.smp import job
 from neuron_compat.smp.entries import Entry, Partitions, entries_of, spec_of
 from neuron_compat.smp.gathering import full_state
 from neuron_compat.smp.loading import load_model_state
-from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, Parsed, hosted
+from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, Parsed, hosted, known_names
 
 
 class ModelCalls:
@@ -49,6 +49,7 @@ class ModelCalls:
         here = job.pp_rank()
         return [entry for entry in self.entries() if here in entry.owners]
 
+    @known_names()
     def local_state_dict(
         self,
         cast_to_cpu: bool = True,
@@ -93,6 +94,7 @@ class ModelCalls:
             "xla_ckpt": {"specs": {e.name: spec_of(e) for e in split}, **({"shapes": padded} if padded else {})},
         }
 
+    @known_names()
     def state_dict(  # SMP's signature
         self,
         destination: Any = None,
@@ -129,6 +131,7 @@ class ModelCalls:
         state.update((prefix + name, value) for name, value in whole.items())
         return state
 
+    @known_names()
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any],

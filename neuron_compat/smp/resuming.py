@@ -11,6 +11,7 @@ from typing import Any
 
 import xla_ckpt
 from neuron_compat.smp import files
+from neuron_compat.smp.elsewhere import read_otherwise
 from neuron_compat.smp.errors import MissingCheckpointFilesError, SMPValidationError
 from neuron_compat.smp.sources import Stored
 from xla_ckpt.facade import (
@@ -49,8 +50,9 @@ def chosen(root: str, tag: str | None, *, partial: bool) -> str:
         name = _newest(root)
     else:
         raise SMPValidationError("tag is required to load a full checkpoint!")
-    if not os.path.exists(f"{root}/{name}"):
-        raise SMPValidationError(f"Checkpoint {root}/{name} does not exist!", details=_in_its_place(root, name))
+    if not (os.path.isdir if partial else os.path.isfile)(f"{root}/{name}"):
+        details = _in_its_place(root, name) or read_otherwise(root)
+        raise SMPValidationError(f"Checkpoint {root}/{name} does not exist!", details=details)
     return name
 
 
@@ -59,9 +61,9 @@ def _in_its_place(root: str, name: str) -> str | None:
     bare = name.removesuffix(PARTIAL)
     if name.endswith(2 * PARTIAL):
         return f"A tag is the name of the directory without {PARTIAL}: pass {bare.removesuffix(PARTIAL)}."
-    if name != bare and os.path.exists(f"{root}/{bare}"):
+    if name != bare and os.path.isfile(f"{root}/{bare}"):
         return "There is a full checkpoint of this tag: pass partial=False."
-    if name == bare and os.path.exists(f"{root}/{bare}{PARTIAL}"):
+    if name == bare and os.path.isdir(f"{root}/{bare}{PARTIAL}"):
         return "There is a partial checkpoint of this tag: pass partial=True."
     tags = [there.removesuffix(PARTIAL) for there in root_at(root).order]
     return f"Tags of partial checkpoints there, oldest first: {', '.join(tags[-10:])}." if tags else None
@@ -73,7 +75,8 @@ def _newest(root: str) -> str:
     if listing.lines is None and listing.theirs == listing.order:  # saves of this library are found without the file
         raise SMPValidationError(
             f"Unable to find newest file at {root}/{NEWEST}, if trying to load newest checkpoint please ensure this "
-            "file exists or pass an explicit checkpoint tag when loading a checkpoint."
+            "file exists or pass an explicit checkpoint tag when loading a checkpoint.",
+            details=read_otherwise(root),
         )
     last = listing.lines[-1] if listing.lines else ""
     if last and PARTIAL.removeprefix("_") not in last:

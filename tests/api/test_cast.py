@@ -181,3 +181,20 @@ def test_a_stage_may_have_nothing_if_another_has_something(tmp_path: Path) -> No
     told = run_on_ranks(a_stage_without_anything, 2, f"{tmp_path}none")
     assert told[0] == told[1]
     assert "does not fit" in told[0]
+
+
+def test_master_weights_are_named_where_a_model_of_their_type_is_loaded_alone(tmp_path: Path) -> None:
+    """The error named ``cast=True`` alone, which gives the rounded weights."""
+    master = torch.arange(8.0).reshape(2, 4) / 3
+    group = {"params": ["weight"], "lr": 0.1}
+    optimizer = {"state": {}, "param_groups": [group], "master": {"weight": master}}
+    xla_ckpt.save(tmp_path, "a", {"model": {"weight": master.bfloat16()}, "optimizer": optimizer})
+    model = torch.nn.Linear(4, 2, bias=False)
+    with pytest.raises(IncompatibleCheckpointError, match=r"has master weights.*its optimizer is loaded.*cast=True"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model)
+    xla_ckpt.load_checkpoint(tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.1))  # as it says
+    assert torch.equal(model.weight, master)
+    xla_ckpt.save_checkpoint(tmp_path, "b", {"weight": master.bfloat16()})
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(tmp_path, "b", model)
+    assert "master weights" not in str(caught.value)

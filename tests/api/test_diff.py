@@ -121,3 +121,30 @@ def test_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out)["moved"] == [{"leaf": "model/h", "elements": 1, "max_abs": "inf", "relative": "inf"}]
     code, out, _ = call(capsys, "diff", root / "a", root / "a")
     assert (code, out.splitlines()[-1]) == (0, "equal: 6 arrays")
+
+
+class Tied(torch.nn.Module):
+    """Two names of one array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_an_array_with_two_names_is_one_as_in_the_list_of_tags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Tied()
+    for tag in ("a", "b", "c"):
+        xla_ckpt.save_checkpoint(tmp_path, tag, model)
+        if tag == "b":
+            torch.nn.init.zeros_(model.head.weight)
+    (summary, *_) = xla_ckpt.Checkpoints(tmp_path).summaries()
+    equal, moved = (xla_ckpt.diff(tmp_path, tmp_path, "a", tag, leaf="model") for tag in "bc")
+    assert summary.arrays == equal.equal == 1
+    assert (moved.equal, [*moved.moved]) == (0, ["model/embedding.weight"])
+    assert moved.parts["model"].elements == 24
+    assert [*xla_ckpt.diff(tmp_path, tmp_path, "a", "c", leaf="model/head").moved] == ["model/head.weight"]
+    assert call(capsys, "diff", tmp_path / "a", "b", "--leaf", "model")[1].endswith("equal: 1 array\n")

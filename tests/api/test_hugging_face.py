@@ -470,3 +470,34 @@ def test_models_that_are_not_like_llama_keep_their_names(tmp_path: Path, kind: s
     loaded = type(model).from_pretrained(tmp_path / "exported", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     assert not differences({k: v.bfloat16() for k, v in model.state_dict().items()}, loaded.state_dict(), order=False)
+
+
+def test_a_tag_of_one_rank_is_split_as_its_configuration_says(tmp_path: Path) -> None:
+    """The configuration was read, compared, and each rank got the whole of every array."""
+    directory, model = saved(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(IDS).logits.sum().backward()
+    optimizer.step()
+    xla_ckpt.save_checkpoint(tmp_path / "run", "a", model, optimizer)
+    words = [tmp_path / "run", tmp_path / "nxd", "--to", "pt", "--mesh", "tp=2", "--config", directory]
+    assert main(["convert", *map(str, words)]) == 0
+    stored = model.state_dict()
+    for rank in range(2):
+        found = content(tmp_path / f"nxd/a/model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+        at = "model.layers.1."
+        for name, dim in (("self_attn.k_proj", 0), ("self_attn.o_proj", 1), ("mlp.up_proj", 0), ("mlp.down_proj", 1)):
+            weight = f"{at}{name}.weight"
+            assert torch.equal(found[weight], stored[weight].chunk(2, dim)[rank])
+        assert torch.equal(found[f"{at}input_layernorm.weight"], stored[f"{at}input_layernorm.weight"])
+        assert torch.equal(found["lm_head.weight"], stored["lm_head.weight"].chunk(2)[rank])
+    split = xla_ckpt.explain(tmp_path / "nxd", mesh="tp=2").split
+    assert split["optimizer/state/model.layers.0.mlp.down_proj.weight/exp_avg"] == (None, "tp")
+    rule = [("up_proj", None)]
+    xla_ckpt.convert(
+        tmp_path / "run", tmp_path / "nxd", to="pt", mesh="tp=2", llama=xla_ckpt.LlamaJob(directory), shardings=rule,
+        as_tag="ruled",
+    )  # fmt: skip
+    found = content(tmp_path / "nxd/ruled/model/dp_rank_00_tp_rank_01_pp_rank_00.pt")
+    assert torch.equal(found[f"{at}mlp.up_proj.weight"], stored[f"{at}mlp.up_proj.weight"])
+    xla_ckpt.export_hf(tmp_path / "nxd", tmp_path / "back", "a", llama=xla_ckpt.LlamaJob(directory))
+    same_model(tmp_path / "back", model)

@@ -13,8 +13,8 @@ from tests.layouts.stock_dcp import stock
 from tests.runs import names_in
 from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 
 
 @pytest.fixture

@@ -141,19 +141,25 @@ def test_an_error_fails_no_save_and_is_told_once(tmp_path: Path, caplog: pytest.
         ({"to": "hf/{tag}/bf16", "keep": LatestN(1)}, "in the last part of to="),
         ({"to": "dcp", "layout": "dcp", "dtype": "bfloat16"}, "dtype= is for the layout safetensors"),
         ({"to": "hf/{tag}", "mesh": "tp=2"}, "mesh= is for other layouts"),
-        ({"to": "run", "layout": "dcp"}, "outside of the root directory"),
-        ({"to": "run/{tag}/hf"}, "outside of the root directory"),
         ({"to": "hf/{tag}", "dtype": "bf16"}, "dtype= is no element type"),
         ({"to": "hf/{tag}", "llama": True}, "llama= is of another class"),
         ({"to": "hf/{tag}", "every_n_steps": 0}, "every_n_steps is no number of steps"),
+        ({"to": "dcp", "layout": "dcp", "mesh": "dq=2"}, "mesh"),
         ({"to": "dcp", "layout": "dcp", "keep": 3}, "keep is no policy"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], says: str
+def test_a_product_that_makes_no_sense_cannot_be_made(wrong: dict[str, Any], says: str) -> None:
+    """The first save told it."""
+    with pytest.raises(UsageError, match=says):
+        Product(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"to": "run", "layout": "dcp"}, {"to": "run/{tag}/hf"}])
+def test_a_product_among_the_tags_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match="outside of the root directory"):
         save("run", 1, Product(**wrong))
     assert [*tmp_path.iterdir()] == []
     with pytest.raises(UsageError, match=r"products= is no tuple of products"):

@@ -23,7 +23,8 @@ from xla_ckpt.tags import ledger_cleaning
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.attempt import Attempt
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
+from xla_ckpt.tags.transaction import Transaction
 
 Capture = pytest.CaptureFixture[str]
 

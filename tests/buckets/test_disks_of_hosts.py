@@ -22,7 +22,7 @@ from xla_ckpt.engine import sent_part
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import RankFailedError, StorageError, UsageError
 from xla_ckpt.tags.local_first import LocalFirst
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 
 pytestmark = pytest.mark.usefixtures("own_uploads")
 

@@ -138,6 +138,26 @@ def test_a_module_that_was_saved_whole(tmp_path: Path) -> None:
     assert "leaf ," not in str(caught.value)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_was_saved_whole_is_no_state_to_convert(
+    inside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that the checkpoint holds no arrays, or wanted the file to be trusted."""
+    model = torch.nn.Linear(2, 2)
+    file = tmp_path / "whole.pt"
+    torch.save({"model": model, "epoch": 1} if inside else model, file)
+    for words in (
+        ("export", file, tmp_path / "out"),
+        ("convert", file, tmp_path / "out", "--to", "safetensors"),
+        ("convert", file, tmp_path / "out", "--to", "native", "--trust-pickle"),
+    ):
+        said = refused(capsys, *words)
+        assert "the file holds a torch.nn.modules.linear.Linear, which is neither a tensor nor a plain value" in said
+        assert "expected the state_dict() of a module" in said
+        assert "torch.load(file, weights_only=False).state_dict()" in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -147,12 +167,18 @@ def test_a_module_that_was_saved_whole(tmp_path: Path) -> None:
         ("retain TMP/runz --newest 1", "did you mean TMP/run?"),
         ("export TMP/run out --dtype bfloat61", "there is no 'bfloat61': did you mean 'bfloat16'? (choose from "),
         ("show TMP/run --hardware trn3", "there is no 'trn3': did you mean 'trn"),
+        ("show TMP/run --leaf misspelt", "no leaf is like this ["),
+        ("show TMP/run --leaf model/layres.0.weight", "did you mean 'model/layers.0.weight'?"),
+        ("show TMP/run --leaf weihgt", "did you mean 'model/layers.0.weight'?"),
+        ("show TMP/run --leaf layers", "did you mean 'model/layers'?"),
+        ("show TMP/run --leaf layers.0", "did you mean 'model/layers.0'?"),
+        ("diff TMP/run TMP/run --leaf weihgt", "did you mean 'model/layers.0.weight'?"),
         ("completion fisch", "there is no 'fisch': did you mean 'fish'?"),
         ("retain TMP/run --newest 0", "argument --newest: '0' is no whole number from 1"),
     ],
 )
 def test_what_was_meant(tmp_path: Path, words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    xla_ckpt.save(tmp_path / "run", "step_1", {"w": torch.ones(2)})
+    xla_ckpt.save(tmp_path / "run", "step_1", {"model": {"layers.0.weight": torch.ones(2)}})
     with contextlib.suppress(SystemExit):
         main(words.replace("TMP", str(tmp_path)).split())
     assert says.replace("TMP", str(tmp_path)) in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_a_rank_is_lost_when_rank_0_has_committed_a_checkpoint_of_dcps(tmp_path:
 def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
     """Rank 0 is stopped when it has looked at the others for the last time, and its tag is not there yet."""
     from xla_ckpt.tags.orbax_commit import COMMITTER, Committer
-    from xla_ckpt.tags.root import Transaction
+    from xla_ckpt.tags.transaction import Transaction
 
     owner: Any = Transaction if where == "before the last look" else Committer
     commit = owner.commit

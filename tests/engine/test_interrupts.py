@@ -23,7 +23,7 @@ from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.engine import save as engine_save
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 
 MEGABYTES = 40
 

@@ -105,6 +105,8 @@ def test_shapes_that_fit_in_two_ways_are_ambiguous(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="in 2 ways") as caught:
         xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
     assert caught.value.leaf == "model/w"
+    assert (caught.value.expected, caught.value.found) == ("[4, 3]", "[2, 3] on each rank")
+    assert len(str(caught.value)) - len(str(tmp_path)) < 480, "what to do is said in few words"
     xla_ckpt.load_checkpoint(tmp_path, "a", model=model, shardings=[("w", ("ep", None))])
     assert model["w"][:, 0].tolist() == [0, 0, 2, 2]
     xla_ckpt.load_checkpoint(tmp_path, "a", model=model, shardings=[("w", ("tp", None))])

@@ -237,7 +237,7 @@ def test_the_configuration_beside_the_tags_of_neuronx_distributed(tmp_path: Path
 @pytest.mark.parametrize(
     ("names", "error", "words"),
     [
-        (["0.weight"], xla_ckpt.UsageError, "holds no adapters"),
+        (["0.weight"], xla_ckpt.UsageError, "no adapters under the names by which PEFT finds them"),
         (["0.lora_A.weight"], xla_ckpt.UsageError, "nothing says by what the adapters are scaled"),
         (["q.lora_B.weight_qkv", "config"], xla_ckpt.UnsupportedStateError, "queries, keys and values in one layer"),
     ],
@@ -269,3 +269,13 @@ def test_a_configuration_that_is_none(tmp_path: Path, text: str, error: type[Exc
     (tmp_path / "a" / CONFIG).write_text(text)
     with pytest.raises(error, match=CONFIG):
         xla_ckpt.load_checkpoint(tmp_path / "a", model=lora(0))
+
+
+@pytest.mark.parametrize("names", [("down.weight", "up.weight"), ("lora_A", "lora_B"), ("my_lora_down", "my_lora_up")])
+def test_adapters_of_other_names_are_told_which_ones_peft_has(tmp_path: Path, names: tuple[str, str]) -> None:
+    """The names were not said; or a configuration was asked for, which would not have helped."""
+    xla_ckpt.save_checkpoint(tmp_path / "run", "a", {name: torch.ones(2, 2) for name in names})
+    with pytest.raises(xla_ckpt.UsageError, match=r"such as q_proj\.lora_A\.weight.*found " + ", ".join(names)):
+        xla_ckpt.convert(tmp_path / "run", tmp_path / "peft", to="peft")
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "out.pt", to="torch", part="model")  # as it says
+    assert [*torch.load(tmp_path / "out.pt")] == [*names]

@@ -14,6 +14,7 @@ import torch
 import neuron_compat.smp as smp
 import xla_ckpt
 from tests.layouts.smp_files import flip
+from tests.smp.made import part
 from tests.smp.test_checkpoint_resume import fresh, model  # noqa: F401  # a fixture
 from tests.smp.test_files_load import begin
 from xla_ckpt.cli.main import main
@@ -94,3 +95,27 @@ def test_files_of_others_under_that_name_are_left_out(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         assert xla_ckpt.load_checkpoint(tmp_path / "b.pt", model={}).user_content == {"step": 5}
     assert "user_content_b.pt lies beside it, and is left out" in caplog.text
+
+
+@pytest.mark.parametrize("tags", [["step_0"], ["step_0", "step_1"]])
+def test_full_checkpoints_without_content_are_no_set_of_parts(
+    tags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their names are those of the parts of a set `step`, as SMP 1.6 called them."""
+    for tag in tags:
+        saved(tmp_path, tag, None)
+        smp.reset()
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert ([one["name"] for one in listed["beside"]], listed["tags"]) == (tags, [])
+    weights = {"weight": torch.zeros(2, 4)}
+    xla_ckpt.load_checkpoint(tmp_path / tags[-1], model=weights)
+    assert weights["weight"].eq(3).all()
+
+
+def test_parts_of_one_number_are_a_set(tmp_path: Path) -> None:
+    for name in ("step", "named.pt"):
+        for stage in range(2):
+            torch.save(part(stage, 0, (2, 1)), tmp_path / f"{name}_{stage}")
+    assert sorted(xla_ckpt.list_tags(tmp_path)) == ["named.pt", "step"]

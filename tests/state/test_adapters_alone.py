@@ -13,6 +13,7 @@ import xla_ckpt
 from tests import xla
 from tests.adapted import Training
 from tests.jobs import run_alone
+from xla_ckpt.cli.main import main
 from xla_ckpt.state import frozen_base
 
 xla.begin()
@@ -239,3 +240,48 @@ def test_what_a_tag_says_of_a_base_may_make_no_sense() -> None:
     for text in ("float32", "float32 2xb 0-1-a", "float32 2 0-1", 7):
         with pytest.raises(xla_ckpt.FormatError, match="makes no sense"):
             frozen_base.united_base([{"w": text}])  # type: ignore[dict-item]
+
+
+def test_a_difference_says_whether_the_base_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was a list of digests that were equal or not, rank by rank, of which nobody was told what they are."""
+    training = saved(tmp_path)
+    training.steps(1)
+    xla_ckpt.save_checkpoint(tmp_path, "b", **training.members, user_content={"step": 4}, only="adapters")
+    for parameter in training.base.values():
+        parameter.data += 1
+    xla_ckpt.save_checkpoint(tmp_path, "c", **training.members, user_content={"step": 4}, only="adapters")
+    xla_ckpt.save_checkpoint(tmp_path, "whole", **training.members, user_content={"step": 4})
+    same, another, whole = (xla_ckpt.diff(tmp_path, tmp_path, a, b) for a, b in ("ab", "bc", ("c", "whole")))
+    assert (same.base, another.base, whole.base) == (True, False, None)
+    assert not another.same
+    assert not any(leaf.startswith("base/") for leaf in (*another.values, *whole.only_in_a, *whole.only_in_b))
+    assert main(["diff", str(tmp_path / "a"), "b"]) == 1
+    assert "both are for the same base model" in capsys.readouterr().out
+    assert main(["diff", str(tmp_path / "b"), "c"]) == 1
+    assert "they are for different base models" in capsys.readouterr().out
+
+
+def test_a_base_is_the_same_on_another_number_of_ranks_and_before_adapters_were_put_into_it() -> None:
+    def tag(*ranks: dict[str, str]) -> Any:
+        return {"model": {}, "base": {"per_rank": len(ranks), "ranks": {str(i): said for i, said in enumerate(ranks)}}}
+
+    rows, digests = {"first": "0-2-0000000000000001", "last": "2-4-0000000000000002"}, "0-4-0000000000000003"
+    one = frozen_base.base_of(tag({"q.base_layer.w": f"float32 4x2 {digests}"}))
+    two = frozen_base.base_of(tag(*({"q.w": f"float32 4x2 {part}"} for part in rows.values())))
+    assert frozen_base.same_base(one, two) is True
+    assert frozen_base.same_base(one, frozen_base.base_of(tag({"q.w": "float32 4x2"}))) is None
+    assert frozen_base.same_base(one, frozen_base.base_of(tag({"q.w": "float32 4x3"}))) is False
+    assert frozen_base.same_base(one, frozen_base.base_of(tag({}))) is False
+
+
+def test_what_is_said_of_a_base_is_shown_to_who_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    shown: list[str] = []
+    for words in ([], ["--leaf", "base"]):
+        assert main(["show", str(tmp_path), "a", *words]) == 0
+        shown.append(capsys.readouterr().out)
+    assert ["base/ranks/0" in text for text in shown] == [False, True]
+    assert "values say which base model it is for: --leaf base lists them" in shown[0]
+    xla_ckpt.save(tmp_path / "tree", "a", {"base": 1})  # a name of the program's own
+    (summary,) = xla_ckpt.Checkpoints(tmp_path / "tree").summaries()
+    assert summary.note == ""

@@ -40,7 +40,8 @@ from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
 from xla_ckpt.tags.retention import LatestN
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
+from xla_ckpt.tags.transaction import Transaction
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directories import DirectoryRoot
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 
 UNSUPPORTED = [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS]
 

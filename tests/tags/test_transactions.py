@@ -15,7 +15,8 @@ from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directories import DirectoryRoot
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
+from xla_ckpt.tags.transaction import Transaction
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from xla_ckpt.api.export import check_new_directory, check_no_file, with_config, with_files, write_directory, write_file
@@ -24,6 +24,7 @@ from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
     check_split,
+    check_state_dict,
     check_whole_model,
     opened,
     source_of,
@@ -39,12 +40,12 @@ from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Layout, ModelNames, Topology
 from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
-from xla_ckpt.layouts.llama_names import Form, Projection
+from xla_ckpt.layouts.llama_names import Form, Projection, llama_rules
 from xla_ckpt.layouts.registry import layout_named
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.parity import Parity
-from xla_ckpt.plan.stored_shardings import parameters_in
+from xla_ckpt.plan.stored_shardings import parameters_in, stored_sharding
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.storage.base import Store
@@ -124,9 +125,10 @@ def convert(
             parameters. On the device ``meta`` it takes no memory. Our own tags do not need it.
         optimizer: An optimizer over its parameters: their order, which is all that names them there.
         llama: A Llama-like model, and how a job has it. For neuronx-distributed's own tags its config.json says what
-            `model` would; to ``"safetensors"`` it gives Hugging Face's names (see `export_hf`), and a directory of
-            Hugging Face's has its own. With a `kv_size_multiplier` of the new job, the heads of a job with another one
-            are put into its order, in the optimizer's states, too.
+            `model` would; of a tag whose job had no tensor parallelism, how the new job splits the model. To
+            ``"safetensors"`` it gives Hugging Face's names (see `export_hf`), and a directory of Hugging Face's has its
+            own. With a `kv_size_multiplier` of the new job, the heads of a job with another one are put into its order,
+            in the optimizer's states, too.
         shardings: Rules as in `save_checkpoint`, found in leaf paths: how the new job splits arrays, where it is not
             as the old one did; for neuronx-distributed's own tags also how the old one did.
         pipeline_cuts: For several pipeline stages in the layouts of neuronx-distributed and SageMaker: the modules
@@ -187,6 +189,7 @@ def convert(
             storage_errors("converting", path=full_path(destination), tag=called),
             naming_extras(f"a conversion to the layout {layout.name}"),
         ):
+            check_state_dict(old_tag)
             reader = without_rank_numbers(old_tag)
             to_hf = layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES)
             if to_hf:
@@ -201,6 +204,8 @@ def convert(
                 reader = reader.with_manifest(to_fused(reader.manifest, known.config, form, topology.mesh))
             elif known is not None and known.copies.count is not None and not to_hf:
                 reader = reader.with_manifest(reordered(reader.manifest, known.config, known.copies, topology.mesh))
+            elif known is not None and not to_hf and not _splits_model(reader.manifest):
+                topology = replace(topology, rules=(*topology.rules, *llama_rules(known.config)))
             reader, beside = name_as_told(store, reader) if to_hf else (reader, {})
             if known is not None and to_hf:
                 reader = name_as_hugging_face(reader, schema.MODEL, known, options)
@@ -279,6 +284,12 @@ def _check_arrays(reader: TagReader, to: Topology, part: str) -> None:
             raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
     for message in idle(to.rules, leaves):
         logger.warning("%s", message)
+
+
+def _splits_model(manifest: Manifest) -> bool:
+    """Whether the job that saved a tag had an array of its model split over tp. Its splits count then."""
+    weights = (r for leaf, r in manifest.arrays.items() if schema.member_of(leaf) == schema.MODEL)
+    return any("tp" in stored_sharding(record).axes for record in weights)
 
 
 def _tell_left_out(reader: TagReader) -> None:

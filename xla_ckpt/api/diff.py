@@ -19,12 +19,16 @@ from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import is_object, leaves_below, plain_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What differs between two tags. Leaves are named by their leaf paths."""
+    """What differs between two tags. Leaves are named by their leaf paths.
+
+    An array that both tags have under several names (tied weights) is compared and counted once, as `show` counts it.
+    """
 
     a: tuple[str, str]
     """Root directory and tag of the first one."""
@@ -54,13 +58,17 @@ class Difference:
     parts: Mapping[str, Distance]
     """Sum over the arrays that moved, for each part of the state: ``model``, ``optimizer``, ..."""
 
+    base: bool | None
+    """Of two tags of adapters alone: whether they are for the same base model, by the digests that both have of it;
+    None if these do not say it, and for all other tags."""
+
     notes: tuple[str, str]
     """What is to be known of each tag: that it is without its base model, of which it has no arrays then."""
 
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values)
+        return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values or self.base is False)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -69,6 +77,7 @@ class Difference:
             "b": {"path": self.b[0], "tag": self.b[1], "note": self.notes[1]},
             "same": self.same,
             "equal": self.equal,
+            "base": self.base,
             "parts": [{"part": part, **how.to_json()} for part, how in self.parts.items()],
             "moved": [{"leaf": leaf, **how.to_json()} for leaf, how in self.moved.items()],
             "retyped": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in self.retyped.items()],
@@ -151,20 +160,20 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, options: Co
     retyped: dict[str, tuple[str, str]] = {}
     moved: dict[str, Distance] = {}
     parts: dict[str, Distance] = {}
-    known: dict[tuple[str, str], Distance | None] = {}
+    compared: set[tuple[str, str]] = set()
     equal = 0
     for leaf, record in arrays_a.items():
         its = arrays_b.get(leaf)
-        if its is None:
+        pair = one.manifest.aliases.get(leaf, leaf), other.manifest.aliases.get(leaf, leaf)
+        if its is None or pair in compared:
             continue
+        compared.add(pair)
         if (record.dtype, record.shape) != (its.dtype, its.shape):
             retyped[leaf] = _typed(record), _typed(its)
             continue
-        pair = one.manifest.aliases.get(leaf, leaf), other.manifest.aliases.get(leaf, leaf)
-        if pair not in known:  # shared arrays are compared once
-            known[pair] = distance(one, leaf, other, leaf, max_memory=memory, workers=workers)
         part = paths.split(leaf)[0] if leaf else leaf
-        if (moved_by := known[pair]) is None:
+        moved_by = distance(one, leaf, other, leaf, max_memory=memory, workers=workers)
+        if moved_by is None:
             equal += 1
         else:
             moved[leaf] = moved_by
@@ -180,6 +189,7 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, options: Co
         values={n: (v, values_b[n]) for n, v in values_a.items() if n in values_b and not _equal(v, values_b[n])},
         equal=equal,
         parts=parts,
+        base=_same_base(one.manifest, other.manifest) if paths.is_like(schema.BASE, pattern) else None,
         notes=(note_of(one.manifest), note_of(other.manifest)),
     )
 
@@ -200,12 +210,26 @@ def _arrays(manifest: Manifest, pattern: str | None) -> dict[str, ArrayRecord]:
 def _values(reader: TagReader, pattern: str | None) -> dict[str, Any]:
     """Plain values that are meant, and of pickled objects what tells one from another one."""
     manifest = reader.manifest
-    values = {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)}
+    values = {
+        leaf: value
+        for leaf, value in plain_values(manifest.skeleton).items()
+        # What each rank says of the base is another text on another mesh, of the same base: `_same_base` compares it.
+        if paths.is_like(leaf, pattern) and not (pattern is None and schema.is_said_of_base(leaf))
+    }
     for leaf, value in values.items():
         if is_object(value) and value["$object"] < len(manifest.objects):
             record = manifest.files[manifest.objects[value["$object"]]]
             values[leaf] = {"$object": f"{record.size} bytes, digest {record.digest:016x}"}
     return values
+
+
+def _same_base(one: Manifest, other: Manifest) -> bool | None:
+    """Whether two tags leave out the same base model; None if one of them has its own, or digests do not say it."""
+    if not (schema.is_without_base(one.skeleton) and schema.is_without_base(other.skeleton)):
+        return None
+    from xla_ckpt.state.frozen_base import base_of, same_base
+
+    return same_base(base_of(one.skeleton), base_of(other.skeleton))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -20,6 +20,7 @@ from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
     check_split,
+    check_state_dict,
     check_whole_model,
     opened,
     source_of,
@@ -41,8 +42,9 @@ from xla_ckpt.plan.row_order import is_grouped
 from xla_ckpt.plan.stored_shardings import stored_sharding
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, above, full_path
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree import schema
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
@@ -120,6 +122,7 @@ def export_hf(
     known, config = described_model(store, tag, job)
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
+        check_state_dict(stored)
         reader = without_rank_numbers(stored)
         check_split(reader, part)
         if part == schema.MODEL:

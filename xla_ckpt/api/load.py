@@ -6,17 +6,17 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from xla_ckpt.api.load_steps import Load, LoadWish
+from xla_ckpt.api.load_steps import Load
 from xla_ckpt.api.tags import expect_commit, located, near_and_far
+from xla_ckpt.api.wish import LoadWish
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.disks import Disks, DiskWord, united_disks
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
-from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.trace import Trace, traced
 from xla_ckpt.engine.unchanged import forget_saved
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import naming
@@ -48,6 +48,11 @@ class Loaded:
     report: LoadReport
     """Which tag it was, what was left out, and where the time went."""
 
+    @property
+    def tag(self) -> str:
+        """Which tag it was: that of the report."""
+        return self.report.tag
+
     def _repr_html_(self) -> str:
         return _html("user_content", self.user_content, self.report)
 
@@ -61,6 +66,11 @@ class Restored:
 
     report: LoadReport
     """Which tag it was, and where the time went."""
+
+    @property
+    def tag(self) -> str:
+        """Which tag it was: that of the report."""
+        return self.report.tag
 
     def _repr_html_(self) -> str:
         return _html("tree", self.tree, self.report)
@@ -227,9 +237,12 @@ def read_part(path: PathLike, tag: str | None, leaf: str, *, shardings: Rules | 
 
 
 def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWish) -> tuple[Any, LoadReport]:
-    """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did."""
-    options = wish.options
-    file = trace_file(options.trace)
+    """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did.
+
+    It waits for the saves of this process on the same path, learns which ranks make it together, begins with all of
+    them, and takes the steps of a `Load`.
+    """
+    options, file = wish.options, trace_file(wish.options.trace)
     phases = Phases(LOAD_PHASES, keep=file is not None)
     SAVES.settle(full_path(path))  # what this process saves there is a tag before anybody looks
     store, tag = located(path, tag)
@@ -240,35 +253,18 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
         job = job_alone(options.timeout)
     else:
         job = current_job(store.path, wish.mesh, doing="load", timeout=options.timeout)
-    call = Call.of(
-        "load_checkpoint" if isinstance(content, Objects) else "restore",
-        path=store.path,
-        tag=tag,
-        mesh=str(job.placement.mesh),
-        objects=content.given,
-        strict=wish.strict,
-        cast=wish.cast,
-        trust_pickle=wish.trust,
-        **options.in_common(),
-    )
-    traced: Trace | None = None
-    if file is not None:
-        traced = Trace(file=file, doing="load", rank=job.exchange.rank, world=job.exchange.size)
+    trace = traced(file, "load", job.exchange)
+    if trace is not None:
         job.exchange.waited = phases.waited
     try:
         with naming(path=store.path), job.taking_part():
-            waited_for = [store.path] if near is None else [store.path, near.path]
-            disks = Disks.from_json(job.begin(call, partial(_word, waited_for, job, uploader), united_disks))
-            if uploader is not None and disks.several:
-                with agreed(job.exchange, "uploading"):  # what no other host can read yet
-                    uploader.meet(disks)
-                    uploader.finish_all(leads=disks.led_by(job.exchange.rank))
+            several = _begin(job, wish.call(store.path, tag, content, job), store.path, uploader)
             if job.exchange.size > 1 or store.path != full_path(path):
                 store = store.look()  # what others saved meanwhile was not there yet
             load = Load(
                 store=store,
                 near=near,
-                several=uploader is not None and disks.several,
+                several=several,
                 job=job,
                 content=content,
                 wish=wish,
@@ -277,7 +273,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
             value, report = load.newest() if tag is None else load.one(tag)
     except Exception as error:
         # Raised to the caller; those who watch loads hear of it here.
-        _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, traced)
+        _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, trace)
         raise
     if job.exchange.rank == 0:
         expect_commit(near.store if near is not None else store)
@@ -287,16 +283,32 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
                 "get its state (model=, optimizer=, scheduler=, extras=); xla_ckpt.restore makes all of it anew",
                 report.tag,
             )
-    return value, _end(report, phases, traced)
+    return value, _end(report, phases, trace)
 
 
-def _word(paths: Sequence[str], job: Job, uploader: Uploader | None) -> Any:
-    """Wait for the saves that this load may not overtake; what this rank says of its disk then."""
-    for path in paths:
-        SAVES.wait(path)
-    GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
-    alone = uploader is None or job.exchange.size == 1
-    return (DiskWord("") if alone or uploader is None else uploader.word(saves=False)).to_json()
+def _begin(job: Job, call: Call, path: str, uploader: Uploader | None) -> bool:
+    """Begin together with all ranks, when what they save is there; whether their hosts have disks of their own.
+
+    Then each uploads what no other host can read yet.
+    """
+
+    def word() -> Any:
+        for place in (path,) if uploader is None else (path, uploader.root.path):
+            SAVES.wait(place)  # a load may not overtake them
+        GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
+        alone = uploader is None or job.exchange.size == 1
+        return (DiskWord("") if alone or uploader is None else uploader.word(saves=False)).to_json()
+
+    def united(words: Sequence[Any]) -> Any:
+        return united_disks([DiskWord.from_json(one) for one in words]).to_json()
+
+    disks = Disks.from_json(job.begin(call, word, united))
+    if uploader is None or not disks.several:
+        return False
+    with agreed(job.exchange, "uploading"):
+        uploader.meet(disks)
+        uploader.finish_all(leads=disks.led_by(job.exchange.rank))
+    return True
 
 
 def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:

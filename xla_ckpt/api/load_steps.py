@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from xla_ckpt.api.wish import LoadWish
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
@@ -34,11 +35,8 @@ from xla_ckpt.job.verdict import LateLoss, agreed, of_lead, put_together
 from xla_ckpt.layouts.listing import find_foreign, newest_last
 from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import open_tag
-from xla_ckpt.options import LoadOptions
 from xla_ckpt.plan.hints import Hints, united_groups
 from xla_ckpt.plan.masters import stores_masters, with_masters
-from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.frozen_base import united_base
 from xla_ckpt.state.loading import Stored
 from xla_ckpt.state.loadings import Loadings
@@ -61,21 +59,6 @@ Candidate = tuple[str, bool]
 
 SEARCHES = 8
 """How often the newest tag is looked for, if the one that was found is always replaced or removed meanwhile."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadWish:
-    """What a caller asks of a load."""
-
-    mesh: Mesh | str | None
-    rules: Parsed
-    strict: bool
-    cast: bool
-    workers: int
-    trust: bool
-    options: LoadOptions
-    alone: bool = False
-    """Whether this process reads by itself, whatever other ranks of its job do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,9 +287,12 @@ class Load:
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
         refused = [problem for problem in problems if not problem.stays]
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
-            optional = isinstance(self.content, Objects)
+            objects = self.content if isinstance(self.content, Objects) else None
             ranks = self.job.placement.world
-            error = incompatible(refused, fits=fits, optional=optional, ranks=ranks, misfit=reader.misfit)
+            masters = objects is not None and objects.optimizer is None and stores_masters(reader.manifest)
+            error = incompatible(
+                refused, fits=fits, optional=objects is not None, ranks=ranks, misfit=reader.misfit, masters=masters
+            )
             raise error.at(path=reader.root, tag=reader.tag)
         if refused:
             fitting = len(loadings.targets)

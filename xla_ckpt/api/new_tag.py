@@ -24,8 +24,9 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import same_directory
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.names import check_tag
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
+from xla_ckpt.tree.skeleton import array_paths, children, is_object, objects_in, part_at
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,24 @@ def check_whole_model(reader: TagReader) -> None:
             leaf=schema.BASE,
             hint="convert(..., to='peft') writes adapters as PEFT has them, where their configuration is stored. Else "
             "load the base and this tag into the model, and save all of it.",
+        )
+
+
+def check_state_dict(reader: TagReader) -> None:
+    """Refuse a file whose model is one pickled object: a module that torch.save was given whole.
+
+    Raises:
+        UsageError: It is.
+    """
+    skeleton = reader.manifest.skeleton
+    model = skeleton if is_object(skeleton) else (children(skeleton) or {}).get(schema.MODEL)
+    if reader.foreign_objects is not None and isinstance(model, dict) and is_object(model):
+        raise UsageError(
+            reader.foreign_objects[model["$object"]].problem,
+            leaf=schema.MODEL,
+            expected="the state_dict() of a module",
+            hint="If it is a module, load it in a program that has its class, and save its state: "
+            "torch.save(torch.load(file, weights_only=False).state_dict(), 'state.pt').",
         )
 
 

@@ -5,27 +5,113 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
-from xla_ckpt.layouts.base import ModelNames
+from xla_ckpt.keywords import known_fields
+from xla_ckpt.layouts.base import Layout, ModelNames
 from xla_ckpt.layouts.listing import tag_names
 from xla_ckpt.layouts.registry import layout_named
-from xla_ckpt.options import PLACE, ConvertOptions, Product
+from xla_ckpt.options import ConvertOptions, check_number
+from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.storage.base import Directory
-from xla_ckpt.storage.door import above, full_path, store_at
+from xla_ckpt.storage.door import PathLike, above, full_path, store_at
 from xla_ckpt.tags.deleting import retire_superfluous
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.marked import mark, retire_marked
-from xla_ckpt.tags.retention import TagFact
+from xla_ckpt.tags.retention import Retention, TagFact, check_policy
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
 
 SAFETENSORS = "safetensors"
+
+
+PLACE = "{tag}"
+"""Stands for the name of the tag in the place of a product."""
+
+
+@known_fields
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
+
+    Raises (on construction):
+        UsageError: A field makes no sense, or does not fit the layout. What does not fit the save is refused by that.
+
+    Example:
+        ``SaveOptions(products=(Product(to="hf/{tag}", every_n_steps=1000, dtype="bfloat16"),))``
+    """
+
+    to: PathLike
+    """Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old one;
+    for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``."""
+
+    layout: str = "safetensors"
+    """What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it."""
+
+    every_n_steps: int = 1
+    """Of which tags: those whose step is a multiple of this. It counts steps and not saves, as `EveryNSteps` does: of a
+    run that saves each 100 steps, 200 takes each second tag. The step is the number at the end of the tag's name, or
+    the number of its commit."""
+
+    dtype: str | None = None
+    """For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`."""
+
+    mesh: str | None = None
+    """For other layouts: the topology that the files are for, as in `convert`."""
+
+    llama: Any = None
+    """A `LlamaJob`, as in `convert` and `export_hf`."""
+
+    keep: Retention | None = None
+    """Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json`` then, by
+    which it is known; others are not touched."""
+
+    def __post_init__(self) -> None:
+        check_number("every_n_steps", self.every_n_steps, "steps")
+        if self.keep is not None:
+            check_policy("keep", self.keep)
+        self._check_place(layout_named(self.layout), full_path(self.to))
+        self._check_for_conversion()
+
+    def _check_place(self, layout: Layout, to: str) -> None:
+        """Refuse a place in which the layout would not put one product of each tag, and `keep` where none is marked."""
+        if layout.tagged and PLACE in to:
+            raise UsageError(
+                f"a product in the layout {layout.name} is a tag: to= is its root directory, without {PLACE}", found=to
+            )
+        if not layout.tagged and PLACE not in to:
+            raise UsageError(
+                f"each product in the layout {layout.name} needs a place of its own",
+                expected=f"to= with {PLACE} in it, such as 'hf/{PLACE}'",
+                found=to,
+            )
+        if layout.one_file and self.keep is not None:
+            raise UsageError(
+                "keep= is for tags and directories: nothing marks a single file as a product", found=repr(self.keep)
+            )
+        if not layout.tagged and self.keep is not None and PLACE in to.rpartition("/")[0]:
+            raise UsageError(
+                f"with keep=, products lie beside each other: {PLACE} is in the last part of to=", found=to
+            )
+
+    def _check_for_conversion(self) -> None:
+        """Refuse what `export_hf` and `convert` would refuse."""
+        from xla_ckpt.api.export import floating_type
+        from xla_ckpt.api.llama import job_of
+
+        if self.layout != SAFETENSORS and self.dtype is not None:
+            raise UsageError(f"dtype= is for the layout {SAFETENSORS}", found=f"layout={self.layout!r}")
+        if self.layout == SAFETENSORS and self.mesh is not None:
+            raise UsageError(f"mesh= is for other layouts than {SAFETENSORS}", found=repr(self.mesh))
+        floating_type(self.dtype)
+        job_of(self.llama)
+        as_mesh(self.mesh)
 
 
 def check_products(products: Sequence[Product], path: str, only: Sequence[str] = ()) -> None:
@@ -37,7 +123,7 @@ def check_products(products: Sequence[Product], path: str, only: Sequence[str] =
         only: What of the model is saved alone; nothing stands for all.
 
     Raises:
-        UsageError: A field makes no sense.
+        UsageError: One could not.
     """
     for product in products:
         layout, to = layout_named(product.layout), full_path(product.to)
@@ -47,41 +133,10 @@ def check_products(products: Sequence[Product], path: str, only: Sequence[str] =
                 found=f"only={', '.join(only)}",
                 hint="Leave only= out; or take layout='peft' for the product, which is for adapters.",
             )
-        if layout.tagged and PLACE in to:
-            raise UsageError(
-                f"a product in the layout {layout.name} is a tag: to= is its root directory, without {PLACE}", found=to
-            )
-        if not layout.tagged and PLACE not in to:
-            raise UsageError(
-                f"each product in the layout {layout.name} needs a place of its own",
-                expected=f"to= with {PLACE} in it, such as 'hf/{PLACE}'",
-                found=to,
-            )
-        if layout.one_file and product.keep is not None:
-            raise UsageError(
-                "keep= is for tags and directories: nothing marks a single file as a product", found=repr(product.keep)
-            )
-        if not layout.tagged and product.keep is not None and PLACE in to.rpartition("/")[0]:
-            raise UsageError(
-                f"with keep=, products lie beside each other: {PLACE} is in the last part of to=", found=to
-            )
-        if layout.name != SAFETENSORS and product.dtype is not None:
-            raise UsageError(f"dtype= is for the layout {SAFETENSORS}", found=f"layout={product.layout!r}")
-        if layout.name == SAFETENSORS and product.mesh is not None:
-            raise UsageError(f"mesh= is for other layouts than {SAFETENSORS}", found=repr(product.mesh))
         if f"{to}/".startswith(f"{path}/"):
             raise UsageError(
                 "a product lies outside of the root directory of its tag", expected=f"not in {path}", found=to
             )
-        _check_for_conversion(product)
-
-
-def _check_for_conversion(product: Product) -> None:
-    from xla_ckpt.api.export import floating_type
-    from xla_ckpt.api.llama import job_of
-
-    floating_type(product.dtype)
-    job_of(product.llama)
 
 
 def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int], None]:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from xla_ckpt.api.freezing import freeze
-from xla_ckpt.api.products import check_products, follower
+from xla_ckpt.api.products import check_products
 from xla_ckpt.api.replacing import check_place
 from xla_ckpt.api.tags import near_and_far
 from xla_ckpt.api.wish import Wish, chosen_layouts
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.cancellation import Cancellation
-from xla_ckpt.engine.ending import MISTAKES, end
+from xla_ckpt.engine.ending import MISTAKES
 from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
-from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
-from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.trace import traced
 from xla_ckpt.engine.unchanged import forget_saved
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, StorageError
@@ -37,7 +35,7 @@ from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
-from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
 from xla_ckpt.tags.names import check_is_text, check_tag
@@ -192,7 +190,10 @@ def save(
 
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> SaveHandle:
-    """A save, from the call to the thread that writes: freeze the state, then start.
+    """A save, from the call to the thread that writes.
+
+    It has its turn among those on the same path, learns which ranks make it together, says what is asked of them,
+    freezes the state, and starts the thread that does the rest.
 
     Whatever is raised from here, by this library or by a signal handler, the save has ended or is given up, and reads
     none of the program's memory.
@@ -200,53 +201,27 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     began, options = time.perf_counter(), wish.options
     (root, uploader), file = _root_of(path, options), trace_file(options.trace)
     check_is_text(tag, root.path)
-    phases = Phases(keep=file is not None)
     install_exit_hook()
-    cancellation = Cancellation()
+    phases, cancellation = Phases(keep=file is not None), Cancellation()
     handle = SaveHandle(root.path, tag, cancellation, uploader=uploader)
     frozen: Frozen | CheckpointError | None = None
+    save: Save | None = None
     refused: BaseException | None = None
     try:
         with SAVES.turn(root.path):
             earlier_error = SAVES.before(root.path)
             phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
             job = current_job(root.path, wish.mesh, doing="save", timeout=options.timeout)
-            rank, world = job.exchange.rank, job.exchange.size
-            order = Order(
-                root=root,
-                tag=tag,
-                call=wish.call(full_path(path), tag, content, job.placement.mesh),
-                options=options,
-                pinned=wish.pinned,
-                num_kept=wish.num_kept,
-                uploader=uploader,
-                # A look at a bucket takes requests: the thread of the save makes them.
-                check=None if root.store.object_store is None else partial(check_place, root.store, tag),
-                committed=follower(root, tag, options.products),
-                workers=max(1, wish.workers),
-                shown=wish.shown(job),
-            )
-            try:
-                if earlier_error is not None:
-                    raise earlier_error
-                frozen = _prepared(order, content, job.placement, phases, wish)
-            except BaseException as error:
-                # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-                frozen = as_checkpoint_error(error, "preparing", rank, path=root.path, tag=tag)
-                if not isinstance(error, Exception) or (
-                    world == 1 and (options.on_error == "raise" or isinstance(frozen, MISTAKES))
-                ):
-                    refused = error
-            trace = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
-            timing = Timing(phases=phases, stall=_stalled(phases, began), trace=trace)
-            if refused is None or world > 1:
-                save = Save(order=order, job=job, frozen=frozen, timing=timing, cancellation=cancellation)
+            order = wish.order(path, tag, content, job, root=root, uploader=uploader)
+            frozen, refused = _frozen(order, content, job.placement, phases, wish, earlier_error)
+            timing = Timing(phases=phases, stall=_stalled(phases, began), trace=traced(file, "save", job.exchange))
+            save = Save(order=order, job=job, frozen=frozen, timing=timing, cancellation=cancellation)
+            if refused is None or job.exchange.size > 1:
                 SAVES.start(handle, save, options.on_error)
-                del save  # the state is in memory as long as its thread needs it
+                frozen = save = None  # the state is in memory as long as its thread needs it
+        if save is not None and refused is not None:
+            save.refuse(refused)  # only now: a function of the program that hears of it may save on the same path
         if refused is not None:
-            if world == 1:
-                # Only now: a function of the program that hears of it may save on the same path.
-                end(_refused(order, timing, refused), phases, trace)
             raise refused
         if wish.waits:
             handle.finish()
@@ -255,7 +230,30 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
         handle.give_up(error)
         raise
     finally:
-        del frozen, refused  # or this frame and the error's traceback would keep each other, and the state, in memory
+        del frozen, save, refused  # or this frame and the error's traceback would keep each other, and the state
+
+
+def _frozen(
+    order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish, earlier: Exception | None
+) -> tuple[Frozen | CheckpointError, BaseException | None]:
+    """What this rank saves; or why it cannot (see `_refusal`). `earlier` is the error of the save before."""
+    try:
+        if earlier is not None:
+            raise earlier
+        return _prepared(order, content, placement, phases, wish), None
+    except BaseException as error:
+        return _refusal(error, order, placement)
+
+
+def _refusal(error: BaseException, order: Order, placement: Placement) -> tuple[CheckpointError, BaseException | None]:
+    """What all ranks hear of an error of this one; and the error itself, if the caller is told at once.
+
+    The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller in most cases.
+    """
+    problem = as_checkpoint_error(error, "preparing", placement.rank, path=order.root.path, tag=order.tag)
+    is_told = order.options.on_error == "raise" or isinstance(problem, MISTAKES)
+    at_once = not isinstance(error, Exception) or (placement.world == 1 and is_told)
+    return problem, error if at_once else None
 
 
 def _root_of(path: PathLike, options: SaveOptions) -> tuple[Root, Uploader | None]:
@@ -271,21 +269,6 @@ def _stalled(phases: Phases, began: float) -> float:
     now = time.perf_counter()
     phases.keep(STALL, began, now)
     return now - began
-
-
-def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
-    """The report of a save that was not even begun."""
-    return SaveReport(
-        path=order.root.path,
-        tag=order.tag,
-        sequence=0,
-        nbytes=0,
-        files=0,
-        seconds=0.0,
-        stall=timing.stall,
-        phases=timing.phases.report(),
-        error=error,
-    )
 
 
 def _prepare(order: Order) -> None:

@@ -76,7 +76,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="the config.json of a Llama-like model, in place of --like; exports get Hugging Face's names by it",
+        help="the config.json of a Llama-like model, in place of --like; exports get Hugging Face's names by it, and "
+        "conversions the splits of a tag without any",
     )
     parser.add_argument(
         "--kv-size-multiplier",

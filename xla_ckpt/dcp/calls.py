@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from xla_ckpt.dcp.failures import one_error
 from xla_ckpt.dcp.groups import CallRanks
 from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
-from xla_ckpt.dcp.named import Named
+from xla_ckpt.dcp.named import CheckpointId, Named, path_of_storage, required_id, storage_for
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
 from xla_ckpt.dcp.states import FailingLoad, FailingSave, install, reads_once, states_of
@@ -40,13 +40,9 @@ from xla_ckpt.job.round import LEAD
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import known_options, taking_values
 from xla_ckpt.options import SaveOptions
-from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.undisturbed import Undisturbed
 
-CheckpointId = PathLike | None
-
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-_Storage = TypeVar("_Storage", StockReader, StockWriter)
 
 
 def _takes_storage_second(call: _Call) -> _Call:
@@ -89,7 +85,7 @@ def save(
         SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
     """
     writer = _writer(storage_writer, checkpoint_id, options)
-    path = _path_of(writer)
+    path = path_of_storage(writer)
     _check(state_dict, path, no_dist)
     wait_for(path)
     with one_error("saving", SaveError, path):
@@ -143,7 +139,7 @@ def async_save(
             hint="Leave async_checkpointer_type out: the thread does nearly all of its work without the GIL.",
         )
     writer = _writer(storage_writer, checkpoint_id, options)
-    path = _path_of(writer)
+    path = path_of_storage(writer)
     _check(state_dict, path, no_dist)
     wait_for(path)
     with one_error("saving", SaveError, path):
@@ -213,10 +209,10 @@ def load(
         LoadError: An object did not take its state.
     """
     if storage_reader is None:
-        reader: StockReader = StorageReader(_required(checkpoint_id), trust_pickle=trust_pickle)
+        reader: StockReader = StorageReader(required_id(checkpoint_id), trust_pickle=trust_pickle)
     else:
-        reader = _given(storage_reader, checkpoint_id)
-    path = _path_of(reader)
+        reader = storage_for(storage_reader, checkpoint_id)
+    path = path_of_storage(reader)
     _check(state_dict, path, no_dist)
     wait_for(path)
     with one_error("loading", LoadError, path):
@@ -259,7 +255,7 @@ def _save(
     states: dict[str, Any], writer: StockWriter, planner: SavePlanner | None, ranks: CallRanks, use_collectives: bool
 ) -> Metadata:
     try:
-        with one_error("saving", SaveError, _path_of(writer)), _planning(writer):
+        with one_error("saving", SaveError, path_of_storage(writer)), _planning(writer):
             metadata: Metadata = state_dict_saver.save(
                 states,
                 storage_writer=writer,
@@ -292,37 +288,8 @@ def _planning(storage: StockReader | StockWriter) -> Iterator[None]:
 
 def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:
     if writer is None:
-        return StorageWriter(_required(checkpoint_id), options=options)
-    return _given(writer, checkpoint_id)
-
-
-def _given(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
-    """A writer or reader of the program's, for this directory."""
-    if isinstance(storage, str) or hasattr(storage, "__fspath__"):
-        hint = "Pass it by its name: checkpoint_id=."
-        raise UsageError("a path stands in the place of a writer or reader", found=str(storage), hint=hint)
-    if checkpoint_id is not None:
-        storage.reset(checkpoint_id)
-    return storage
-
-
-def _required(checkpoint_id: CheckpointId) -> PathLike:
-    if not checkpoint_id:
-        raise UsageError(
-            "nobody has said where the checkpoint is",
-            expected="checkpoint_id, the path of a directory",
-            found=repr(checkpoint_id),
-        )
-    return checkpoint_id
-
-
-def _path_of(storage: Any) -> str | None:
-    """The directory of a reader or writer; None if it is none of a file system."""
-    checkpoint_id = getattr(storage, "checkpoint_id", None)
-    try:
-        return None if checkpoint_id is None else full_path(checkpoint_id)
-    except (UsageError, TypeError):
-        return None
+        return StorageWriter(required_id(checkpoint_id), options=options)
+    return storage_for(writer, checkpoint_id)
 
 
 def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.storage import StorageReader as StockReader
+from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.door import PathLike, above, full_path
+
+CheckpointId = PathLike | None
+
+_Storage = TypeVar("_Storage", StockReader, StockWriter)
 
 
 class Named:
@@ -34,3 +42,41 @@ class Named:
         """Take another directory; None keeps the one that there is."""
         if checkpoint_id is not None:
             self._path = full_path(checkpoint_id)
+
+
+def storage_for(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
+    """A writer or reader of the program's, for this directory.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if isinstance(storage, str) or hasattr(storage, "__fspath__"):
+        hint = "Pass it by its name: checkpoint_id=."
+        raise UsageError("a path stands in the place of a writer or reader", found=str(storage), hint=hint)
+    if checkpoint_id is not None:
+        storage.reset(checkpoint_id)
+    return storage
+
+
+def required_id(checkpoint_id: CheckpointId) -> PathLike:
+    """The directory, which has to be named where no reader or writer is given.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not checkpoint_id:
+        raise UsageError(
+            "nobody has said where the checkpoint is",
+            expected="checkpoint_id, the path of a directory",
+            found=repr(checkpoint_id),
+        )
+    return checkpoint_id
+
+
+def path_of_storage(storage: Any) -> str | None:
+    """The directory of a reader or writer; None if it is none of a file system."""
+    checkpoint_id = getattr(storage, "checkpoint_id", None)
+    try:
+        return None if checkpoint_id is None else full_path(checkpoint_id)
+    except (UsageError, TypeError):
+        return None

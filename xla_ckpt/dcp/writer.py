@@ -52,8 +52,9 @@ from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above
 from xla_ckpt.storage.undisturbed import undisturbed
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

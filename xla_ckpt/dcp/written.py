@@ -21,7 +21,7 @@ from xla_ckpt.dcp.replicas import Held, Place, may_differ
 from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.files.distcp import Chunk, Distcp
 from xla_ckpt.layouts.dcp.chunks import chunk_of
-from xla_ckpt.manifest.digest import BlockDigester, digest
+from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan as FilePlans
@@ -147,9 +147,7 @@ def write_values(
             digests += digester.digests
         data += text
     write_small(directory, path, bytes(data))
-    record = FileRecord(
-        path=path, size=len(data), head=0, digest=digest(b""), regions=tuple(regions), digests=tuple(digests)
-    )
+    record = FileRecord(path=path, size=len(data), head=0, regions=tuple(regions), digests=tuple(digests))
     return results, record
 
 

@@ -9,11 +9,11 @@ import time
 from typing import Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
-from xla_ckpt.engine.ending import tell_error
+from xla_ckpt.engine.ending import for_later_call, tell_error
 from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.upload import UPLOADS, Uploader
-from xla_ckpt.errors import CheckpointError, UsageError, from_json
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.keywords import known_options
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
@@ -22,9 +22,6 @@ from xla_ckpt.storage.undisturbed import undisturbed, waited
 from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
-
-EARLIER = "an asynchronous save before this call has failed"
-"""Begins the error of a save that a later call raises."""
 
 
 class InFlight(Protocol):
@@ -232,11 +229,11 @@ class Saves:
             last = self._latest.get(path)
         if last is not None and last._thread is not None and last._thread.is_alive():  # not so in a forked child
             last.wait()
-        if last is None or not last._untold:
+        if last is None or not last._untold or (error := last.error) is None:
             return None
-        if isinstance(error := _for_later(last), CheckpointError):
-            return error
-        raise error
+        if isinstance(later := for_later_call(error), CheckpointError):
+            return later
+        raise later
 
     def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
         """Run a save in the background, after all that the last one on the same path has left to do.
@@ -303,8 +300,8 @@ class Saves:
         untold = self.settle(path)
         for other in untold[1:]:
             logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other.error)
-        if untold:
-            raise _for_later(untold[0])
+        if untold and (error := untold[0].error) is not None:
+            raise for_later_call(error)
 
     def at_exit(self) -> None:
         """Wait for all saves, and log what failed: nobody is left to raise to."""
@@ -319,21 +316,6 @@ class Saves:
         except BaseException:
             # The interpreter is going down; a traceback is the best that can be left behind.
             logger.exception("a save in flight at exit failed")
-
-
-def _for_later(handle: SaveHandle) -> BaseException:
-    """The error of a save for a later call to raise: it says so, and `handle.error` stays what it was."""
-    error = handle.error
-    assert error is not None
-    if not isinstance(error, CheckpointError):
-        return error
-    # The tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
-    # save out.
-    if error.problem.startswith(EARLIER):  # the save did not begin, because of one before it
-        return error
-    later = from_json(error.to_json() | {"problem": f"{EARLIER}: {error.problem}"})
-    later.__cause__ = error
-    return later
 
 
 SAVES = Saves()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from xla_ckpt.job.messages import Message
 
@@ -64,9 +63,8 @@ class Disks(Message):
         return self.leader(rank) == rank
 
 
-def united_disks(said: Sequence[Any]) -> Any:
-    """What rank 0 makes of the words of all ranks, in their order: `Disks` of `DiskWord`, both as plain JSON."""
-    words = [DiskWord.from_json(word) for word in said]
+def united_disks(words: Sequence[DiskWord]) -> Disks:
+    """What rank 0 makes of the words of all ranks, in their order."""
     names = list(dict.fromkeys(word.disk for word in words))
     disks = [word.disk for word in words]
     leaders = [disks.index(name) for name in names]
@@ -77,4 +75,4 @@ def united_disks(said: Sequence[Any]) -> Any:
         tuple(words[rank].token for rank in leaders),
         tuple(number[disk] for disk in disks) if len(names) > 1 else (),
         max(word.newest for word in words),
-    ).to_json()
+    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.unchanged import Fixed
-from xla_ckpt.engine.writing import Agreeing, Writing
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.plan.leaf import Leaves
 from xla_ckpt.snapshot.take import Snapshot
 
@@ -34,23 +34,10 @@ class Frozen:
     """Prefixes of the leaf paths that this rank reports in any case: nobody else has them."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Part of the state -> digest of its plain values, which all ranks have in common."""
+    """Part of the state -> fingerprint of its plain values, which all ranks have in common."""
 
     fixed: Mapping[str, Fixed] = field(default_factory=dict)
     """Parameters that are not trained, by leaf path; known only where `SaveOptions.share` asks for it."""
-
-    @property
-    def told(self) -> Any:
-        """What all ranks have to know of this one before they write (see `Agreeing`); None if that is nothing."""
-        return self.writing.told if isinstance(self.writing, Agreeing) else None
-
-    def unite(self, words: Sequence[Any]) -> Any:
-        """What rank 0 makes of it."""
-        return self.writing.unite(words) if isinstance(self.writing, Agreeing) else None
-
-    def agreed(self, united: Any) -> Frozen:
-        """The same, once all ranks have told."""
-        return replace(self, writing=self.writing.agreed(united)) if isinstance(self.writing, Agreeing) else self
 
     def reports(self, path: str) -> bool:
         """Whether this rank reports type and shape of a leaf."""

@@ -23,7 +23,8 @@ from xla_ckpt.plan.same_arrays import check_same_arrays
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tags.kept import policy_json
-from xla_ckpt.tags.root import Root, Transaction
+from xla_ckpt.tags.root import Root
+from xla_ckpt.tags.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -10,23 +10,52 @@ from xla_ckpt.engine.disks import Disks, DiskWord, united_disks
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import RankFailedError
 from xla_ckpt.job.job import Job
-from xla_ckpt.plan.same_arrays import fingerprint, odd_ones
+from xla_ckpt.job.messages import Message
+from xla_ckpt.plan.same_arrays import arrays_fingerprint, first_stages, odd_ones
+from xla_ckpt.plan.save_plan import SavePlan
 
 
 @dataclass(frozen=True, slots=True)
-class AgreedSave:
+class RankWord(Message):
+    """What each rank says of what it saves."""
+
+    arrays: str
+    """A fingerprint of the arrays that all of its pipeline stage has."""
+
+    leaves: tuple[str, ...]
+    """Their leaf paths, if it speaks for one of several stages."""
+
+    files: Any
+    """What the files of other ranks depend on (`Writing.told`)."""
+
+    disk: DiskWord
+    """Which disk it sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedSave(Message):
     """What all ranks know when a save has begun."""
 
-    odd: Sequence[int]
+    odd: tuple[int, ...]
     """Those that have other arrays than the first of their pipeline stage."""
 
-    united: Any
-    """What they have made of what each of them told (see `Agreeing`)."""
+    first_stages: dict[str, int]
+    """The first pipeline stage of each leaf that several hold, such as a tied parameter."""
+
+    files: Any
+    """What rank 0 has made of what each of them told (`Writing.unite`)."""
 
     disks: Disks
     """Which disks they see."""
+
+    def plan(self, writing: Writing, stage: int) -> SavePlan:
+        """What a rank of a pipeline stage writes: without what an earlier stage stores, so that it is stored once."""
+        earlier = frozenset(leaf for leaf, first in self.first_stages.items() if first < stage)
+        plan = writing.plan_among(self.files)
+        return plan.minus(earlier) if earlier else plan
 
 
 def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phases) -> AgreedSave:
@@ -35,29 +64,35 @@ def open_save(order: Order, job: Job, ready: Callable[[], Frozen], phases: Phase
     Raises:
         CheckpointError: A rank could not prepare what it saves, or did not come; the same on all ranks.
     """
-    uploader = order.uploader
+    uploader, placement = order.uploader, job.placement
 
-    def word() -> list[Any]:
+    def word() -> Any:
         frozen = ready()
-        # What arrays this rank has, as far as its whole pipeline stage has the same; what its files depend on.
-        arrays = fingerprint(frozen.types(frozen.has_in_common)) if job.exchange.size > 1 else ""
-        return [arrays, frozen.told, (DiskWord("") if uploader is None else uploader.word(saves=True)).to_json()]
+        return RankWord(
+            arrays=arrays_fingerprint(frozen.types(frozen.has_in_common)) if job.exchange.size > 1 else "",
+            leaves=tuple(frozen.leaves.paths) if placement.mesh.pp > 1 and placement.speaks else (),
+            files=frozen.writing.told,
+            disk=DiskWord("") if uploader is None else uploader.word(saves=True),
+        ).to_json()
 
-    def united(words: Sequence[Any]) -> list[Any]:
-        arrays, files, disks = zip(*words, strict=True)
-        odd = odd_ones(arrays, job.placement.mesh)
-        return [odd, ready().unite(list(files)), united_disks(disks)]
+    def united(said: Sequence[Any]) -> Any:
+        words, mesh = [RankWord.from_json(one) for one in said], placement.mesh
+        return AgreedSave(
+            odd=tuple(odd_ones([word.arrays for word in words], mesh)),
+            first_stages=first_stages([w.leaves for rank, w in enumerate(words) if mesh.first_of_stage(rank) == rank]),
+            files=ready().writing.unite([word.files for word in words]),
+            disks=united_disks([word.disk for word in words]),
+        ).to_json()
 
     if job.exchange.rank == 0:
         order.root.expect()  # only now: the caller no longer waits
     with phases.timed("meet"):
         try:
-            odd, files, seen = job.begin(order.call, word, united)
+            agreed = AgreedSave.from_json(job.begin(order.call, word, united))
         except RankFailedError as lost:
             # Other errors are about calls that differ, perhaps in path and tag: all ranks say the same of them.
             lost.at(path=order.root.path, tag=order.tag)
             raise
-    disks = Disks.from_json(seen)
     if uploader is not None:
-        uploader.meet(disks)
-    return AgreedSave(odd, files, disks)
+        uploader.meet(agreed.disks)
+    return agreed

@@ -19,7 +19,7 @@ from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.storage.base import Directory, LocalFiles
 from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags.entry import MANIFEST
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from xla_ckpt.engine.tag_reader import reader_within
 from xla_ckpt.engine.verify import verify_payload
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.parity_json import ParityIndex, parse
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.parity import (
@@ -39,7 +38,8 @@ from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.storage.small_files import read_whole, size_of, write_small
 from xla_ckpt.tags.entry import MANIFEST
-from xla_ckpt.tags.root import Kind, Root, Transaction
+from xla_ckpt.tags.root import Kind, Root
+from xla_ckpt.tags.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class _Repair:
         """
         with reader_within(self.directory, self.root.path, self.tag, manifest) as reader:
             problems = verify_payload(reader).problems
-        if problems or digest(read_whole(self.directory, MANIFEST)) != digest(text):
+        if problems or read_whole(self.directory, MANIFEST) != text:
             problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
             problem.details = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
             raise problem

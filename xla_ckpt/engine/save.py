@@ -32,7 +32,6 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save_messages import Begun, EarlierTag, Part
 from xla_ckpt.engine.seal import Ending
 from xla_ckpt.engine.sharing import earlier_tag, share_files
-from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
 from xla_ckpt.engine.unchanged import note_saved
 from xla_ckpt.engine.write import check_space, write_files, write_objects
@@ -49,7 +48,7 @@ from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tags.lease import LEASES
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,11 @@ class Save:
             self.release()
         return self._end(began, sequence, written)
 
-    def _end(self, began: float, sequence: int, written: SharedPlan, error: Exception | None = None) -> SaveReport:
+    def refuse(self, error: BaseException) -> None:
+        """Report that it was not run: this rank is alone, and its caller is told why."""
+        self._end(time.perf_counter(), 0, SharedPlan(SavePlan(())), error)
+
+    def _end(self, began: float, sequence: int, written: SharedPlan, error: BaseException | None = None) -> SaveReport:
         """The report of this save, which is done now; the trace and the program's functions have it, too."""
         ended = time.perf_counter()
         self.phases.keep(SAVE, began, ended, written.plan.nbytes, about=self.order.tag)
@@ -161,7 +164,7 @@ class Save:
         exchange, transaction = self.exchange, Transaction(self.order.root, self.order.tag)
         try:
             with self._failing_on_all_ranks():
-                frozen = self._ready().agreed(agreed.united)
+                frozen = self._ready()
                 check_parity(disks := agreed.disks, self.order)
                 with self.phases.timed("commit"):
                     if self.order.check is not None:
@@ -172,7 +175,7 @@ class Save:
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
                     begun = Begun(transaction.directory.name, transaction.sequence, earlier)
                     exchange.say("begin", begun.to_json())
-                sharing = self._share(frozen, earlier, transaction.directory, disks)
+                sharing = self._share(frozen, earlier, transaction.directory, agreed)
                 record = self._write(frozen, sharing, transaction.directory)
                 parts = self._hear_parts(record, sharing.plan)
                 records = [part.record for part in parts]
@@ -204,7 +207,6 @@ class Save:
                 if self._parity is not None:
                     self._parity.give_up(problem)
                 exchange.say("verdict", error=problem)
-                self._stages.tell_failure(problem)
             if problem is error:
                 raise
             raise problem from error
@@ -234,10 +236,10 @@ class Save:
         draft: str | None = None
         disk = OtherDisk(self.order, exchange, agreed.disks.leader(exchange.rank))
         try:
-            frozen = self._ready().agreed(agreed.united)
+            frozen = self._ready()
             begun = disk.begun(Begun.from_json(exchange.hear("begin", 0)), self.cancellation.check)
             with contextlib.closing(open_joint(root, draft := begun.draft)) as directory:
-                sharing = self._share(frozen, begun.earlier, directory, agreed.disks)
+                sharing = self._share(frozen, begun.earlier, directory, agreed)
                 record = self._write(frozen, sharing, directory, tells_all=exchange.rank in agreed.odd)
                 directory.sync()
             self.cancellation.close()  # rank 0 may commit as soon as it has this
@@ -246,7 +248,6 @@ class Save:
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)
-            self._stages.tell_failure(problem)
             disk.give_up(problem)
             draft = None  # rank 0 does not ask this rank for parity any more
             if isinstance(error, RankFailedError):
@@ -265,14 +266,14 @@ class Save:
     def _crew(self, progress: Callable[[int], None] = lambda _: None) -> Crew:
         return Crew(workers=self.order.workers, progress=progress, phases=self.phases)
 
-    @property
-    def _stages(self) -> Stages:
-        return Stages(self.exchange, self.mesh)
-
-    def _share(self, frozen: Frozen, earlier: EarlierTag | None, directory: Directory, disks: Disks) -> SharedPlan:
+    def _share(
+        self, frozen: Frozen, earlier: EarlierTag | None, directory: Directory, agreed: AgreedSave
+    ) -> SharedPlan:
         """Decide what this rank writes, and share what need not be written."""
-        root, plan = self.order.root, self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
-        if root.store.object_store is not None or disks.several:
+        root, stage = self.order.root, self.mesh.coordinates(self.exchange.rank)["pp"]
+        with self.phases.timed("plan"), collector_paused():
+            plan = agreed.plan(frozen.writing, stage)
+        if root.store.object_store is not None or agreed.disks.several:
             plan = plan.streamed()  # the digests stand in the manifest: nobody there can read all files
         if not self.order.options.share:
             return SharedPlan(plan)

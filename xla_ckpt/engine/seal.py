@@ -13,7 +13,7 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.entry import MANIFEST
-from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.transaction import Transaction
 
 Index = Callable[[TagReader], Mapping[str, bytes]]
 """Name -> bytes of small files that are made from a manifest when all others are written, and that it then lists.

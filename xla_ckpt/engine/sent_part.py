@@ -20,7 +20,7 @@ from xla_ckpt.tags.attempt import Attempt
 from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
 from xla_ckpt.tags.local_first import LocalFirst, write_journal
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import WITHIN
+from xla_ckpt.tags.transaction import WITHIN
 from xla_ckpt.tags.upload_rules import Journal, uploaded_as
 
 PATIENCE_WITH_DISKS = 600.0

@@ -20,6 +20,7 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.files import safetensors as payload
+from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import NO_DIGEST, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Manifest
@@ -41,6 +42,9 @@ DAMAGED = "Load another tag, or restore this file from a copy."
 
 class ForeignObject(Protocol):
     """An object that another library stored its own way."""
+
+    problem: str
+    """Why it is not read without trust: what it is, as far as that is known."""
 
     def load(self, leaf: str, *, trust: bool) -> Any:
         """The object.
@@ -133,7 +137,7 @@ class TagReader:
         It is made of the digests that the manifest has. Where another library wrote the tag, there may be none.
         """
         known = sorted((f.path, f.size, f.digest) for f in self.manifest.files if f.digest != NO_DIGEST)
-        return to_hex(digest(repr((self.manifest.head.sequence, known)).encode()))
+        return text_fingerprint(repr((self.manifest.head.sequence, known)))
 
     def file_name(self, file: int) -> str:
         """Path of a file of the manifest, relative to the tag directory."""

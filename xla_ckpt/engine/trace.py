@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.engine.phases import LOAD, SAVE, STALL, WAIT, Interval, Phases
+from xla_ckpt.job.round import Round
 from xla_ckpt.storage.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,11 @@ class Trace:
             logger.warning("the trace of this %s could not be written to %s: %s", self.doing, self.file.path, problem)
         else:
             logger.info("trace of this %s: %s", self.doing, path)
+
+
+def traced(file: TraceFile | None, doing: str, exchange: Round) -> Trace | None:
+    """The trace of a call of this rank, if one is wanted."""
+    return None if file is None else Trace(file=file, doing=doing, rank=exchange.rank, world=exchange.size)
 
 
 def as_json(phases: Phases, *, doing: str, tag: str | None, rank: int, error: BaseException | None) -> dict[str, Any]:

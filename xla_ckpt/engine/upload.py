@@ -39,7 +39,7 @@ from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.local_first import LocalFirst, write_journal
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import WITHIN
+from xla_ckpt.tags.transaction import WITHIN
 from xla_ckpt.tags.upload_rules import step_of, uploaded_as
 
 logger = logging.getLogger(__name__)

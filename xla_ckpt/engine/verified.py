@@ -64,9 +64,7 @@ class StreamDigester:
             self._digest(memoryview(self._region))
             self._region = bytearray()
         regions = tuple((at, min(REGION, self.size - at)) for at in range(0, self.size, REGION))
-        return FileRecord(
-            path=path, size=self.size, head=0, digest=digest(b""), regions=regions, digests=tuple(self._digests)
-        )
+        return FileRecord(path=path, size=self.size, head=0, regions=regions, digests=tuple(self._digests))
 
 
 class VerifiedDirectory:

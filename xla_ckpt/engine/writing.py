@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,7 +12,8 @@ from xla_ckpt.plan.save_plan import SavePlan
 class Writing(Protocol):
     """How one rank writes its state in a layout (`xla_ckpt.layouts.base.Layout.writing` makes it).
 
-    A class that is derived from it says what its `plan` is, and what else it has.
+    A class that is derived from it says what its `plan` is, and what else it has. Where the files of a rank depend on
+    what other ranks have, all of them tell that before any of them writes.
     """
 
     @property
@@ -35,32 +35,15 @@ class Writing(Protocol):
         """What rank 0 makes from the manifest."""
         return no_index
 
-
-class Staged(ABC):
-    """A `Writing` whose files say what other pipeline stages hold: its plan is made anew when all of them have told."""
-
     @property
-    @abstractmethod
     def told(self) -> Any:
-        """What the other stages have to know of this one, as plain JSON. All ranks of a stage would tell the same."""
+        """What the files of other ranks depend on, as plain JSON; None if that is nothing."""
+        return None
 
-    @abstractmethod
-    def among(self, stages: Sequence[Any]) -> SavePlan:
-        """What this rank writes, once all stages have told, this one included: from the sources that `plan` has."""
-
-
-class Agreeing(ABC):
-    """A `Writing` that depends on what all ranks of the job have: each tells, before any of them writes."""
-
-    @property
-    @abstractmethod
-    def told(self) -> Any:
-        """What the other ranks have to know of this one, as plain JSON."""
-
-    @abstractmethod
     def unite(self, words: Sequence[Any]) -> Any:
-        """What rank 0 makes of what all ranks have told, as plain JSON: short, since all ranks get it."""
+        """What rank 0 makes of what all ranks have told, in their order, as plain JSON. All ranks get it."""
+        return None
 
-    @abstractmethod
-    def agreed(self, united: Any) -> Writing:
-        """How this rank writes, given that: from the sources that its plan had before."""
+    def plan_among(self, united: Any) -> SavePlan:
+        """What this rank writes, now that all have told: from the sources that `plan` has."""
+        return self.plan

@@ -16,6 +16,7 @@ from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.array_links import ArrayLink, query_runs
 from xla_ckpt.layouts.llama_config import LlamaConfig
 from xla_ckpt.plan.hints import ArrayHint
+from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -174,6 +175,14 @@ def split_of(name: str, config: LlamaConfig, form: Form) -> Sharding:
     axes["gate_up"] = ("tp", 2)
     dims = [axes.get(dim) for dim in _dims(name) or ()]
     return Sharding.parse(dims if any(dim is not None for dim in dims) else None)
+
+
+def llama_rules(config: LlamaConfig) -> Parsed:
+    """How a tensor-parallel job whose ranks hold each head once divides the arrays of such a model, as rules."""
+    names = {name: re.escape(name) for name in _OF_MODEL}
+    names |= {f"model.layers.0.{name}": rf"model\.layers\.\d+\.{re.escape(name)}" for name in _OF_LAYER}
+    forms = {name: Form(projection=hf_names(name)[0] or Projection.SEPARATE) for name in names}
+    return [(re.compile(f"(?:^|/){text}$"), split_of(name, config, forms[name])) for name, text in names.items()]
 
 
 def shape_of(name: str, config: LlamaConfig) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import closest, meant
+from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.listing import all_tags, beside_tags, find_foreign, named_itself, roots_below, tag_names
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
@@ -114,6 +115,26 @@ def _names_of_others(store: Store) -> str:
     except (CheckpointError, OSError):
         return ""  # it is only for a hint
     return _some([name for name, _, entry in others if entry.complete])
+
+
+def writers_at(path: PathLike) -> tuple[str, list[str]] | None:
+    """Who wrote the checkpoints that lie at a path, and the names of the tags; none, if the path is one checkpoint.
+
+    It is for those who looked there for something else. None: there is nothing, or it cannot be found out.
+    """
+    try:
+        store = door.store_at(path).look()
+        if (inside := named_itself(store)) is not None:
+            foreign = find_foreign(*inside)
+            return _writer(None if foreign is None else foreign[0]), []
+        tags = all_tags(store)
+    except (CheckpointError, OSError):
+        return None  # it is only for a hint
+    return (_writer(tags[-1][0]), [entry.tag for _, entry in tags]) if tags else None
+
+
+def _writer(layout: Layout | None) -> str:
+    return "xla_ckpt" if layout is None else layout.origin or layout.name
 
 
 def names_of_roots_below(store: Store) -> str:

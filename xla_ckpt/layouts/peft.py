@@ -44,6 +44,9 @@ _SHARED = ("lora_alpha", "lora_dropout", "bias", "use_rslora", "target_modules",
 _BEYOND = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
 """What neuronx-distributed's adapters cannot be."""
 
+_ADAPTER = re.compile(r".+\.lora_(?:[AB]|embedding_[AB])(?:\..+)?")
+"""What PEFT, and neuronx-distributed, call an array of an adapter: the layer that it is for stands before it."""
+
 _FUSED = re.compile(r"\.lora_B\.(weight|bias)_(q|k|v|qkv)$")
 
 
@@ -122,8 +125,14 @@ def adapter_config(model: Any) -> dict[str, Any]:
         UsageError: The model has no adapters, or no configuration of them is stored.
     """
     members = model if isinstance(model, Mapping) else {}
-    if not any(map(_is_adapter, members)):
-        raise UsageError("the checkpoint holds no adapters", leaf=schema.MODEL, expected=f"names with {schema.ADAPTER}")
+    if not any(_ADAPTER.fullmatch(name) for name in members):
+        raise UsageError(
+            "the model has no adapters under the names by which PEFT finds them",
+            leaf=schema.MODEL,
+            expected="names of a layer with .lora_A or .lora_B behind them, such as q_proj.lora_A.weight",
+            found=paths.listed([*members]) or "no arrays",
+            hint="Give the modules of adapters of your own these names. A conversion to torch keeps names as they are.",
+        )
     stored = members.get(schema.LORA_CONFIG)
     if not isinstance(stored, Mapping):
         raise UsageError(

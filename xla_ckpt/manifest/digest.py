@@ -3,6 +3,9 @@
 The bytes of every stored region are cut into blocks, from the region's own start, and each block has an XXH3-64 digest.
 Blocks grow with the region, so that a region has at most 64 of them up to 256 MiB: a reader that needs a part of it
 verifies what it reads and reads hardly more than it needs.
+
+A digest checks stored bytes, and nothing else: what tells two things of a running program apart is a fingerprint
+(`xla_ckpt/fingerprint.py`). Which digest it is, the version of a format says: it is in the file.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from xla_ckpt.sharding.corners import Corners, Flags, Ints
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A few bytes of a replicated leaf on one rank, as digests."""
+    """A few bytes of a replicated leaf on one rank, as fingerprints."""
 
     place: int
-    """Digest of where its pieces lie: only equal places are compared."""
+    """That of where its pieces lie: only equal places are compared."""
 
     content: int
     loose: bool = False
@@ -95,7 +95,7 @@ class Record:
     """Index into `files` of each pickled object, as the skeleton numbers them."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Part of the state -> digest of its plain values."""
+    """Part of the state -> fingerprint of its plain values."""
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""Whether ranks have in common what they should: arrays by samples of bytes, plain values by digests. Pure."""
+"""Whether ranks have in common what they should: arrays by samples of bytes, plain values by fingerprints. Pure."""
 
 from __future__ import annotations
 

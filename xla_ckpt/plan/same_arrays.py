@@ -1,4 +1,5 @@
-"""Whether the ranks of a pipeline stage hold the same arrays, of the same element types, shapes and shardings. Pure.
+"""Whether the ranks of a pipeline stage hold the same arrays, of the same element types, shapes and shardings; and
+which arrays several stages hold. Pure.
 
 The first rank of a stage reports all of its arrays, and the others a fingerprint. Only those whose fingerprint is
 another one report all of theirs, too: records stay small.
@@ -10,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from xla_ckpt.errors import SaveError
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.plan.agreement import Disagreement
 from xla_ckpt.sharding.mesh import Mesh
 
@@ -20,9 +21,9 @@ Types = Mapping[str, tuple[str, tuple[int, ...], object]]
 NOT_THERE = "nothing"
 
 
-def fingerprint(types: Types) -> str:
+def arrays_fingerprint(types: Types) -> str:
     """The same text for the same arrays."""
-    return to_hex(digest(json.dumps(sorted(types.items())).encode()))
+    return text_fingerprint(json.dumps(sorted(types.items())))
 
 
 def odd_ones(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
@@ -32,6 +33,22 @@ def odd_ones(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
     [1, 3]
     """
     return [rank for rank, own in enumerate(fingerprints) if own != fingerprints[mesh.first_of_stage(rank)]]
+
+
+def first_stages(stages: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The first pipeline stage of each leaf that several hold: that one stores it.
+
+    Args:
+        stages: The leaf paths that each of them holds.
+
+    >>> first_stages([["model/wte", "model/0"], ["model/1"], ["model/wte", "model/2"]])
+    {'model/wte': 0}
+    """
+    first: dict[str, int] = {}
+    for stage, leaves in enumerate(stages):
+        for leaf in leaves:
+            first.setdefault(leaf, stage)
+    return {leaf: first[leaf] for stage, leaves in enumerate(stages) for leaf in leaves if first[leaf] < stage}
 
 
 def check_same_arrays(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from xla_ckpt.fingerprint import fingerprint
 from xla_ckpt.lightweight import Columns, lightweight
-from xla_ckpt.manifest.digest import digest
 from xla_ckpt.snapshot.memory import Bytes, allocate
 
 WINDOWS = 16
@@ -60,11 +60,11 @@ def windows(nbytes: int) -> Look:
 
 
 def sample(shards: Sequence[memoryview]) -> int:
-    """Digest of spread-out bytes of some shards; equal for equal contents.
+    """Fingerprint of spread-out bytes of some shards; equal for equal contents.
 
     In the place of a shard may be what is looked at of it: of that, all is looked at.
     """
-    return digest(b"".join(windows(len(data)).of(data) for data in shards))
+    return fingerprint(b"".join(windows(len(data)).of(data) for data in shards))
 
 
 @lightweight()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xla_ckpt.manifest.digest import digest
+from xla_ckpt.fingerprint import fingerprint
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.record import Sample
 from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
@@ -241,7 +241,7 @@ def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[st
         for (_, replicas), numbers in sets.items():
             if replicas > 1:
                 boxes = " ".join(str(leaf.shards[i].box) for i in numbers)
-                place = digest(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode())
+                place = fingerprint(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode())
                 # A layout may take the whole tensor in one: then all of its shards have the same holders.
                 shards = [pieces[i] for i in numbers] if len(pieces) == len(leaf.shards) else pieces
                 data = [shard.data for shard in shards]

@@ -19,8 +19,8 @@ import numpy as np
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine import pickles
+from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.lightweight import Columns, lightweight
-from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Holding, Leaves, holding_of
 from xla_ckpt.plan.replicas import Replicas
 from xla_ckpt.sharding.box import Box
@@ -133,7 +133,7 @@ class Description:
     """Pickled objects, by their index in `structure`; only where a layout was asked for that pickles structures."""
 
     parts: Mapping[str, str]
-    """Part of the state -> digest of its plain values, which all ranks have in common."""
+    """Part of the state -> fingerprint of its plain values, which all ranks have in common."""
 
     replicas: Replicas
     """Whether replicas have to be equal, or the first one of each array is stored whole, whatever the others are."""
@@ -206,7 +206,7 @@ def describe(
         objects=objects,
         structure=flat.skeleton,
         structure_objects=all_objects,
-        parts={p: _digest_of_part(flat.skeleton, p) for p in state.parts} if placement.world > 1 else {},
+        parts={p: _part_fingerprint(flat.skeleton, p) for p in state.parts} if placement.world > 1 else {},
         replicas=replicas,
     )
 
@@ -288,12 +288,12 @@ def shards_apart(
     }
 
 
-def _digest_of_part(skeleton: Json, part: str) -> str:
+def _part_fingerprint(skeleton: Json, part: str) -> str:
     """That of a part of a skeleton, less what each rank has its own of."""
     stored = part_at(skeleton, part)
     own = part == schema.OPTIMIZER and isinstance(stored, dict) and schema.OWN in stored
     common = {k: v for k, v in stored.items() if k != schema.OWN} if own else stored
-    return to_hex(digest(json.dumps(common).encode()))
+    return text_fingerprint(json.dumps(common))
 
 
 def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:

@@ -28,6 +28,7 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.wrappers import is_names_only, modules_in
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.skeleton import children, part_at
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,10 @@ and rows: the first, one past the last, and their digest."""
 
 BaseArrays = dict[str, list[Any]]
 """The arrays of a base, as JSON: name -> [element type, shape, digest of all rows; None if parts of it have none]."""
+
+
+DIFFERS = "that differs between ranks"
+"""In the place of the digest of an array of which ranks have different rows."""
 
 
 @functools.cache
@@ -211,10 +216,30 @@ def united_base(of_ranks: Sequence[Said]) -> BaseArrays:
     for name, array in named.items():
         of_array = rows.get(name, {})
         if any(len(digests) > 1 for digests in of_array.values()):
-            array[2] = "that differs between ranks"
+            array[2] = DIFFERS
         elif sum(last - first for first, last in of_array) == (array[1][0] if array[1] else 1):
             array[2] = to_hex(sum(digest for digests in of_array.values() for digest in digests) % (1 << 64))
     return named
+
+
+def base_of(skeleton: Any) -> BaseArrays:
+    """The arrays of the base that a tag of adapters alone names, by its skeleton.
+
+    A base that adapters were put into is that which it was before.
+
+    Raises:
+        FormatError: What is stored of it makes no sense.
+    """
+    of_ranks = (children(part_at(skeleton, paths.join(schema.BASE, schema.RANKS))) or {}).values()
+    named = united_base([children(said) or {} for said in of_ranks])
+    return {name.replace(schema.BASE_LAYER, ""): array for name, array in named.items()}
+
+
+def same_base(one: BaseArrays, other: BaseArrays) -> bool | None:
+    """Whether two tags name the same base; None if they have no digests of all of it."""
+    if one.keys() != other.keys() or any(_difference(array, other[name]) for name, array in one.items()):
+        return False
+    return None if any(array[2] in (None, DIFFERS) for base in (one, other) for array in base.values()) else True
 
 
 def _difference(named: Sequence[Any], here: Sequence[Any] | None) -> str | None:

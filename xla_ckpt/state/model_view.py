@@ -16,9 +16,6 @@ logger = logging.getLogger(__name__)
 _CONFIG = "nxd_config"
 """What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""
 
-_BASE = ".base_layer"
-"""What an adapter adds to the name of the layer that it is for."""
-
 
 class ModelView(torch.nn.Module):
     """A wrapped model as an ordinary module: its state under the names that the wrapper gives it.
@@ -105,7 +102,11 @@ class Adapted(ModelView):
         if any(schema.ADAPTER in name and name in stored for name in live):
             chosen = {n: v for n, v in live.items() if n in stored or id(v) in trained}
         else:
-            chosen = {n: v for n, v in live.items() if schema.ADAPTER not in n and n.replace(_BASE, "") not in stored}
+            chosen = {
+                n: v
+                for n, v in live.items()
+                if schema.ADAPTER not in n and n.replace(schema.BASE_LAYER, "") not in stored
+            }
             chosen |= {called: value for called, value in self.other_names().items() if called in stored}
             logger.info("no adapters are stored: they stay as they are")
         if schema.LORA_CONFIG in stored:
@@ -114,11 +115,11 @@ class Adapted(ModelView):
 
     def other_names(self) -> dict[str, Any]:
         """See `ModelView`: what the base model was called before it got adapters."""
-        return {n.replace(_BASE, ""): v for n, v in self._entries.items() if schema.ADAPTER not in n}
+        return {n.replace(schema.BASE_LAYER, ""): v for n, v in self._entries.items() if schema.ADAPTER not in n}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """See `ModelView`. The configuration of the adapters stays that of the model; a difference is a warning."""
-        names = {name.replace(_BASE, ""): name for name in self._entries}
+        names = {name.replace(schema.BASE_LAYER, ""): name for name in self._entries}
         entries = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
         config, stored_config = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
         if isinstance(stored_config, Mapping):
@@ -245,7 +246,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with the model's own tensors in place of aliases of them, which have lost their attributes."""
-    bare = {name.replace(_BASE, ""): value for name, value in live.items()}
+    bare = {name.replace(schema.BASE_LAYER, ""): value for name, value in live.items()}
     return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
 
 

@@ -39,7 +39,13 @@ class Problem:
 
 
 def incompatible(
-    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1, misfit: str = ""
+    problems: Sequence[Problem],
+    *,
+    fits: bool,
+    optional: bool,
+    ranks: int = 1,
+    misfit: str = "",
+    masters: bool = False,
 ) -> IncompatibleCheckpointError:
     """One error for all the differences.
 
@@ -49,6 +55,7 @@ def incompatible(
         optional: Whether the call can be told to load only that.
         ranks: Number of ranks of the job.
         misfit: Why the tag may not fit whatever the target is, and what to load then.
+        masters: Whether the tag has master weights, and the call asks for no optimizer.
     """
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
@@ -63,6 +70,11 @@ def incompatible(
     if any(p.leaf.startswith(schema.state(UNNAMED)) for p in problems):
         hints.append("Pass the optimizer's model, too (model=): the names of its parameters are those in the model.")
     if any(p.castable for p in problems):
+        if masters:
+            hints.append(
+                "The tag has master weights: a model of their type gets them if its optimizer is loaded with it "
+                "(optimizer=)."
+            )
         hints.append("cast=True converts floating-point values to the type that is wanted.")
     if any(p.text.startswith(OTHER_BASE) for p in problems):
         hints.append("Load the base model first, from where it was when the adapters were trained.")

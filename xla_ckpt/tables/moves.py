@@ -16,7 +16,8 @@ def difference(facts: dict[str, Any]) -> RenderableType:
     a, b = (_named(**facts[side]) for side in "ab")
     equal = count(facts["equal"], "array")
     verdict = f"equal: {equal}" if facts["same"] else f"different; {equal} equal"
-    parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}\n{verdict}")]
+    base = "" if facts["base"] is None else f"\n{_BASES[facts['base']]}"
+    parts: list[RenderableType] = [Text(f"a: {a}\nb: {b}\n{verdict}{base}")]
     for name, title in (("parts", "moved, by part"), ("moved", f"{count(len(facts['moved']), 'array')} moved")):
         if facts[name]:
             rows = [
@@ -42,5 +43,10 @@ def difference(facts: dict[str, Any]) -> RenderableType:
 def _named(path: str, tag: str, note: str) -> str:
     return f"{tag} in {path}{f' ({note})' if note else ''}"
 
+
+_BASES = {
+    True: "both are for the same base model, by the digests that they have of it",
+    False: "they are for different base models, by what they have of them",
+}
 
 _MEASURES = ("max_abs", "relative")

@@ -14,6 +14,7 @@ from xla_ckpt.errors import StorageError
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.tables.rows import Rows
 from xla_ckpt.tables.texts import MAX_SIBLINGS, collapsed, count, shape, short, size, speed, when
+from xla_ckpt.tree import schema
 
 MAX_RANKS = 16
 """Ranks that `explain` lists; the rest is a range."""
@@ -104,8 +105,13 @@ def tag(facts: dict[str, Any]) -> RenderableType:
     if facts["aliases"]:
         shared = [*facts["aliases"].items()]
         parts.append(Rows(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
-    if facts["values"]:
-        parts.append(plain(facts["values"]))
+    values = {leaf: value for leaf, value in facts["values"].items() if not schema.is_said_of_base(leaf)}
+    if not values and not facts["arrays"]:
+        values = facts["values"]  # nothing else was asked for
+    if values:
+        parts.append(plain(values))
+    if number := len(facts["values"]) - len(values):
+        parts.append(Text(f"\n{number} values say which base model it is for: --leaf {schema.BASE} lists them"))
     return Group(*parts)
 
 

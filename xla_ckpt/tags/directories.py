@@ -31,7 +31,8 @@ from xla_ckpt.tags.missing import existing, no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, is_tag_name
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import Adopted, Cleaned, Kind, Transaction, go_on
+from xla_ckpt.tags.root import Adopted, Cleaned, Kind, go_on
+from xla_ckpt.tags.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.tags.entry import TagEntry
 
 UploadStep = Literal["send", "nothing", "drop"]
@@ -114,7 +114,7 @@ def place_after_upload(entry: TagEntry, there: TagEntry | None) -> str:
 
 def uploaded_as(entry: TagEntry) -> str:
     """What the attempt of this version of a tag is known by in the object store: its name begins so."""
-    return to_hex(digest(f"{entry.sequence} {entry.created}".encode()))
+    return text_fingerprint(f"{entry.sequence} {entry.created}")
 
 
 def step_of(entry: TagEntry, remote: Iterable[TagEntry]) -> UploadStep:

@@ -45,6 +45,9 @@ LORA_CONFIG = "lora_config"
 ADAPTER = "lora_"
 """What the names of adapters' weights contain, and no other names."""
 
+BASE_LAYER = ".base_layer"
+"""What an adapter adds to the name of the layer that it is for."""
+
 MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT, BASE)
 """Members of the tree of a training state."""
 
@@ -277,10 +280,19 @@ def same_ranks(skeleton: Any, world: int, mesh: str) -> bool:
 def is_without_base(skeleton: Any) -> bool:
     """Whether a state has a part of its model alone, as adapters are one.
 
-    >>> is_without_base({"model": {}, "base": {"per_rank": 1}}), is_without_base({"model": {}})
+    >>> is_without_base({"model": {}, "base": {"per_rank": 1, "ranks": {}}}), is_without_base({"base": 1})
     (True, False)
     """
-    return BASE in (children(skeleton) or ())
+    return saved_by((children(skeleton) or {}).get(BASE)) is not None
+
+
+def is_said_of_base(path: str) -> bool:
+    """Whether a leaf is what a tag of adapters alone says of the base model that it leaves out.
+
+    >>> is_said_of_base("base/ranks/0/w"), is_said_of_base("base/per_rank"), is_said_of_base("base/w")
+    (True, True, False)
+    """
+    return paths.split(path)[:2] in ((BASE, RANKS), (BASE, WORLD))
 
 
 def _below(path: str, *keys: Any) -> str:

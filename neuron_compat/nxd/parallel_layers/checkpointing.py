@@ -22,13 +22,14 @@ import torch
 from neuron_compat.nxd.homes import names_of
 from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole, write_xser
 from xla_ckpt import IncompatibleCheckpointError, Mesh, RankFailedError, UsageError
-from xla_ckpt.facade import compute, current_mesh, declared_sharding, part_of_whole, xla_tensors
+from xla_ckpt.facade import compute, current_mesh, declared_sharding, known_names, part_of_whole, xla_tensors
 
 __getattr__, __dir__ = names_of(__name__)
 
 PathLike = str | os.PathLike[str]
 
 
+@known_names()
 def save(
     checkpoint: Mapping[str, Any],
     output_dir: PathLike,
@@ -96,6 +97,7 @@ def write_in_turn(write: Callable[[], None] | None, turn: int, error: Exception 
         meet(error, "saving")
 
 
+@known_names()
 def load(
     chkpt_path: PathLike,
     model: Any = None,

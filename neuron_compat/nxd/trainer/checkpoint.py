@@ -13,12 +13,14 @@ from typing import Any
 
 import xla_ckpt
 from neuron_compat.nxd.homes import names_of
+from xla_ckpt.facade import known_names
 
 __getattr__, __dir__ = names_of(__name__)
 
 PathLike = str | os.PathLike[str]
 
 
+@known_names(xla_ckpt.save_checkpoint)
 def save_checkpoint(
     checkpoint_dir_str: PathLike,
     tag: str = "",
@@ -83,6 +85,7 @@ def save_checkpoint(
     )
 
 
+@known_names(xla_ckpt.load_checkpoint)
 def load_checkpoint(
     path: PathLike,
     tag: str | None = None,
@@ -129,6 +132,7 @@ def load_checkpoint(
     ).user_content
 
 
+@known_names()
 def has_checkpoint(checkpoint_dir_str: PathLike) -> bool:
     """Whether a directory holds a complete checkpoint.
 

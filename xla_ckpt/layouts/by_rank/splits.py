@@ -20,12 +20,8 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 """Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
 
 HINT = (
-    "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
-    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like, --config or --sharding, "
-    "as in --sharding norm _ for what is not split. A "
-    "stride, as in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes "
-    "are sections: (('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys "
-    "and values."
+    "Give the model that was saved, as model= (--like), or a rule such as shardings=[(r'up_proj', ('tp', None))], "
+    "which is --sharding up_proj tp,_ on the command line; docs/parallelism.md has those for fused arrays."
 )
 
 
@@ -165,15 +161,18 @@ def _inferred(
             expected=str(list(wanted)),
         )
     if len(fitting) > 1:
-        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(fitting)} ways")
+        return _unknown(f"{list(local)} of each rank makes the wanted shape in {len(fitting)} ways", wanted)
     # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
     if "tp" in fitting[0].axes and _FUSED.search(name) and not _SEPARATE.search(name):
-        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
+        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it", wanted)
     return fitting[0]
 
 
-def _unknown(why: str) -> UnknownArray:
-    return UnknownArray(problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT)
+def _unknown(why: str, wanted: tuple[int, ...] | None = None) -> UnknownArray:
+    expected = None if wanted is None else str(list(wanted))
+    return UnknownArray(
+        problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT, expected=expected
+    )
 
 
 def _true_size(sharding: Sharding, local: tuple[int, ...], hint: ArrayHint) -> Sharding:

@@ -14,6 +14,7 @@ from functools import cached_property
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import MAX_MANIFEST, absent, head_of
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, naming
+from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.layouts import digests
 from xla_ckpt.layouts.dcp.metadata import (
     MAX_METADATA,
@@ -30,7 +31,7 @@ from xla_ckpt.layouts.digests import DIGESTS, MAX_DIGESTS
 from xla_ckpt.layouts.scanned import ScannedFiles
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex
+from xla_ckpt.manifest.digest import BlockDigester, BlockTable
 from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Source
@@ -81,7 +82,7 @@ class DcpFiles(ScannedFiles):
         contents = self._parsed(METADATA, data)
         # The metadata of two saves of one program may be equal. Their digests are not, unless all bytes are.
         known = sorted((r.path, r.digest, r.digests) for r in self.digested.values() or self.records)
-        self.identity = to_hex(digest(repr(known).encode()))
+        self.identity = text_fingerprint(repr(known))
         return contents
 
     def _find_digests(self) -> None:

@@ -17,8 +17,9 @@ from xla_ckpt.options import MAX_MEMORY
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import PathLike, above, full_path, same_directory
 from xla_ckpt.storage.pool import BUFFER_BYTES, READERS
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 
 _CARRIED = ("model", "scheduler.pt", "user_content.pt", *TAG_MARKS)
 """What a tag consists of besides its optimizer. The mark of a complete tag comes last."""

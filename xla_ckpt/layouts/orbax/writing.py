@@ -7,13 +7,13 @@ they cut the arrays before anything is written, and from that each of them knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.engine.seal import Index
-from xla_ckpt.engine.writing import Agreeing
+from xla_ckpt.engine.writing import Writing
 from xla_ckpt.layouts.base import Rewriting, StoredState
 from xla_ckpt.layouts.orbax.grid import JobCuts, OwnParts, chunk_files, chunk_shape
 from xla_ckpt.layouts.orbax.item import OrbaxTree, check_array, item_of
@@ -56,18 +56,12 @@ def rewriting_of(stored: StoredState, below: str = "", *, as_stored: bool = Fals
 
 
 @dataclass(frozen=True)
-class OrbaxWriting(Agreeing):
+class OrbaxWriting(Writing):
     """What one rank writes in this layout."""
 
     description: Description
     below: str
     """What the paths of the files begin with: the item in which the tree lies."""
-
-    cuts: JobCuts | None = None
-    """How all ranks cut the arrays; None until they have told."""
-
-    whole: frozenset[str] = frozenset()
-    marks: Mapping[str, bytes] = field(default_factory=dict)
 
     def checked(self) -> OrbaxWriting:
         """The same, if the layout has a place for all of the state.
@@ -98,13 +92,17 @@ class OrbaxWriting(Agreeing):
     def unite(self, words: Sequence[Any]) -> Any:
         return JobCuts.of(words).to_json()
 
-    def agreed(self, united: Any) -> OrbaxWriting:
-        return replace(self, cuts=JobCuts.from_json(united))
-
     @cached_property
     def plan(self) -> SavePlan:
-        """See `Writing`: before all ranks have told, one whose sources are the same bytes."""
-        cuts, rank = self.cuts or JobCuts.of([self.told]), self.description.placement.rank
+        """See `Writing`. Only its sources are final: all ranks have to tell how they cut the arrays."""
+        return self._cut(JobCuts.of([self.told]))
+
+    def plan_among(self, united: Any) -> SavePlan:
+        return self._cut(JobCuts.from_json(united))
+
+    def _cut(self, cuts: JobCuts) -> SavePlan:
+        """What this rank writes if all ranks cut the arrays so."""
+        rank = self.description.placement.rank
         names: dict[str, list[str]] = {}
         for name, leaf in self._item.arrays.items():
             names.setdefault(self.description.aliases.get(leaf, leaf), []).append(name)

@@ -15,6 +15,7 @@ from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.foreign_tags import merged_by_time
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
 
@@ -34,6 +35,9 @@ USER_CONTENT_FILE = "user_content.pt"
 
 SCHEDULER_FILE = "scheduler.pt"
 """What this library writes beside them; SMP has no place for it."""
+
+MAX_PICKLE = 1 << 20
+"""What is looked through of a file of torch.save, whose tensors lie behind its pickle, for a mark in that (bytes)."""
 
 MAX_NEWEST = 1 << 20
 """A longer list is not read to its end (bytes)."""
@@ -298,7 +302,23 @@ def _may_be_saved(store: Store, file: str) -> bool:
 
 def _listed(store: Store, prefix: str) -> SmpTag | None:
     """A set that a root lists. One that lies beside a full file of its name is called with ``_*``."""
-    return find_smp_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
+    tag = find_smp_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
+    return None if tag is None or _are_full(store, tag) else tag
+
+
+def _are_full(store: Store, tag: SmpTag) -> bool:
+    """Whether the files of a set are full checkpoints, whose tags end with numbers: ``step_0``, ``step_1``, ...
+
+    Names with one number are those of SMP 1.6 and 1.7, which marked each part of a model. With the ending of a file
+    before the number a name is that of a part in any case.
+    """
+    ((form, parts), *_) = tag.sets[""].forms.items()
+    if form is not _ONE or "." in tag.tag:
+        return False
+    try:
+        return IS_PARTIAL.encode() not in store.start_of(min(parts.items())[1], MAX_PICKLE)
+    except OSError:
+        return False  # its opening will tell
 
 
 def _directory(store: Store, tag: str) -> SmpTag | None:

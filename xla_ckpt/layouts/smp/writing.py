@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.engine.writing import Staged
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.new_job import NewJob
@@ -41,7 +40,7 @@ _NO_EXPERTS = f"{WHOSE_SMP} layout has no place for expert parallelism"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmpWriting(RankWriting, Staged):
+class SmpWriting(RankWriting):
     """What one rank writes: SMP's files for what it has a place for, native ones for the rest."""
 
     given: Given
@@ -52,15 +51,27 @@ class SmpWriting(RankWriting, Staged):
         return self.state()
 
     @property
-    def told(self) -> Any:
+    def _stage(self) -> dict[str, Any]:
         return told(self._state.parts, modules_of(self.description.state.model, self._state.parts.get(schema.MODEL)))
+
+    @property
+    def told(self) -> Any:
+        placement = self.description.placement
+        return self._stage if placement.mesh.pp > 1 and placement.speaks else None
+
+    def unite(self, words: Sequence[Any]) -> Any:
+        mesh = self.description.placement.mesh
+        return [words[mesh.rank({"pp": stage})] for stage in range(mesh.pp)] if mesh.pp > 1 else None
 
     @cached_property
     def plan(self) -> SavePlan:
         """See `xla_ckpt.engine.writing.Writing`. In a job of several pipeline stages only its sources are final."""
-        return self.among([self.told])
+        return self._plan_of([self._stage])
 
-    def among(self, stages: Sequence[Any]) -> SavePlan:
+    def plan_among(self, united: Any) -> SavePlan:
+        return self.plan if united is None else self._plan_of(united)
+
+    def _plan_of(self, stages: Sequence[Any]) -> SavePlan:
         placement = self.description.placement
         job = stored_job_of(stages, self.given.partitions)
         files = files_of(self._state, job, placement.mesh, placement.rank, self.given)

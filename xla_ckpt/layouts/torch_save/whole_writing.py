@@ -11,8 +11,9 @@ import torch
 from xla_ckpt.errors import UnsupportedStateError, storage_errors
 from xla_ckpt.storage.base import Sink, Source
 from xla_ckpt.storage.door import above
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree.nested import leaves, replaced_leaves
 
 
