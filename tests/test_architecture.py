@@ -135,6 +135,13 @@ def test_only_what_has_to_do_with_layouts_knows_neuronx_distributed() -> None:
     assert named == set()
 
 
+def test_what_layouts_of_rank_files_share_names_no_program() -> None:
+    """Who adds a layout of rank files is to read no other program's rules first: not even in comments."""
+    of_programs = re.compile(r"nxd|neuronx|xser|sagemaker|smp|optimum|megatron|LoraModel|trn\d", re.IGNORECASE)
+    shared = (ROOT / "xla_ckpt/layouts/by_rank").glob("*.py")
+    assert [line for path in shared for line in path.read_text().splitlines() if of_programs.search(line)] == []
+
+
 def test_nobody_asks_which_layout_it_has() -> None:
     """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
     names = {name for layout in all_layouts() for name in (layout.name, *layout.other_names)}

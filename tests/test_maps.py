@@ -14,6 +14,7 @@ from tests.test_documents import BLOCK
 from xla_ckpt.cli.main import COMMANDS
 from xla_ckpt.engine.phases import LOAD_PHASES, SAVE_PHASES
 from xla_ckpt.layouts.base import Layout
+from xla_ckpt.storage.schemes import SCHEMES
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -101,3 +102,15 @@ def test_the_page_for_a_new_layout_names_all_that_a_layout_may_say() -> None:
     page = (ROOT / "docs/adding-a-layout.md").read_text()
     members = [name for name in vars(Layout) if not name.startswith("_")]
     assert [name for name in members if not re.search(rf"`{name}\b", page)] == []
+
+
+def test_documents_name_all_object_stores() -> None:
+    page = (ROOT / "docs/object-stores.md").read_text()
+    rows = re.findall(r"^\| `(\w+://[^`]+)` \| ([^|]+) \|", page, re.MULTILINE)
+    assert [row for row in rows if not row[0].startswith("file:")] == [(s.address, s.store) for s in SCHEMES.values()]
+    assert re.findall(r"^\| `(\w+)://` \| \|$", page, re.MULTILINE) == [*SCHEMES], "a table of credentials for each"
+    for scheme in SCHEMES.values():
+        for variable in re.findall(r"[A-Z]+_[A-Z_]+", f"{scheme.credentials} {scheme.allow_http}"):
+            assert variable in page
+        assert f"`xla-ckpt selftest {scheme.address}`" in (ROOT / "docs/unverified.md").read_text()
+        assert f"`{scheme.name}://`" in (ROOT / "README.md").read_text()

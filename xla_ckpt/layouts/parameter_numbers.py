@@ -152,3 +152,13 @@ def names_by_number(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[N
         for some, called in zip(numbers, names, strict=True)
         for number, name in zip(some, called, strict=True)
     }
+
+
+def by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any, Any]:
+    """Members by the number of their parameter, in that order; what belongs to no parameter comes last.
+
+    >>> by_number({"b": 1, "key": 2, "a": 3}, {"a": 0, "b": 1})
+    {0: 3, 1: 1, 'key': 2}
+    """
+    ordered = sorted(members.items(), key=lambda item: number.get(item[0], len(number)))
+    return {number.get(name, name): value for name, value in ordered}

@@ -290,6 +290,9 @@ class InBucket:
     region: str | None = None
     """That of the bucket, if the environment says one."""
 
+    tensorstore_driver: str = ""
+    """What tensorstore calls such buckets; empty if it does not read them."""
+
 
 class ObjectStore(Store, Protocol):
     """A root of objects: a file appears whole when its `Sink` is committed, and stays as it is until it is deleted.

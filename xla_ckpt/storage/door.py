@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from urllib.parse import unquote
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.schemes import SCHEMES
 
 PathLike = str | os.PathLike[str]
 
@@ -27,8 +27,9 @@ def _object_store(path: str) -> Store:
     return RemoteStore(path, FILES)
 
 
-_SCHEMES: dict[str, Callable[[str], Store]] = dict.fromkeys(("memory", "s3", "gs", "az"), _object_store)
-"""What makes the store of an address ``scheme://...``; a path without a scheme is a directory of a file system."""
+def _is_known(scheme: str) -> bool:
+    """Whether there is a store for addresses ``scheme://...``; a path without a scheme is one of a file system."""
+    return scheme in SCHEMES or scheme == "memory"
 
 
 def store_at(path: PathLike) -> Store:
@@ -42,8 +43,7 @@ def store_at(path: PathLike) -> Store:
     'memory://a'
     """
     text = full_path(path)
-    scheme, separator, _ = text.partition("://")
-    return _SCHEMES[scheme](text) if separator else LocalStore(text)
+    return _object_store(text) if "://" in text else LocalStore(text)
 
 
 def full_path(path: PathLike) -> str:
@@ -72,7 +72,7 @@ def full_path(path: PathLike) -> str:
             hint='To mean that directory, write ".".',
         )
     lost = _LOST_SLASH.match(text)
-    if lost and (isinstance(path, os.PathLike) or lost.group(1) in _SCHEMES):
+    if lost and (isinstance(path, os.PathLike) or _is_known(lost.group(1))):
         raise UsageError(
             "pathlib makes one slash of the two in an address, so that this is a directory beside the program",
             expected=f"the address as a str, {text.replace(':/', '://', 1)!r}",
@@ -92,15 +92,15 @@ def full_path(path: PathLike) -> str:
         return _absolute(text)
     if scheme == "file":
         return _absolute(_local(text, location))
-    if scheme not in _SCHEMES:
+    if not _is_known(scheme):
         raise UsageError(
             "no storage of this library has such an address",
-            expected="the path of a directory, s3://bucket/path, gs://bucket/path, or az://container/path",
+            expected=f"the path of a directory, or {' or '.join(known.address for known in SCHEMES.values())}",
             found=text,
             hint="S3 stands for all servers that speak as it does: AWS_ENDPOINT_URL names theirs.",
         )
     if location.startswith("/") and scheme != "memory":  # else the name of a folder would be that of the bucket
-        raise UsageError("the address names no bucket", expected=f"{scheme}://bucket/path", found=text)
+        raise UsageError("the address names no bucket", expected=SCHEMES[scheme].address, found=text)
     return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
 
 

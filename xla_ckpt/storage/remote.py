@@ -19,7 +19,7 @@ from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.addresses import Addresses
 from xla_ckpt.storage.base import InBucket, ReadDirectory
 from xla_ckpt.storage.remote_client import Client, client_of
-from xla_ckpt.storage.remote_settings import server_of
+from xla_ckpt.storage.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from xla_ckpt.storage.memory import MemoryFiles
@@ -256,7 +256,10 @@ class RemoteStore(Addresses):
         return self._seen[name]
 
     def in_bucket(self, name: str) -> InBucket:
-        return InBucket(*self._bucket, self.below(name), **server_of(self._bucket[0]))
+        scheme, bucket = self._bucket
+        known = SCHEMES.get(scheme)
+        about = {} if known is None else {**known.server(), "tensorstore_driver": known.tensorstore_driver}
+        return InBucket(scheme, bucket, self.below(name), **about)
 
     def prepare(self) -> bool:
         """Nothing: the first save finds out, on its own thread, what the store does (see `check_conditions`)."""

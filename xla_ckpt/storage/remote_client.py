@@ -21,7 +21,7 @@ from xla_ckpt.extras import naming_extras
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
-from xla_ckpt.storage.remote_settings import allows_http, client_settings, no_account
+from xla_ckpt.storage.schemes import SCHEMES
 from xla_ckpt.storage.threads import started
 
 if TYPE_CHECKING:
@@ -308,14 +308,15 @@ def client_of(scheme: str, bucket: str) -> Client:
     Raises:
         UsageError: obstore is not installed (`MissingPackageError`), or the address names no bucket.
     """
+    of_scheme = SCHEMES[scheme]
     if not bucket:
-        raise UsageError("the address names no bucket", expected=f"{scheme}://bucket/path", found=f"{scheme}://")
+        raise UsageError("the address names no bucket", expected=of_scheme.address, found=f"{scheme}://")
     with naming_extras(f"{scheme}://"):
         from obstore import exceptions, store
     _check_process()  # before the store is made, which may begin a thread
-    kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
-    options = client_settings(scheme)
-    plain = allows_http(scheme, options)
+    kind = getattr(store, of_scheme.obstore_class)
+    options = of_scheme.client()
+    plain = of_scheme.allows_http(options)
     patient = {"timeout": PART_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain}
     quick = {**patient, "read_timeout": READ_TIMEOUT}
     options["retry_config"] = {
@@ -326,8 +327,4 @@ def client_of(scheme: str, bucket: str) -> Client:
     try:
         return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
     except exceptions.BaseError as error:
-        if scheme == "az" and "Account must be specified" in str(error):
-            raise no_account(bucket) from error
-        problem = f"the settings for {scheme}:// in the environment make no sense"
-        hint = "docs/object-stores.md has the names and the meaning of the variables."
-        raise UsageError(problem, found=str(error).partition("\n")[0].rstrip("."), hint=hint) from error
+        raise of_scheme.refusal(bucket, str(error)) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
+from xla_ckpt.storage.schemes import SCHEMES
+
 _STATUS = re.compile(r"status code: (\d+ [A-Z][A-Za-z -]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _BODY = re.compile(r"status code: 404 [A-Za-z ]*: *\S")
@@ -45,14 +47,12 @@ _NEEDED = {
 }
 """What a user may not do whose request is refused."""
 
-_NO_CREDENTIALS = (
-    "no credentials were found, and this machine has no role. For s3://: set AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes boto3; a public bucket is read with AWS_SKIP_SIGNATURE=true. "
-    "For gs://: set GOOGLE_APPLICATION_CREDENTIALS. For az://: set AZURE_STORAGE_ACCOUNT_KEY"
+_NO_CREDENTIALS = "no credentials were found, and this machine has no role. " + ". ".join(
+    f"For {scheme.name}://: {scheme.credentials}" for scheme in SCHEMES.values()
 )
 
-_ROLES = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
-"""Where Amazon's, Google's and Azure's machines have the credentials of their roles."""
+_ROLES = [path for scheme in SCHEMES.values() for path in scheme.roles]
+"""Where the providers' machines have the credentials of their roles."""
 
 NO_STORE = "what answers there is no object store: look at the endpoint (for s3://, AWS_ENDPOINT_URL)"
 

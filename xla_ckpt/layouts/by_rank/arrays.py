@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.splits import HINT, readings
 from xla_ckpt.layouts.torch_save.strided import shards_of_piece
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -88,9 +89,10 @@ def record_of_copies(files: RankFiles, array: RankArray, sharding: Sharding) -> 
     if len(fitting) == 2 and not fitting[0].same(fitting[1], files):
         return UnknownArray(
             problem="keys and values are equal on several ranks in two ways, which give different arrays",
-            expected="copies on neighbouring ranks (trn2), or repeated as a whole (trn1)",
+            expected="copies on neighbouring ranks, or repeated as a whole",
             found="both fit",
-            hint="Say which by a rule: (('tp', [4096, '1024x4', '1024x4']), None), or '1024x4 adjacent' for trn2.",
+            hint="Say which by a rule: (('tp', [4096, '1024x4', '1024x4']), None), or '1024x4 adjacent' for "
+            "copies on neighbouring ranks.",
         )
     if fitting:
         return fitting[0].record
@@ -99,7 +101,7 @@ def record_of_copies(files: RankFiles, array: RankArray, sharding: Sharding) -> 
         expected=f"copies as in {sharding.spec}",
         found=different,
         hint="A rule with these sections takes the first copies. The copies may have drifted apart, or the keys may "
-        "have been repeated in an order that is neither trn1's (as a whole) nor trn2's (on neighbouring ranks).",
+        "have been repeated in an order that is neither of the two: as a whole, or on neighbouring ranks.",
     )
 
 
@@ -144,10 +146,10 @@ def assembled(files: RankFiles, array: RankArray, sharding: Sharding) -> Assembl
         ) from error
 
 
-def check_zero1_rows(array: RankArray, ranks: int) -> None:
+def check_zero1_rows(array: RankArray, ranks: int, lost: str) -> None:
     """Check that the rows of all ZeRO-1 ranks, padded, are those of a whole tensor.
 
-    They are not if ranks wrote over each other's files.
+    They are not if ranks wrote over each other's files; `lost` says why they may have, and what to do.
 
     Raises:
         CorruptCheckpointError: Rows are missing, or shapes do not fit to the number of files.
@@ -165,7 +167,7 @@ def check_zero1_rows(array: RankArray, ranks: int) -> None:
                 file=tensor.file,
                 expected=f"{list(expected)} in each",
                 found=str(list(tensor.shape)),
-                hint=_CP_HINT,
+                hint=lost,
             )
         raise CorruptCheckpointError(
             "the ZeRO-1 shards do not fit to the number of rank files along dp",
@@ -175,13 +177,6 @@ def check_zero1_rows(array: RankArray, ranks: int) -> None:
             found=f"{list(tensor.shape)} at dp {dp}, tp {tp}",
             hint="Files of an earlier save with another dp size may be left in the directory.",
         )
-
-
-_CP_HINT = (
-    "If files of more dp ranks were there once, restore them from a copy. Else the job had context parallelism: "
-    "neuronx-distributed shards over dp and cp, and names the files by dp only: context-parallel ranks wrote over each "
-    "other, and the data is lost. The model itself is whole: load it without the optimizer."
-)
 
 
 def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int) -> LocalArray:

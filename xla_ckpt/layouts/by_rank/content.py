@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
-from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import RankOptimizer, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, largest_of, listed_names
 from xla_ckpt.layouts.by_rank.optimizer import NAMELESS, optimizer_of
-from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Trees
+from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Stage
 from xla_ckpt.layouts.scanned import flattened, scanned_manifest
 from xla_ckpt.layouts.torch_save.strided import record_at
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
@@ -96,10 +97,25 @@ class Content:
     """Names of the model that should be tied to another one, with that one, and that hold other values."""
 
 
-def content_of(state: ScannedState, optimizers: RankAt | None, optim: Callable[[], Trees], mesh: Mesh) -> Content:
+def mesh_of(grids: Iterable[RankGrid]) -> Mesh:
+    """How the ranks were arranged, as far as their files show it."""
+    size = largest_of(grids)
+    # Without ZeRO-1 there are no files for dp ranks but the first: there were at least as many as ep ranks.
+    return Mesh(pp=size.pp, dp=size.dp if size.dp % size.ep == 0 else size.ep, ep=size.ep, tp=size.tp)
+
+
+def content_of(
+    files: RankFiles,
+    wanted: Hints,
+    model: Mapping[int, Stage],
+    optimizers: RankAt | None,
+    optim: Callable[[], Mapping[RankAt, RankOptimizer]],
+    mesh: Mesh,
+) -> Content:
     """Model and optimizer, with a record or an `UnknownArray` for each tensor.
 
     Args:
+        model: What the ranks hold of the model, by pipeline stage.
         optimizers: Number of optimizer files along each axis; None if there are none.
         optim: What these files hold. It is not called if the optimizer is not wanted, or has no names.
         mesh: How the ranks were arranged that wrote all of them.
@@ -108,7 +124,7 @@ def content_of(state: ScannedState, optimizers: RankAt | None, optim: Callable[[
         CorruptCheckpointError: Files are missing, or do not fit together.
         IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
     """
-    wanted, model = state.hints, state.stages
+    state = ScannedState(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
     parts: dict[str, Any] = {}
     if model:
         parts[schema.MODEL] = state.model()

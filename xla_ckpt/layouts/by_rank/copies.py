@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
 from xla_ckpt.layouts.by_rank.splits import HINT
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.plan.hints import ArrayHint, Hints
-from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.plan.hints import Hints
 
 _RANKS = ("ep", "tp")
 """Mesh axes over which an array of one name may be split without anything on disk that says so."""
@@ -23,7 +23,7 @@ def chosen_copy(
     """The copies that an array is read from, and whether they are only those of the rank that loads.
 
     Copies that differ are parts of an array, or they have drifted apart. In a job over the same tp and ep ranks each
-    rank can have its own, whichever of the two it is, as neuronx-distributed itself loads them. For any other job the
+    rank can have its own, whichever of the two it is, as the program that wrote them loads them. For any other job the
     array is unknown.
 
     Args:
@@ -63,36 +63,6 @@ def differ(files: RankFiles, array: RankArray, split: Sequence[str]) -> bool:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
     return bool(_different(files, array.copies, _places(array), split))
-
-
-def mixed_adapters(files: RankFiles, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
-    """Why adapters of queries, keys and values cannot be read that `LoraModel` has joined; None if they can.
-
-    It puts the rows of all ranks one behind the other in each file, and of more than one copy of the keys it keeps as
-    many rows as one copy has, of the queries, too (`merge_sharded_lora`, which is its default).
-
-    Raises:
-        CorruptCheckpointError: A file is missing, or holds another tensor.
-    """
-    split = next((s for s in (hint.sharding.dims if hint.sharding else ()) if s is not None and s.named), None)
-    if split is None or hint.ruled or mesh.tp == 1:
-        return None
-    first, *others = copies.values()
-    if first.shape == hint.shape:
-        spoilt = len(split.sections) > 1 or any(s.adjacent and s.copies < mesh.tp for s in split.sections)
-        what_is_stored = "the rows of each rank one behind the other, and not all queries first"
-    else:
-        parted = any(s.copies < mesh.tp for s in split.sections)
-        spoilt = parted and not files.zero(first) and all(files.same(first, other) for other in others)
-        what_is_stored = "the same rows in the files of all ranks, which are those of the first ones"
-    if not spoilt:
-        return None
-    return UnknownArray(
-        problem="neuronx-distributed has joined the adapters of all ranks, and has not put them into their order",
-        expected=f"parts as in {hint.sharding.spec if hint.sharding else None}",
-        found=what_is_stored,
-        hint="Save them apart, with merge_sharded_lora=False in LoraConfig, or with this library.",
-    )
 
 
 def _places(array: RankArray) -> dict[_Key, dict[str, int]]:

@@ -5,52 +5,32 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt import dtypes
-from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
 from xla_ckpt.layouts.scanned import ScannedFiles
 from xla_ckpt.layouts.torch_save.compared import bytes_inside, same_tensor
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
-from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.plan.hints import Hints
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import FileRecord, UnknownArray
+from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
+from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import ReadDirectory
 from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 if TYPE_CHECKING:
+    from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
     from xla_ckpt.layouts.by_rank.content import Content
 
 _SAMPLE = 4096
 """Bytes of a part of a tensor that are compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a rank file."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    expert: bool | None
-    """Whether it differs between expert-parallel ranks; None if the file does not say."""
-
-    file: str
-    """Where it lies."""
-
-    at: TensorAt | None = None
-    """The exact place, if it is known already."""
-
-    @classmethod
-    def lying_at(cls, at: TensorAt) -> StoredTensor:
-        """The tensor that lies there, of which nobody says whether it is an expert's."""
-        return cls(dtype=at.dtype, shape=at.shape, expert=None, file=at.file, at=at)
 
 
 class RankFiles(ScannedFiles):
@@ -133,8 +113,15 @@ class RankFiles(ScannedFiles):
 
     # What a layout says of its files.
 
-    unfinished = "{tag} has no done marker: its save may not have ended"
-    """What is wrong with a tag that is not complete; empty if that shows otherwise."""
+    unfinished = ""
+    """What is wrong with a tag that is not complete, with ``{tag}`` for its name; empty if that shows otherwise."""
+
+    lost_rows = "If files of more dp ranks were there once, restore them from a copy. Else load without the optimizer."
+    """Why rows of an optimizer may be missing, and what to do."""
+
+    def lost(self, sizes: RankAt) -> str:  # for derived classes
+        """Why files of ranks may be missing, of which there should be so many along each axis, and what to do."""
+        return "They were lost, or never written: take another tag."
 
     def grids(self) -> dict[str, RankGrid]:
         """The rank files that are there, by their kind: as large as they would be if none was missing."""
@@ -146,7 +133,7 @@ class RankFiles(ScannedFiles):
 
     def checks(self) -> list[Callable[[], object]]:
         """What is looked at before the files are: each raises a `CheckpointError` if something is wrong."""
-        return [partial(grid.check, kind) for kind, grid in self.grids().items()]
+        return [partial(grid.check, kind, self.lost(grid.sizes)) for kind, grid in self.grids().items()]
 
     def content(self, hints: Hints) -> Content:
         """What the tag holds. `hints` say what the files do not.
@@ -156,48 +143,36 @@ class RankFiles(ScannedFiles):
         """
         raise NotImplementedError
 
+    def misfit(self, name: str, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
+        """Why a parameter of the model cannot be read, whose split is known; None if it can.
+
+        Args:
+            copies: The tensors of all ranks.
+            mesh: How these ranks were arranged.
+            hint: What the program says of it.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        return None
+
+    def joined(self, array: RankArray) -> ArrayRecord | None:
+        """An array whose parts have different sizes, which no split describes; None if there are no such arrays."""
+        return None
+
     def zips(self) -> list[str]:
         """All files of torch.save that belong to the tag."""
         return sorted(name for name in self.names if name.endswith(".pt"))
 
-    def tree(self, path: str, at: RankAt) -> Any:
+    def tree(self, path: str, at: RankAt) -> Any:  # for derived classes
         """What a rank file holds, with a `StoredTensor` for each tensor.
 
         Raises:
             CorruptCheckpointError: It is missing or damaged.
         """
-        info = read(self.directory, f"{path}.info.pt") if f"{path}.info.pt" in self.names else {}
-        described = info if isinstance(info, Mapping) else {}
-        tensors: dict[int, StoredTensor] = {}
+        return replaced_leaves(read(self.directory, path), stored_leaf)
 
-        def reference(tid: int) -> StoredTensor:
-            if tid not in tensors:
-                tensors[tid] = self._referenced(path, at, tid, described.get(tid))
-            return tensors[tid]
 
-        def stored(_: Keys, leaf: Any) -> Any:
-            return StoredTensor.lying_at(leaf) if isinstance(leaf, TensorAt) else leaf
-
-        return replaced_leaves(read(self.directory, path, reference), stored)
-
-    def _referenced(self, path: str, at: RankAt, tid: int, info: Any) -> StoredTensor:
-        """The tensor of a number in a rank file of the layout ``xser``; `info` is what the file beside it says."""
-        own = f"{path}.tensors/tensor_{tid}.pt"
-        # A tensor that all expert-parallel ranks have alike lies with the first of them.
-        shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
-        if info is None:
-            file = own if own in self.names else shared
-            content = read(self.directory, file)
-            if not isinstance(content, TensorAt):
-                raise CorruptCheckpointError("the file of a tensor does not hold one", file=file)
-            return StoredTensor.lying_at(content)
-        try:
-            expert = bool(info["expert_model_parallel"])
-            dtype = dtypes.dtype(str(info["dtype"]).removeprefix("torch."))
-            return StoredTensor(
-                dtype=dtype, shape=tuple(map(int, info["shape"])), expert=expert, file=own if expert else shared
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(
-                "the description of a tensor is damaged", file=f"{path}.info.pt", found=f"tensor {tid}: {info}"[:200]
-            ) from error
+def stored_leaf(_: Keys, leaf: Any) -> Any:
+    """A value of a rank file, with a `StoredTensor` for a tensor."""
+    return StoredTensor.lying_at(leaf) if isinstance(leaf, TensorAt) else leaf

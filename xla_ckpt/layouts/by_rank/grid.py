@@ -13,7 +13,7 @@ from xla_ckpt.errors import CorruptCheckpointError
 LISTED = 6
 """How many names an error lists before it says how many more there are."""
 
-_PLACE = re.compile(r"\\{(\w+)(:02)?\\}")
+_PLACE = re.compile(r"\\{(\w+)(?::0(\d))?\\}")
 """A place of a template, as `re.escape` leaves it."""
 
 
@@ -32,8 +32,8 @@ class RankName:
     """How the files of ranks are called.
 
     Args:
-        template: A name with ``{tp}``, or ``{tp:02}`` for at least two digits, in the place of each number, and
-            ``{set}`` for whatever stands there.
+        template: A name with ``{tp}``, or ``{tp:02}`` for at least two digits and ``{tp:03}`` for three, in the place
+            of each number, and ``{set}`` for whatever stands there.
 
     >>> RankName("tp_rank_{tp:02}.pt").at("tp_rank_01.pt"), RankName("{set}_{pp}").parts("a_1_2")
     (RankAt(pp=0, dp=0, ep=0, tp=1), ('a_1', (2,)))
@@ -44,7 +44,7 @@ class RankName:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         def place(match: re.Match[str]) -> str:
-            digits = ".+" if match[1] == "set" else r"\d{2,}" if match[2] else r"\d{1,9}"
+            digits = ".+" if match[1] == "set" else rf"\d{{{match[2]},}}" if match[2] else r"\d{1,9}"
             return f"(?P<{match[1]}>{digits})"
 
         return re.compile(_PLACE.sub(place, re.escape(self.template)))
@@ -58,6 +58,16 @@ class RankName:
         """(name of the set, numbers in the order of the template) of a file of a set; None if it is none."""
         match = self._pattern.fullmatch(name)
         return None if match is None else (match["set"], tuple(map(int, match.groups()[1:])))
+
+    @cached_property
+    def folder(self) -> RankName:
+        """How the first folder on the way to the files is called; if they lie in none, how they are."""
+        return RankName(self.template.partition("/")[0])
+
+    @property
+    def file(self) -> str:
+        """What follows its name: empty, or the rest of the path with the slash before it."""
+        return self.template.removeprefix(self.folder.template)
 
     def of(self, at: RankAt) -> str:
         """The name of a rank's file."""
@@ -109,8 +119,12 @@ class RankGrid:
         ranks = (RankAt(pp=pp, dp=dp, ep=ep, tp=tp) for pp, dp, ep, tp in places)
         return [at for at in ranks if at not in self.paths]
 
-    def check(self, kind: str) -> None:
+    def check(self, kind: str, lost: str) -> None:
         """Check that every rank has its file.
+
+        Args:
+            kind: What errors call the files.
+            lost: Why files may be missing, and what to do.
 
         Raises:
             CorruptCheckpointError: Some are missing.
@@ -122,15 +136,15 @@ class RankGrid:
                 file=kind,
                 expected=f"all of pp {size.pp}, dp {size.dp}, ep {size.ep}, tp {size.tp}",
                 found="none for " + listed_names([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
-                hint=_LOST_EXPERTS if size.ep > 1 else _LOST,
+                hint=lost,
             )
 
 
-_LOST = "They were lost, or never written: take another tag."
-_LOST_EXPERTS = (
-    "They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks from 1 on "
-    "unless use_xser is set."
-)
+def largest_of(grids: Iterable[RankGrid]) -> RankAt:
+    """The largest number of files along each axis."""
+    sizes = [grid.sizes for grid in grids] or [RankAt(pp=1, dp=1, ep=1, tp=1)]
+    pp, dp, ep, tp = (max(getattr(size, axis) for size in sizes) for axis in ("pp", "dp", "ep", "tp"))
+    return RankAt(pp=pp, dp=dp, ep=ep, tp=tp)
 
 
 def listed_names(names: Sequence[str]) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.by_rank.tags import RankTag, by_time
+from xla_ckpt.layouts.by_rank.form import RankForm
+from xla_ckpt.layouts.by_rank.tags import RankTag, by_time, named_tag
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.pool import READERS
@@ -21,17 +22,26 @@ if TYPE_CHECKING:
 
 
 class RankLayout(Layout):
-    """Says which tags there are (`tag_at`), and which class reads their files (`files`)."""
+    """A layout says in a `form` how the files of its ranks are called, and what they hold.
+
+    One whose tags have marks, or several files for each rank, says itself which tags there are (`tag_at`), and which
+    class reads their files (`files`).
+    """
 
     asks = True
 
+    form: RankForm
+    """How tags are read in which each rank has one file."""
+
     def tag_at(self, store: Store, name: str) -> RankTag | None:
         """The tag of this name; None if it is none of this layout's. Looks at names only."""
-        raise NotImplementedError
+        return named_tag(store, name, self.form.names)
 
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
         """The files of a tag, whose directory is open."""
-        raise NotImplementedError
+        from xla_ckpt.layouts.by_rank.one_file_each import OneFileEach
+
+        return OneFileEach(directory, self.form, tag.below)
 
     def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
         """The complete tags among some names, oldest first.

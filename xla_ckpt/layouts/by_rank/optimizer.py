@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
+from xla_ckpt.errors import IncompatibleCheckpointError, naming
 from xla_ckpt.layouts.by_rank.arrays import RankArray, check_zero1_rows, with_stored_shape
 from xla_ckpt.layouts.by_rank.copies import in_common
-from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.by_rank.form import RankOptimizer, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.splits import resolve
 from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage, with_ties
-from xla_ckpt.layouts.by_rank.state import ScannedState, Stage, Trees
+from xla_ckpt.layouts.by_rank.state import ScannedState, Stage
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
@@ -28,7 +28,7 @@ NAMELESS = UnknownArray(
 )
 
 
-def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any] | UnknownArray:
+def optimizer_of(state: ScannedState, files: Mapping[RankAt, RankOptimizer], dp: int) -> dict[str, Any] | UnknownArray:
     """The optimizer by name: states, groups and, if there are any, master weights. Unknown if nobody can name them.
 
     Args:
@@ -53,32 +53,22 @@ def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any] |
 class _StageOptimizer:
     """The optimizer of one pipeline stage."""
 
-    def __init__(self, state: ScannedState, pp: int, files: Trees, dp: int) -> None:
+    def __init__(self, state: ScannedState, pp: int, files: Mapping[RankAt, RankOptimizer], dp: int) -> None:
         self.of = state
         self.first = files[min(files)]
-        self.zero = "base_state" in self.first
+        self.zero = self.first.shapes is not None
         """Whether ZeRO-1 dealt out the rows of the states over dp."""
-        self.state_key = "base_state" if self.zero else "state"
         self.mesh = Mesh(dp=dp, ep=state.mesh.ep, tp=state.mesh.tp) if self.zero else state.mesh
         self.model = state.stages.get(pp, Stage())
-        groups = schema.groups_of(self.first)
-        if groups is None:
-            raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf=schema.OPTIMIZER)
-        ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
-        first_expert = sum(len(g["params"]) for g in groups[:ordinary])
-        self.groups = [
-            # The numbers of experts begin at 0 again: without the shift they would be those of other parameters.
-            {**g, "params": [number + (first_expert if n >= ordinary else 0) for number in g["params"]]}
-            for n, g in enumerate(groups)
-        ]
-        self.files = {at: _renumbered(tree, first_expert) for at, tree in files.items()}
-        self.first = self.files[min(files)]
+        self.files = files
+        self.groups = self.first.groups
+        numbers = [number for group in self.groups for number in group[schema.PARAMS]]
         names = names_of_stage(
             self.groups,
-            ordinary=ordinary,
-            hints=with_ties(state.hints, sum(len(g["params"]) for g in groups), self.model.copies, state.same),
+            ordinary=len(self.groups) if self.first.ordinary is None else self.first.ordinary,
+            hints=with_ties(state.hints, len(numbers), self.model.copies, state.same),
             model=self.model.copies if state.stages else None,
-            shapes={number: self.local_shape(number) for g in self.groups for number in g["params"]},
+            shapes={number: self.local_shape(number) for number in numbers},
             is_expert=self.is_expert,
         )
         self.nameless = names is None
@@ -98,10 +88,9 @@ class _StageOptimizer:
 
     def local_shape(self, number: int) -> tuple[int, ...] | None:
         """The shape of a parameter on each rank; None if nothing of it is stored."""
-        if self.zero:
-            info = self.first.get("shape_info", {})
-            return tuple(map(int, info[number])) if number in info else None
-        members = self.first.get("state", {}).get(number, {})
+        if self.first.shapes is not None:
+            return tuple(map(int, self.first.shapes[number])) if number in self.first.shapes else None
+        members = self.first.states.get(number, {})
         return next((v.shape for v in members.values() if isinstance(v, StoredTensor) and v.shape), None)
 
     def add_to(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
@@ -120,7 +109,7 @@ class _StageOptimizer:
                 found=len(self.groups),
             )
         for n, group in enumerate(self.groups):
-            names = [self.names[i] for i in group["params"] if i in self.names]
+            names = [self.names[i] for i in group[schema.PARAMS] if i in self.names]
             if n < len(merged_groups):
                 merged = merged_groups[n][schema.PARAMS]
                 merged += [name for name in names if name not in merged]
@@ -132,21 +121,17 @@ class _StageOptimizer:
         for number, name in self.names.items():
             if name in states or not self.of.hints.knows(name):
                 continue  # another stage has this tied parameter, too; or this rank has no parameter of that stage
-            by_rank = {at: tree.get(self.state_key, {}).get(number, {}) for at, tree in self.files.items()}
+            by_rank = {at: stored.states.get(number, {}) for at, stored in self.files.items()}
             state = self._state(number, name, by_rank)
             if state:
                 states[name] = state
-            weights = {}
-            for at, tree in self.files.items():
-                weight = tree.get("sharded_master_weights", {}).get(number)
-                if weight:
-                    weights[at] = weight
+            weights = {at: weight for at, stored in self.files.items() if (weight := stored.masters.get(number))}
             if weights:
                 master[name] = self._array(schema.master(name), number, name, weights)
 
     def _add_common_state(self, states: dict[Any, Any]) -> None:
         """Add state that belongs to no parameter. Its keys are no numbers, and every rank has the same."""
-        own = {at: tree.get(self.state_key, {}) for at, tree in self.files.items()}
+        own = {at: stored.states for at, stored in self.files.items()}
         for name in dict.fromkeys(name for members in own.values() for name in members):
             if type(name) is int:
                 continue
@@ -185,7 +170,7 @@ class _StageOptimizer:
             copies = {at: tensor for at, tensor in copies.items() if at[0] < self.mesh.ep}
         array = RankArray(leaf=leaf, copies=copies, mesh=self.mesh, local=local, rows=rows, dealt=self.zero)
         if rows:
-            check_zero1_rows(array, number_of_parts(rows, self.mesh.sizes))
+            check_zero1_rows(array, number_of_parts(rows, self.mesh.sizes), self.of.files.lost_rows)
         sharding = resolve(str(name), local, self.of.mesh, expert, self.of.hints.hint(str(name)))
         if isinstance(sharding, UnknownArray):
             if shape:
@@ -205,23 +190,9 @@ class _StageOptimizer:
             raise misfit(IncompatibleCheckpointError, error, leaf, local, shape) from error
 
 
-def _renumbered(tree: Mapping[Any, Any], first: int) -> Mapping[Any, Any]:
-    """What a rank file holds, with experts counted from `first` on in each of its members.
-
-    In the file they follow the last of the other parameters that is in the member: one without states is in none.
-    """
-    shifted = dict(tree)
-    for key in ("base_state", "shape_info"):
-        offset = tree.get(f"ep_{key}_offset")
-        if offset is not None:
-            members = tree.get(key, {})
-            shifted[key] = {n + first - offset if type(n) is int and n >= offset else n: v for n, v in members.items()}
-    return shifted
-
-
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a group."""
-    options = {k: v for k, v in group.items() if k not in ("params", PARAM_NAMES)}
-    if isinstance(options.get("betas"), list):  # the layout xser makes lists of tuples, and torch wants a tuple
+    options = {k: v for k, v in group.items() if k not in (schema.PARAMS, PARAM_NAMES)}
+    if isinstance(options.get("betas"), list):  # some programs make lists of tuples, and torch wants a tuple
         options["betas"] = tuple(options["betas"])
     return options

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import prod
 from typing import Any
-
-import torch
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
-from xla_ckpt.layouts.torch_save.stand_ins import Reference
 from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.plan.stored_shardings import sharding_of_spec
 from xla_ckpt.sharding.box import Box
@@ -113,41 +109,6 @@ class Laying:
         parts = [part for part in (schema.SCHEDULER, schema.USER_CONTENT) if part in state.parts and self.rank == 0]
         return [self.whole(f"{part}.pt", state.parts[part], part, tuple(self.mesh.sizes)) for part in parts]
 
-    def apart(self, path: str, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
-        """What this rank writes of a file whose tensors lie in files of their own, and of these.
-
-        The ranks along the axes `sharing` have all of them in common, and share the writing.
-        """
-        writer_number = position(sharing, self.mesh, self.rank)
-        among_experts = "edp" in sharing  # else each dp rank has a file, and so each expert-parallel rank
-        tensors: list[tuple[str, RankTensor]] = []
-
-        def reference(leaf: str) -> Reference:
-            stand_in = Reference()
-            stand_in.tid = len(tensors)
-            tensors.append((leaf, self.tensors[leaf]))
-            return stand_in
-
-        pickled = dumps(tree, part, reference)
-        files = []
-        ranks = 1 if self.first else prod(self.mesh.sizes[axis] for axis in sharing)
-        for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):
-            leaf, tensor = tensors[tid]
-            # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
-            if writer == writer_number and (self.at["ep"] == 0 or tensor.expert or not among_experts):
-                lengths, sources, entries = self.regions([(leaf, tensor)], sharing)
-                own = dumps(InFile(0, tensor.dtype, tensor.shape), leaf)
-                codec = TorchFile(stem=f"tensor_{tid}", pickled=own, storages=lengths)
-                file = f"{path}.tensors/tensor_{tid}.pt"
-                files.append(FilePlan(path=file, codec=codec, sources=sources, entries=entries))
-        if writer_number == 0:
-            info = dumps({tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}, part)
-            # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
-            main = TorchFile(stem=stem(path), pickled=pickled)
-            files.append(FilePlan(path=path, codec=main, folder=f"{path}.tensors"))
-            files.append(FilePlan(path=f"{path}.info.pt", codec=TorchFile(stem=stem(f"{path}.info.pt"), pickled=info)))
-        return files
-
     def whole(self, path: str, tree: Any, part: str, sharing: Sequence[str]) -> FilePlan:
         """A file that holds its tensors itself.
 
@@ -217,25 +178,6 @@ def _regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box | Non
     return [0, tensor.nbytes], [(p, p.frame(tensor.shape), 0) for p in pieces]
 
 
-def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Who writes each of these files: the large ones are dealt out first, each to the rank with the least so far."""
-    load = [0] * ranks
-    writer = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        writer[i] = load.index(min(load))
-        load[writer[i]] += max(sizes[i], 1)  # an empty tensor is a file to write, too
-    return writer
-
-
-def _info(tensor: RankTensor) -> dict[str, Any]:
-    """What is said of a tensor before its file is opened."""
-    return {
-        "dtype": getattr(torch, tensor.dtype.name),
-        "shape": torch.Size(tensor.shape),
-        "expert_model_parallel": tensor.expert,
-    }
-
-
 def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, RankTensor]:
     """The same tensors. Those of experts are marked: parameters that are split over ep, and all states of these."""
     if mesh.ep == 1:
@@ -248,20 +190,10 @@ def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, Ran
 def stem(path: str) -> str:
     """What torch.save calls the folder in a zip: the file's own name without its ending.
 
-    >>> stem("model/dp_rank_00.pt")
-    'dp_rank_00'
+    >>> stem("model/rank_00.pt")
+    'rank_00'
     """
     return path.rpartition("/")[2].removesuffix(".pt")
-
-
-def by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any, Any]:
-    """Members by the number of their parameter, in that order; what belongs to no parameter comes last.
-
-    >>> by_number({"b": 1, "key": 2, "a": 3}, {"a": 0, "b": 1})
-    {0: 3, 1: 1, 'key': 2}
-    """
-    ordered = sorted(members.items(), key=lambda item: number.get(item[0], len(number)))
-    return {number.get(name, name): value for name, value in ordered}
 
 
 def check_common(skeleton: Mapping[str, Any], whose: str) -> None:

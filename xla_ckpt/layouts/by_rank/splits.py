@@ -17,11 +17,11 @@ _KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_
 """Keys and values, of which several ranks may hold the same. Of any other array a shape that does not fit is one."""
 
 _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
-"""Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
+"""Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
 
 HINT = (
     "Give the model that was saved, as model= (--like), or a rule such as shardings=[(r'up_proj', ('tp', None))], "
-    "which is --sharding up_proj tp,_ on the command line; docs/from-nxd.md has those for fused arrays."
+    "which is --sharding up_proj tp,_ on the command line; docs/parallelism.md has those for fused arrays."
 )
 
 

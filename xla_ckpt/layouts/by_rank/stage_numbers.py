@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.parameter_numbers import names_by_number, names_in_groups
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers_to_names import only_names
@@ -119,7 +119,7 @@ def _check_shape(
 ) -> None:
     """Compare the shape of a number with that of the model's tensor of this name, `local`.
 
-    LoraModel's `merge_sharded_lora` joins the adapters of all ranks in each model file, and leaves their states apart.
+    A program may have joined arrays of all ranks in each model file, adapters say, and left their states apart.
     """
     joined = local == whole and shape is not None and _divides(shape, local)
     if shape is not None and shape != local and not joined:

@@ -8,8 +8,9 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray, assembled, record_of_copies, with_stored_shape
-from xla_ckpt.layouts.by_rank.copies import chosen_copy, differ, in_common, mixed_adapters
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.copies import chosen_copy, differ, in_common
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
 from xla_ckpt.layouts.by_rank.splits import declared, resolve
 from xla_ckpt.manifest.arrays import ArrayRecord
@@ -18,9 +19,6 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
-
-Trees = Mapping[RankAt, Mapping[Any, Any]]
-"""What each rank file holds."""
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ def trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[Ra
     return contents
 
 
-def stages(models: Trees) -> dict[int, Stage]:
+def stages(models: Mapping[RankAt, Mapping[Any, Any]]) -> dict[int, Stage]:
     """The models by pipeline stage.
 
     Raises:
@@ -154,8 +152,8 @@ class ScannedState:
                 return Missing(first)
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
         sharding = resolve(name, first.shape, self.mesh, first.expert, self.hints.hint(name))
-        if schema.ADAPTER in name and isinstance(sharding, Sharding):
-            sharding = mixed_adapters(self.files, copies, self.mesh, self.hints.hint(name)) or sharding
+        if isinstance(sharding, Sharding):
+            sharding = self.files.misfit(name, copies, self.mesh, self.hints.hint(name)) or sharding
         if isinstance(sharding, UnknownArray):
             return with_stored_shape(sharding, copies)
         array = RankArray(leaf=leaf, copies=copies, mesh=self.mesh, local=first.shape)
@@ -169,7 +167,7 @@ class ScannedState:
         Args:
             of_state: How the array was split, if it is a state of another shape than its parameter.
         """
-        if (joined := self.joined(array)) is not None:
+        if (joined := self.files.joined(array)) is not None:
             return joined
         hint, split = self.hints.hint(parameter), sharding if of_state is None else of_state
         axes, own = (*split.axes, *array.rows), False
@@ -191,10 +189,6 @@ class ScannedState:
             hint.ruled and not own and (differ(self.files, array, axes) or parts.different(self.files) is not None)
         )
         return parts.record.changed(own=own, divergent=divergent) if own or divergent else parts.record
-
-    def joined(self, array: RankArray) -> ArrayRecord | None:  # for derived classes
-        """An array whose parts have different sizes, which no split describes; None if there are no such arrays."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)

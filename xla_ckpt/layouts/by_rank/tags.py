@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
@@ -24,8 +26,8 @@ class RankTag:
     below: str = ""
     """Where in the tag's directory the files of the ranks lie: empty, or a path that ends with ``/``."""
 
-    older: bool = False
-    """Whether its files are called as an older version of the program called them."""
+    marked: bool = True
+    """Whether anything but the names of its files says what it is."""
 
     def opened(self, store: Store) -> Directory:
         """The directory in which its files lie."""
@@ -42,22 +44,15 @@ def by_time(tag: RankTag) -> tuple[int, list[tuple[int, str]]]:
     return tag.time, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def marked_tag(store: Store, tag: str, below: str = "") -> RankTag | None:
-    """The tag with the marks ``checkpoint`` and ``done`` in a directory, or below a path in it; None if there is none.
-
-    The second is that of a complete tag, and the newest one is that whose ``done`` is.
-    """
-    folder = f"{tag}/{below}".rstrip("/")
-    if not any(store.is_directory(f"{folder}/{part}") for part in FOLDERS):
-        return None
-    done, begun = (modified(store, f"{folder}/{mark}") for mark in ("done", "checkpoint"))
-    if done is None and begun is None:
-        return None
-    return RankTag(tag=tag, complete=done is not None, time=done or begun or 0, below=below)
-
-
-FOLDERS = ("model", "optim")
-"""The folders of such a tag in which the ranks have their files."""
+def named_tag(store: Store, tag: str, names: Sequence[RankName]) -> RankTag | None:
+    """The tag in a directory that has files of ranks with such names; None if it has none. It counts as complete."""
+    times: list[int] = []
+    for entry in store.names(tag):
+        for name in names:
+            if name.folder.at(entry) is not None:
+                time = modified(store, f"{tag}/{entry}{name.file}")
+                times += [] if name.file and time is None else [time or 0]
+    return RankTag(tag=tag, complete=True, marked=False, time=max(times)) if times else None
 
 
 def modified(store: Store, path: str) -> int | None:

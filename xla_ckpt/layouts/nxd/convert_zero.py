@@ -10,9 +10,9 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import NoCheckpointError, UsageError, naming, storage_errors
-from xla_ckpt.layouts.by_rank.folders import OPTIM, FolderFiles
 from xla_ckpt.layouts.nxd import zero
-from xla_ckpt.layouts.nxd.layout import TAG_MARKS
+from xla_ckpt.layouts.nxd.folders import OPTIM, FolderFiles
+from xla_ckpt.layouts.nxd.tags import TAG_MARKS
 from xla_ckpt.options import MAX_MEMORY
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import PathLike, above, full_path, same_directory

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.by_rank.grid import RankName, placed_by
 from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag, modified
+from xla_ckpt.layouts.by_rank.tags import RankTag
+from xla_ckpt.layouts.nxd.older import OLDER_FORM
+from xla_ckpt.layouts.nxd.tags import TAG_MARKS, marked_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST
@@ -21,19 +22,6 @@ if TYPE_CHECKING:
     from xla_ckpt.engine.writing import Writing
     from xla_ckpt.layouts.by_rank.files import RankFiles
     from xla_ckpt.state.describe import Description
-
-TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
-"""Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
-
-
-OLDER = (
-    RankName("tp_rank_{tp:02}_pp_rank_{pp:02}"),
-    RankName("tp_rank_{tp:02}_pp_rank_{pp:02}_dp_rank_{dp:02}"),
-)
-"""Names of a rank's file or directory in the older layout."""
-
-OLDER_FOLDERS = tuple(RankName(f"{name.template}/checkpoint.pt") for name in OLDER)
-"""Names of the file in such a directory."""
 
 
 class NeuronxDistributed(RankLayout):
@@ -50,6 +38,7 @@ class NeuronxDistributed(RankLayout):
     model_names = ModelNames.FUSED
     marks = frozenset(TAG_MARKS)
     first_mark = "checkpoint"
+    form = OLDER_FORM
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -84,17 +73,12 @@ class NeuronxDistributed(RankLayout):
     def tag_at(self, store: Store, name: str) -> RankTag | None:
         if (marked := marked_tag(store, name)) is not None:
             return marked
-        try:
-            ranks = placed_by(store.names(name), OLDER).values()
-        except OSError:
-            return None
-        times = [modified(store, f"{name}/{file}") or 0 for file in ranks]
-        return RankTag(tag=name, complete=True, older=True, time=max(times)) if times else None
+        return super().tag_at(store, name)
 
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
         from xla_ckpt.layouts.nxd.files import LegacyFiles, NxdFiles
 
-        return LegacyFiles(directory) if tag.older else NxdFiles(directory, store)
+        return NxdFiles(directory, store) if tag.marked else LegacyFiles(directory, self.form)
 
     def writing(self, description: Description) -> Writing:
         from xla_ckpt.layouts.nxd.writing import nxd_writing

@@ -8,20 +8,21 @@ Every rank decides alone what it writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
-from xla_ckpt.layouts.by_rank.folders import MODEL, OF_EXPERTS, OF_RANK, OPTIM
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.new_job import NewJob, deals_rows
-from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, by_number
+from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState
 from xla_ckpt.layouts.by_rank.rewriting import members_of_ranks, rewritten
 from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
-from xla_ckpt.layouts.nxd.layout import TAG_MARKS
+from xla_ckpt.layouts.nxd.folders import MODEL, OF_EXPERTS, OF_RANK, OPTIM
+from xla_ckpt.layouts.nxd.optimizer import numbered
+from xla_ckpt.layouts.nxd.tags import TAG_MARKS
+from xla_ckpt.layouts.nxd.tensor_files import lay_apart
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
@@ -95,7 +96,7 @@ def files_of_rank(state: RankState, mesh: Mesh, rank: int, *, xser: bool, first:
         UnsupportedStateError: Something in its state cannot be pickled.
     """
     laying = Laying(mesh, rank, state.tensors, first)
-    lay, coordinates = laying.apart if xser else laying.shared, laying.at
+    lay, coordinates = partial(lay_apart, laying) if xser else laying.shared, laying.at
     at = RankAt(**{axis: coordinates[axis] for axis in ("pp", "ep", "tp")})
     of_rank = (OF_EXPERTS if mesh.ep > 1 else OF_RANK).of(at)
     plans: list[FilePlan] = []
@@ -109,40 +110,3 @@ def files_of_rank(state: RankState, mesh: Mesh, rank: int, *, xser: bool, first:
         name, sharing = (of_rows, ("cp",)) if state.zero1 else (of_rank, SHARING)
         plans += lay(f"{OPTIM}/{name}", tree, schema.OPTIMIZER, sharing)
     return [*plans, *laying.common(state)]
-
-
-def numbered(state: RankState) -> dict[str, Any]:
-    """The optimizer's state as neuronx-distributed keeps it: by the running number of each parameter."""
-    tree = state.parts[schema.OPTIMIZER]
-    parts = _parts(tree[schema.GROUPS], state.experts)
-    names = [[name for group in part for name in group[schema.PARAMS]] for part in parts]
-    number = {name: i for i, name in enumerate(name for part in names for name in part)}
-    groups = []
-    for part, called in zip(parts, names, strict=True):
-        own = {name: i for i, name in enumerate(called)}
-        groups += [{**group, schema.PARAMS: [own[name] for name in group[schema.PARAMS]]} for group in part]
-    others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
-    if not state.zero1:
-        return {"state": by_number(tree[schema.STATE], number), "param_groups": groups, **others}
-    content: dict[str, Any] = {
-        "state": {},
-        "param_groups": groups,
-        "base_state": by_number(tree[schema.STATE], number),
-        "shape_info": {i: list(state.shapes[name]) for name, i in number.items()},
-    }
-    if schema.MASTER in tree:
-        content["sharded_master_weights"] = by_number(tree[schema.MASTER], number)
-    if len(parts) > 1:
-        content |= {f"ep_{key}_offset": len(names[0]) for key in ("base_state", "shape_info")}
-        content |= {"ep_param_id_offset": 1, "ep_param_group_offset": len(parts[0])}
-    return {**content, **others}
-
-
-def _parts(groups: Sequence[Mapping[str, Any]], experts: frozenset[str] | None) -> list[list[dict[str, Any]]]:
-    """The groups of each optimizer, ordinary parameters first: `NeuronEPZero1Optimizer` has another one for experts."""
-    if experts is None:
-        return [[*map(dict, groups)]]
-    return [
-        [{**g, schema.PARAMS: [name for name in g[schema.PARAMS] if (name in experts) is apart]} for g in groups]
-        for apart in (False, True)
-    ]

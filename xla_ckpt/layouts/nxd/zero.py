@@ -14,11 +14,12 @@ from typing import Any
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.layouts.by_rank.arrays import RankArray, assembled, check_zero1_rows
 from xla_ckpt.layouts.by_rank.copies import in_common
-from xla_ckpt.layouts.by_rank.files import StoredTensor
-from xla_ckpt.layouts.by_rank.folders import OPTIM, FolderFiles
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
 from xla_ckpt.layouts.by_rank.state import trees
+from xla_ckpt.layouts.nxd.folders import OPTIM, FolderFiles
+from xla_ckpt.layouts.nxd.optimizer import DEALT_MEMBERS
 from xla_ckpt.layouts.nxd.writing import files_of_rank
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
@@ -30,9 +31,6 @@ from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys, replaced_leaves
-
-_DEALT = ("base_state", "sharded_master_weights")
-"""Members whose tensors are dealt out by rows; all others are the same on all dp ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,7 @@ def scan_optimizer(files: FolderFiles, tag: str) -> ZeroFiles:
         arrays=Arrays.of(work.records),
         files=tuple(files.records),
     )
-    xser = any(f"{path}.info.pt" in files.names or f"{path}.tensors" in files.folders for path in grid.paths.values())
+    xser = any(map(files.are_apart, grid.paths.values()))
     return ZeroFiles(
         manifest=manifest, stages=stages, dealt=frozenset(work.dealt), full=bool(full), xser=xser, dp=grid.sizes.dp
     )
@@ -155,7 +153,7 @@ class _Arrays:
         def of_all(keys: Keys, leaf: Any) -> Any:
             path = "/".join(map(str, (pp, tp, *keys)))
             # A tensor in a container that is a state is no rows.
-            if keys[0] in _DEALT and type(keys[1]) is int and len(keys) <= 3 and isinstance(leaf, StoredTensor):
+            if keys[0] in DEALT_MEMBERS and type(keys[1]) is int and len(keys) <= 3 and isinstance(leaf, StoredTensor):
                 rows = [_member(tree, keys) for tree in ranks.values()]
                 return self._united(path, rows, first["shape_info"].get(keys[1]))
             return self._alone(path, leaf)
@@ -164,7 +162,7 @@ class _Arrays:
             """What lies there: tensors that are rows as on the first rank, all else as all ranks have it."""
             of_ranks = {at: _member(tree, keys[:-1]) or {} for at, tree in ranks.items()}
             value = of_ranks[RankAt()][keys[-1]]
-            if keys[0] not in _DEALT or (len(keys) > 1 and type(keys[1]) is not int):
+            if keys[0] not in DEALT_MEMBERS or (len(keys) > 1 and type(keys[1]) is not int):
                 return in_common(self.files, of_ranks, keys[-1])
             if isinstance(value, Mapping) and len(keys) < 3:
                 return {key: alike((*keys, key)) for key in value}
@@ -187,7 +185,7 @@ class _Arrays:
             return self._alone(path, ranks[0])
         local = tuple(map(int, shape))
         array = RankArray(leaf=path, copies=copies, mesh=Mesh(dp=self.dp), local=local, rows=("dp",))
-        check_zero1_rows(array, self.dp)
+        check_zero1_rows(array, self.dp, self.files.lost_rows)
         self.records[path] = assembled(self.files, array, Sharding()).record
         self.dealt.append(path)
         return LeafAt(path)

@@ -14,9 +14,9 @@ from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.arrays import Copies
 from xla_ckpt.layouts.by_rank.content import plain_file
 from xla_ckpt.layouts.by_rank.files import RankFiles
-from xla_ckpt.layouts.by_rank.folders import FolderFiles
 from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.llama_manifest import model_alone, names_in_part
+from xla_ckpt.layouts.nxd.folders import FolderFiles
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata
 from xla_ckpt.layouts.optimum.metadata_json import parse_stage_metadata
 from xla_ckpt.layouts.optimum.names import links_of

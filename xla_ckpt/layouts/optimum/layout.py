@@ -16,8 +16,9 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag
+from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.foreign_tags import merged_by_time
+from xla_ckpt.layouts.nxd.tags import marked_tag
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry

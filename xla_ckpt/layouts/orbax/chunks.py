@@ -293,10 +293,8 @@ def in_bucket(place: InBucket) -> dict[str, Any] | None:
     named to tensorstore by the environment alone, ``TENSORSTORE_GCS_HTTP_URL``.
     """
     at = {"bucket": place.bucket, "path": place.prefix}
-    if place.scheme == "gs":
-        return {"driver": "gcs", **at}
-    if place.scheme != "s3":
+    if not place.tensorstore_driver:
         return None
     options = {"endpoint": place.endpoint, "aws_region": place.region}
     known = {name: value for name, value in options.items() if value is not None}
-    return {"driver": "s3", **at, **known}
+    return {"driver": place.tensorstore_driver, **at, **known}

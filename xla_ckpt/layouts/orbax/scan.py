@@ -71,10 +71,10 @@ def _decoded(store: Store, name: str) -> DecodedFiles:
         directory = files.open(name, lock=False)
         return DecodedFiles(directory, on_disk(directory))
     assert store.object_store is not None, "a store is one or the other"
-    place = in_bucket(store.object_store.in_bucket(name))
-    if place is None:
+    bucket = store.object_store.in_bucket(name)
+    if (place := in_bucket(bucket)) is None:
         raise UsageError(
-            "orbax's checkpoints are read from file systems, s3:// and gs:// only",
+            f"orbax's checkpoints are not read from {bucket.scheme}://, to which tensorstore has no access",
             path=store.path,
             tag=name,
             hint="Copy it to a disk of this machine.",

@@ -16,8 +16,8 @@ from itertools import zip_longest
 from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.layouts.by_rank.plan import RankState, by_number, stem
-from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES
+from xla_ckpt.layouts.by_rank.plan import RankState, stem
+from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, by_number
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
 from xla_ckpt.layouts.smp.members import MASTERS
 from xla_ckpt.layouts.smp.model import ADDED_KEY, SHAPES, SPECS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.member_places import StateForm, member_places
 from xla_ckpt.layouts.places import DictAt
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO

@@ -9,9 +9,10 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError
 from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
-from xla_ckpt.layouts.by_rank.state import ScannedState, Stage
+from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.places import program_names
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -189,21 +190,21 @@ def uneven_dim(shapes: list[tuple[int, ...]]) -> int | None:
     return dims[0] if len(dims) == 1 else None
 
 
-class SmpState(ScannedState):
-    """Builds the parts of a tag of SMP's. Its tp ranks may have parts of different sizes: the first ones have more."""
+def joined_parts(files: RankFiles, array: RankArray) -> ArrayRecord | None:
+    """An array whose parts lie behind each other along the only dim in which they differ; None if they do not.
 
-    def joined(self, array: RankArray) -> ArrayRecord | None:
-        """An array whose parts lie behind each other along the only dim in which they differ."""
-        ordered = [array.copies[key] for key in sorted(array.copies)]
-        dim = uneven_dim([tensor.shape for tensor in ordered]) if len(ordered) == array.mesh.tp else None
-        if dim is None or len({tensor.dtype for tensor in ordered}) > 1:
-            return None
-        whole = Box.whole(ordered[0].shape)
-        shards: list[Shard] = []
-        start = 0
-        for tensor in ordered:
-            place, stop = self.files.place(tensor), start + tensor.shape[dim]
-            if (box := whole.along(dim, start, stop)).size:
-                shards.append(Shard(box, self.files.number(place.file), place.offset))
-            start = stop
-        return array_record(ordered[0].dtype, whole.along(dim, 0, start).stop, shards, _along(dim).spec)
+    SMP's tp ranks may have parts of different sizes: the first ones have more.
+    """
+    ordered = [array.copies[key] for key in sorted(array.copies)]
+    dim = uneven_dim([tensor.shape for tensor in ordered]) if len(ordered) == array.mesh.tp else None
+    if dim is None or len({tensor.dtype for tensor in ordered}) > 1:
+        return None
+    whole = Box.whole(ordered[0].shape)
+    shards: list[Shard] = []
+    start = 0
+    for tensor in ordered:
+        place, stop = files.place(tensor), start + tensor.shape[dim]
+        if (box := whole.along(dim, start, stop)).size:
+            shards.append(Shard(box, files.number(place.file), place.offset))
+        start = stop
+    return array_record(ordered[0].dtype, whole.along(dim, 0, start).stop, shards, _along(dim).spec)

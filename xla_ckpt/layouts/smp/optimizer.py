@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import RankOptimizer, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.optimizer import NAMELESS
 from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, names_by_order, names_in_groups
 from xla_ckpt.layouts.smp.model import MergedModel
 from xla_ckpt.layouts.smp.optimizer_shares import (
-    STORED_MASTERS,
     OptimizerShare,
     are_rows,
     check_one_save,
@@ -58,7 +58,7 @@ _NO_MODEL = UnknownArray(
 class Optimizers:
     """The optimizers of all parts."""
 
-    trees: Mapping[RankAt, Mapping[str, Any]] = field(default_factory=dict)
+    trees: Mapping[RankAt, RankOptimizer] = field(default_factory=dict)
     """One for each tp rank, of all pipeline stages; where rows were dealt out, one for each tp and rdp rank."""
 
     whole: frozenset[str] = frozenset()
@@ -206,7 +206,7 @@ def _of_rank(
     names: Mapping[int, str] | None,
     model: MergedModel,
     masters: Mapping[RankAt, Mapping[int, Any]] | None,
-) -> dict[str, Any]:
+) -> RankOptimizer:
     """The optimizer of one tp rank, of all stages, with the numbers of tp rank 0."""
     first = next(iter(of_stages.values()))
     tp = next(iter(of_stages)).tp
@@ -222,8 +222,7 @@ def _of_rank(
             if members or key not in state:
                 state[key] = members
         weights |= {numbers.get(n, n): weight for n, weight in (masters or {}).get(at, {}).items()}
-    tree: dict[str, Any] = {schema.STATE: state, schema.GROUPS: groups}
-    return {**tree, STORED_MASTERS: weights} if weights else tree
+    return RankOptimizer(groups=groups, states=state, masters=weights)
 
 
 def _as_on_first(
@@ -252,10 +251,10 @@ def _as_on_first(
     return {n: by_name[name] for n, name in called.items()}, renumbered
 
 
-def _whole(by_tp: Mapping[int, Mapping[str, Any]], names: Mapping[int, str]) -> frozenset[str]:
+def _whole(by_tp: Mapping[int, RankOptimizer], names: Mapping[int, str]) -> frozenset[str]:
     if len(by_tp) < 2:
         return frozenset()
-    first, others = by_tp[0][schema.STATE], [tree[schema.STATE] for tp, tree in by_tp.items() if tp]
+    first, others = by_tp[0].states, [stored.states for tp, stored in by_tp.items() if tp]
     emptied = (n for n, members in first.items() if members and all(other.get(n, members) == {} for other in others))
     return frozenset(names[n] for n in emptied if n in names)
 

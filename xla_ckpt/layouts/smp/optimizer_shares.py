@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import RankOptimizer, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, largest_shape
 from xla_ckpt.layouts.smp.file_contents import NUMBERS
@@ -157,22 +158,19 @@ def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 # Rows of states, as this library writes those of ZeRO-1 into files for each rdp rank. SMP's own shard_optimizer_state
 # deals out pieces of flat buffers, which only the job can find again: such files share no more than the names.
 
-STORED_MASTERS = "sharded_master_weights"
-"""Where the reader of optimizers looks for master weights, by number."""
-
 
 def are_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> bool:
     """Whether the parts of an optimizer hold rows of its states."""
     return any(_ours(tree.get(INNER, tree), SHAPES) is not None for tree in parts.values())
 
 
-def of_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> dict[RankAt, dict[str, Any]]:
-    """One tree for each tp and rdp rank, of all pipeline stages, as the reader of ZeRO-1 optimizers takes them.
+def of_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> dict[RankAt, RankOptimizer]:
+    """One optimizer for each tp and rdp rank, of all pipeline stages.
 
     Raises:
         CorruptCheckpointError: Some of the parts hold no rows.
     """
-    trees: dict[RankAt, dict[str, Any]] = {}
+    stored: dict[RankAt, RankOptimizer] = {}
     for at, tree in sorted(parts.items()):
         inner = tree.get(INNER, tree)
         shapes, groups, state = _ours(inner, SHAPES), inner.get(schema.GROUPS), inner.get(schema.STATE)
@@ -182,14 +180,15 @@ def of_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> dict[RankAt, dict[str,
                 leaf=schema.OPTIMIZER,
                 found=f"none at pp {at.pp}, tp {at.tp}, rdp {at.dp}",
             )
-        merged = trees.setdefault(
-            RankAt(tp=at.tp, dp=at.dp), {schema.STATE: {}, schema.GROUPS: groups, "base_state": {}, "shape_info": {}}
+        key, masters = RankAt(tp=at.tp, dp=at.dp), masters_by_number(tree) or {}
+        before = stored.get(key, RankOptimizer(groups=groups, states={}, shapes={}))
+        stored[key] = replace(
+            before,
+            states={**before.states, **state},
+            masters={**before.masters, **masters},
+            shapes={**(before.shapes or {}), **shapes},
         )
-        merged["base_state"] |= state
-        merged["shape_info"] |= shapes
-        if MASTERS in tree:
-            merged.setdefault(STORED_MASTERS, {}).update(masters_by_number(tree) or {})
-    return trees
+    return stored
 
 
 def masters_by_number(tree: Mapping[Any, Any]) -> dict[int, Any] | None:

@@ -9,14 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, naming
-from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.arrays import RankArray
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import stored_tree
+from xla_ckpt.layouts.smp.model import joined_parts
 from xla_ckpt.layouts.smp.one_save import SetPart, identified, saves_beside, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
 from xla_ckpt.layouts.torch_save.stand_ins import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
+from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
 
@@ -43,6 +47,9 @@ class PartFiles(RankFiles):
 
     def rank_files(self) -> Mapping[str, RankAt]:
         return dict.fromkeys(self.tag.files, RankAt())
+
+    def joined(self, array: RankArray) -> ArrayRecord | None:
+        return joined_parts(self, array)
 
     def zips(self) -> list[str]:
         return list(self.tag.files)

@@ -17,7 +17,7 @@ from xla_ckpt.layouts.places import without_paths
 from xla_ckpt.layouts.smp import members
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
-from xla_ckpt.layouts.smp.model import ADDED_KEY, SmpState, known_hints, merged_model
+from xla_ckpt.layouts.smp.model import ADDED_KEY, known_hints, merged_model
 from xla_ckpt.layouts.smp.one_save import less_others, two_saves
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, PartFiles, degrees_in, placed
@@ -183,11 +183,10 @@ def _content(files: RankFiles, stored: StoredParts, wanted: Hints, *, noted: boo
     united = optimizers(files, stored.optimizers, model, wanted, noted=noted) if stored.optimizers else Optimizers()
     hints = known_hints(model, stored.infos, tp, united.whole, wanted)
     stages = {0: model.stage} if stored.models else {}
-    state = SmpState(files, hints, stages, Mesh(tp=tp))
     has_optimizer = bool(stored.optimizers) and united.problem is None
     shares = 1 + max((at.dp for at in united.trees), default=0)
     sizes = RankAt(pp=1, dp=shares, ep=1, tp=tp) if has_optimizer else None
-    content = content_of(state, sizes, lambda: united.trees, Mesh(pp=pp, dp=dp, tp=tp))
+    content = content_of(files, hints, stages, sizes, lambda: united.trees, Mesh(pp=pp, dp=dp, tp=tp))
     if united.problem is not None:
         content.parts[schema.OPTIMIZER] = united.problem
     content.parts.update(stored.parts)

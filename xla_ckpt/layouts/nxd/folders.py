@@ -11,12 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.layouts.by_rank.content import Content, content_of, plain_file
-from xla_ckpt.layouts.by_rank.files import RankFiles
-from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, RankName, placed_by
-from xla_ckpt.layouts.by_rank.state import ScannedState, Stage, Trees, stages, trees
-from xla_ckpt.layouts.by_rank.tags import FOLDERS
-from xla_ckpt.plan.hints import Hints
+from xla_ckpt.layouts.by_rank.arrays import Copies
+from xla_ckpt.layouts.by_rank.content import Content, content_of, mesh_of, plain_file
+from xla_ckpt.layouts.by_rank.form import RankOptimizer
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, RankName, largest_of, placed_by
+from xla_ckpt.layouts.by_rank.state import Stage, stages, trees
+from xla_ckpt.layouts.nxd.adapters import mixed_adapters
+from xla_ckpt.layouts.nxd.optimizer import stored_optimizer
+from xla_ckpt.layouts.nxd.tags import FOLDERS
+from xla_ckpt.layouts.nxd.tensor_files import TensorFiles
+from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.tree import schema
 
@@ -31,8 +36,17 @@ OF_ALL_EXPERTS = RankName("full_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.
 """What neuronx-distributed's converter calls the states of all dp ranks together."""
 
 
-class FolderFiles(RankFiles):
+_LOST_EXPERTS = (
+    "They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks from 1 on "
+    "unless use_xser is set."
+)
+
+
+class FolderFiles(TensorFiles):
     """The files of such a tag. A layout derives a class from it for what it has around the folders."""
+
+    def lost(self, sizes: RankAt) -> str:
+        return _LOST_EXPERTS if sizes.ep > 1 else super().lost(sizes)
 
     def grids(self) -> dict[str, RankGrid]:
         """Model and optimizer were written by the same ranks, so what is missing in one of them shows in the other."""
@@ -41,7 +55,7 @@ class FolderFiles(RankFiles):
             for kind in FOLDERS
             if (paths := placed_by(self.names, (OF_RANK, OF_EXPERTS, OF_ALL, OF_ALL_EXPERTS), f"{self.below}{kind}/"))
         }
-        largest = largest_of(of_kind)
+        largest = largest_of(of_kind.values())
         grids = {}
         for kind, grid in of_kind.items():
             sizes = replace(grid.sizes, tp=largest.tp, pp=largest.pp)
@@ -60,7 +74,7 @@ class FolderFiles(RankFiles):
         """
         grids = self.grids()
         for kind, grid in grids.items():
-            grid.check(kind)
+            grid.check(kind, self.lost(grid.sizes))
         return grids
 
     def checks(self) -> list[Callable[[], object]]:
@@ -84,12 +98,21 @@ class FolderFiles(RankFiles):
             self.check_optimizer()
         grids = self.whole_grids()
         model = stages(trees(self, grids[MODEL], dp=0)) if MODEL in grids else {}
-        hints = self.hints(model, mesh_of(grids), hints)
-        content = content_of_grids(self, hints, grids, model, lambda: trees(self, grids[OPTIM]))
+        mesh = mesh_of(grids.values())
+        hints = self.hints(model, mesh, hints)
+        optimizers = grids[OPTIM].sizes if OPTIM in grids else None
+        content = content_of(self, hints, model, optimizers, lambda: self.optimizers(grids[OPTIM]), mesh)
         if model:
             content.parts[schema.MODEL] |= self.beside_model(content.parts[schema.MODEL])
         content.parts.update(self.parts())
         return content
+
+    def optimizers(self, grid: RankGrid) -> dict[RankAt, RankOptimizer]:
+        """What each rank file of the optimizer holds."""
+        return {at: stored_optimizer(tree) for at, tree in trees(self, grid).items()}
+
+    def misfit(self, name: str, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
+        return mixed_adapters(self, copies, mesh, hint) if schema.ADAPTER in name else None
 
     # What lies around the folders, and is known of the arrays in them.
 
@@ -124,30 +147,3 @@ class FolderFiles(RankFiles):
             CorruptCheckpointError: They are damaged.
         """
         return {}
-
-
-def largest_of(grids: Mapping[str, RankGrid]) -> RankAt:
-    """The largest number of files along each axis."""
-    sizes = [grid.sizes for grid in grids.values()] or [RankAt(pp=1, dp=1, ep=1, tp=1)]
-    pp, dp, ep, tp = (max(getattr(size, axis) for size in sizes) for axis in ("pp", "dp", "ep", "tp"))
-    return RankAt(pp=pp, dp=dp, ep=ep, tp=tp)
-
-
-def mesh_of(grids: Mapping[str, RankGrid]) -> Mesh:
-    """How the ranks were arranged, as far as the files show it."""
-    size = largest_of(grids)
-    # Without ZeRO-1 there are no files for dp ranks but the first: there were at least as many as ep ranks.
-    return Mesh(pp=size.pp, dp=size.dp if size.dp % size.ep == 0 else size.ep, ep=size.ep, tp=size.tp)
-
-
-def content_of_grids(
-    files: RankFiles,
-    hints: Hints,
-    grids: Mapping[str, RankGrid],
-    model: Mapping[int, Stage],
-    optim: Callable[[], Trees],
-) -> Content:
-    """Model and optimizer, with a record or an `UnknownArray` for each tensor."""
-    mesh = mesh_of(grids)
-    state = ScannedState(files, hints, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
-    return content_of(state, grids[OPTIM].sizes if OPTIM in grids else None, optim, mesh)

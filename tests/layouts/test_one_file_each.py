@@ -1,0 +1,134 @@
+"""A layout of rank files that is no more than a form: what it gets for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, RankOptimizer, numbered_optimizer
+from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.layout import RankLayout
+from xla_ckpt.layouts.registry import register_layout, remove_layout
+from xla_ckpt.tree import schema
+
+Stages = tuple[tuple[str, ...], ...]
+"""The modules of each pipeline stage."""
+
+SPLIT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+"""The dim of each parameter that is split over tp."""
+
+TP = 2
+STAGES = ("up", "down")
+RULES = [("up.weight", ("tp", None)), ("up.bias", ("tp",)), ("down.weight", (None, "tp"))]
+
+
+def optimizer_in(tree: Mapping[Any, Any]) -> RankOptimizer:
+    stored = numbered_optimizer(tree["inner"])
+    return replace(stored, masters=dict(enumerate(tree["masters"])))
+
+
+class Trainer(RankLayout):
+    name = origin = "trainer"
+    converts = False
+    form = RankForm(
+        names=[RankName("mp_rank_{tp:02}_{pp:03}/state.pt"), RankName("mp_rank_{tp:02}/state.pt")],
+        content=lambda tree: RankContent(
+            model=tree["model"], optimizer=tree["optim"], parts={schema.USER_CONTENT: {"step": tree["step"]}}
+        ),
+        optimizer=optimizer_in,
+    )
+
+
+@pytest.fixture(autouse=True)
+def trainer() -> Iterator[None]:
+    layout = register_layout(Trainer())
+    yield
+    remove_layout(layout)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 6)
+        self.down = torch.nn.Linear(6, 4)
+
+
+def trained() -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def write(at: Path, model: Net, optimizer: torch.optim.Optimizer, step: int, stages: Stages) -> None:
+    """The files that such a trainer would write, of two tp ranks in each pipeline stage."""
+    names = [name for name, _ in model.named_parameters()]
+    weights, stored = model.state_dict(), optimizer.state_dict()
+
+    def part(name: str, tensor: torch.Tensor, tp: int) -> torch.Tensor:
+        return tensor.chunk(TP, SPLIT[name])[tp].clone() if name in SPLIT and tensor.ndim else tensor.clone()
+
+    for pp, modules in enumerate(stages):
+        own = [name for name in names if name.split(".")[0] in modules]
+        for tp in range(TP):
+            states = {
+                i: {key: part(name, value, tp) for key, value in stored["state"][names.index(name)].items()}
+                for i, name in enumerate(own)
+            }
+            inner = {"state": states, "param_groups": [{**stored["param_groups"][0], "params": [*range(len(own))]}]}
+            tree = {
+                "model": {name: part(name, weights[name], tp) for name in own},
+                "optim": {"inner": inner, "masters": [part(name, weights[name].double(), tp) for name in own]},
+                "step": step,
+            }
+            folder = at / (f"mp_rank_{tp:02d}_{pp:03d}" if len(stages) > 1 else f"mp_rank_{tp:02d}")
+            folder.mkdir(parents=True)
+            torch.save(tree, folder / "state.pt")
+
+
+@pytest.mark.parametrize("stages", [(STAGES,), tuple((stage,) for stage in STAGES)], ids=["pp=1", "pp=2"])
+def test_model_and_optimizer_load(tmp_path: Path, stages: Stages) -> None:
+    model, optimizer = trained()
+    write(tmp_path / "a", model, optimizer, 7, stages)
+    write(tmp_path / "b", model, optimizer, 8, stages)
+    assert xla_ckpt.list_tags(tmp_path) == ["a", "b"]
+    assert xla_ckpt.verify(tmp_path, "a").ok
+    fresh = Net()
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+    loaded = xla_ckpt.load_checkpoint(tmp_path, "a", fresh, other)
+    assert loaded.user_content == {"step": 7}
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in fresh.state_dict().items())
+    assert other.param_groups[0]["lr"] == 0.5
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, other.state_dict()["state"][number][key]) for key, value in state.items())
+
+
+def test_it_converts_and_its_master_weights_go_along(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    write(tmp_path / "a", model, optimizer, 7, tuple((stage,) for stage in STAGES))
+    other, fresh = trained()
+    xla_ckpt.convert(tmp_path, tmp_path / "native", "a", model=other, optimizer=fresh, shardings=RULES)
+    tree = xla_ckpt.restore(tmp_path / "native").tree
+    assert torch.equal(tree["optimizer"]["master"]["down.weight"], model.down.weight.double())
+
+
+def test_a_tag_without_the_file_of_a_rank_is_damaged(tmp_path: Path) -> None:
+    write(tmp_path / "a", *trained(), 7, tuple((stage,) for stage in STAGES))
+    (tmp_path / "a/mp_rank_01_000/state.pt").unlink()
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="1 of 4 rank files are missing"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", Net())
+    assert not xla_ckpt.verify(tmp_path, "a").ok
+
+
+def test_a_directory_without_such_files_is_no_tag(tmp_path: Path) -> None:
+    (tmp_path / "a/mp_rank_00").mkdir(parents=True)
+    (tmp_path / "a/mp_rank_00/other.pt").write_bytes(b"")
+    assert xla_ckpt.list_tags(tmp_path) == []

@@ -1,0 +1,33 @@
+"""The older form of neuronx-distributed's tags, in which each rank has one file. It needs no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.nxd.optimizer import stored_optimizer
+from xla_ckpt.tree import schema
+
+_NAMES = tuple(
+    RankName(f"{folder}{file}")
+    for folder in ("tp_rank_{tp:02}_pp_rank_{pp:02}", "tp_rank_{tp:02}_pp_rank_{pp:02}_dp_rank_{dp:02}")
+    for file in ("", "/checkpoint.pt")
+)
+"""Names of a rank's file in the older layout, in which some versions gave each rank a directory."""
+
+
+def _content(tree: Mapping[Any, Any]) -> RankContent:
+    if "model" not in tree and all(isinstance(value, StoredTensor) for value in tree.values()):
+        return RankContent(model=tree)  # the program saved a bare state dict of its model
+    model, optimizer = ((tree[key] if isinstance(tree.get(key), Mapping) else None) for key in ("model", "optimizer"))
+    others = {key: value for key, value in tree.items() if key not in ("model", "optimizer")}
+    parts = {schema.SCHEDULER: others.pop("scheduler")} if "scheduler" in others else {}
+    return RankContent(
+        model=model, optimizer=optimizer, parts={**parts, **({schema.USER_CONTENT: others} if others else {})}
+    )
+
+
+OLDER_FORM = RankForm(names=_NAMES, content=_content, optimizer=stored_optimizer)
+"""How such tags are read."""

@@ -1,0 +1,26 @@
+"""By which files a tag of neuronx-distributed's is known. It needs no framework."""
+
+from __future__ import annotations
+
+from xla_ckpt.layouts.by_rank.tags import RankTag, modified
+from xla_ckpt.storage.base import Store
+
+TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
+"""Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
+
+FOLDERS = ("model", "optim")
+"""The folders of such a tag in which the ranks have their files."""
+
+
+def marked_tag(store: Store, tag: str, below: str = "") -> RankTag | None:
+    """The tag with the marks ``checkpoint`` and ``done`` in a directory, or below a path in it; None if there is none.
+
+    The second is that of a complete tag, and the newest one is that whose ``done`` is.
+    """
+    folder = f"{tag}/{below}".rstrip("/")
+    if not any(store.is_directory(f"{folder}/{part}") for part in FOLDERS):
+        return None
+    done, begun = (modified(store, f"{folder}/{mark}") for mark in ("done", "checkpoint"))
+    if done is None and begun is None:
+        return None
+    return RankTag(tag=tag, complete=done is not None, time=done or begun or 0, below=below)

@@ -1,0 +1,196 @@
+"""The object stores that there are, as one table, and what the environment says of each. To add one is a line in it.
+
+The names of the classes of obstore's, and of the variables that these read, are those of obstore
+(https://developmentseed.org/obstore). A new line needs a test against a server, and its rows in docs/object-stores.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xla_ckpt.errors import UsageError
+
+
+def _nothing() -> dict[str, Any]:
+    return {}
+
+
+def _endpoint() -> dict[str, Any]:
+    """Where the servers of S3 are, as far as the environment says it."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        if not endpoint.startswith(("http://", "https://")):
+            # obstore panics
+            raise UsageError(
+                "the endpoint in the environment is no address",
+                expected=f"http://{endpoint} or https://{endpoint}",
+                found=f"AWS_ENDPOINT_URL={endpoint}",
+            )
+        options["endpoint"] = endpoint
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        options["region"] = region
+    return options
+
+
+def _one_server() -> dict[str, Any]:
+    """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed."""
+    here, there = os.environ.get("GOOGLE_BASE_URL", ""), os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
+    if here.rstrip("/") != there.rstrip("/"):
+        raise UsageError(
+            "the environment names another server of gs:// to tensorstore than to this library",
+            expected="both variables, with the same address, or none of them",
+            found=f"GOOGLE_BASE_URL={here!r}, TENSORSTORE_GCS_HTTP_URL={there!r}",
+        )
+    return {}
+
+
+def _endpoint_and_profile() -> dict[str, Any]:
+    options = _endpoint()
+    if (provider := _profile()) is not None:
+        options.pop("region", None)  # the profile has one
+        options["credential_provider"] = provider
+    return options
+
+
+def _profile() -> Any:
+    """Credentials as boto3 finds them, where the environment names a profile, or nothing but a file has them."""
+    env = os.environ
+    file = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
+    if any(env.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")):
+        return None  # obstore finds these itself
+    if not (env.get("AWS_PROFILE") or file.is_file()):
+        return None
+    place = env.get("AWS_PROFILE") or str(file)
+    try:
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise UsageError(
+            "the credentials for s3:// stand in a profile, and boto3, which reads profiles, is not installed",
+            found=place,
+            hint="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
+        ) from error
+    try:
+        return Boto3CredentialProvider()
+    except (BotoCoreError, ValueError) as error:  # ValueError: it has found none
+        raise UsageError(
+            "boto3 finds no credentials for s3://",
+            found=f"{place}: {error}",
+            hint="Look at AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE, or log in anew.",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """One kind of object store."""
+
+    name: str
+    address: str
+    """A root in it, as documents and errors show it."""
+
+    store: str
+    """What documents call it."""
+
+    obstore_class: str
+    """The class of ``obstore.store`` that asks it."""
+
+    allow_http: str
+    """The environment variable that permits requests without TLS."""
+
+    credentials: str
+    """What to set where no credentials are found, as a clause."""
+
+    roles: tuple[str, ...]
+    """Paths at which its provider's machines have the credentials of their roles."""
+
+    client: Callable[[], dict[str, Any]] = _nothing
+    """Where the servers are, and who asks them, as options of obstore's, as far as it does not find them itself.
+
+    Raises a `UsageError` if what the environment says makes no sense, or there are no such credentials.
+    """
+
+    server: Callable[[], dict[str, Any]] = _nothing
+    """``endpoint`` and ``region``, as far as the environment says them: for a library that asks the servers itself.
+
+    Raises a `UsageError` if what the environment says makes no sense.
+    """
+
+    tensorstore_driver: str = ""
+    """What tensorstore calls it; empty if tensorstore does not read it."""
+
+    lacks: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    """What obstore says where the environment lacks something -> (problem, what is expected, what to do)."""
+
+    def allows_http(self, settings: Mapping[str, Any]) -> bool:
+        """Whether requests may go without TLS.
+
+        A test server on this machine speaks none. Who asks any other one without it says so.
+        """
+        allowed = os.environ.get(self.allow_http, "").lower() == "true"
+        return allowed or settings.get("endpoint", "").startswith("http:")
+
+    def refusal(self, bucket: str, said: str) -> UsageError:
+        """The error for settings that obstore refuses, of which `said` is its own."""
+        for sign, (problem, expected, hint) in self.lacks.items():
+            if sign in said:
+                return UsageError(problem, expected=expected, found=f"{self.name}://{bucket}", hint=hint)
+        return UsageError(
+            f"the settings for {self.name}:// in the environment make no sense",
+            found=said.partition("\n")[0].rstrip("."),
+            hint="docs/object-stores.md has the names and the meaning of the variables.",
+        )
+
+
+_NO_ACCOUNT = (
+    "nothing says in which account of Azure's the container lies",
+    "the environment variable AZURE_STORAGE_ACCOUNT_NAME",
+    (
+        "Set it, and beside it AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, or AZURE_CLIENT_ID, "
+        "AZURE_CLIENT_SECRET and AZURE_TENANT_ID, unless this machine has an identity of Azure's."
+    ),
+)
+
+_ALL = (
+    Scheme(
+        name="s3",
+        address="s3://bucket/path",
+        store="Amazon S3, and servers that speak as it does",
+        obstore_class="S3Store",
+        allow_http="AWS_ALLOW_HTTP",
+        credentials="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes boto3; "
+        "a public bucket is read with AWS_SKIP_SIGNATURE=true",
+        roles=("/latest/api/token", "/latest/meta-data"),
+        client=_endpoint_and_profile,
+        server=_endpoint,
+        tensorstore_driver="s3",
+    ),
+    Scheme(
+        name="gs",
+        address="gs://bucket/path",
+        store="Google Cloud Storage",
+        obstore_class="GCSStore",
+        allow_http="GOOGLE_ALLOW_HTTP",
+        credentials="set GOOGLE_APPLICATION_CREDENTIALS",
+        roles=("/computeMetadata/",),
+        server=_one_server,
+        tensorstore_driver="gcs",
+    ),
+    Scheme(
+        name="az",
+        address="az://container/path",
+        store="Azure Blob Storage",
+        obstore_class="AzureStore",
+        allow_http="AZURE_ALLOW_HTTP",
+        credentials="set AZURE_STORAGE_ACCOUNT_KEY",
+        roles=("/metadata/identity/",),
+        lacks={"Account must be specified": _NO_ACCOUNT},
+    ),
+)
+
+SCHEMES = {scheme.name: scheme for scheme in _ALL}
+"""By the name that stands before ``://`` in an address."""
