@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.layouts.gold import Gold, Target
 from tests.layouts.references import opened
 from tests.layouts.same import as_theirs
 from xla_ckpt import Mesh
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import LocalSource
 
 
@@ -271,6 +273,25 @@ def test_opening_reads_no_tensor_data(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError):
         xla_ckpt.load_checkpoint(tmp_path, "a", model={"w0": torch.zeros(3)})
     assert 0 < sum(counted) < 64 * 1024  # of 8 MiB: headers, a directory and a pickle
+
+
+def test_files_of_tensors_are_looked_at_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one for each tensor of each rank, and a look at a file of a bucket takes as long as a request."""
+    inside, two, alone = set[str](), threading.Event(), LocalDirectory.open
+
+    def in_company(self: LocalDirectory, path: str, size: int | None = None) -> LocalSource:
+        if ".tensors/" in path:
+            inside.add(path)
+            if len(inside) == 2:
+                two.set()
+            two.wait(30)
+        return alone(self, path, size)
+
+    monkeypatch.setattr(LocalDirectory, "open", in_company)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError):
+        xla_ckpt.load_checkpoint(Gold("tp2_dp2_z1m__xser_small", "step_40").root, "step_40", model={"w": torch.zeros(3)})
+    assert two.is_set()
+    assert len(inside) > 2
 
 
 def test_tensors_anywhere_are_arrays(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import RankFiles
@@ -182,9 +183,7 @@ def check_zero1_rows(array: RankArray, ranks: int, lost: str) -> None:
 def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int) -> LocalArray:
     """Where the tensor of one rank lies in the global array."""
     try:
-        if array.rows:
-            return sharding.zero1(array.local, array.mesh, rank, array.rows)
-        return sharding.place(tensor.shape, array.mesh, rank)
+        return _part(sharding, array.local if array.rows else tensor.shape, array.mesh, rank, array.rows)
     except ValueError as error:
         raise IncompatibleCheckpointError(
             f"the sharding {sharding.spec} does not fit to what is stored: {error}",
@@ -192,6 +191,12 @@ def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int
             found=f"{list(array.local if array.rows else tensor.shape)} on each rank of {array.mesh}",
             hint=HINT,
         ) from error
+
+
+@lru_cache(maxsize=1 << 14)
+def _part(sharding: Sharding, local: tuple[int, ...], mesh: Mesh, rank: int, rows: tuple[str, ...]) -> LocalArray:
+    """Where the tensor of a rank lies: the layers of a model, and the states of an optimizer, ask the same of it."""
+    return sharding.zero1(local, mesh, rank, rows) if rows else sharding.place(local, mesh, rank)
 
 
 def _shard(files: RankFiles, tensor: StoredTensor, piece: Piece) -> Shard:

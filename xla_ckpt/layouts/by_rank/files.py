@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
 from xla_ckpt.layouts.scanned import ScannedFiles
@@ -22,6 +23,7 @@ from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import ReadDirectory
+from xla_ckpt.storage.pool import READERS, work_off
 from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 
@@ -53,6 +55,16 @@ class RankFiles(ScannedFiles):
         if file not in self.numbers:
             self.add(FileRecord(path=file, size=size_of(self.directory, file)))
         return self.numbers[file]
+
+    def look_up(self, tensors: Iterable[StoredTensor]) -> None:
+        """Read where many tensors lie, several files at a time: `place` waits for each look at a slow storage."""
+
+        def look(file: str, _: memoryview) -> None:
+            with contextlib.suppress(CheckpointError):  # `place` meets it again, and whoever asks names the array
+                self._places[file] = read(self.directory, file)
+
+        files = {tensor.file for tensor in tensors if tensor.at is None and tensor.file in self.names}
+        work_off(sorted(files - self._places.keys()), look, workers=READERS, buffer_bytes=0, name="xla_ckpt-look")
 
     def place(self, tensor: StoredTensor) -> TensorAt:
         """Where exactly a tensor lies.
