@@ -288,8 +288,9 @@ def test_files_of_tensors_are_looked_at_several_at_a_time(monkeypatch: pytest.Mo
         return alone(self, path, size)
 
     monkeypatch.setattr(LocalDirectory, "open", in_company)
+    gold = Gold("tp2_dp2_z1m__xser_small", "step_40")
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError):
-        xla_ckpt.load_checkpoint(Gold("tp2_dp2_z1m__xser_small", "step_40").root, "step_40", model={"w": torch.zeros(3)})
+        xla_ckpt.load_checkpoint(gold.root, gold.tag, model={"w": torch.zeros(3)})
     assert two.is_set()
     assert len(inside) > 2
 
