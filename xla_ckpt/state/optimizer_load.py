@@ -39,6 +39,7 @@ from xla_ckpt.state.optimizer_match import (
     settings_of,
 )
 from xla_ckpt.state.optimizer_state import StateTargets
+from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.ties import stored_names
 from xla_ckpt.tree import schema
 
@@ -98,6 +99,8 @@ def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
 
 # Where the arrays go.
 
+_WITH_THE_REST = "another part of the state of this parameter does not fit, and all of it stays as it is"
+
 
 def _plan(
     stored: Stored, tree: Any, match: OptimizerMatch, groups: Sequence[int | None], loading: Loading
@@ -118,9 +121,14 @@ def _plan(
         plan_arrays(stored, wanted, {}, new=new)
     else:
         plan_arrays(stored, wanted, own, owned=True, new=fresh.target)
-    loading.targets = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
+    kept = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
+    bad = frozenset(fresh.name(p.leaf) for p in wanted.problems) - {None}
+    # Moments of one training under the step number of another one would be corrected wrongly.
+    mixed = [p for p in kept if fresh.name(p) in bad and schema.place_of(p).role is schema.Role.STATE]
+    loading.targets = {p: target for p, target in kept.items() if p not in mixed}
     loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=match.sharded)]
-    return frozenset(fresh.name(p.leaf) for p in wanted.problems)
+    loading.problems += [Problem(p, _WITH_THE_REST, stays=True) for p in mixed]
+    return bad
 
 
 def _tree_now(stored: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> dict[str, Any]:
