@@ -6,7 +6,6 @@
 - Files of torch.save: `load_whole_file`, `read_whole_file`, `write_whole_file`, `renew_file`;
   parts of a set of SMP's (`write_part`, `parts_at`); ZeRO-1 files (`convert_zero_checkpoints`).
 - What SMP's files are called, and what their entries are: the names in capital letters.
-- `known_names`, by which a function says which argument was probably meant by one that it does not have.
 - Whose checkpoints lie at a path: `writers_at`.
 - How ranks meet without a collective: `Round`.
 
@@ -26,7 +25,6 @@ from xla_ckpt.job.peers import check_can_meet
 from xla_ckpt.job.process_group import StoreCommunicator, communicator
 from xla_ckpt.job.round import LEAD, Deadline, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.keywords import known_names
 from xla_ckpt.layouts.no_tag import writers_at
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
@@ -98,7 +96,6 @@ __all__ = [
     "declared_sharding",
     "hosted",
     "is_whole",
-    "known_names",
     "launcher_has_store",
     "leaves",
     "load_whole_file",

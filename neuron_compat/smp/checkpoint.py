@@ -33,10 +33,10 @@ from xla_ckpt.facade import (
     NEWEST,
     PARTIAL,
     NamesOnly,
-    known_names,
     user_content_name,
     write_whole_file,
 )
+from xla_ckpt.keywords import known_names
 
 logger = logging.getLogger(__name__)
 

@@ -45,12 +45,12 @@ from xla_ckpt.facade import (
     SetPart,
     changed_tensors,
     is_whole,
-    known_names,
     load_whole_file,
     parts_at,
     write_part,
     write_whole_file,
 )
+from xla_ckpt.keywords import known_names
 
 
 @known_names(torch.save)

@@ -12,7 +12,8 @@ from neuron_compat.smp import job
 from neuron_compat.smp.entries import Entry, Partitions, entries_of, spec_of
 from neuron_compat.smp.gathering import full_state
 from neuron_compat.smp.loading import load_model_state
-from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, Parsed, hosted, known_names
+from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, Parsed, hosted
+from xla_ckpt.keywords import known_names
 
 
 class ModelCalls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable
@@ -251,6 +252,38 @@ def test_an_optimizer_without_its_model(tmp_path: Path) -> None:
     assert torch.equal(
         named.state[run.model.mid.weight]["exp_avg"], run.optimizer.state[run.model.mid.weight]["exp_avg"]
     )
+
+
+def test_the_state_of_a_parameter_is_loaded_whole_or_stays_whole(tmp_path: Path) -> None:
+    """Moments of one training are corrected by its number of steps: those of another one are never mixed in."""
+
+    def trained(outputs: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, outputs))
+        optimizer = AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    xla_ckpt.save_checkpoint(tmp_path, "a", *trained(3, steps=5))
+    for steps in (0, 1):
+        model, optimizer = trained(2, steps)
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        report = xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer, strict=False).report
+        after = optimizer.state_dict()["state"]
+        assert [float(after[n]["step"]) for n in (0, 1)] == [5, 5]
+        for number, name in ((2, "1.weight"), (3, "1.bias")):
+            if steps:
+                assert {k: v.tolist() for k, v in after[number].items()} == (
+                    {k: v.tolist() for k, v in before[number].items()}
+                )
+            else:
+                assert number not in after
+            assert any(line.startswith(f"optimizer/state/{name}/step: another part") for line in report.skipped)
+        assert report.arrays == 8  # two weights, and three states of each
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
+            xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
+        assert "another part" not in str(caught.value)
 
 
 def test_state_keeps_its_dtype_whatever_the_parameter_has(tmp_path: Path) -> None:

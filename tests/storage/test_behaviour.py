@@ -28,6 +28,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.remote import RemoteDirectory
+from xla_ckpt.storage.schemes import SCHEMES
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.names import LEASE, LEDGER
@@ -374,7 +375,9 @@ def failing(root: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Faults]:
         assert inner.file_system is not None
         return FailingStore(inner.path, inner.file_system, faults)  # another process commits in it, by its path
 
-    monkeypatch.setitem(door._SCHEMES, "failing", store)
+    others = door._object_store
+    monkeypatch.setitem(SCHEMES, "failing", SCHEMES["s3"])
+    monkeypatch.setattr(door, "_object_store", lambda p: store(p) if p.startswith("failing:") else others(p))
     return "failing://ckpt", faults
 
 

@@ -22,7 +22,8 @@ import torch
 from neuron_compat.nxd.homes import names_of
 from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole, write_xser
 from xla_ckpt import IncompatibleCheckpointError, Mesh, RankFailedError, UsageError
-from xla_ckpt.facade import compute, current_mesh, declared_sharding, known_names, part_of_whole, xla_tensors
+from xla_ckpt.facade import compute, current_mesh, declared_sharding, part_of_whole, xla_tensors
+from xla_ckpt.keywords import known_names
 
 __getattr__, __dir__ = names_of(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import xla_ckpt
 from neuron_compat.nxd.homes import names_of
-from xla_ckpt.facade import known_names
+from xla_ckpt.keywords import known_names
 
 __getattr__, __dir__ = names_of(__name__)
 
