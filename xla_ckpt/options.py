@@ -41,6 +41,50 @@ ReplicaRead = Literal["each", "share"]
 class SaveOptions:
     """How a save goes about its work, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
 
+    Args:
+        replicas: ``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error.
+            ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
+            and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
+            array that nobody declared as such look like drifted replicas, and all but the first would be lost.
+        on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
+            that can wait for its next save; or a function, which is called with the error, for an asynchronous save on
+            a thread of this library. With the last two nothing is raised but by ``handle.result()``, and
+            ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
+            `InvalidTagError`) are raised in any case. All ranks say the same.
+        stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
+            state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a `SaveError`;
+            nothing is committed) or ``"ignore"``.
+        share: Whether a tag shares files with the one before it (docs/sharing.md): a file of that tag of which all
+            bytes are still the same appears in the new one, too, and is not written again. True compares with the
+            newest tag, and a name with that tag of the same root directory. Only the native layout does it. Each tag
+            stays whole by itself: what is shared is there as long as one of the tags is.
+        parity: What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files,
+            or ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more
+            for ``"block"``, and twice more for ``"file"``, which takes as much room as the largest file.
+        snapshot: How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"``
+            copies it to host memory before the call returns; ``"device"`` clones what is on an accelerator there, and
+            transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
+            background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
+        snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
+        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
+        trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each
+            rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if
+            it does (docs/reports.md).
+        timeout: Seconds that a rank which is done waits for the others before all that are left give up.
+        retention: Which tags are kept after the commit, in place of ``num_kept_ckpts`` (docs/retention.md):
+            ``LatestN(3)``, ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``,
+            ``LatestDuration(timedelta(days=7))``, or what one of several keeps: ``LatestN(3) | BestN("loss")``. None
+            keeps all. The newest tag and pinned ones are kept in any case.
+        products: `Product`s: what is made of the tag after its commit, in the background on rank 0, for other readers:
+            a directory of Hugging Face's, another layout (docs/products.md). An error is logged, does not fail the
+            save, and is raised by `finalize_checkpoint`, which waits for products.
+        local: Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, on
+            a disk that all hosts of the job see, or on one of each host's own. The save commits there, and the first
+            rank of each disk uploads what the disk has in the background, after the tags before it. An upload that
+            fails is logged, does not fail the save, and is repeated with the next one, in this process or a later one;
+            `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. Retention counts in both
+            places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md).
+
     Raises (on construction):
         UsageError: There is no such choice, or a number makes no sense.
 
@@ -49,72 +93,18 @@ class SaveOptions:
     """
 
     replicas: Replicas = "equal"
-    """``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error. ``"first"``,
-    for a job whose replicas have drifted apart: the first replica of each array is stored, whole, and the rank that
-    has it writes all of it. What differed is logged, and recorded in the tag. Parts of an array that nobody declared
-    as such look like drifted replicas, and all but the first would be lost."""
-
     on_error: OnError = "raise"
-    """What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on that can
-    wait for its next save; or a function, which is called with the error, for an asynchronous save on a thread of this
-    library. With the last two nothing is raised but by ``handle.result()``, and ``handle.error`` has the error.
-    Mistakes of the program (`UsageError`, `UnsupportedStateError`, `InvalidTagError`) are raised in any case. All
-    ranks say the same."""
-
     stale: Stale = "warn"
-    """What happens if all arrays of the model have the bytes of the newest tag, although something else in the state,
-    or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a `SaveError`; nothing is
-    committed) or ``"ignore"``."""
-
     share: bool | str = False
-    """Whether a tag shares files with the one before it (docs/sharing.md): a file of that tag of which all bytes are
-    still the same appears in the new one, too, and is not written again. True compares with the newest tag, and a name
-    with that tag of the same root directory. Only the native layout does it. Each tag stays whole by itself: what is
-    shared is there as long as one of the tags is."""
-
     parity: Parity | None = None
-    """What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files, or
-    ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more for
-    ``"block"``, and twice more for ``"file"``, which takes as much room as the largest file."""
-
     snapshot: Mode = "host"
-    """How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"`` copies it to
-    host memory before the call returns; ``"device"`` clones what is on an accelerator there, and transfers the clones
-    in the background; ``"overlap"`` copies parameters and optimizer state in the background, and has the next
-    optimizer step wait for that. XLA's and jax's arrays are never copied."""
-
     snapshot_budget: int = BUDGET_BYTES
-    """Host memory for what is copied in the background (bytes); the state may be larger."""
-
     progress: bool | None = None
-    """Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook."""
-
     trace: PathLike | None = None
-    """Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each rank
-    makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if it does
-    (docs/reports.md)."""
-
     timeout: float = TIMEOUT
-    """Seconds that a rank which is done waits for the others before all that are left give up."""
-
     retention: Retention | None = None
-    """Which tags are kept after the commit, in place of ``num_kept_ckpts`` (docs/retention.md): ``LatestN(3)``,
-    ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``, ``LatestDuration(timedelta(days=7))``, or
-    what one of several keeps: ``LatestN(3) | BestN("loss")``. None keeps all. The newest tag and pinned ones are
-    kept in any case."""
-
     products: tuple[Any, ...] = ()
-    """`Product`s: what is made of the tag after its commit, in the background on rank 0, for other readers: a directory
-    of Hugging Face's, another layout (docs/products.md). An error is logged, does not fail the save, and is raised by
-    `finalize_checkpoint`, which waits for products."""
-
     local: PathLike | None = None
-    """Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, on a
-    disk that all hosts of the job see, or on one of each host's own. The save commits there, and the first rank of each
-    disk uploads what the disk has in the background, after the tags before it.
-    An upload that fails is logged, does not fail the save, and is repeated with the next one, in this process or a
-    later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. Retention
-    counts in both places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md)."""
 
     def __post_init__(self) -> None:
         check_choice("replicas", self.replicas, get_args(Replicas))
@@ -157,6 +147,19 @@ class SaveOptions:
 class LoadOptions:
     """How a load goes about its work, for `load_checkpoint` and `restore`.
 
+    Args:
+        replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
+            columns of the same rows, read a part each and send it to the others, so that the storage is read once. Each
+            rank reads itself what goes through a `load_state_dict` of an object.
+        prove: Read back what was loaded, when everything is installed, from the device where it is: the bytes have to
+            be those of the tag, block by block, or the load raises an `UnprovenLoadError` on all ranks.
+            ``report.unproven`` names arrays whose bytes cannot be compared (docs/reports.md).
+        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
+        trace: Where a trace of the load goes (see `SaveOptions`).
+        timeout: Seconds that a rank waits for another one.
+        local: The directory of `SaveOptions.local`. The newest tag of both places is loaded, by the number of its
+            commit; a tag that is in both is read from the directory, and from the bucket if it is damaged there.
+
     Raises (on construction):
         UsageError: There is no such choice, or a number makes no sense.
 
@@ -165,27 +168,11 @@ class LoadOptions:
     """
 
     replica_read: ReplicaRead = "each"
-    """``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or columns of the same
-    rows, read a part each and send it to the others, so that the storage is read once. Each rank reads itself what
-    goes through a `load_state_dict` of an object."""
-
     prove: bool = False
-    """Read back what was loaded, when everything is installed, from the device where it is: the bytes have to be those
-    of the tag, block by block, or the load raises an `UnprovenLoadError` on all ranks. ``report.unproven`` names arrays
-    whose bytes cannot be compared (docs/reports.md)."""
-
     progress: bool | None = None
-    """Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook."""
-
     trace: PathLike | None = None
-    """Where a trace of the load goes (see `SaveOptions`)."""
-
     timeout: float = TIMEOUT
-    """Seconds that a rank waits for another one."""
-
     local: PathLike | None = None
-    """The directory of `SaveOptions.local`. The newest tag of both places is loaded, by the number of its commit; a tag
-    that is in both is read from the directory, and from the bucket if it is damaged there."""
 
     def __post_init__(self) -> None:
         check_choice("replica_read", self.replica_read, get_args(ReplicaRead))
@@ -205,6 +192,12 @@ class LoadOptions:
 class ConvertOptions:
     """How tags are read and written anew without a job, for `convert`, `export_hf` and `diff`.
 
+    Args:
+        max_memory: Bytes of array data in memory at a time, beside the readers' own buffers.
+        num_workers: Threads that read, at most.
+        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
+            `diff` never shows one.
+
     Raises (on construction):
         UsageError: A number makes no sense.
 
@@ -213,14 +206,8 @@ class ConvertOptions:
     """
 
     max_memory: int = MAX_MEMORY
-    """Bytes of array data in memory at a time, beside the readers' own buffers."""
-
     num_workers: int = READERS
-    """Threads that read, at most."""
-
     progress: bool | None = None
-    """Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
-    `diff` never shows one."""
 
     def __post_init__(self) -> None:
         check_number("max_memory", self.max_memory, "bytes")

@@ -37,6 +37,17 @@ HARDWARE = {"trn1": False, "trn2": True}
 class LlamaJob:
     """A Llama-like model, and how a job of neuronx-distributed's has it: what the files of a tag may not say.
 
+    Args:
+        config: The model's config.json: its path, that of its directory, or what it holds. None where a directory of
+            Hugging Face's has its own.
+        kv_size_multiplier: How many tensor-parallel ranks hold each key-value head of neuronx-distributed's
+            `GQAQKVColumnParallelLinear`, which orders its heads; needed where a checkpoint does not say it.
+        hardware: ``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it, too.
+        fuse_qkv: For `convert` of a directory of Hugging Face's: whether the job has queries, keys and values in one
+            array; None where only one form is usual.
+        qkv_linear: Likewise: whether the job has neuronx-distributed's layer for grouped-query attention; else queries,
+            keys and values are separate layers.
+
     Raises (on construction):
         UsageError: It makes no sense, or contradicts itself.
 
@@ -45,24 +56,11 @@ class LlamaJob:
     """
 
     config: Config | None = None
-    """The model's config.json: its path, that of its directory, or what it holds. None where a directory of Hugging
-    Face's has its own."""
-
     _: KW_ONLY
     kv_size_multiplier: int | None = None
-    """How many tensor-parallel ranks hold each key-value head of neuronx-distributed's `GQAQKVColumnParallelLinear`,
-    which orders its heads; needed where a checkpoint does not say it."""
-
     hardware: str | None = None
-    """``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it, too."""
-
     fuse_qkv: bool | None = None
-    """For `convert` of a directory of Hugging Face's: whether the job has queries, keys and values in one array; None
-    where only one form is usual."""
-
     qkv_linear: bool = True
-    """Likewise: whether the job has neuronx-distributed's layer for grouped-query attention; else queries, keys and
-    values are separate layers."""
 
     def __post_init__(self) -> None:
         if self.hardware not in (None, *HARDWARE):

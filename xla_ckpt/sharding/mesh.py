@@ -21,6 +21,13 @@ class Mesh:
     Expert parallelism divides data parallelism (as in neuronx-distributed): `ep` ranks that are neighbours along dp
     hold different experts, and ``dp // ep`` groups of them are replicas.
 
+    Args:
+        pp: Pipeline stages.
+        dp: Data-parallel replicas (experts included: ``dp == edp * ep``).
+        ep: Expert-parallel ranks inside `dp`.
+        cp: Context-parallel ranks.
+        tp: Tensor-parallel ranks.
+
     Raises:
         ValueError: A size below 1, or `ep` does not divide `dp`.
 
@@ -30,19 +37,10 @@ class Mesh:
     """
 
     pp: int = 1
-    """Pipeline stages."""
-
     dp: int = 1
-    """Data-parallel replicas (experts included: ``dp == edp * ep``)."""
-
     ep: int = 1
-    """Expert-parallel ranks inside `dp`."""
-
     cp: int = 1
-    """Context-parallel ranks."""
-
     tp: int = 1
-    """Tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep", "cp", "tp"):
