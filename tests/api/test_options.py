@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import inspect
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def test_each_option_is_the_same_on_all_ranks_or_is_known_to_be_a_matter_of_each
 def test_a_value_that_makes_no_sense_is_refused_when_it_is_made(kind: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         kind(**wrong)
+
+
+MADE_BY_USERS = [
+    kind
+    for kind in map(partial(getattr, xla_ckpt), xla_ckpt.__all__)
+    if dataclasses.is_dataclass(kind) and inspect.unwrap(kind.__init__) is not kind.__init__
+]
+
+
+@pytest.mark.parametrize("kind", MADE_BY_USERS)
+def test_help_says_what_each_field_means(kind: Any) -> None:
+    doc = kind.__doc__ or ""
+    assert [f.name for f in dataclasses.fields(kind) if f"    {f.name}: " not in doc and f"`{f.name}`" not in doc] == []
 
 
 def test_options_do_not_change() -> None:

@@ -40,6 +40,19 @@ PLACE = "{tag}"
 class Product:
     """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
 
+    Args:
+        to: Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old
+            one; for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``.
+        layout: What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it.
+        every_n_steps: Of which tags: those whose step is a multiple of this. It counts steps and not saves, as
+            `EveryNSteps` does: of a run that saves each 100 steps, 200 takes each second tag. The step is the number at
+            the end of the tag's name, or the number of its commit.
+        dtype: For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`.
+        mesh: For other layouts: the topology that the files are for, as in `convert`.
+        llama: A `LlamaJob`, as in `convert` and `export_hf`.
+        keep: Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json``
+            then, by which it is known; others are not touched.
+
     Raises (on construction):
         UsageError: A field makes no sense, or does not fit the layout. What does not fit the save is refused by that.
 
@@ -48,29 +61,12 @@ class Product:
     """
 
     to: PathLike
-    """Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old one;
-    for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``."""
-
     layout: str = "safetensors"
-    """What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it."""
-
     every_n_steps: int = 1
-    """Of which tags: those whose step is a multiple of this. It counts steps and not saves, as `EveryNSteps` does: of a
-    run that saves each 100 steps, 200 takes each second tag. The step is the number at the end of the tag's name, or
-    the number of its commit."""
-
     dtype: str | None = None
-    """For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`."""
-
     mesh: str | None = None
-    """For other layouts: the topology that the files are for, as in `convert`."""
-
     llama: Any = None
-    """A `LlamaJob`, as in `convert` and `export_hf`."""
-
     keep: Retention | None = None
-    """Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json`` then, by
-    which it is known; others are not touched."""
 
     def __post_init__(self) -> None:
         check_number("every_n_steps", self.every_n_steps, "steps")

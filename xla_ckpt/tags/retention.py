@@ -255,7 +255,7 @@ class LatestDuration(Retention):
 @known_fields
 @dataclass(frozen=True, slots=True)
 class AnyOf(Retention):
-    """Keep what one of several policies keeps: ``LatestN(3) | BestN("loss")`` is short for it.
+    """Keep what one of several `policies` keeps: ``LatestN(3) | BestN("loss")`` is short for it.
 
     Raises (on construction):
         UsageError: Something is no policy, or there is none.
