@@ -158,14 +158,17 @@ def test_a_module_that_was_saved_whole_is_no_state_to_convert(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_module_that_was_saved_whole_beside_other_things(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [{}, {"epoch": 3}])
+def test_a_module_that_was_saved_whole_beside_other_things(
+    more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It said to give the model to extras, which a load refuses; and a conversion took the optimizer alone."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     file = tmp_path / "mixed.pt"
-    torch.save({"model": model, "optimizer": optimizer.state_dict(), "epoch": 3}, file)
+    torch.save({"model": model, "optimizer": optimizer.state_dict(), **more}, file)
     for trust in (False, True):
         with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
             xla_ckpt.load_checkpoint(file, model=model, trust_pickle=trust)

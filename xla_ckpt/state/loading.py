@@ -316,7 +316,7 @@ def absent_part(stored: Stored, what: str) -> Loading:
     elif what in schema.MEMBERS and (extras := [*(children(below.get(schema.EXTRAS)) or ())]):
         members += f" (extras: {', '.join(extras[:5])}; extras={{{extras[0]!r}: ...}} loads one of them into an object)"
     if is_object(stored.skeleton) or (what == schema.MODEL and pickled_model(stored.skeleton) is not None):
-        members = "".join(f"{name}, " for name in below if name != schema.EXTRAS) + (
+        members = "".join(f"{name}, " for name in below if name not in (schema.MODEL, schema.EXTRAS)) + (
             "one pickled object. If that is a module that torch.save was given whole, load it with torch, and save its "
             "state_dict()"
         )
