@@ -164,7 +164,7 @@ def saves_and_resumes_on_xla(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "a_partial/model_0_0.pt")["weight"].device.type == "cpu"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_a_full_checkpoint_whose_name_another_library_s_tag_has(tmp_path: Path) -> None:
     """It was "Is a directory", after the whole model had been gathered."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "root/step_40", no_dist=True)
