@@ -6,7 +6,7 @@
 - Files of torch.save: `load_whole_file`, `read_whole_file`, `write_whole_file`, `renew_file`;
   parts of a set of SMP's (`write_part`, `parts_at`); ZeRO-1 files (`convert_zero_checkpoints`).
 - What SMP's files are called, and what their entries are: the names in capital letters.
-- Whose checkpoints lie at a path: `writers_at`.
+- Whose checkpoints lie at a path: `writers_at`; which path was probably meant: `path_meant`.
 - How ranks meet without a collective: `Round`.
 
 It is public, and changes as `xla_ckpt` does: a release note says so.
@@ -25,7 +25,7 @@ from xla_ckpt.job.peers import check_can_meet
 from xla_ckpt.job.process_group import StoreCommunicator, communicator
 from xla_ckpt.job.round import LEAD, Deadline, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.layouts.no_tag import writers_at
+from xla_ckpt.layouts.no_tag import path_meant, writers_at
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP
@@ -104,6 +104,7 @@ __all__ = [
     "parse_section",
     "part_of_whole",
     "parts_at",
+    "path_meant",
     "read_whole_file",
     "remove_directory",
     "renew_file",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import inspect
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
@@ -18,6 +20,9 @@ Value = TypeVar("Value")
 
 LIKE = 0.7
 """How much of two words is equal if one may be meant by the other (1: all). Below, ``step`` would be like ``stale``."""
+
+SHORTEST = 3
+"""Letters of the shortest word whose letters may be in another order: of two, too many words have one."""
 
 
 def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -193,24 +198,43 @@ def meant(word: Any, known: Sequence[Any]) -> str:
 
 
 def closest(word: str, known: Sequence[str]) -> str:
-    """The known word that is most like this one; nothing if none is.
+    """The known word that is most like this one, or the only one of the same letters but for one, in whatever order;
+    nothing if there is none.
 
     >>> closest("runz", ["notes", "runs"]), closest("x", ["runs"])
     ('runs', '')
+    >>> closest("tni", ["runs", "tiny"]), closest("tni", ["tiny", "unit"])
+    ('tiny', '')
     """
-    return next(iter(difflib.get_close_matches(word, known, 1, LIKE)), "")
+    if near := difflib.get_close_matches(word, known, 1, LIKE):
+        return near[0]
+    shuffled = [k for k in known if len(word) >= SHORTEST and _other_letters(word, k) <= 1]
+    return shuffled[0] if len(shuffled) == 1 else ""
+
+
+def _other_letters(word: str, other: str) -> int:
+    """How many letters one of two words has and the other one has not."""
+    a, b = Counter(word), Counter(other)
+    return ((a - b) + (b - a)).total()
 
 
 def nearest(leaf: str, leaves: Sequence[str]) -> str:
     """The end of a sentence, as `meant` says it, of a leaf path that is none: a leaf, or a part that leaves lie below.
 
-    Where none is like it, one is named that ends like it, after a slash or a dot.
+    Where none is like it, one is named that ends like it, after a slash or a dot. A pattern is answered with one that
+    fits leaves, or not at all: a part that is like it in letters would have all the rest, too.
 
     >>> nearest("modle", ["model/a/w", "step"]), nearest("model/a/v", ["model/a/w"])
     (": did you mean 'model'?", ": did you mean 'model/a/w'?")
     >>> nearest("wieght", ["model/a.weight"]), nearest("a", ["model/a.weight"])
     (": did you mean 'model/a.weight'?", ": did you mean 'model/a'?")
+    >>> nearest("a.*", ["model/a.weight"]), nearest("model/b*", ["model/a.weight"])
+    (": did you mean 'model/a.*'?", '')
     """
+    if any(letter in leaf for letter in "*?["):
+        tops = sorted({path.partition("/")[0] for path in leaves})
+        fitting = (f"{top}/{leaf}" for top in tops if fnmatch.filter(leaves, f"{top}/{leaf}"))
+        return next((f": did you mean {pattern!r}?" for pattern in fitting), "")
     parts = {path[:end] for path in leaves for end, letter in enumerate(path) if letter == "/"}
     if whole := meant(leaf, [*leaves, *sorted(parts)]):
         return whole

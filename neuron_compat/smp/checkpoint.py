@@ -20,6 +20,7 @@ from typing import Any
 
 import xla_ckpt
 from neuron_compat.smp import job
+from neuron_compat.smp.elsewhere import read_otherwise
 from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
 from neuron_compat.smp.files import check_path, current_place
 from neuron_compat.smp.listing import list_newest, list_when_done, wait_listed
@@ -91,10 +92,10 @@ def save_checkpoint(
     if kept is not None and kept <= 0:
         logger.warning("Invalid num_kept_partial_checkpoints number %s, ignoring...", kept)
         kept = None
-    _check_arguments(tag, model, optimizer, partial=partial)
+    root = _root(path)
+    _check_arguments(root, tag, model, optimizer, partial=partial)
     job.state.apply_pending()
     logger.info("Saving %s checkpoint with tag %s to %s", "partial" if partial else "full", tag, path)
-    root = _root(path)
     if partial:
         wait_listed()
         handle = _save_partial(
@@ -124,8 +125,8 @@ def _root(path: PathLike) -> str:
     return os.path.abspath(os.fspath(path))
 
 
-def _check_arguments(tag: Any, model: Any, optimizer: Any, *, partial: bool) -> None:
-    """Refuse objects that are not SMP's, and a tag that is none, or not the same on all ranks."""
+def _check_arguments(root: str, tag: Any, model: Any, optimizer: Any, *, partial: bool) -> None:
+    """Refuse objects that are not SMP's, and a tag that is none, that a directory has, or that ranks do not share."""
 
     def prepare() -> str:
         if not isinstance(tag, str):
@@ -133,6 +134,14 @@ def _check_arguments(tag: Any, model: Any, optimizer: Any, *, partial: bool) -> 
         if not partial and (tag in ("", ".", "..", NEWEST) or "/" in tag):
             # The file would lie outside of the root, or take the place of the list of partial checkpoints.
             raise SMPCheckpointError("the tag of a full checkpoint is the name of its file", found=repr(tag))
+        if not partial and job.rank() == 0 and os.path.isdir(f"{root}/{tag}"):
+            whose = read_otherwise(f"{root}/{tag}")
+            raise SMPCheckpointError(
+                "the tag of a full checkpoint is the name of its file, and a directory has this name",
+                path=root,
+                tag=tag,
+                hint=f"{f'{whose} ' if whose else ''}Give the checkpoint another tag, or first move {root}/{tag} away.",
+            )
         if model is not None and not isinstance(model, ModelCalls):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributedModel as input model")
         if optimizer is not None and not is_distributed_optimizer(optimizer):

@@ -1,18 +1,21 @@
-"""What is said where none of SMP's files lie, and checkpoints that other calls read do."""
+"""What is said where none of SMP's files lie: whose checkpoints do, and which path was meant where nothing lies."""
 
 from __future__ import annotations
 
-from xla_ckpt.facade import PARTIAL, writers_at
+from xla_ckpt.facade import PARTIAL, path_meant, writers_at
 
 MAX_LISTED = 10
 """Tags that an error names, at most: the newest."""
 
 
 def read_otherwise(path: str) -> str | None:
-    """Whose checkpoints lie at a path, and which call reads them, as a sentence; None if there are none."""
+    """Whose checkpoints lie at a path, and which call reads them, or which path was probably meant, as a sentence; None
+    if there is nothing to say.
+    """
     there = writers_at(path)
     if there is None:
-        return None
+        near = path_meant(path)
+        return f"Nothing lies there{near}" if near else None
     writer, tags = there
     partial = any(name.endswith(PARTIAL) for name in tags or (path.rstrip("/"),))
     call = "smp.resume_from_checkpoint" if partial else "xla_ckpt.load_checkpoint(..., model=model)"

@@ -127,7 +127,7 @@ def test_an_error_fails_no_save_and_is_told_once(tmp_path: Path, caplog: pytest.
     with pytest.raises(StorageError, match="file"):
         xla_ckpt.finalize_checkpoint()
     xla_ckpt.finalize_checkpoint()
-    assert caplog.text.count("/file/step_") >= 2
+    assert caplog.text.count("/file/{tag} failed: making the root directory failed") >= 2
     assert (tmp_path / "hf/step_2/model.safetensors").exists(), "one that fails keeps no other from being made"
 
 
@@ -214,6 +214,16 @@ def test_a_program_that_ends_has_made_its_products(tmp_path: Path) -> None:
     assert ended.returncode == 0, err
     assert (tmp_path / "hf/a/model.safetensors").exists()
     assert "what was to follow a save was not done" in err
+
+
+@pytest.mark.parametrize("to", ["file/{tag}", "file/hf/{tag}"])
+def test_a_file_in_the_way_of_a_product_is_named(tmp_path: Path, to: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    save(tmp_path / "run", 1, Product(to=tmp_path / to))
+    with pytest.raises(xla_ckpt.StorageError, match="A file has this name, or lies on the way to it") as caught:
+        xla_ckpt.finalize_checkpoint()
+    assert caught.value.path == str((tmp_path / to).parent)
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 def saves_with_products(rank: int, root: Path) -> str:

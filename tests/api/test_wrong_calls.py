@@ -239,6 +239,16 @@ def test_the_path_of_a_tag_that_is_not_there_names_those_beside_it(tmp_path: pat
         xla_ckpt.restore(tmp_path / "step_5" / "deeper")
 
 
+def test_letters_in_another_order_are_a_name_that_was_meant(tmp_path: pathlib.Path) -> None:
+    xla_ckpt.save(tmp_path / "tiny", "a", {"w": torch.ones(3)})
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"did you mean .*/tiny\?"):
+        xla_ckpt.load_checkpoint(tmp_path / "tni")
+    xla_ckpt.save(tmp_path / "unit", "a", {"w": torch.ones(3)})
+    with pytest.raises(xla_ckpt.NoCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(tmp_path / "tni")
+    assert "did you mean" not in str(caught.value), "both have the same letters but for one"
+
+
 def test_an_optimizer_without_its_model_is_told_so(tmp_path: pathlib.Path) -> None:
     model = torch.nn.Linear(2, 2)
     xla_ckpt.save_checkpoint(tmp_path, "a", model, torch.optim.AdamW(model.parameters()))
@@ -272,7 +282,7 @@ def test_all_that_a_tree_wants_in_vain_is_named(tmp_path: pathlib.Path) -> None:
         (lambda _: xla_ckpt.LlamaJob(size_multiplier=2), "did you mean 'kv_size_multiplier'"),
         (lambda _: xla_ckpt.Checkpoints(paht="r"), "did you mean 'path'"),
         (lambda _: xla_ckpt.PerRank(1, positon="a"), "did you mean 'position'"),
-        (lambda r: r.pin(tga="a"), "has no argument 'tga': it has tag"),
+        (lambda r: r.pin(step="a"), "has no argument 'step': it has tag"),
     ],
 )
 def test_python_would_say_less_of_such_arguments(call: Callable[[Any], Any], message: str) -> None:

@@ -158,6 +158,39 @@ def test_a_module_that_was_saved_whole_is_no_state_to_convert(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("more", [{}, {"epoch": 3}])
+def test_a_module_that_was_saved_whole_beside_other_things(
+    more: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said to give the model to extras, which a load refuses; and a conversion took the optimizer alone."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    file = tmp_path / "mixed.pt"
+    torch.save({"model": model, "optimizer": optimizer.state_dict(), **more}, file)
+    for trust in (False, True):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
+            xla_ckpt.load_checkpoint(file, model=model, trust_pickle=trust)
+        assert "which holds optimizer, one pickled object. If that is a module" in str(caught.value)
+        assert "extras=" not in str(caught.value)
+    for trusted in ([], ["--trust-pickle"]):
+        said = refused(capsys, "convert", file, tmp_path / "out", "--to", "native", *trusted)
+        assert "torch.load(file, weights_only=False).state_dict()" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_show_says_what_a_module_is(inside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It showed the number that the skeleton has for it, and no name of the whole."""
+    model = torch.nn.Linear(2, 2)
+    torch.save({"net": model, "epoch": 1} if inside else model, tmp_path / "whole.pt")
+    assert main(["show", str(tmp_path / "whole.pt")]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "$object" in line)
+    assert row.split()[0] == ("net" if inside else "(root)")
+    assert "a pickled torch.nn.modules.linear.Linear" in row
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -74,6 +74,22 @@ def test_what_peft_saves_is_loaded(converted: Path, tmp_path: Path) -> None:
     assert not differences({PREFIX + n: v for n, v in adapters(model).items()}, held, order=False)
 
 
+def test_a_model_of_peft_s_own_names_is_told_who_loads_the_files(converted: Path) -> None:
+    """It said to make the model as it was at the save."""
+    of_peft = {"lora_A.weight": "lora_A.default.weight", "lora_B.weight": "lora_B.default.weight"}
+    model = {}
+    for name, value in lora(1, base=True).module.state_dict().items():
+        layer, _, own = name.partition(".")
+        model[f"{PREFIX}{layer}.{of_peft.get(own, own)}"] = value
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(converted, model=model)
+    assert f"PeftModel.from_pretrained(base, '{converted}')" in str(caught.value.hint)
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(converted, model=other)
+    assert "PeftModel" not in str(caught.value.hint)
+
+
 def test_peft_s_own_model_becomes_what_it_saves_itself(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PYTHONPATH names no folder with peft")
     base = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))

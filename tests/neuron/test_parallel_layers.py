@@ -101,6 +101,8 @@ def layers(rank: int, device: str, tp: int) -> None:
     linear_layers(functools.partial(check, device), device, x)
     embeddings(functools.partial(check, device))
     an_mlp(device, x)
+    if device == "cpu":
+        sums_of_double_precision()
     what_is_refused()
 
 
@@ -156,6 +158,18 @@ def an_mlp(device: str, x: torch.Tensor) -> None:
         assert mine.grad is not None
         assert (out.detach().cpu().float() - want).abs().max() < limit * 4
         assert (mine.grad.cpu().float() - reference.grad).abs().max() < limit * 4
+
+
+def sums_of_double_precision() -> None:
+    """They are made in float32, as neuronx-distributed makes them, unless `reduce_dtype` says otherwise."""
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(3, 8)
+    for options, least, most in (({}, 1e-12, 1e-5), ({"reduce_dtype": torch.float64}, 0.0, 1e-14)):
+        torch.manual_seed(9)
+        whole = torch.nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        layer = RowParallelLinear(8, 8, bias=False, dtype=torch.float64, **options)
+        layer.weight.data = part(whole.weight.data, 1)
+        difference = (layer(x) - whole(x)).abs().max().item()
+        assert least <= difference <= most, difference
 
 
 def what_is_refused() -> None:

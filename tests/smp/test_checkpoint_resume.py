@@ -223,6 +223,15 @@ def test_what_is_there_in_place_of_a_checkpoint_is_said(tmp_path: Path) -> None:
         assert str(error.value).endswith(f" does not exist!\n{told}")
 
 
+def test_a_root_that_is_misspelt(tmp_path: Path) -> None:
+    theirs(tmp_path / "tags", "a", 1.0)
+    begin(1, 1)
+    for options in ({}, {"tag": "a"}, {"tag": "a", "partial": False}):
+        with pytest.raises(smp.SMPValidationError) as error:
+            smp.resume_from_checkpoint(tmp_path / "tgas", **options)  # type: ignore[arg-type]
+        assert str(error.value).endswith(f"\nNothing lies there: did you mean {tmp_path}/tags?")
+
+
 def test_a_list_of_older_versions(tmp_path: Path) -> None:
     (tmp_path / "newest").write_text("step_10\n")
     begin(1, 1)

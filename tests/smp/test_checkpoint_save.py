@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import neuron_compat.smp as smp
 import xla_ckpt
@@ -161,6 +162,21 @@ def saves_and_resumes_on_xla(tmp_path: Path) -> None:
     optimizer.load_state_dict(checkpoint["o"])
     assert trained() == after
     assert torch.load(tmp_path / "a_partial/model_0_0.pt")["weight"].device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+def test_a_full_checkpoint_whose_name_another_library_s_tag_has(tmp_path: Path) -> None:
+    """It was "Is a directory", after the whole model had been gathered."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "root/step_40", no_dist=True)
+    (tmp_path / "root/plain").mkdir()
+    begin(1, 1)
+    held, before = model(), names(tmp_path / "root")
+    for tag, whose in (("step_40", "A checkpoint of torch.distributed.checkpoint lies there: "), ("plain", "")):
+        with pytest.raises(smp.SMPCheckpointError, match="a directory has this name") as caught:
+            smp.save_checkpoint(tmp_path / "root", tag, partial=False, model=held, user_content={"a": 1})
+        assert str(caught.value.hint).startswith(whose)
+        assert f"another tag, or first move {tmp_path}/root/{tag} away." in str(caught.value.hint)
+        assert names(tmp_path / "root") == before
 
 
 # -- jobs

@@ -171,6 +171,8 @@ def test_patterns_name_what_is_saved(tmp_path: Path) -> None:
     [
         ("model/*.lora_*", "no other tag would have it [tag a, leaf model/1.weight"),
         (["adapters", "model/3"], "no parameter of the model is like 'model/3'"),
+        ("model/3*", "no parameter of the model is like 'model/3*' of only= ["),
+        ("2.*", "no parameter of the model is like '2.*' of only=: did you mean 'model/2.*'? ["),
         ("model", "no such parameter"),
         ([], "only is not of the kind that it takes"),
         (["adapters", ""], "only is not of the kind that it takes"),

@@ -9,6 +9,7 @@ from typing import Any
 from xla_ckpt.api.opened import Knowledge, opened
 from xla_ckpt.api.summaries import StoredFile, fields_of, note_of, stored_files
 from xla_ckpt.engine.parity_check import parity_of
+from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import nearest
 from xla_ckpt.layouts.listing import find_foreign
@@ -19,7 +20,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import is_array, leaves_below
+from xla_ckpt.tree.skeleton import is_array, is_object, leaves_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         manifest, survives = reader.manifest, parity_of(reader.directory, reader.manifest)
     foreign = find_foreign(store, tag)
     named = dict(leaves_below(manifest.skeleton))
-    values = {leaf: part for leaf, part in named.items() if not is_array(part)}
+    values = {leaf: _shown(part, reader) for leaf, part in named.items() if not is_array(part)}
     leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *values]
     if not any(paths.is_like(leaf, pattern) for leaf in leaves):
         hint = f"Leaves begin with: {paths.tops(leaves)}."
@@ -209,6 +210,13 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         values={leaf: value for leaf, value in values.items() if paths.is_like(leaf, pattern)},
         files=files,
     )
+
+
+def _shown(value: Any, reader: TagReader) -> Any:
+    """A plain value; of an object that another library pickled, what it is."""
+    if reader.foreign_objects is None or not is_object(value):
+        return value
+    return {"$object": f"a pickled {reader.foreign_objects[value['$object']].kind}"}
 
 
 def _parts(arrays: Sequence[tuple[str, ArrayRecord | UnknownArray]]) -> tuple[StoredPart, ...]:

@@ -21,11 +21,12 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.masters import stores_masters, with_masters
 from xla_ckpt.plan.rank_numbers import without_numbers
 from xla_ckpt.sharding.rules import Parsed
+from xla_ckpt.state.loading import pickled_model
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths, children, is_object, objects_in, part_at
+from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +137,8 @@ def check_state_dict(reader: TagReader) -> None:
     Raises:
         UsageError: It is.
     """
-    skeleton = reader.manifest.skeleton
-    model = skeleton if is_object(skeleton) else (children(skeleton) or {}).get(schema.MODEL)
-    if reader.foreign_objects is not None and isinstance(model, dict) and is_object(model):
+    model = pickled_model(reader.manifest.skeleton)
+    if reader.foreign_objects is not None and model is not None:
         raise UsageError(
             reader.foreign_objects[model["$object"]].problem,
             leaf=schema.MODEL,

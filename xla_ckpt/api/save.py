@@ -24,7 +24,7 @@ from xla_ckpt.engine.save import Save
 from xla_ckpt.engine.trace import traced
 from xla_ckpt.engine.unchanged import forget_saved
 from xla_ckpt.engine.upload import UPLOADS, Uploader
-from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import as_texts, taking_values
@@ -277,16 +277,9 @@ def _prepare(order: Order) -> None:
     store = order.root.store
     if order.check is None:
         check_place(store, order.tag)
-    try:
+    hint = "Nothing was written. Pass a directory in which this user may make files."
+    with storage_errors("making the root directory", path=store.path, hint=hint):
         store.prepare()
-    except (FileExistsError, NotADirectoryError) as error:
-        problem = StorageError.of(error, "making the root directory", path=store.path)
-        problem.hint = "A file has this name, or lies on the way to it: pass the path of a directory."
-        raise problem from error
-    except OSError as error:
-        problem = StorageError.of(error, "making the root directory", path=store.path)
-        problem.hint = "Nothing was written. Pass a directory in which this user may make files."
-        raise problem from error
 
 
 def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:

@@ -46,6 +46,9 @@ class ForeignObject(Protocol):
     problem: str
     """Why it is not read without trust: what it is, as far as that is known."""
 
+    kind: str
+    """The name of its class, as far as that is known."""
+
     def load(self, leaf: str, *, trust: bool) -> Any:
         """The object.
 

@@ -97,7 +97,7 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
     elif not tags and not store.has(""):
-        error.problem += _path_meant(store.path)
+        error.problem += path_meant(store.path)
         error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
@@ -152,13 +152,16 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_IN_HINT]) + (" and others" if len(names) > MAX_IN_HINT else "")
 
 
-def _path_meant(path: str) -> str:
-    """The end of a sentence that says which path was probably meant where nothing lies; nothing if none is like it.
+def path_meant(path: str) -> str:
+    """The end of a sentence that says which path was probably meant where nothing lies; nothing if none is like it, or
+    something lies there.
 
     The first directory on the way that is not there is taken to be misspelt.
     """
     wanted = path
     try:
+        if door.store_at(path).has(""):
+            return ""
         while True:
             above, name = door.above(path)
             if above.is_directory(""):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, naming
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
@@ -24,6 +25,7 @@ from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
 from xla_ckpt.plan.file_plan import FilePlan
+from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
@@ -55,11 +57,23 @@ class Peft(HuggingFace):
 
     name = "peft"
     model_names = ModelNames.PROGRAM
+    asks = True  # a program knows whether its model is PEFT's own, which loads such a directory itself
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if store.has(f"{tag}/{ARRAYS}"):
             return TagEntry(tag=tag, directory=tag)
         return None
+
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        reader = super().open(store, entry, hints)
+        if is_of_peft(hints.arrays):
+            path = f"{store.path}/{entry.directory}"
+            reader.misfit = (
+                "The model is PEFT's own, which loads this directory itself: PeftModel.from_pretrained(base, "
+                f"{path!r}). This library loads it into a model without PEFT's names, such as "
+                "neuronx-distributed's LoraModel, and a tag of PEFT's model (only='adapters') into PEFT's model."
+            )
+        return reader
 
     def scanned(self, directory: Directory, tag: str) -> Manifest:
         with naming(file=ADAPTER_CONFIG):

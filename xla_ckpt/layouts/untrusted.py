@@ -17,12 +17,16 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
         file: Where it lies.
         read: Makes the object. This may run code.
         path: The keys and numbers that lead to it in what the file holds; empty for all of that.
+        kind: The name of its class, as far as that is known.
     """
 
-    def __init__(self, problem: str, file: str, read: Callable[[], Any], path: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, problem: str, file: str, read: Callable[[], Any], path: tuple[Any, ...] = (), kind: str = "object"
+    ) -> None:
         self.problem = problem
         self.file = file
         self.path = path
+        self.kind = kind
         self._read = read
 
     def __eq__(self, other: object) -> bool:

@@ -291,6 +291,15 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
         loading.want(path, target, record.form)
 
 
+def pickled_model(skeleton: Any) -> Any:
+    """The part of a stored state that stands for a model which was pickled whole: all of it, its model, or what a file
+    of torch.save calls so beside other things; None if there is none.
+    """
+    members = children(skeleton) or {}
+    extras = children(members.get(schema.EXTRAS)) or {}
+    return next(filter(is_object, (skeleton, members.get(schema.MODEL), extras.get(schema.MODEL))), None)
+
+
 def absent_part(stored: Stored, what: str) -> Loading:
     """The loading of a part that is not stored at all."""
     loading = Loading()
@@ -306,8 +315,8 @@ def absent_part(stored: Stored, what: str) -> Loading:
         members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
     elif what in schema.MEMBERS and (extras := [*(children(below.get(schema.EXTRAS)) or ())]):
         members += f" (extras: {', '.join(extras[:5])}; extras={{{extras[0]!r}: ...}} loads one of them into an object)"
-    if is_object(stored.skeleton):
-        members = (
+    if is_object(stored.skeleton) or (what == schema.MODEL and pickled_model(stored.skeleton) is not None):
+        members = "".join(f"{name}, " for name in below if name not in (schema.MODEL, schema.EXTRAS)) + (
             "one pickled object. If that is a module that torch.save was given whole, load it with torch, and save its "
             "state_dict()"
         )

@@ -189,7 +189,8 @@ class Objects:
         parts = []
         for path, load in self._members(model, optimizer):
             part = stored.at(path)
-            parts += [absent_part(stored, path)] if part is None else load(part)
+            is_module = part is not None and path == schema.MODEL and is_object(part.skeleton)
+            parts += [absent_part(stored, path)] if part is None or is_module else load(part)
         content = stored.at(schema.USER_CONTENT)
         if content is None:
             beside = _plain_beside(stored, self.extras)

@@ -190,6 +190,7 @@ class Store(Protocol):
         """Make the root directory if it is absent, and find out whether it can be written; whether it was absent.
 
         Raises:
+            StorageError: A file has its name, or lies on the way to it.
             PermissionError: It cannot.
             OSError: Likewise, because of the storage: it is read-only, for instance.
         """

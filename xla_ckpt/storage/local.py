@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 
+from xla_ckpt.errors import StorageError
 from xla_ckpt.storage.base import Identity
 from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import open_regular
@@ -84,7 +85,11 @@ class LocalStore:
         while not os.path.isdir(above) and os.path.dirname(above) != above:
             above = os.path.dirname(above)
             new.append(above)
-        os.makedirs(self.path, exist_ok=True)
+        try:
+            os.makedirs(self.path, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            hint = "A file has this name, or lies on the way to it: pass the path of a directory."
+            raise StorageError.of(error, "making the root directory", path=self.path, hint=hint) from error
         for parent in new:  # a loss of power would take the new directories, with all that is durable in them
             LocalStore(parent).sync()
         if not os.access(self.path, os.W_OK | os.X_OK):

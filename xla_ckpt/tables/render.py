@@ -117,7 +117,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
 
 def plain(values: Mapping[str, Any]) -> Rows:
     """The plain values of a tag."""
-    rows = collapsed({leaf: [value] for leaf, value in values.items()})
+    rows = collapsed({leaf or "(root)": [value] for leaf, value in values.items()})
     return Rows(f"\n{len(values)} plain values", ("leaf", "value"), rows)
 
 

@@ -86,7 +86,7 @@ class _Walk:
             f"the file holds a {called}, which is neither a tensor nor a plain value; it was not loaded, and nothing "
             "ran"
         )
-        return UntrustedObject(problem, self.objects.file, lambda: self.objects.at(path), path)
+        return UntrustedObject(problem, self.objects.file, lambda: self.objects.at(path), path, called)
 
     def _is_plain(self, value: Any) -> bool:
         if type(value) in (tuple, frozenset):
