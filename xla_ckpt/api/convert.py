@@ -154,10 +154,14 @@ def convert(
     began, options, job = time.monotonic(), chosen(ConvertOptions, options), job_of(llama)
     layout = layout_named(to)
     if part is not None and not layout.one_file:
-        raise UsageError(f"part= is for a single file, and the layout {layout.name} is none", found=repr(part))
+        raise UsageError(
+            f"part= (--part) is for a single file, and the layout {layout.name} is none",
+            found=repr(part),
+            hint="xla_ckpt.export_hf(part=...) (xla-ckpt export --part) writes a part as safetensors.",
+        )
     if parity is not None and (parity not in get_args(Parity) or not layout.tagged):
         raise UsageError(
-            "parity= is for a layout with tags",
+            "parity= (--parity) is for a layout with tags",
             expected=" or ".join(map(repr, get_args(Parity))),
             found=f"{parity!r} for {layout.name}",
         )
@@ -311,7 +315,7 @@ def _tell_numbers(reader: TagReader, part: str) -> None:
     if schema.MODEL in members and paths.is_under(schema.OPTIMIZER, part) and any(map(paths.is_of_other, names)):
         logger.warning(
             "tag %s: the stored optimizer numbers its parameters, and so does the new tag: it loads into an optimizer "
-            "with the same order. For names, give the model and its optimizer (model=, optimizer=; --like)",
+            "with the same order. For names, give the model and its optimizer: model= and optimizer= (--like)",
             reader.tag,
         )
 
@@ -332,5 +336,6 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters: it cannot be told how its states were split over the ranks",
             leaf=leaf,
-            hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
+            hint="Give the model and its optimizer: model= and optimizer= (--like). For the weights alone, convert the "
+            "directory that xla_ckpt.export_hf (xla-ckpt export) writes of this tag.",
         )

@@ -125,8 +125,8 @@ def check_whole_model(reader: TagReader) -> None:
         raise UsageError(
             "the tag has a part of its model alone (only=), which no reader would take for a model",
             leaf=schema.BASE,
-            hint="convert(..., to='peft') writes adapters as PEFT has them, where their configuration is stored. Else "
-            "load the base and this tag into the model, and save all of it.",
+            hint="convert(..., to='peft') (xla-ckpt convert --to peft) writes adapters as PEFT has them, where their "
+            "configuration is stored. Else load the base and this tag into the model, and save all of it.",
         )
 
 
