@@ -26,6 +26,7 @@ from xla_ckpt.api.opened import (
     check_split,
     check_state_dict,
     check_whole_model,
+    narrowed,
     opened,
     source_of,
     tell_divergent,
@@ -116,8 +117,8 @@ def convert(
             under the names of a program of jax (`register_names`); ``"safetensors"``, the model alone, as `export_hf`
             writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for
             torch.load.
-        part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
-            ``{"model": ..., "optimizer": ..., ...}``.
+        part: For ``"torch"``: the leaf path of what is written, such as ``"model"``, or a module of the model
+            (``"model/master"``); by default all of the state, as ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
             native layout loads on any; there it only says into how many files the bytes are dealt out.
         as_tag: Name of the new tag; by default that of the old one, or of the file without its ending.
@@ -194,7 +195,7 @@ def convert(
             naming_extras(f"a conversion to the layout {layout.name}"),
         ):
             check_state_dict(old_tag)
-            reader = without_rank_numbers(old_tag)
+            reader, wanted = narrowed(without_rank_numbers(old_tag), wanted)
             to_hf = layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES)
             if to_hf:
                 check_split(reader, schema.MODEL)
