@@ -237,7 +237,7 @@ def _place(leaf: str) -> int:
 
 def _unplaced(group: Mapping[str, UnknownArray]) -> UnplacedArrays:
     """Arrays of which it is not known, for the same reason, how they were split."""
-    first = next(iter(group.values()))
+    first_leaf, first = next(iter(group.items()))
     arrays = tuple(
         UnplacedArray(
             leaf=leaf,
@@ -250,4 +250,4 @@ def _unplaced(group: Mapping[str, UnknownArray]) -> UnplacedArrays:
         )
         for leaf, array in group.items()
     )
-    return UnplacedArrays(problem=first.problem, hint=first.hint, arrays=arrays)
+    return UnplacedArrays(problem=first.problem, hint=first.advice(first_leaf), arrays=arrays)

@@ -26,6 +26,7 @@ from xla_ckpt.api.opened import (
     check_split,
     check_state_dict,
     check_whole_model,
+    narrowed,
     opened,
     source_of,
     tell_divergent,
@@ -116,8 +117,8 @@ def convert(
             under the names of a program of jax (`register_names`); ``"safetensors"``, the model alone, as `export_hf`
             writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for
             torch.load.
-        part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
-            ``{"model": ..., "optimizer": ..., ...}``.
+        part: For ``"torch"``: the leaf path of what is written, such as ``"model"``, or a module of the model
+            (``"model/master"``); by default all of the state, as ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
             native layout loads on any; there it only says into how many files the bytes are dealt out.
         as_tag: Name of the new tag; by default that of the old one, or of the file without its ending.
@@ -154,10 +155,14 @@ def convert(
     began, options, job = time.monotonic(), chosen(ConvertOptions, options), job_of(llama)
     layout = layout_named(to)
     if part is not None and not layout.one_file:
-        raise UsageError(f"part= is for a single file, and the layout {layout.name} is none", found=repr(part))
+        raise UsageError(
+            f"part= (--part) is for a single file, and the layout {layout.name} is none",
+            found=repr(part),
+            hint="xla_ckpt.export_hf(part=...) (xla-ckpt export --part) writes a part as safetensors.",
+        )
     if parity is not None and (parity not in get_args(Parity) or not layout.tagged):
         raise UsageError(
-            "parity= is for a layout with tags",
+            "parity= (--parity) is for a layout with tags",
             expected=" or ".join(map(repr, get_args(Parity))),
             found=f"{parity!r} for {layout.name}",
         )
@@ -190,7 +195,7 @@ def convert(
             naming_extras(f"a conversion to the layout {layout.name}"),
         ):
             check_state_dict(old_tag)
-            reader = without_rank_numbers(old_tag)
+            reader, wanted = narrowed(without_rank_numbers(old_tag), wanted)
             to_hf = layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES)
             if to_hf:
                 check_split(reader, schema.MODEL)
@@ -311,7 +316,7 @@ def _tell_numbers(reader: TagReader, part: str) -> None:
     if schema.MODEL in members and paths.is_under(schema.OPTIMIZER, part) and any(map(paths.is_of_other, names)):
         logger.warning(
             "tag %s: the stored optimizer numbers its parameters, and so does the new tag: it loads into an optimizer "
-            "with the same order. For names, give the model and its optimizer (model=, optimizer=; --like)",
+            "with the same order. For names, give the model and its optimizer: model= and optimizer= (--like)",
             reader.tag,
         )
 
@@ -332,5 +337,6 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters: it cannot be told how its states were split over the ranks",
             leaf=leaf,
-            hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
+            hint="Give the model and its optimizer: model= and optimizer= (--like). For the weights alone, convert the "
+            "directory that xla_ckpt.export_hf (xla-ckpt export) writes of this tag.",
         )

@@ -79,7 +79,8 @@ def explain(
         if find_foreign(store, tag) is not None:
             notes += _cut(reader.manifest)
         if reader.manifest.objects:
-            notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
+            count = len(reader.manifest.objects)
+            notes.append(f"{count} values are pickled: loading them needs trust_pickle=True (--trust-pickle)")
     return replace(explanation, problems=(*explanation.problems, *more), notes=tuple(notes))
 
 
@@ -95,7 +96,7 @@ def _unknown(manifest: Manifest) -> list[str]:
             facts = [("expected", array.expected), ("found", array.found)] if alike else []
             compared = ", ".join(f"{word} {fact}" for word, fact in facts if fact is not None)
             text = f"{array.problem} [{named}]" + (f": {compared}" if compared else "")
-            text += f". {array.hint}" if array.hint else ""
+            text += f". {array.advice(leaf)}" if array.hint else ""
         problems.append(text)
     return problems
 
@@ -107,7 +108,7 @@ def _cut(manifest: Manifest) -> list[str]:
         return []
     fact = f"{paths.listed(cut)}: stored in several parts, and nothing says over which axes the job had them split"
     why = "Every rank is taken to read them whole; with FSDP2 or tensor parallelism it reads its own part only"
-    return [f"{fact}. {why}. Rules say so (shardings=, --sharding)"]
+    return [f"{fact}. {why}. Rules say so: shardings= (--sharding)"]
 
 
 def _broken_files(reader: TagReader) -> list[str]:

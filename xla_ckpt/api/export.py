@@ -22,6 +22,7 @@ from xla_ckpt.api.opened import (
     check_split,
     check_state_dict,
     check_whole_model,
+    narrowed,
     opened,
     source_of,
     tell_divergent,
@@ -97,7 +98,8 @@ def export_hf(
             torch.save wrote.
         destination: Directory to make; it must not exist, or be empty.
         tag: Which checkpoint; None takes the newest.
-        part: Leaf path of what is exported; names are relative to it.
+        part: Leaf path of what is exported, such as a module of the model (``"model/master"``); names are relative
+            to it.
         max_shard_bytes: A further file is begun when one would grow beyond this.
         llama: A Llama-like model, and how the job had it. Its config.json is copied, and also says what `model` would.
         dtype: Element type of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
@@ -123,12 +125,13 @@ def export_hf(
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
     with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
         check_state_dict(stored)
-        reader = without_rank_numbers(stored)
+        tells_names = part == schema.MODEL
+        reader, part = narrowed(without_rank_numbers(stored), part)
         check_split(reader, part)
         if part == schema.MODEL:
             check_whole_model(reader)
         tell_divergent(reader)
-        reader, beside = name_as_told(store, reader) if part == schema.MODEL else (reader, {})
+        reader, beside = name_as_told(store, reader) if tells_names else (reader, {})
         if known is not None:
             reader = name_as_hugging_face(reader, part, known, options)
             part = schema.MODEL

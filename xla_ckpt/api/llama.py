@@ -203,7 +203,8 @@ def config_text(config: PathLike) -> tuple[bytes, str]:
     if store.is_directory(name):
         name, path = f"{name}/{CONFIG}", f"{path}/{CONFIG}"
     if not store.has(name):
-        raise UsageError("there is no config.json", path=path)
+        # The path is in the sentence: where a tag is read, the error names that tag and its root.
+        raise UsageError(f"the config.json that is given does not exist: {path}")
     with storage_errors("reading a config.json", path=path):
         data = store.start_of(name, MAX_CONFIG + 1)
     if len(data) > MAX_CONFIG:

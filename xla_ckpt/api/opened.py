@@ -12,6 +12,7 @@ from xla_ckpt.api.llama import KnownModel
 from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.keywords import nearest
 from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.llama_manifest import check_shapes
 from xla_ckpt.layouts.llama_names import llama_hints
@@ -19,6 +20,7 @@ from xla_ckpt.layouts.opening import open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.masters import stores_masters, with_masters
+from xla_ckpt.plan.modules import copies_of_model, module_alone, top_modules
 from xla_ckpt.plan.rank_numbers import without_numbers
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.loading import pickled_model
@@ -116,6 +118,33 @@ def without_rank_numbers(reader: TagReader) -> TagReader:
     return reader.with_manifest(manifest)
 
 
+def narrowed(reader: TagReader, part: str) -> tuple[TagReader, str]:
+    """The reader, and the leaf path of a part in it; of a module of the model, a reader whose model is that module.
+
+    Raises:
+        UsageError: The model has no such module.
+        IncompatibleCheckpointError: Nothing says how an array of the module was split.
+    """
+    copies = copies_of_model(reader.manifest) if part == schema.MODEL else []
+    if copies:
+        logger.warning(
+            "tag %s: the model is several modules with the same arrays, and all of them are written: %s. "
+            "Give one of them as part= (--part) for it alone",
+            reader.tag,
+            paths.listed(copies),
+        )
+    if part == schema.MODEL or not paths.is_under(part, schema.MODEL):
+        return reader, part
+    if (module := module_alone(reader.manifest, part)) is not None:
+        return reader.with_manifest(module), schema.MODEL
+    try:
+        part_at(reader.manifest.skeleton, part)
+    except KeyError:
+        problem = f"the checkpoint has no such part{nearest(part, [*top_modules(reader.manifest)])}"
+        raise UsageError(problem, leaf=part) from None
+    return reader, part
+
+
 def check_whole_model(reader: TagReader) -> None:
     """Refuse a tag of adapters alone where a whole model is wanted: other programs would read it as one.
 
@@ -126,8 +155,8 @@ def check_whole_model(reader: TagReader) -> None:
         raise UsageError(
             "the tag has a part of its model alone (only=), which no reader would take for a model",
             leaf=schema.BASE,
-            hint="convert(..., to='peft') writes adapters as PEFT has them, where their configuration is stored. Else "
-            "load the base and this tag into the model, and save all of it.",
+            hint="convert(..., to='peft') (xla-ckpt convert --to peft) writes adapters as PEFT has them, where their "
+            "configuration is stored. Else load the base and this tag into the model, and save all of it.",
         )
 
 

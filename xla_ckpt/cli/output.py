@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from xla_ckpt.cli.words import answer_in_options
 from xla_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def print_answer(args: argparse.Namespace, answer: Any, how: Callable[[Any], Ren
 
     A terminal gets tables as wide as itself. A pipe or a file gets every line whole, with tabs between columns.
     """
+    answer = answer_in_options(answer)
     with answering():
         if args.json:
             print(json.dumps(answer, indent=1), flush=True)

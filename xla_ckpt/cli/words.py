@@ -6,28 +6,40 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
-_SPOKEN = (
-    # An argument and, in parentheses, its option: "as_tag= (--as)", "LlamaJob(config, ...) (--config)".
-    # Names in a tag may be long: each is looked at once, from its beginning.
-    (re.compile(r"(?<![^\s(])[\w.]+(?:=[^\s()]*)?(?:\([^()]*\))? \((--[\w -]+)\)"), r"\1"),
-    # Both in parentheses: "(model=, optimizer=; --like on the command line)".
-    (re.compile(r"\((?:\w+=[,;] )+(--[\w-]+)(?: on the command line)?\)"), r"(\1)"),
-    (re.compile(r"\btrust_pickle=True\b"), "--trust-pickle"),
-    (re.compile(r"\bmodel= and optimizer="), "--like"),
-    (re.compile(r"xla_ckpt\.Checkpoints\(path\)\.show\(\)"), "xla-ckpt show"),
+_SPOKEN = re.compile(
+    # The library says both: an argument or a call, and in parentheses what it is at the command line. Names in a tag
+    # may be long: each is looked at once, from its beginning.
+    r"(?<![^\s(])(?:\w+= and )?"
+    r"[\w.]+(?:=(?:\[[^\[\]]*\]|[^\s()\[\]]*))?"  # as_tag=, mesh="tp=2", shardings=[('up_proj', ('tp', None))]
+    r"(?:\([^()]*\)[\w.]*)*"  # LlamaJob(config, ...), convert(..., to='peft')
+    r" \(((?:xla-ckpt |--)(?:[^()\\]|\\.)*)\)"  # --sharding '~\(0\)\.weight' _
 )
+
+_SENTENCES = frozenset({"problem", "problems", "hint", "notes", "message"})
+"""Members of answers in which the library speaks. All others are names and numbers."""
 
 
 def in_options(text: str) -> str:
     """The text of an error or a warning with the options of the command line in the place of Python's arguments.
 
-    >>> in_options("Pass as_tag= (--as)."), in_options("Give it (model=, optimizer=; --like on the command line).")
-    ('Pass --as.', 'Give it (--like).')
+    >>> in_options("Pass as_tag= (--as)."), in_options("Give them: model= and optimizer= (--like).")
+    ('Pass --as.', 'Give them: --like.')
+    >>> in_options("Say shardings=[('up', ('tp', None))] (--sharding up tp,_), or name another part of it: "
+    ...            "export_hf(part=...) (xla-ckpt export --part).")
+    'Say --sharding up tp,_, or name another part of it: xla-ckpt export --part.'
     """
-    for argument, option in _SPOKEN:
-        text = argument.sub(option, text)
-    return text
+    return _SPOKEN.sub(r"\1", text)
+
+
+def answer_in_options(answer: Any, sentence: bool = False) -> Any:
+    """The answer of a command, as JSON has it, with the same done to what it says of problems."""
+    if isinstance(answer, str):
+        return in_options(answer) if sentence else answer
+    if isinstance(answer, dict):
+        return {name: answer_in_options(value, name in _SENTENCES) for name, value in answer.items()}
+    return [answer_in_options(value, sentence) for value in answer] if isinstance(answer, list | tuple) else answer
 
 
 class _InOptions(logging.Formatter):

@@ -21,7 +21,11 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=FLOATING, help="element type of all floating-point arrays (default: as stored)"
     )
     options.add_tag(parser)
-    parser.add_argument("--part", default=schema.MODEL, help="leaf path of what is exported (default: %(default)s)")
+    parser.add_argument(
+        "--part",
+        default=schema.MODEL,
+        help="leaf path of what is exported, such as model/master (default: %(default)s)",
+    )
     parser.add_argument(
         "--max-shard-size",
         type=options.size,
@@ -81,7 +85,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         choices=converted(),
         help="the layout; torch is one file of torch.save",
     )
-    parser.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")
+    parser.add_argument(
+        "--part", help="for torch: leaf path of what is written, such as model or model/master (default: everything)"
+    )
     options.add_tag(parser)
     parser.add_argument(
         "--as",

@@ -46,7 +46,7 @@ class _Refusing(pickle.Unpickler):
         raise UntrustedObjectError(
             f"the checkpoint holds a pickled object of the class {module}.{name}; loading it would run its code",
             leaf=self.leaf,
-            hint="Pass trust_pickle=True if you trust whoever wrote this checkpoint.",
+            hint="Pass trust_pickle=True (--trust-pickle) if you trust whoever wrote this checkpoint.",
         )
 
 

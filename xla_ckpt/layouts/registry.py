@@ -97,7 +97,8 @@ def layout_named(name: str, *, among: Sequence[str] | None = None) -> Layout:
             "no save writes this layout",
             expected=f"one of {', '.join(known)}",
             found=repr(name),
-            hint=f"Save in one of these, and convert the tag: xla_ckpt.convert(..., to={name!r}).",
+            hint="Save in one of these, and convert the tag: "
+            f"xla_ckpt.convert(..., to={name!r}) (xla-ckpt convert --to {name}).",
         )
     raise UsageError(
         f"there is no such layout{meant(name, known)}", expected=f"one of {', '.join(known)}", found=repr(name)

@@ -49,7 +49,7 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
                 self.problem,
                 leaf=leaf,
                 file=self.file,
-                hint="Pass trust_pickle=True if you trust whoever wrote this file.",
+                hint="Pass trust_pickle=True (--trust-pickle) if you trust whoever wrote this file.",
             )
         return self._read()
 

@@ -7,6 +7,7 @@ found out by `engine.verify`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +21,13 @@ from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.digest import NO_DIGEST, BlockTable, block_count
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 
 FORMAT_VERSION = 2
 """The format version that this library writes; it reads this and all older ones."""
+
+OWN_NAME = "{own name}"
+"""Stands in the hint of an `UnknownArray` for a regular expression that finds the array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,7 @@ class UnknownArray:
     """Why, as an error says it."""
 
     hint: str | None = None
-    """What to do about it."""
+    """What to do about it. `OWN_NAME` in it stands for an expression that finds this array (see `advice`)."""
 
     expected: str | None = None
     found: str | None = None
@@ -148,8 +153,13 @@ class UnknownArray:
         """A new error each time: an error collects facts and frames on its way up, so it must not be raised twice."""
         stored = None if self.shape is None else f"{list(self.shape)} on each rank"
         return IncompatibleCheckpointError(
-            self.problem, leaf=leaf, expected=self.expected, found=self.found or stored, hint=self.hint
+            self.problem, leaf=leaf, expected=self.expected, found=self.found or stored, hint=self.advice(leaf)
         )
+
+    def advice(self, leaf: str) -> str | None:
+        """The hint, with a regular expression in it that finds the array, and its optimizer's states."""
+        name = (schema.parameter_of(leaf) or leaf).rpartition("/")[2]
+        return self.hint and self.hint.replace(OWN_NAME, re.escape(".".join(name.split(".")[-2:])))
 
     @staticmethod
     def by_reason(unknown: Mapping[str, UnknownArray]) -> list[dict[str, UnknownArray]]:

@@ -44,7 +44,9 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
         UnsupportedStateError: An element type that safetensors has no name for, or two arrays of one name.
     """
     if max_shard_bytes < 1:
-        raise UsageError("max_shard_bytes= is no number of bytes", expected="at least 1", found=max_shard_bytes)
+        raise UsageError(
+            "max_shard_bytes= (--max-shard-size) is no number of bytes", expected="at least 1", found=max_shard_bytes
+        )
     arrays: list[_Array] = []
     for leaf, record in manifest.arrays.items():
         if not paths.is_under(leaf, part) or leaf == part:
@@ -58,7 +60,7 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
         arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
         hint = (
-            "Name another part of it: export_hf(part=), or xla-ckpt export --part. "
+            "Name another part of it: export_hf(part=...) (xla-ckpt export --part). "
             f"Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}."
             if manifest.arrays
             else "It has plain values alone."

@@ -132,4 +132,6 @@ def as_mesh(mesh: object) -> Mesh | None:
         problem = f"{mesh!r} is neither a Mesh nor text"
     except ValueError as error:
         problem = str(error)
-    raise UsageError(f"a mesh makes no sense: {problem}", expected='Mesh(dp=2, tp=4), or "dp=2,tp=4"', found=repr(mesh))
+    raise UsageError(
+        f"a mesh makes no sense: {problem}", expected='mesh="dp=2,tp=4" (--mesh dp=2,tp=4)', found=repr(mesh)
+    )

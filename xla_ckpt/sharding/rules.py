@@ -36,7 +36,8 @@ def parse_rules(rules: Rules | None) -> Parsed:
             raise UsageError(
                 f"a rule of shardings makes no sense: {error}",
                 found=repr(rule),
-                hint="Write (regular expression, spec), as in (r'layers\\.\\d+\\.up', ('tp', None)).",
+                hint="Write a regular expression and a spec, as in shardings=[(r'\\.up_proj', ('tp', None))] "
+                "(--sharding '\\.up_proj' tp,_).",
             ) from error
     return tuple(parsed)
 

@@ -274,7 +274,7 @@ def _part_at(skeleton: Any, leaf: str) -> Any:
         return part_at(skeleton, leaf)
     except KeyError:
         names = ", ".join(list(children(skeleton) or ())[:8]) or "nothing"
-        hint = f"Leaf paths begin with: {names}. xla_ckpt.Checkpoints(path).show() lists all."
+        hint = f"Leaf paths begin with: {names}. xla_ckpt.Checkpoints(path).show() (xla-ckpt show) lists all."
         problem = f"the checkpoint has no such part{nearest(leaf, [path for path, _ in leaves_below(skeleton)])}"
         raise IncompatibleCheckpointError(problem, leaf=leaf, hint=hint) from None
 

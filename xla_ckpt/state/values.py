@@ -280,7 +280,7 @@ def resolver(trust: bool) -> Any:
             if not trust:
                 raise UntrustedObjectError(
                     f"the checkpoint holds a value of the class {path} of the module {module}, which is not imported",
-                    hint=f"Import {module} before loading, or pass trust_pickle=True.",
+                    hint=f"Import {module} before loading, or pass trust_pickle=True (--trust-pickle).",
                 )
             with pickles.naming_missing():
                 importlib.import_module(module)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ONLY_MASTERS = UnknownArray(
     problem="this weight was not saved; at most its master weight was, which the optimizer numbers",
-    hint="Load with model= and optimizer= together.",
+    hint="Give model= and optimizer= (--like) together.",
 )
 
 

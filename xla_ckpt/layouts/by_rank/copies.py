@@ -9,7 +9,7 @@ from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
 from xla_ckpt.layouts.by_rank.files import RankFiles
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
-from xla_ckpt.layouts.by_rank.splits import HINT
+from xla_ckpt.layouts.by_rank.splits import HINT, WHOLE_RULE
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 
@@ -52,7 +52,7 @@ def chosen_copy(
         expected="equal ones on all ranks, or a sharding",
         found=f"{shape} on each rank; {listed_names([f'{called[b]} differs from {called[a]}' for a, b in pairs])}",
         hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
-        "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
+        f"own. Copies that have drifted apart need {WHOLE_RULE}: it takes the first rank's.",
     )
 
 

@@ -27,7 +27,7 @@ from xla_ckpt.tree.skeleton import array_paths
 _OTHER_HEADS = (
     "{leaf} was saved with kv_size_multiplier={old}, and over {mesh} it has {new}: the heads of the queries, and the "
     "columns of the output projection, stay in the order of the old job; a job with the new one computes something "
-    "else. To reorder them give the model's config.json and kv_size_multiplier (--config, --kv-size-multiplier)"
+    "else. To reorder them give LlamaJob(config, kv_size_multiplier=...) (--config, --kv-size-multiplier)"
 )
 
 
@@ -68,7 +68,7 @@ class NewJob:
             raise UsageError(
                 f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them",
                 found=list(self.cuts),
-                hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...], or --cut for each.",
+                hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...] (--cut for each).",
             )
         model = self.trees.get(schema.MODEL)
         names = [str(name) for name in model] if isinstance(model, Mapping) else []
@@ -225,7 +225,7 @@ class NewJob:
         if self.mesh.tp > 1 and leaves and not any("tp" in s.axes for s in split.values()):
             raise UsageError(
                 f"nothing is split over tp: each of the {self.mesh.tp} ranks would have the whole model",
-                hint="Say what is split: shardings=[('up_proj', ('tp', None))], or --sharding up_proj tp,_.",
+                hint="Say what is split: shardings=[('up_proj', ('tp', None))] (--sharding up_proj tp,_).",
             )
         uneven: list[str] = []
         for path, sharding in split.items():
@@ -274,7 +274,7 @@ class NewJob:
             raise IncompatibleCheckpointError(
                 "the optimizer's rows cannot be dealt out: the parameter that this belongs to is not known",
                 leaf=path,
-                hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
+                hint="Give the model and its optimizer: model= and optimizer= (--like).",
             )
         return True
 

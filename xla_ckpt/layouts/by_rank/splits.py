@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.manifest.records import OWN_NAME, UnknownArray
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.plan.stored_shardings import without_axes
 from xla_ckpt.sharding.mesh import Mesh
@@ -20,9 +20,12 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 """Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
 
 HINT = (
-    "Give the model that was saved, as model= (--like), or a rule such as shardings=[(r'up_proj', ('tp', None))], "
-    "which is --sharding up_proj tp,_ on the command line; docs/parallelism.md has those for fused arrays."
+    "Give the model that was saved, as model= (--like), or a rule such as shardings=[(r'up_proj', ('tp', None))] "
+    "(--sharding up_proj tp,_); docs/parallelism.md has those for fused arrays."
 )
+
+WHOLE_RULE = f"shardings=[(r'{OWN_NAME}', None)] (--sharding '{OWN_NAME}' _)"
+"""In the hint of an `UnknownArray`: the rule that says that each rank has all of it."""
 
 
 def declared(local: tuple[int, ...], hint: ArrayHint) -> bool:
@@ -169,9 +172,10 @@ def _inferred(
 
 
 def _unknown(why: str, wanted: tuple[int, ...] | None = None) -> UnknownArray:
-    expected = None if wanted is None else str(list(wanted))
     return UnknownArray(
-        problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT, expected=expected
+        problem=f"it is ambiguous how this array was split over the ranks: {why}",
+        hint=f"{HINT} If each rank has all of it, give {WHOLE_RULE}." if wanted is None else HINT,
+        expected=None if wanted is None else str(list(wanted)),
     )
 
 

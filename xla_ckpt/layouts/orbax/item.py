@@ -38,7 +38,7 @@ _BY_NAME = frozenset(
     {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "int4"}
 )
 
-_ELSEWHERE = 'layout="native" has a place for it; or convert a part of the state: part="model".'
+_ELSEWHERE = 'layout="native" (--to native) has a place for it.'
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ class Orbax(Layout):
                 path=store.path,
                 tag=tag,
                 expected="the number of a step, as in '100' or 'step_100'",
-                hint='layout="orbax" writes tags of any name.',
+                hint='Give it such a name, in a conversion by as_tag="5" (--as 5); or take layout="orbax" '
+                "(--to orbax), which has tags of any name.",
             )
         if store.object_store is not None:
             raise UsageError(

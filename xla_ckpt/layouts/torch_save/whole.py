@@ -79,7 +79,7 @@ def load_whole_file(
         try:
             return read_whole_file(path, put, reference=reference, more=more)
         except UntrustedObjectError as error:
-            error.hint = "Pass trust_pickle=True if you trust whoever wrote this file."
+            error.hint = "Pass trust_pickle=True (--trust-pickle) if you trust whoever wrote this file."
             raise
     check_whole_file(path)
     try:
