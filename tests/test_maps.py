@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import xla_ckpt
 from tests.nursery import Program, bear
 from tests.runs import ROOT
 from tests.test_documents import BLOCK
 from xla_ckpt.cli.main import COMMANDS
 from xla_ckpt.engine.phases import LOAD_PHASES, SAVE_PHASES
 from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.registry import all_layouts
 from xla_ckpt.storage.schemes import SCHEMES
 
 DOCUMENTS = [
@@ -114,3 +116,14 @@ def test_documents_name_all_object_stores() -> None:
             assert variable in page
         assert f"`xla-ckpt selftest {scheme.address}`" in (ROOT / "docs/unverified.md").read_text()
         assert f"`{scheme.name}://`" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("layout", all_layouts(), ids=lambda layout: layout.name)
+def test_what_a_layout_says_of_itself_is_so(layout: Layout) -> None:
+    kind = type(layout)
+    assert layout.saves == (kind.writing is not Layout.writing)
+    assert layout.converts == (kind.rewriting is not Layout.rewriting)
+    if layout.saves and layout.name != "native":
+        assert kind.wrote is not Layout.wrote
+    for call, offered in ((xla_ckpt.save_checkpoint, layout.saves), (xla_ckpt.convert, layout.converts)):
+        assert (f'``"{layout.name}"``' in (call.__doc__ or "")) == offered, call

@@ -1,7 +1,8 @@
 """Fingerprints: by which a running program tells two things apart, such as what two ranks hold under one name.
 
-They are compared with other fingerprints, and with no stored byte: what these are checked by is the digest of
-`xla_ckpt/manifest/digest.py`. Either function may become another one without the other.
+They are compared with other fingerprints, and check no stored byte: that is done by the digest of
+`xla_ckpt/manifest/digest.py`. Either function may become another one without the other. One fingerprint outlives its
+program: the name of an upload (`tags/upload_rules.py`), by which a later one finds what a killed one left in a bucket.
 """
 
 from __future__ import annotations

@@ -128,6 +128,17 @@ def test_a_tag_without_the_file_of_a_rank_is_damaged(tmp_path: Path) -> None:
     assert not xla_ckpt.verify(tmp_path, "a").ok
 
 
+def test_a_file_that_holds_something_else_is_damaged(tmp_path: Path) -> None:
+    """A load of the newest tag passes it over, as any damaged one."""
+    write(tmp_path / "a", *trained(), 7, tuple((stage,) for stage in STAGES))
+    write(tmp_path / "b", *trained(), 8, tuple((stage,) for stage in STAGES))
+    torch.save({"weights": {}}, tmp_path / "b/mp_rank_01_000/state.pt")
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="does not hold what such files have.*KeyError"):
+        xla_ckpt.load_checkpoint(tmp_path, "b", Net())
+    assert not xla_ckpt.verify(tmp_path, "b").ok
+    assert xla_ckpt.load_checkpoint(tmp_path, model=Net()).tag == "a"
+
+
 def test_a_directory_without_such_files_is_no_tag(tmp_path: Path) -> None:
     (tmp_path / "a/mp_rank_00").mkdir(parents=True)
     (tmp_path / "a/mp_rank_00/other.pt").write_bytes(b"")

@@ -115,8 +115,8 @@ def convert(
             ``"torchtitan"``, the same under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and
             ``"orbax-v1"``, steps of orbax's own managers of checkpoints; ``"orbax-model"``, the model alone for orbax,
             under the names of a program of jax (`register_names`); ``"safetensors"``, the model alone, as `export_hf`
-            writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for
-            torch.load.
+            writes it; ``"peft"``, its adapters alone, as PEFT has them;
+            ``"torch_checkpointing"``, which torch_checkpointing reads; ``"torch"``, one file for torch.load.
         part: For ``"torch"``: the leaf path of what is written, such as ``"model"``, or a module of the model
             (``"model/master"``); by default all of the state, as ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The

@@ -102,8 +102,8 @@ def save_checkpoint(
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
             under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and ``"orbax-v1"``, steps of
-            orbax's own managers of checkpoints; or several of them, of which the first that can hold the state is
-            written.
+            orbax's own managers of checkpoints; ``"torch_checkpointing"``, which torch_checkpointing reads; or several
+            of them, of which the first that can hold the state is written.
         only: ``"adapters"`` leaves out the parameters of the model that have ``requires_grad=False`` and no ``lora_``
             in their names. Patterns of a shell leave out those whose leaf paths are like none of them:
             ``["model/*.lora_*", "model/head"]``. The tag names what is left out, with digests, and a load is refused if
@@ -194,6 +194,10 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
 
     It has its turn among those on the same path, learns which ranks make it together, says what is asked of them,
     freezes the state, and starts the thread that does the rest.
+
+    If this rank cannot freeze its state: one alone starts no thread, and the caller is told at once; one of several
+    starts it all the same, because the others wait for what it says, and its caller hears of it as theirs do. What a
+    signal handler raises is raised at once in both cases.
 
     Whatever is raised from here, by this library or by a signal handler, the save has ended or is given up, and reads
     none of the program's memory.

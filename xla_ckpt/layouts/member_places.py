@@ -140,7 +140,7 @@ def _chosen(
         return candidates[0]
     return UnknownArray(
         problem=f"several optimizers are stored, and nothing says which one is meant: {_listed(candidates)}",
-        hint="Read all of them with restore(path), and hand them over by their own load_state_dict.",
+        hint="In a program, xla_ckpt.restore reads all of them: hand them over by their own load_state_dict.",
     )
 
 
@@ -171,7 +171,7 @@ def _model(
     if several := by_hints or (marked if len(marked) > 1 else []):
         return UnknownArray(
             problem=f"several models are stored, and nothing says which one is meant: {_listed(several)}",
-            hint="Read all of them with restore(path), and hand them over by their own load_state_dict.",
+            hint="In a program, xla_ckpt.restore reads all of them: hand them over by their own load_state_dict.",
         )
     if marked or form.of_training:
         # Dicts of arrays beside each other may be anything: none is taken for the model by chance.

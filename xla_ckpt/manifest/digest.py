@@ -5,7 +5,9 @@ Blocks grow with the region, so that a region has at most 64 of them up to 256 M
 verifies what it reads and reads hardly more than it needs.
 
 A digest checks stored bytes, and nothing else: what tells two things of a running program apart is a fingerprint
-(`xla_ckpt/fingerprint.py`). Which digest it is, the version of a format says: it is in the file.
+(`xla_ckpt/fingerprint.py`). Which digest it is, the version of a format says that is in the file. Another digest raises
+all of them: `FORMAT_VERSION` (`manifest/records.py`), `VERSION` (`manifest/parity_json.py`), `DIGESTS_VERSION`
+(`layouts/digests.py`), `NOTE_FORMAT` (`layouts/smp/sidecar.py`) and `LEDGER_VERSION` (`tags/ledger_rules.py`).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class RankLayout(Layout):
     """
 
     asks = True
+    pickles = True  # each rank stores its own containers
 
     form: RankForm
     """How tags are read in which each rank has one file."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.content import Content, content_of, mesh_of
 from xla_ckpt.layouts.by_rank.files import RankFiles
-from xla_ckpt.layouts.by_rank.form import RankForm, RankOptimizer
-from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, placed_by
+from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, RankOptimizer
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names, placed_by
 from xla_ckpt.layouts.by_rank.state import stages, trees
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import ReadDirectory
@@ -38,7 +39,7 @@ class OneFileEach(RankFiles):
     def content(self, hints: Hints) -> Content:
         grid = self.grids()[TAG]
         grid.check(TAG, self.lost(grid.sizes))
-        of_ranks = {at: self.form.content(tree) for at, tree in trees(self, grid).items()}
+        of_ranks = {at: self._meaning(tree, grid.paths[at]) for at, tree in trees(self, grid).items()}
         # All dp ranks have the same model, and the same optimizer if its rows are not dealt out.
         models = {at: has.model for at, has in of_ranks.items() if has.model is not None and not at.dp}
         stored = {at: has.optimizer for at, has in of_ranks.items() if has.optimizer is not None}
@@ -53,6 +54,21 @@ class OneFileEach(RankFiles):
         content = content_of(self, hints, stages(models), sizes, optim, mesh)
         content.parts.update(of_ranks[min(of_ranks)].parts)
         return content
+
+    def _meaning(self, tree: Mapping[Any, Any], path: str) -> RankContent:
+        """What a rank file means.
+
+        Raises:
+            CorruptCheckpointError: It is not as the program writes it.
+        """
+        try:
+            return self.form.content(tree)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(
+                f"a rank file does not hold what such files have: {type(error).__name__}: {error}",
+                file=path,
+                found=listed_names([*map(str, tree)]) or "nothing",
+            ) from error
 
     def optimizers(
         self, stored: Mapping[RankAt, Mapping[Any, Any]], grid: RankGrid, hints: Hints

@@ -34,7 +34,6 @@ class NeuronxDistributed(RankLayout):
     """
 
     saves = True
-    pickles = True
     model_names = ModelNames.FUSED
     marks = frozenset(TAG_MARKS)
     first_mark = "checkpoint"

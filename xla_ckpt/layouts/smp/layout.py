@@ -33,7 +33,6 @@ class SageMaker(RankLayout):
     origin = "SageMaker model parallel"
     may_hold_tags = True
     saves = True
-    pickles = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == tags.JOB_CONFIG for file in manifest.files)
