@@ -20,6 +20,9 @@ _SPOKEN = re.compile(
 _SENTENCES = frozenset({"problem", "problems", "hint", "notes", "message"})
 """Members of answers in which the library speaks. All others are names and numbers."""
 
+_OF_PROGRAM = "values"
+"""The member with what a program has saved: it has any names, and may lie in each other as deep as can be."""
+
 
 def in_options(text: str) -> str:
     """The text of an error or a warning with the options of the command line in the place of Python's arguments.
@@ -38,7 +41,10 @@ def answer_in_options(answer: Any, sentence: bool = False) -> Any:
     if isinstance(answer, str):
         return in_options(answer) if sentence else answer
     if isinstance(answer, dict):
-        return {name: answer_in_options(value, name in _SENTENCES) for name, value in answer.items()}
+        return {
+            name: value if name == _OF_PROGRAM else answer_in_options(value, name in _SENTENCES)
+            for name, value in answer.items()
+        }
     return [answer_in_options(value, sentence) for value in answer] if isinstance(answer, list | tuple) else answer
 
 
