@@ -235,16 +235,23 @@ def nearest(leaf: str, leaves: Sequence[str]) -> str:
         tops = sorted({path.partition("/")[0] for path in leaves})
         fitting = (f"{top}/{leaf}" for top in tops if fnmatch.filter(leaves, f"{top}/{leaf}"))
         return next((f": did you mean {pattern!r}?" for pattern in fitting), "")
-    parts = {path[:end] for path in leaves for end, letter in enumerate(path) if letter == "/"}
+    longest = 2 * len(leaf)  # less than `LIKE` of a longer word is equal; all parts of a long path take its square
+    parts = {path[:end] for path in leaves for end, letter in enumerate(path[: longest + 1]) if letter == "/"}
     if whole := meant(leaf, [*leaves, *sorted(parts)]):
         return whole
-    ends: dict[str, str] = {}
+    ends: dict[str, tuple[str, int]] = {}
     for path in leaves:
-        for part in (path[:end] for end in range(1, len(path) + 1) if path[end : end + 1] in ("/", ".", "")):
-            for letter in "/.":
-                ends.setdefault(part.rpartition(letter)[2], part)
-    near = closest(leaf, [*ends])
-    return f": did you mean {ends[near]!r}?" if near else ""
+        begins = {"/": 0, ".": 0}
+        for end, letter in enumerate(f"{path}/"):
+            if letter in begins:
+                for begin in begins.values():
+                    if end - begin <= longest:
+                        ends.setdefault(path[begin:end], (path, end))
+                begins[letter] = end + 1
+    if not (near := closest(leaf, [*ends])):
+        return ""
+    path, end = ends[near]
+    return f": did you mean {path[:end]!r}?"
 
 
 def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = "") -> None:

@@ -20,8 +20,9 @@ _SPOKEN = re.compile(
 _SENTENCES = frozenset({"problem", "problems", "hint", "notes", "message"})
 """Members of answers in which the library speaks. All others are names and numbers."""
 
-_OF_PROGRAM = "values"
-"""The member with what a program has saved: it has any names, and may lie in each other as deep as can be."""
+_DATA = frozenset({"arrays", "files", "values"})
+"""Members without sentences, however they are called inside: thousands of arrays and files, and what a program has
+saved, which may lie in each other as deep as can be."""
 
 
 def in_options(text: str) -> str:
@@ -42,7 +43,7 @@ def answer_in_options(answer: Any, sentence: bool = False) -> Any:
         return in_options(answer) if sentence else answer
     if isinstance(answer, dict):
         return {
-            name: value if name == _OF_PROGRAM else answer_in_options(value, name in _SENTENCES)
+            name: value if name in _DATA else answer_in_options(value, name in _SENTENCES)
             for name, value in answer.items()
         }
     return [answer_in_options(value, sentence) for value in answer] if isinstance(answer, list | tuple) else answer

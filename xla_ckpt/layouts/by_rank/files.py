@@ -64,7 +64,9 @@ class RankFiles(ScannedFiles):
                 self._places[file] = read(self.directory, file)
 
         files = {tensor.file for tensor in tensors if tensor.at is None and tensor.file in self.names}
-        work_off(sorted(files - self._places.keys()), look, workers=READERS, buffer_bytes=0, name="xla_ckpt-look")
+        todo = sorted(files - self._places.keys())
+        workers = min(READERS, len(todo))  # most layouts have no such files
+        work_off(todo, look, workers=workers, buffer_bytes=0, name="xla_ckpt-look")
 
     def place(self, tensor: StoredTensor) -> TensorAt:
         """Where exactly a tensor lies.
