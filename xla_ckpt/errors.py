@@ -197,7 +197,7 @@ class UsageError(CheckpointError, ValueError):
 
 
 class MissingPackageError(UsageError, ImportError):
-    """What was asked for needs a package that is not installed. `hint` has the command that installs it."""
+    """What was asked for needs a package that is not installed, or a newer one. `hint` says how to install it."""
 
 
 class RemoteError(CheckpointError, RuntimeError):

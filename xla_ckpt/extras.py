@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 
@@ -19,6 +22,11 @@ EXTRA_OF = {
 }
 """Package -> the extra that installs it."""
 
+OLDEST = {"orbax": ("orbax-checkpoint", "0.12.5")}
+"""Package -> the name under which it is installed, and the oldest version that works.
+
+pip sees to that, but a machine's image may have an older one, and the library be a clone beside it.
+"""
 
 _SEEN: set[str] = set()
 """Packages that can be imported. To look for one takes 0.1 ms, and each save asks while its caller waits."""
@@ -46,10 +54,36 @@ def check_installed(package: str, what: str) -> None:
     """Refuse what cannot be done without a package.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: It is not installed, or is too old.
     """
     if not is_installed(package):
         raise _missing(package, what)
+    if found := _too_old(package):
+        name, oldest = OLDEST[package]
+        problem = f"{what} needs {name} {oldest} or newer, and {found} is installed"
+        raise MissingPackageError(problem, hint=how_to_install(package))
+
+
+@functools.cache
+def _too_old(package: str) -> str | None:
+    """The version of an installed package, if it is older than those that work."""
+    if package not in OLDEST:
+        return None
+    name, oldest = OLDEST[package]
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # a copy that nobody has installed
+        return None
+    return found if _numbers(found) < _numbers(oldest) else None
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a version, which are in the order of versions.
+
+    >>> _numbers("0.12.5rc1") < _numbers("0.13")
+    True
+    """
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 @contextlib.contextmanager

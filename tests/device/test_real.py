@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 import xla_ckpt
 from tests.device.test_accelerator import odd_values
+from tests.jobs import run_on_ranks
 from tests.snapshot.trials import different, trials
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
@@ -126,3 +128,49 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     options = xla_ckpt.LoadOptions(prove=True)
     report = xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer, extras=extras, options=options).report
     assert (report.unproven, steps(model, optimizer)) == ((), wanted)
+
+
+WHOLE = torch.rand(48, 1000, generator=torch.Generator().manual_seed(0))
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""What a rank has of a parameter, and of one of its moments."""
+
+
+def sharded(rank: int, value: torch.Tensor) -> tuple[torch.nn.ParameterDict, torch.optim.Optimizer]:
+    """A model that is sharded over all ranks of the job, each with its part on the accelerator that they share."""
+    ranks = torch.distributed.get_world_size()
+    part = value.chunk(ranks)[rank].to(device())  # before the mesh is made, which would else give each rank a device
+    mesh = torch.distributed.device_mesh.DeviceMesh(device().type, list(range(ranks)))
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]))})
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def part_of(model: torch.nn.ParameterDict, optimizer: torch.optim.Optimizer) -> Part:
+    parameter = model["w"]
+    return parameter.data.to_local().cpu().clone(), optimizer.state[parameter]["exp_avg"].to_local().cpu().clone()
+
+
+def saves_its_shard(rank: int, root: str, mode: Any) -> Part:
+    model, optimizer = sharded(rank, WHOLE)
+    model["w"].grad = model["w"].detach() * 3.0
+    optimizer.step()
+    saved_part = part_of(model, optimizer)
+    options = xla_ckpt.SaveOptions(snapshot=mode)
+    handle = xla_ckpt.save_checkpoint(root, "a", model, optimizer, async_save=True, options=options)
+    optimizer.step()
+    handle.result()
+    return saved_part
+
+
+def loads_its_shard(rank: int, root: str) -> Part:
+    model, optimizer = sharded(rank, torch.zeros_like(WHOLE))
+    xla_ckpt.load_checkpoint(root, "a", model, optimizer)
+    return part_of(model, optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shards_of_several_ranks_are_loaded_by_other_ranks(tmp_path: Path, mode: str) -> None:
+    wanted = [torch.cat(parts) for parts in zip(*run_on_ranks(saves_its_shard, 4, str(tmp_path), mode), strict=True)]
+    for ranks in (4, 2, 3, 1):
+        found = zip(*run_on_ranks(loads_its_shard, ranks, str(tmp_path)), strict=True)
+        assert [torch.equal(torch.cat(parts), whole) for parts, whole in zip(found, wanted, strict=True)] == [True] * 2

@@ -1,8 +1,12 @@
-"""Where the trainers are that the development environment lacks: `make test-trainers` puts them into .trainers."""
+"""Where the trainers are that the development environment lacks: `make test-trainers` puts them into .trainers.
+
+They train on the accelerator of the machine, if it has one.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 import pytest
@@ -14,6 +18,17 @@ TRAINERS = ROOT / ".trainers"
 # the other environment, where somebody has run that, would find the trainers and fail.
 if str(TRAINERS) not in sys.path and importlib.util.find_spec("torch_xla") is None:
     sys.path.append(str(TRAINERS))  # after everything else: it has nothing that is there already
+
+
+def has_accelerator() -> bool:
+    """Whether the jobs train on one. Then its kernels are those that give the same bits in each run."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return False
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS asks for it where all has to be deterministic
+    torch.use_deterministic_algorithms(True)
+    return True
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:

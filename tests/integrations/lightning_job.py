@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations import environment  # noqa: F401  # makes the trainers importable
+from tests.integrations.environment import has_accelerator  # which makes the trainers importable, too
 
 
 def rows() -> TensorDataset:
@@ -74,8 +74,8 @@ def lightning_losses(
             callback = CheckpointCallback(root, async_save=True, num_kept_ckpts=2, guard=guard, **arguments)
             plugins, callbacks = [], [Stop(), callback]
         trainer = pl.Trainer(
-            max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, plugins=plugins,
-            enable_model_summary=False, enable_checkpointing=io, callbacks=callbacks,
+            max_epochs=3, accelerator="auto" if has_accelerator() else "cpu", devices=1, logger=False, plugins=plugins,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=io, callbacks=callbacks,
         )  # fmt: skip
         tags = xla_ckpt.list_tags(root)
         at = os.path.join(root, tags[-1]) if io and tags else None
@@ -100,7 +100,8 @@ def accelerate_losses(root: str, log: str, *, kill_after: int = 0) -> list[str]:
             self.total = state["total"]
 
     seeded(root)
-    accelerator, net, meter, first = Accelerator(cpu=True, gradient_accumulation_steps=2), network(), Meter(), 0
+    accelerator = Accelerator(cpu=not has_accelerator(), gradient_accumulation_steps=2)
+    net, meter, first = network(), Meter(), 0
     inner = torch.optim.AdamW(net.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
     model, optimizer, scheduler = accelerator.prepare(net, inner, schedule)
@@ -110,7 +111,7 @@ def accelerate_losses(root: str, log: str, *, kill_after: int = 0) -> list[str]:
     for step in range(first, 12):
         if kill_after and step == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
-        batch = rows()[step * 2 : step * 2 + 2][0]
+        batch = rows()[step * 2 : step * 2 + 2][0].to(accelerator.device)
         with accelerator.accumulate(model):
             loss = model(batch).square().mean()
             accelerator.backward(loss)

@@ -1,8 +1,9 @@
-"""Directories where orbax, which commits tags there, is not installed."""
+"""Directories where orbax, which commits tags there, is not installed, or is too old."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -12,8 +13,18 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import ROOT, run
 
 INSTALL = r"needs the package orbax, which is not installed.*Install it: pip install 'xla-ckpt\[orbax\]'"
+
+
+OLD = """
+import sys, xla_ckpt
+try:
+    xla_ckpt.save(sys.argv[1], "a", {"w": b"bytes"})
+except xla_ckpt.MissingPackageError as error:
+    print(error)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +38,18 @@ def test_a_save_is_refused_at_the_call(tmp_path: Path, layout: str, async_save: 
     with pytest.raises(xla_ckpt.MissingPackageError, match=INSTALL) as refused:
         xla_ckpt.save(tmp_path / "run", "a", {"w": torch.zeros(3)}, layout=layout, async_save=async_save)
     assert (refused.value.tag, refused.value.path) == ("a", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_save_is_refused_where_orbax_is_too_old(tmp_path: Path) -> None:
+    """An image that has an older one, beside a clone of this library: pip has not looked at it."""
+    installed = tmp_path / "site" / "orbax_checkpoint-0.12.4.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: orbax-checkpoint\nVersion: 0.12.4\n")
+    env = {"PYTHONPATH": f"{installed.parent}{os.pathsep}{ROOT}"}
+    told = run(OLD, tmp_path / "run", env=env).stdout
+    assert "needs orbax-checkpoint 0.12.5 or newer, and 0.12.4 is installed" in told
+    assert "pip install 'xla-ckpt[orbax]'" in told
     assert not (tmp_path / "run").exists()
 
 
