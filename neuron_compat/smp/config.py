@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError
+from xla_ckpt.keywords import meant
 
 Config = dict[str, Any]
 
@@ -144,9 +145,10 @@ def complete(given: Mapping[str, Any]) -> Config:
     named = _without_aliases(given)
     unknown = sorted(str(name) for name in named if name not in ENTRIES)
     if unknown:
+        known = [name for name in ENTRIES if not name.startswith("_")]
         raise SMPConfigError(
-            "the configuration has an entry that SMP does not know",
-            expected=", ".join(n for n in ENTRIES if not n.startswith("_")),
+            f"the configuration has an entry that SMP does not know{meant(unknown[0], known)}",
+            expected=", ".join(known),
             found=", ".join(unknown),
         )
     config = {name: _checked(name, named.get(name, entry.default)) for name, entry in ENTRIES.items()}

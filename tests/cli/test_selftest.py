@@ -369,8 +369,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, after: str) -> None:
     while f" {after}: " not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 130
+    told, errors = process.communicate()
+    assert process.returncode == 130, told + errors  # Python says there what it has ignored
     assert names_in(tmp_path) == []
 
 

@@ -102,7 +102,7 @@ def test_lazily_from_the_parallel_state(clean: None) -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "text"),
     [
-        ({"microbatch": 2}, "SMPConfigError", "that SMP does not know: expected .*microbatches.*found microbatch"),
+        ({"microbatch": 2}, "SMPConfigError", "did you mean 'microbatches'.: expected .*found microbatch"),
         ({"microbatches": 0}, "SMPConfigError", "microbatches is too small: expected at least 1, found 0"),
         ({"microbatches": "2"}, "SMPConfigError", r"microbatches is of another type: expected int, found '2' \(str\)"),
         ({"microbatches": True}, "SMPConfigError", "another type"),
