@@ -199,5 +199,30 @@ def spmd_tensors_change_after_each_save(root: Path) -> None:
 
 
 @pytest.mark.xla
+def spmd_tensors_are_saved_while_their_step_runs(root: Path) -> None:
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+
+    torch_xla.runtime.use_spmd()
+    mesh = xs.Mesh(np.arange(8), (8,), ("x",))
+    value, split = (torch.eye(512).to("xla") for _ in range(2))
+    xs.mark_sharding(split, mesh, ("x", None))
+    for step in range(2):
+        for _ in range(8):
+            value = value @ value
+            split = split @ value
+        xs.mark_sharding(split, mesh, ("x", None))
+        torch_xla.sync()  # begins to compute, and does not wait
+        xla_ckpt.save(root, f"step_{step}", {"value": value, "split": split})
+    tree = xla_ckpt.restore(root).tree
+    assert torch.equal(tree["value"], torch.eye(512))
+    assert torch.equal(tree["split"], torch.eye(512))
+
+
+def test_spmd_tensors_are_saved_right_after_the_sync_of_their_step(tmp_path: Path) -> None:
+    """torch_xla answers where a tensor lies only when it has been computed, and fails before."""
+    run_alone(spmd_tensors_are_saved_while_their_step_runs, tmp_path, xla=True, env={"CPU_NUM_DEVICES": "8"})
+
+
 def test_a_save_of_spmd_tensors_holds_what_they_were_in_each_mode_of_snapshots(tmp_path: Path) -> None:
     run_alone(spmd_tensors_change_after_each_save, tmp_path, xla=True, env={"CPU_NUM_DEVICES": "8"})

@@ -39,6 +39,7 @@ def _regions(value: torch.Tensor) -> list[tuple[int, Box]]:
     """(replica, region without padding) of each local device."""
     if any(_XLAC._check_tensor_need_materialization([value])):
         materialize([value])  # with all others: the next line would compile a graph for each pending tensor alone
+    _XLAC._xla_wait_device_ops([])  # the next line fails for what a running step has yet to compute
     shape = tuple(value.shape)
     (entries,) = _XLAC._get_local_shard_replica_and_indices([value])
     regions = []
