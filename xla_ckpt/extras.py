@@ -58,9 +58,9 @@ def check_installed(package: str, what: str) -> None:
     """
     if not is_installed(package):
         raise _missing(package, what)
-    if found := _too_old(package):
-        name, oldest = OLDEST[package]
-        problem = f"{what} needs {name} {oldest} or newer, and {found} is installed"
+    if version := _too_old(package):
+        distribution, oldest = OLDEST[package]
+        problem = f"{what} needs {distribution} {oldest} or newer, and {version} is installed"
         raise MissingPackageError(problem, hint=how_to_install(package))
 
 
@@ -69,12 +69,12 @@ def _too_old(package: str) -> str | None:
     """The version of an installed package, if it is older than those that work."""
     if package not in OLDEST:
         return None
-    name, oldest = OLDEST[package]
+    distribution, oldest = OLDEST[package]
     try:
-        found = importlib.metadata.version(name)
+        version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # a copy that nobody has installed
         return None
-    return found if _numbers(found) < _numbers(oldest) else None
+    return version if _numbers(version) < _numbers(oldest) else None
 
 
 def _numbers(version: str) -> list[int]:

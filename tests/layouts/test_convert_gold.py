@@ -19,9 +19,9 @@ from xla_ckpt import Mesh
 CASES = [case for case in cases() if case[0] != LOST]
 
 
-def to_ours(gold: Gold, root: Path) -> None:
+def to_ours(gold: Gold, root: Path, **target_options: Any) -> None:
     """To our format."""
-    target = Target(gold)
+    target = Target(gold, **target_options)
     xla_ckpt.convert(
         gold.root,
         root,
@@ -144,10 +144,16 @@ def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_of_the_masters_type_takes_the_masters_of_a_converted_tag(tmp_path: Path) -> None:
-    """As it does of the tag that neuronx-distributed wrote, and one of the weights' type takes the weights."""
+@pytest.mark.parametrize("described_in", [torch.bfloat16, torch.float32])
+def test_a_model_of_the_masters_type_takes_the_masters_of_a_converted_tag(
+    tmp_path: Path, described_in: torch.dtype
+) -> None:
+    """As it does of the tag that neuronx-distributed wrote, and one of the weights' type takes the weights.
+
+    The conversion keeps both, whichever of the two types the model has that it is given.
+    """
     gold = Gold("tp2_dp2_z1m__pt_sync", "step_40")
-    to_ours(gold, tmp_path)
+    to_ours(gold, tmp_path, dtype=described_in)
     to_theirs(gold, tmp_path, tmp_path, Mesh(dp=2, tp=2))
     for tag in ("ours", "theirs"):
         for cast in (False, True):
@@ -157,6 +163,25 @@ def test_a_model_of_the_masters_type_takes_the_masters_of_a_converted_tag(tmp_pa
         target = Target(gold)
         xla_ckpt.load_checkpoint(tmp_path, tag, target.model, target.optimizer)
         assert not target.differences("params")
+
+
+def test_programs_that_know_no_master_weights_get_them_as_weights_if_the_model_has_their_type(tmp_path: Path) -> None:
+    gold = Gold("tp2_dp2_z1m__pt_sync", "step_40")
+    for dtype, part in ((torch.float32, "master"), (torch.bfloat16, "params")):
+        target = Target(gold, dtype=dtype)
+        file = tmp_path / f"{part}.pt"
+        xla_ckpt.convert(gold.root, file, to="torch", model=target.model, optimizer=target.optimizer)
+        weights = torch.load(file, weights_only=True)["model"]
+        assert not differences(gold.truth[part], {name: weights[name] for name in gold.truth[part]}, order=False)
+
+
+def test_a_comparison_is_of_the_weights_whatever_the_type_of_the_model(tmp_path: Path) -> None:
+    gold = Gold("tp2_dp2_z1m__pt_sync", "step_40")
+    target = Target(gold, dtype=torch.float32)
+    file = tmp_path / "masters.pt"
+    xla_ckpt.convert(gold.root, file, to="torch", model=target.model, optimizer=target.optimizer)
+    found = xla_ckpt.diff(file, gold.root, leaf="model", model=target.model, optimizer=target.optimizer)
+    assert found.retyped["model/lm_head.weight"] == ("float32 [96, 64]", "bfloat16 [96, 64]")
 
 
 def test_master_weights_have_no_place_without_zero1(tmp_path: Path) -> None:

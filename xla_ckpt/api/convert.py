@@ -183,7 +183,7 @@ def convert(
     elif not layout.tagged:
         check_new_directory(destination)
     about = Knowledge(rules=topology.rules, model=model, optimizer=optimizer, known=known)
-    with opened(store, tag, about, part=wanted) as old_tag:
+    with opened(store, tag, about, part=wanted, masters=not layout.keeps_masters) as old_tag:
         if layout.tagged:
             target = NewTag(store_at(destination), called, topology.mesh, parity, layout.first_mark)
             target.check_free(store, tag)

@@ -70,7 +70,7 @@ def explain(
         )
     rules = parse_rules(shardings)
     about = Knowledge(rules=rules, model=model, optimizer=optimizer, known=known_model(llama))
-    with opened(store, tag, about) as reader:
+    with opened(store, tag, about, masters=True) as reader:
         explanation = explain_manifest(reader.manifest, store.path, tag, over, rules)
         more = [*_unknown(reader.manifest), *_broken_files(reader)]
         notes = [*explanation.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]

@@ -69,7 +69,9 @@ class Knowledge:
         return replace(hints, arrays={**llama_hints(self.known.config), **hints.arrays})
 
 
-def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT, as_stored: bool = False) -> TagReader:
+def opened(
+    store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT, as_stored: bool = False, masters: bool = False
+) -> TagReader:
     """A reader of a tag of any layout.
 
     Args:
@@ -78,6 +80,7 @@ def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT, 
         about: What the caller knows of it.
         part: The leaf path of what is wanted of it: without its optimizer a tag may be sound.
         as_stored: See `open_tag`.
+        masters: Whether master weights stand for weights, as in a load, where the model is of their type.
 
     Raises:
         NoCheckpointError: There is no such tag.
@@ -90,9 +93,9 @@ def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT, 
         if about.known is not None:
             with naming(path=reader.root, tag=reader.tag):
                 check_shapes(reader.manifest, about.known.config)
-        if about.model is None or as_stored or not stores_masters(reader.manifest):
-            return reader
-        return reader.with_manifest(with_masters(reader.manifest, hints or about.hints(part)))
+        if masters and about.model is not None and stores_masters(reader.manifest):
+            reader = reader.with_manifest(with_masters(reader.manifest, hints or about.hints(part)))
+        return reader
     except BaseException:
         reader.close()  # nobody else will
         raise

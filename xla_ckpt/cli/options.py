@@ -71,7 +71,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="for tags of neuronx-distributed and SageMaker model parallel, and files whose optimizer numbers its "
         "parameters: a function, of a module in the current directory or on PYTHONPATH, that returns the model "
-        "(its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
+        "(its values do not matter; a float32 one takes master weights into layouts that have no place for them), or "
+        "(model, optimizer), which converting an optimizer's state needs",
     )
     parser.add_argument(
         "--config",

@@ -162,6 +162,10 @@ class Layout:
     asks: bool = False
     """Whether its files leave open what only a program knows, so that opening one takes `Hints`."""
 
+    keeps_masters: bool = False
+    """Whether its readers find master weights beside the weights. A conversion into another layout puts them in the
+    place of the weights, if the model that it is given is of their type."""
+
     model_names: ModelNames = ModelNames.PROGRAM
     """Whose names a Llama-like model has in it."""
 

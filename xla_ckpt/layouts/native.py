@@ -25,6 +25,7 @@ class Native(Layout):
 
     name = "native"
     saves = True
+    keeps_masters = True
     shares = True
     takes_apart = True
 

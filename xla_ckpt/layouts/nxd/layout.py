@@ -34,6 +34,7 @@ class NeuronxDistributed(RankLayout):
     """
 
     saves = True
+    keeps_masters = True
     model_names = ModelNames.FUSED
     marks = frozenset(TAG_MARKS)
     first_mark = "checkpoint"

@@ -33,6 +33,7 @@ class SageMaker(RankLayout):
     origin = "SageMaker model parallel"
     may_hold_tags = True
     saves = True
+    keeps_masters = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == tags.JOB_CONFIG for file in manifest.files)
