@@ -280,6 +280,7 @@ def test_a_refusal_is_one_on_all_ranks_and_changes_nothing(tmp_path: Path) -> No
     assert unknown[0] == "IncompatibleCheckpointError"
     assert "in the place of pp=1,dp=4,ep=1,cp=1,tp=1" in unknown[1]
     assert "position= or reshard= of PerRank" in unknown[1]
+    assert "strict=False" not in unknown[1]  # it would train on some samples again
     assert wrong[0] == "IncompatibleCheckpointError"
     assert "'step'" in wrong[1]
     assert "extras/data" in wrong[1]

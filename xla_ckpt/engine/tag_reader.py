@@ -119,8 +119,7 @@ class TagReader:
             try:
                 data = read_whole(self.directory, MANIFEST, limit=MAX_MANIFEST, what="the manifest")
             except (FileNotFoundError, NotADirectoryError):
-                hint = REPAIR if has_parity(self.directory) else None
-                raise absent(self.directory, "the tag has no manifest", hint=hint) from None
+                raise absent(self.directory, "the tag has no manifest", hint=self.hint) from None
             try:
                 with collector_paused():
                     return manifest_json.parse(data)

@@ -216,9 +216,9 @@ class Loading:
             return ()
         return self.targets if self.handover.paths is None else self.handover.paths
 
-    def add_problem(self, leaf: str, text: str) -> None:
-        """Note a difference."""
-        self.problems.append(Problem(leaf, text))
+    def add_problem(self, leaf: str, text: str, *, says_cure: bool = False) -> None:
+        """Note a difference, and whether the text says what to do."""
+        self.problems.append(Problem(leaf, text, says_cure=says_cure))
 
     def want(self, path: str, target: Target, form: ArrayForm) -> bool:
         """Add a target if it fits to what is stored, which is of this form, else a problem."""

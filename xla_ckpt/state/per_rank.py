@@ -122,7 +122,7 @@ def load(stored: Stored, member: Any) -> Loading:
 
 def _refused(stored: Stored, why: str) -> Loading:
     loading = Loading()
-    loading.add_problem(stored.prefix, why)
+    loading.add_problem(stored.prefix, why, says_cure=True)
     return loading
 
 

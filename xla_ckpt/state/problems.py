@@ -34,6 +34,9 @@ class Problem:
     stays: bool = False
     """Whether the program's own is as good, so that a strict load goes on."""
 
+    says_cure: bool = False
+    """Whether its text says what to do. To load what fits would be no help: a position among the samples would stay."""
+
     def __str__(self) -> str:
         return f"{self.leaf}: {self.text}"
 
@@ -80,7 +83,7 @@ def incompatible(
         hints.append("Load the base model first, from where it was when the adapters were trained.")
     if (named := _renamed(problems)) is not None:
         hints.append(named)
-    if fits and optional:
+    if fits and optional and not all(p.says_cure for p in problems):
         hints.append("strict=False loads what fits.")
     nothing = "" if fits or not optional else ", and no array of it fits"
     return IncompatibleCheckpointError(
