@@ -164,8 +164,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             if self._resumed_in_epoch:
                 self._held = _sampler_of_epochs(objects["train_dataloader"])
         if self._held is not None:
-            # accelerate 1.14 skips batches with a new loader, which counts epochs from 0: without this the rest of a
-            # later epoch would come in the order of the first one.
+            # transformers 4 skips batches with a new loader, which with accelerate 1.14 counts epochs from 0: unheld, the
+            # rest of a later epoch would come in the order of the first one. transformers 5 gives the number after this
+            # event, and to the new loader: held without a number, the sampler would not have it yet.
+            self._held.set_epoch(int(state.epoch))
             self._held.set_epoch = lambda epoch: None
         self._epoch.take()
 
