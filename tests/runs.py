@@ -19,7 +19,9 @@ def names_in(folder: str | os.PathLike[str]) -> list[str]:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: this checkout first, XLA on the CPU."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "PYTHONUNBUFFERED": "1", **(extra or {})}
+    # Without those of this process, a child would have other packages than it where some lie in a folder of their own.
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": paths, "PJRT_DEVICE": "CPU", "PYTHONUNBUFFERED": "1", **(extra or {})}
 
 
 def start(code: str, *args: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

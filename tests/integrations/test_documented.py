@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ SECTIONS = re.split(r"^## ", (ROOT / "docs/trainers.md").read_text(), flags=re.M
 BLOCKS = {section.split("\n")[0]: "\n".join(found) for section in SECTIONS if (found := BLOCK.findall(section))}
 NEEDS = {"transformers": needs("accelerate"), "Lightning": needs("lightning"), "accelerate": needs("accelerate")}
 FIND = f"import sys; sys.path.append({str(TRAINERS)!r})\n"
-PATHS = environment({"PYTHONPATH": f"{ROOT}:{TRAINERS}"})
+PATHS = environment({"PYTHONPATH": os.pathsep.join(sys.path)})  # of which TRAINERS is the last
 
 
 def test_each_section_with_code_is_run() -> None:

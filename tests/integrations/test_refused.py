@@ -38,6 +38,10 @@ def test_a_trainer_that_would_not_go_on_from_its_tags(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.UsageError, match="does not look for its checkpoint") as caught:
         trainer(tmp_path, [callback]).train()
     assert "resume_from_checkpoint=callback.resume(trainer)" in str(caught.value)
+    early = trainer(tmp_path, [callback])
+    early.args.enable_jit_checkpoint = True  # given to TrainingArguments, it takes SIGTERM of this process over
+    with pytest.raises(xla_ckpt.UsageError, match="enable_jit_checkpoint"):
+        callback.resume(early)
     deep = trainer(tmp_path, [callback])
     deep.is_deepspeed_enabled = True  # as with TrainingArguments(deepspeed=...), which asks for the package
     with pytest.raises(xla_ckpt.UsageError, match="DeepSpeed"):

@@ -33,6 +33,8 @@ COMPILED = (
 """Those in which XLA and the interpreter do most."""
 AVX2 = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX2"
 """XLA compiles otherwise for a processor without AVX-512."""
+TRAINERS = tuple(f"tests/integrations/test_{name}.py" for name in ("resumed", "refused", "documented"))
+"""Those of transformers and accelerate; those of Lightning are skipped unless `make test-trainers` has installed it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ LEGS = {
     "python-3.12": Leg("3.12", "dev"),
     "python-3.13": Leg("3.13", "dev", tests=(*TESTS, *COMPILED), flags=AVX2, demo=True),
     "newest": Leg("3.13", "latest"),
+    "trainers": Leg(None, "latest", over="trainers.txt", tests=TRAINERS),
 }
 
 

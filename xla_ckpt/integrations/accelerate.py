@@ -1,7 +1,7 @@
 """Checkpoints of programs that use `accelerate`: what `Accelerator.save_state` stores, as a tag.
 
 accelerate's hooks (`register_save_state_pre_hook`) can take the weights over, but neither the optimizers nor the random
-state: accelerate pickles those itself after the hooks, into a directory that it has made before (accelerate 1.14,
+state: accelerate pickles those itself after the hooks, into a directory that it has made before (accelerate 1.15,
 `Accelerator.save_state`). So these are functions in the place of `save_state` and `load_state`.
 """
 

@@ -2,7 +2,8 @@
 
 The Trainer decides from the files of a folder how many batches it skips, before it calls any callback. So
 `CheckpointCallback.resume` makes a folder that holds the Trainer's own state and no weights, and the callback loads the
-tag as soon as the optimizer is there. (Files and order of events: transformers 4.57, `Trainer._inner_training_loop`.)
+tag as soon as the optimizer is there. (Files and order of events: `Trainer._inner_training_loop` of transformers 4.57
+and 5.24.)
 """
 
 from __future__ import annotations
@@ -127,6 +128,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 "load_best_model_at_end=True and save_strategy='best' are about the Trainer's own checkpoints",
                 hint="Save with 'steps' or 'epoch', and load the best tag by load_checkpoint(root, tag, model=model).",
             )
+        if getattr(args, "enable_jit_checkpoint", False):  # since transformers 5
+            raise UsageError(
+                "enable_jit_checkpoint=True has the Trainer write a checkpoint of its own when the job is told to end",
+                hint="CheckpointCallback(root, guard=xla_ckpt.PreemptionGuard()) saves a tag then.",
+            )
         if trainer.is_deepspeed_enabled:
             raise UsageError("DeepSpeed keeps the state of the optimizer itself, and saves it itself")
 
@@ -164,9 +170,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             if self._resumed_in_epoch:
                 self._held = _sampler_of_epochs(objects["train_dataloader"])
         if self._held is not None:
-            # transformers 4 skips batches with a new loader, which with accelerate 1.14 counts epochs from 0: unheld, the
-            # rest of a later epoch would come in the order of the first one. transformers 5 gives the number after this
-            # event, and to the new loader: held without a number, the sampler would not have it yet.
+            # The loader with which transformers 4 and accelerate 1.14 skip batches counts epochs from 0: without this the
+            # rest of a later epoch would come in the order of the first one. transformers 5 tells the sampler its epoch
+            # after this event: held without the number, it would give the order of the first one, too.
             self._held.set_epoch(int(state.epoch))
             self._held.set_epoch = lambda epoch: None
         self._epoch.take()
