@@ -170,9 +170,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             if self._resumed_in_epoch:
                 self._held = _sampler_of_epochs(objects["train_dataloader"])
         if self._held is not None:
-            # The loader with which transformers 4 and accelerate 1.14 skip batches counts epochs from 0: without this the
-            # rest of a later epoch would come in the order of the first one. transformers 5 tells the sampler its epoch
-            # after this event: held without the number, it would give the order of the first one, too.
+            # The loader with which transformers 4 and accelerate 1.14 skip batches counts epochs from 0: without this,
+            # the rest of a later epoch would come in the order of the first one. transformers 5 tells the sampler its
+            # epoch after this event: held without the number, it would give the order of the first one, too.
             self._held.set_epoch(int(state.epoch))
             self._held.set_epoch = lambda epoch: None
         self._epoch.take()
