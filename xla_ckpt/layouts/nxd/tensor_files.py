@@ -19,7 +19,7 @@ from xla_ckpt.layouts.by_rank.files import RankFiles, stored_leaf
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import Laying, RankTensor, stem
-from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
+from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps, dumps_referring
 from xla_ckpt.layouts.torch_save.stand_ins import Reference
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.plan.file_plan import FilePlan
@@ -110,7 +110,7 @@ def lay_apart(laying: Laying, path: str, tree: Any, part: str, sharing: Sequence
         tensors.append((leaf, laying.tensors[leaf]))
         return stand_in
 
-    pickled = dumps(tree, part, reference)
+    pickled = dumps_referring(tree, part, reference)
     files = []
     ranks = 1 if laying.first else prod(laying.mesh.sizes[axis] for axis in sharing)
     for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):

@@ -28,7 +28,7 @@ from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, file_of, r
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.plan.file_plan import Entry, FilePlan
-from xla_ckpt.plan.leaf import Leaf
+from xla_ckpt.plan.leaf import Leaf, Leaves
 from xla_ckpt.plan.save_plan import OwnBox, SavePlan, own_boxes
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
@@ -140,12 +140,13 @@ def _own_of(leaves: Sequence[Leaf], lanes: int) -> list[dict[str, OwnBox]]:
     Raises:
         UnsupportedStateError: The package cannot describe a part.
     """
-    together = [
-        replace(leaf, holding=replace(leaf.holding, shards=tuple(replace(s, together=True) for s in leaf.shards)))
-        for leaf in leaves
+    rows = Leaves.of(leaves)
+    forms = [
+        (dtype, replace(holding, shards=tuple(replace(shard, together=True) for shard in holding.shards)))
+        for dtype, holding in rows.forms
     ]
     of_lane: list[dict[str, OwnBox]] = [{} for _ in range(lanes)]
-    for part in own_boxes(together):
+    for part in own_boxes(replace(rows, forms=forms)):
         path = part.leaf.path
         if of_lane[part.lane].setdefault(path, part) is not part:
             raise UnsupportedStateError(
@@ -272,8 +273,8 @@ def _index(reader: TagReader, *, trees: ItemTrees) -> dict[str, bytes]:
                 assert record is not None, leaf.path  # what was merged has been compared with the skeleton
                 if not all(type(key) in (str, int) for key in keys):
                     raise UnsupportedStateError("an array below a key that is neither text nor number", leaf=leaf.path)
-                owners = [writers[shard.file] for shard in record]
-                groups[json.dumps(list(keys), separators=(",", ":"))] = _groups(leaf.path, record, owners)
+                parts = [(shard.box, writers[shard.file] or 0) for shard in record]
+                groups[json.dumps(list(keys), separators=(",", ":"))] = _groups(leaf.path, record, parts)
             return leaf
 
         replaced_leaves(tree, described)
@@ -283,10 +284,9 @@ def _index(reader: TagReader, *, trees: ItemTrees) -> dict[str, bytes]:
     return {ITEMS_METADATA: pickle.dumps(content, protocol=4)}
 
 
-def _groups(leaf: str, record: ArrayRecord, owners: Sequence[int | None]) -> list[Any]:
-    """How the parts of an array lie: said once of all of them if they are equal chunks, else of each."""
-    boxes = [shard.box for shard in record] or [Box.whole(record.shape)]
-    ranks = [owner or 0 for owner in owners] or [0]
+def _groups(leaf: str, record: ArrayRecord, parts: Sequence[tuple[Box, int]]) -> list[Any]:
+    """How the parts of an array lie, (box, rank) of each: said once of all of them if they are equal chunks."""
+    boxes, ranks = zip(*(parts or [(Box.whole(record.shape), 0)]), strict=True)
     chunks = [place_among_chunks(box, record.shape, leaf) for box in boxes]
     counts = [tuple(k for k, _ in of_box) for of_box in chunks]
     at = [tuple(i for _, i in of_box) for of_box in chunks]

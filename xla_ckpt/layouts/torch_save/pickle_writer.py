@@ -55,15 +55,10 @@ class _Id:
     of: InFile
 
 
-class _Pickler(pickle._Pickler):  # the one written in Python: only it lets a name be written that is not imported
-    def __init__(self, buffer: io.BytesIO, tensor: Tensor) -> None:
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, tensor: Callable[[str], InFile]) -> None:
         super().__init__(buffer, protocol=PROTOCOL)
         self.tensor = tensor
-
-    def save(self, value: Any, save_persistent_id: bool = True) -> Any:
-        """Write a value, or what stands for it."""
-        stand_in = self.tensor(value.path) if isinstance(value, LeafAt) else value
-        return super().save(stand_in, save_persistent_id)  # type: ignore[misc]  # not in typeshed
 
     def persistent_id(self, value: Any) -> Any:
         """The description of a storage; None for all else."""
@@ -76,52 +71,70 @@ class _Pickler(pickle._Pickler):  # the one written in Python: only it lets a na
         return "storage", torch.UntypedStorage, str(value.of.key), "cpu", elements * dtype.itemsize
 
     def reducer_override(self, value: Any) -> Any:
-        """How tensors and references are made again."""
-        if isinstance(value, Reference):
-            return copyreg.__newobj__, (Reference,), {"tid": value.tid}  # type: ignore[attr-defined]  # not in typeshed
-        if not isinstance(value, InFile):
+        """How tensors are made again."""
+        tensor = self.tensor(value.path) if isinstance(value, LeafAt) else value
+        if not isinstance(tensor, InFile):
             return NotImplemented
         hooks: dict[str, Any] = collections.OrderedDict()
-        args = _Id(value), 0, value.shape, strides(value.shape, 1), False, hooks
-        if value.dtype.name in _STORAGE_OF:
+        args = _Id(tensor), 0, tensor.shape, strides(tensor.shape, 1), False, hooks
+        if tensor.dtype.name in _STORAGE_OF:
             return torch._utils._rebuild_tensor_v2, args
-        return torch._utils._rebuild_tensor_v3, (*args, getattr(torch, value.dtype.name))
+        return torch._utils._rebuild_tensor_v3, (*args, getattr(torch, tensor.dtype.name))
+
+
+class _ReferencePickler(pickle._Pickler):  # only the one written in Python lets a name be written that is not imported
+    def __init__(self, buffer: io.BytesIO, reference: Callable[[str], Reference]) -> None:
+        super().__init__(buffer, protocol=PROTOCOL)
+        self.reference = reference
+
+    def save(self, value: Any, save_persistent_id: bool = True) -> Any:
+        """Write a value, or what stands for it."""
+        stand_in = self.reference(value.path) if isinstance(value, LeafAt) else value
+        return super().save(stand_in, save_persistent_id)  # type: ignore[misc]  # not in typeshed
 
     def save_global(self, value: Any, name: str | None = None) -> None:
-        """Write the name of a class, a function or a dtype."""
-        known = _NAMES.get(value) if isinstance(value, type) else None
-        if isinstance(value, torch.dtype):
-            known = "torch\n" + str(value).removeprefix("torch.")
-        if known is None:
+        """Write the name of a class or a function."""
+        if value is not Reference:
             super().save_global(value, name)  # type: ignore[misc]  # not in typeshed
             return
-        self.write(b"c" + known.encode() + b"\n")  # type: ignore[attr-defined]
+        self.write(b"ctorch_xla.utils.serialization\nTensorReference\n")  # type: ignore[attr-defined]
         self.memoize(value)  # type: ignore[attr-defined]
 
+    def reducer_override(self, value: Any) -> Any:
+        """How references are made again."""
+        if isinstance(value, Reference):
+            return copyreg.__newobj__, (Reference,), {"tid": value.tid}  # type: ignore[attr-defined]  # not in typeshed
+        return NotImplemented
 
-Tensor = Callable[[str], InFile | Reference]
-"""Leaf path -> what stands for the array in a pickle."""
 
 _STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
-_NAMES: dict[type, str] = {Reference: "torch_xla.utils.serialization\nTensorReference"}
 
 
-def no_tensor(path: str) -> InFile | Reference:
+def no_tensor(path: str) -> InFile:
     """For trees without arrays."""
     raise UnsupportedStateError("an array where none can be", leaf=path)
 
 
-def dumps(tree: Any, leaf: str, tensor: Tensor = no_tensor) -> bytes:
-    """The pickle of a tree, with what `tensor` says in place of each `LeafAt`.
+def dumps(tree: Any, leaf: str, tensor: Callable[[str], InFile] = no_tensor) -> bytes:
+    """The pickle of a tree, with what `tensor` makes of the path of each `LeafAt` in its place.
 
     Raises:
         UnsupportedStateError: Something in it cannot be pickled.
     """
+    return _dumped(tree, leaf, lambda buffer: _Pickler(buffer, tensor))
+
+
+def dumps_referring(tree: Any, leaf: str, reference: Callable[[str], Reference]) -> bytes:
+    """The same, where each array lies in a file of its own: `reference` makes what stands for it."""
+    return _dumped(tree, leaf, lambda buffer: _ReferencePickler(buffer, reference))
+
+
+def _dumped(tree: Any, leaf: str, pickler: Callable[[io.BytesIO], Any]) -> bytes:
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer, tensor).dump(tree)
+        pickler(buffer).dump(tree)
     except CheckpointError:
-        raise  # `tensor` says more than pickle would
+        raise  # what makes the stand-ins says more than pickle would
     except Exception as error:
         # Objects raise whatever they like while they are pickled.
         raise UnsupportedStateError(f"it cannot be pickled: {error}", leaf=leaf) from error
