@@ -1,14 +1,15 @@
 """Writing the arrays of a tag into other files, with no more than a given amount of them in memory.
 
 Files are made in the order of their bytes: a batch of regions is read from the tag (verified), digested, and written,
-before the next one is read. A store that takes files in that order gets each batch at once, if what stands between the
+before the next one is read. Small files are read together, and written one by one: a layout may have a file for each
+tensor of each rank. A store that takes files in that order gets each batch at once, if what stands between the
 regions is known first. Any other file is completed when all of its regions are there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,9 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
+
+TOGETHER_BYTES, TOGETHER_FILES = 1 << 20, 64
+"""Files that are read together have so many bytes, and are so many, at most. More would leave threads without work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,36 +80,77 @@ def stream_files(
     at_once = min(threads(crew.workers, 2), len(files)) or 1
     each = replace(crew, workers=max(crew.workers // at_once, 1))
     records: list[FileRecord | None] = [None] * len(files)
+    groups = _groups(files)
 
     def write(number: int, _: memoryview) -> None:
-        records[number] = _File(reader, files[number], each, max(max_memory // at_once, 1)).write(directory)
+        group = [_File(reader, files[i], max(max_memory // at_once, 1), crew.progress) for i in groups[number]]
+        spans = (span for file in group for span in file.spans)
+        read = _read_all(reader, spans, each, max(max_memory // at_once, 1))
+        for i, file in zip(groups[number], group, strict=True):
+            records[i] = file.write(directory, read)
 
-    work_off(range(len(files)), write, workers=at_once, buffer_bytes=0, name="xla_ckpt-stream")
+    work_off(range(len(groups)), write, workers=at_once, buffer_bytes=0, name="xla_ckpt-stream")
     return Written.of(files, [record for record in records if record is not None])
+
+
+def _groups(files: Sequence[FilePlan]) -> list[list[int]]:
+    """The indices of neighbouring files that are read together."""
+    groups: list[list[int]] = []
+    left = 0
+    for i, file in enumerate(files):
+        if not groups or file.data_bytes > left or len(groups[-1]) == TOGETHER_FILES:
+            groups.append([])
+            left = TOGETHER_BYTES
+        groups[-1].append(i)
+        left -= file.data_bytes
+    return groups
+
+
+_Read = Iterator[tuple[_Span, memoryview]]
+"""Spans, and what is stored of each: verified."""
+
+
+def _read_all(reader: TagReader, spans: Iterable[_Span], crew: Crew, max_memory: int) -> _Read:
+    """What is stored of some spans, in their order, in batches that fit in memory."""
+    for batch in _batches(spans, max_memory):
+        yield from _read(reader, batch, crew)
+
+
+def _read(reader: TagReader, batch: Sequence[_Span], crew: Crew) -> _Read:
+    memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
+    slots, at = [], 0
+    for span in batch:
+        slots.append(memory[at : at + span.stored_bytes])
+        at += span.stored_bytes
+    wants = [Want(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
+    read_into(reader, plan_restore(reader.manifest, wants), slots, Crew(workers=crew.workers))
+    yield from zip(batch, slots, strict=True)
 
 
 class _File:
     """One file on its way."""
 
-    def __init__(self, reader: TagReader, plan: FilePlan, crew: Crew, max_memory: int) -> None:
+    def __init__(self, reader: TagReader, plan: FilePlan, max_memory: int, progress: Callable[[int], object]) -> None:
         self.reader = reader
         self.plan = plan
-        self.crew = crew
         self.max_memory = max_memory
-        self.digesters = [BlockDigester(nbytes) for _, nbytes in plan.codec.places]
-        self.crcs: list[list[tuple[int, int]]] = [[] for _ in plan.codec.places]
+        self.progress = progress
+        places = plan.codec.places
+        self.spans = [*self._spans(places)]
+        self.digesters = [BlockDigester(nbytes) for _, nbytes in places]
+        self.crcs: list[list[tuple[int, int]]] = [[] for _ in places]
 
-    def write(self, directory: Directory) -> FileRecord:
-        """Write all of it; what the manifest says of it."""
+    def write(self, directory: Directory, read: _Read) -> FileRecord:
+        """Write all of it; what the manifest says of it. `read` has its spans next."""
         codec, streaming = self.plan.codec, directory.streaming
         if streaming is not None and (glue := known_glue(codec)) is not None:
-            streaming.stream(self.plan.path, codec.size, self._in_order(glue))
+            streaming.stream(self.plan.path, codec.size, self._in_order(read, glue))
             return codec.record(self.plan.path, glue, self._digests())
         if self.plan.folder is not None:
             directory.make(self.plan.folder)
         sink = directory.create(self.plan.path, codec.size)
         try:
-            for offset, data in self._regions():
+            for offset, data in self._regions(read):
                 sink.patch(data, offset)
                 del data  # else two batches would be in memory while the next one is read
             glue = codec.glue(self._digests(), [joined_crc32(parts) for parts in self.crcs])
@@ -117,10 +162,10 @@ class _File:
             raise
         return codec.record(self.plan.path, glue, self._digests())
 
-    def _in_order(self, glue: Glue) -> Iterator[memoryview]:
+    def _in_order(self, read: _Read, glue: Glue) -> Iterator[memoryview]:
         """All bytes of the file, whose glue is known before its regions are read."""
         left = deque(glue)
-        for offset, data in self._regions():
+        for offset, data in self._regions(read):
             while left and left[0][0] < offset:
                 yield memoryview(left.popleft()[1])
             for at in range(0, len(data), BUFFER_BYTES):  # a store may copy what it has to send
@@ -128,32 +173,23 @@ class _File:
             del data  # else two batches would be in memory while the next one is read
         yield from (memoryview(text) for _, text in left)
 
-    def _regions(self) -> Iterator[tuple[int, memoryview]]:
-        """(offset, bytes) of what is in the regions, in file order."""
-        for batch in _batches(self._spans(), self.max_memory):
-            yield from self._read(batch)
-
-    def _read(self, batch: Sequence[_Span]) -> Iterator[tuple[int, memoryview]]:
-        """(offset, bytes) of some spans, verified and digested."""
-        memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
-        slots, at = [], 0
-        for span in batch:
-            slots.append(memory[at : at + span.stored_bytes])
-            at += span.stored_bytes
-        wants = [Want(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
-        read_into(self.reader, plan_restore(self.reader.manifest, wants), slots, Crew(workers=self.crew.workers))
-        for span, stored in zip(batch, slots, strict=True):
+    def _regions(self, read: _Read) -> Iterator[tuple[int, memoryview]]:
+        """(offset, bytes) of what is in the regions, in file order, digested."""
+        for _ in self.spans:
+            span, stored = next(read)
             data = stored if span.cast is None else span.cast(stored)
+            del stored  # else two batches would be in memory while the next one is read
             self.digesters[span.region].update(data)
             if self.plan.codec.wants_crc32:
                 self.crcs[span.region].append((crc32(data), span.nbytes))
             yield span.offset, data
-            self.crew.progress(span.nbytes)
+            del data  # likewise
+            self.progress(span.nbytes)
 
     def _digests(self) -> list[int]:
         return [d for digester in self.digesters for d in digester.digests]
 
-    def _spans(self) -> Iterator[_Span]:
+    def _spans(self, places: Sequence[tuple[int, int]]) -> Iterator[_Span]:
         """All regions, in file order. One that holds a single array's elements in C order is cut to fit the memory.
 
         Any other region has padding between its elements, and is made as a whole.
@@ -161,7 +197,7 @@ class _File:
         by_region: dict[int, list[Entry]] = {}
         for entry in self.plan.entries:
             by_region.setdefault(entry.region, []).append(entry)
-        for region, (offset, nbytes) in enumerate(self.plan.codec.places):
+        for region, (offset, nbytes) in enumerate(places):
             entries = by_region.get(region, [])
             if len(entries) != 1 or entries[0].frame is not None:
                 wants = tuple((e.leaf, e.box, e.frame or e.box) for e in entries)
@@ -181,7 +217,7 @@ class _File:
         return None if entry.cast is None or record is None else Cast(record.dtype, entry.cast)
 
 
-def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:
+def _batches(spans: Iterable[_Span], max_memory: int) -> Iterator[list[_Span]]:
     """The spans in groups that fit in memory; a span that does not fit is a group of its own."""
     batch: list[_Span] = []
     batch_memory = 0
