@@ -21,15 +21,15 @@ from xla_ckpt.storage.local import LocalStore
 
 def converts_and_stops(root: Path, destination: Path, to: str) -> None:
     """Stop for ever after some bytes of the file, and say so."""
-    read = stream._File._read
+    read = stream._read
 
-    def stops(self: Any, batch: Any) -> Iterator[tuple[int, memoryview]]:
-        yield from read(self, batch)
+    def stops(reader: Any, batch: Any, crew: Any) -> Iterator[tuple[Any, memoryview]]:
+        yield from read(reader, batch, crew)
         if batch[0].region >= 3:  # the file has the bytes before
             print("half", flush=True)
             signal.pause()
 
-    stream._File._read = stops  # type: ignore[method-assign]
+    stream._read = stops
     xla_ckpt.convert(root, destination, "a", to=to, options=xla_ckpt.ConvertOptions(max_memory=64))
 
 
@@ -51,13 +51,13 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
 def is_interrupted(root: Path, destination: Path, to: str) -> str:
     """Press Ctrl-C when some bytes of a conversion are written; how it ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-    read = stream._File._read
+    read = stream._read
 
-    def interrupts(self: Any, batch: Any) -> Iterator[tuple[int, memoryview]]:
-        yield from read(self, batch)
+    def interrupts(reader: Any, batch: Any, crew: Any) -> Iterator[tuple[Any, memoryview]]:
+        yield from read(reader, batch, crew)
         os.kill(os.getpid(), signal.SIGINT)
 
-    stream._File._read = interrupts  # type: ignore[method-assign]
+    stream._read = interrupts
     try:
         xla_ckpt.convert(root, destination, "a", to=to, options=xla_ckpt.ConvertOptions(max_memory=64))
     except KeyboardInterrupt:

@@ -237,9 +237,9 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path: Path, monkeypatch: pytest
     make(tmp_path)
     write = stream._File.write
 
-    def appears(self: Any, directory: Any) -> Any:
+    def appears(self: Any, directory: Any, read: Any) -> Any:
         (tmp_path / "out.pt").write_text("another's")
-        return write(self, directory)
+        return write(self, directory, read)
 
     monkeypatch.setattr(stream._File, "write", appears)
     with pytest.raises(xla_ckpt.UsageError, match="a file of this name already"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
@@ -99,11 +99,14 @@ class NewJob:
         if schema.OPTIMIZER in self.trees:
             trees[schema.OPTIMIZER] = self._optimizer(stage)
         trees |= {part: self.trees[part] for part in (schema.SCHEDULER, schema.USER_CONTENT) if part in self.trees}
+        # At hundreds of ranks all tensors for each of them would take longer than all else.
+        elsewhere = frozenset(leaves_in(self.trees)) - frozenset(leaves_in(trees))
         tensors = {
             path: self._tensor(path, rank)
             for part in PARTS
             if part in self.trees
             for path in array_paths(self.manifest.skeleton[part], part)
+            if path not in elsewhere
         }
         return RankState(
             parts=trees,
@@ -207,12 +210,8 @@ class NewJob:
 
     def _placed(self, path: str, record: ArrayRecord, rank: int) -> tuple[LocalArray, tuple[int, ...]]:
         """Where a rank's tensor lies, and its shape, which padding may enlarge."""
-        sharding, local = even(self._sharding(path), record.shape, self.mesh)
-        if self.zero1 and record.shape and self._is_dealt(path, record):
-            axes = ("edp",) if "ep" in sharding.axes else ("dp",)
-            ranks = number_of_parts(axes, self.mesh.sizes)
-            return sharding.zero1(local, self.mesh, rank, axes), (-(-local[0] // ranks), *local[1:])
-        return sharding.place(local, self.mesh, rank), local
+        dealt = self.zero1 and bool(record.shape) and self._is_dealt(path, record)
+        return _part(self._sharding(path), record.shape, self.mesh, rank, dealt)
 
     def doubts(self) -> list[str]:
         """What is possible, and most likely not what was meant.
@@ -322,3 +321,16 @@ class NewJob:
 def deals_rows(manifest: Manifest) -> bool:
     """Whether the optimizer's states were dealt out by ZeRO-1 when they were saved."""
     return any(rows_of(sharding_of(leaf, manifest, ())) for leaf in manifest.arrays if schema.owner_of(leaf))
+
+
+@lru_cache(maxsize=1 << 14)
+def _part(
+    sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int, dealt: bool
+) -> tuple[LocalArray, tuple[int, ...]]:
+    """What `NewJob._placed` returns: the layers of a model, and the states of an optimizer, ask the same of it."""
+    sharding, local = even(sharding, shape, mesh)
+    if not dealt:
+        return sharding.place(local, mesh, rank), local
+    axes = ("edp",) if "ep" in sharding.axes else ("dp",)
+    ranks = number_of_parts(axes, mesh.sizes)
+    return sharding.zero1(local, mesh, rank, axes), (-(-local[0] // ranks), *local[1:])
