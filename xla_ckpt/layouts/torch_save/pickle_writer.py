@@ -76,7 +76,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(tensor, InFile):
             return NotImplemented
         hooks: dict[str, Any] = collections.OrderedDict()
-        args = _Id(tensor), 0, tensor.shape, strides(tensor.shape, 1), False, hooks
+        # A new tuple each time, as torch.save has it: pickle writes an object once, and equal states give equal files.
+        args = _Id(tensor), 0, (*tensor.shape,), strides(tensor.shape, 1), False, hooks
         if tensor.dtype.name in _STORAGE_OF:
             return torch._utils._rebuild_tensor_v2, args
         return torch._utils._rebuild_tensor_v3, (*args, getattr(torch, tensor.dtype.name))
