@@ -28,7 +28,7 @@ def joined_crc32(parts: Iterable[tuple[int, int]]) -> int:
     """
     whole = 0
     for crc, nbytes in parts:
-        # The factor costs as much as some 500 KiB of CRC-32, and before the first part there is nothing to multiply.
+        # The factor costs as much as some 200 KiB of CRC-32, and before the first part there is nothing to multiply.
         whole = (_times(_power(8 * nbytes), whole) if whole else 0) ^ crc
     return whole
 
