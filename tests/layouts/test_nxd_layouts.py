@@ -58,6 +58,18 @@ def test_the_newest_done_marker_counts(tmp_path: Path, caplog: pytest.LogCapture
         xla_ckpt.load_checkpoint(tmp_path, "step_31", model=model)
 
 
+@pytest.mark.parametrize(("tag", "begins"), [(None, "there is no checkpoint"), ("step_31", "there is no such")])
+def test_a_root_of_tags_without_marks_says_that_they_can_be_named(tmp_path: Path, tag: str | None, begins: str) -> None:
+    """`ls` listed the tag as not complete, and these calls said that no tag is there."""
+    tag_at(tmp_path, "step_30", 30, done=False)
+    told = rf"^{begins}.* neuronx-distributed's mark that a save ended is missing in step_30: name a tag"
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=told) as error:
+        xla_ckpt.load_checkpoint(tmp_path, tag, model={"w": torch.zeros(4)})
+    assert ("did you mean 'step_30'?" in str(error.value)) == (tag is not None)
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=told):
+        xla_ckpt.verify(tmp_path, tag)
+
+
 def test_a_tag_of_theirs_that_seems_newer_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = {"w": torch.zeros(4)}
     tag_at(tmp_path, "old", 1, time=2000)

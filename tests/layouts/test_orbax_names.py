@@ -148,6 +148,17 @@ def test_it_is_converted_and_exported(saved: Path, tmp_path: Path) -> None:
     check_numbers(LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval())
 
 
+def test_paths_that_rules_have_taken_are_there_again_without_them(saved: Path) -> None:
+    """The error named `params`, with the advice to make `like` as it was at the save, as which it was."""
+    embedding = xla_ckpt.restore(saved).tree["params"]["embedder"]["embedding"]
+    like = {"params": {"embedder": {"embedding": xla_ckpt.ArraySpec(tuple(embedding.shape), embedding.dtype)}}}
+    xla_ckpt.register_names(jax_llama.RULES)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"those of `model`, .*register_names\(\[\]\)"):
+        xla_ckpt.restore(saved, like=like)
+    xla_ckpt.register_names([])
+    assert xla_ckpt.restore(saved, like=like).tree["params"]["embedder"]["embedding"].shape == embedding.shape
+
+
 def test_rules_of_which_none_fits_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     xla_ckpt.register_names([("params/misspelt/kernel", "a.weight", "in out -> out in")])
     xla_ckpt.restore(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,17 @@ from xla_ckpt.api.opened import Knowledge, opened
 from xla_ckpt.storage.local import LocalStore
 
 
+def _two_ranks(root: Path) -> None:
+    """A tag of neuronx-distributed's in which two tp ranks have a part of an array, or the same, which nothing says."""
+    (root / "a/model").mkdir(parents=True)
+    for tp in range(2):
+        torch.save({"w": torch.zeros(2, 3)}, root / f"a/model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt")
+    (root / "a/done").write_text("1")
+
+
 def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:
     """A caller adds where it met the error; python adds the frames that it went through, and keeps their variables."""
-    (tmp_path / "a/model").mkdir(parents=True)
-    for tp in range(2):
-        torch.save({"w": torch.zeros(2, 3)}, tmp_path / f"a/model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt")
-    (tmp_path / "a/done").write_text("1")
+    _two_ranks(tmp_path)
     with opened(LocalStore(str(tmp_path)), "a", Knowledge()) as reader:
         manifest = reader.manifest
     (why,) = manifest.unknown.values()
@@ -39,3 +45,28 @@ def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:
     (problem,) = xla_ckpt.explain(tmp_path, "a", mesh="tp=1").problems
     assert "model/w" in problem
     assert "shardings=" in problem
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda root: xla_ckpt.restore(root), "like= (ArraySpec)"),
+        (lambda root: xla_ckpt.Checkpoints(root).read("model/w"), "xla_ckpt.restore(like=...)"),
+        (lambda root: xla_ckpt.Checkpoints(root).sample("model/w"), "xla_ckpt.restore(like=...)"),
+        (lambda root: xla_ckpt.convert(root, root.parent / "new"), "model="),
+    ],
+    ids=["restore", "read", "sample", "convert"],
+)
+def test_a_hint_names_what_the_call_takes(tmp_path: Path, call: Callable[[Path], object], named: str) -> None:
+    """`restore`, `read` and `sample` were told to give `model=`, which they do not have."""
+    _two_ranks(tmp_path / "root")
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as error:
+        call(tmp_path / "root")
+    assert str(error.value.hint).startswith(f"Say with {named}")
+    assert ("model=" in str(error.value.hint)) == (named == "model=")
+
+
+def test_what_restore_is_told_to_take_says_how_an_array_was_split(tmp_path: Path) -> None:
+    _two_ranks(tmp_path)
+    like = {"model": {"w": xla_ckpt.ArraySpec((4, 3), "float32")}}
+    assert xla_ckpt.restore(tmp_path, like=like).tree["model"]["w"].shape == (4, 3)

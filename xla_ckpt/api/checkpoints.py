@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_ckpt.api import tags
+from xla_ckpt.api.call_words import without_a_model
 from xla_ckpt.api.contents import TagContents, contents_of
 from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
@@ -133,7 +134,8 @@ class Checkpoints:
             CorruptCheckpointError: What was read is damaged.
         """
         store, name = source_of(self.path, tag)
-        return sample_of(store, name, leaf, Knowledge(rules=parse_rules(shardings)), max_bytes)
+        with without_a_model():
+            return sample_of(store, name, leaf, Knowledge(rules=parse_rules(shardings)), max_bytes)
 
     def timings(self, tag: str | None = None) -> dict[str, Any]:
         """Say what the ranks measured of the save of a tag, until its commit; the slowest rank first.

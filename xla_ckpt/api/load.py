@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from xla_ckpt.api.call_words import without_a_model
 from xla_ckpt.api.load_steps import Load
 from xla_ckpt.api.tags import expect_commit, located, near_and_far
 from xla_ckpt.api.wish import LoadWish
@@ -204,20 +205,17 @@ def restore(
         ChangedTagError: Another job replaced or removed the tag meanwhile.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
     """
-    value, report = _load(
-        path,
-        tag,
-        Like(like),
-        LoadWish(
-            mesh=mesh,
-            rules=parse_rules(shardings),
-            strict=True,
-            cast=cast,
-            workers=max(1, num_workers),
-            trust=trust_pickle,
-            options=chosen(LoadOptions, options),
-        ),
+    wish = LoadWish(
+        mesh=mesh,
+        rules=parse_rules(shardings),
+        strict=True,
+        cast=cast,
+        workers=max(1, num_workers),
+        trust=trust_pickle,
+        options=chosen(LoadOptions, options),
     )
+    with without_a_model("like= (ArraySpec)"):
+        value, report = _load(path, tag, Like(like), wish)
     return Restored(tree=value, report=report)
 
 
@@ -233,7 +231,8 @@ def read_part(path: PathLike, tag: str | None, leaf: str, *, shardings: Rules | 
         options=replace(chosen(LoadOptions, None), replica_read="each"),
         alone=True,
     )
-    return _load(path, tag, Like(None, part=leaf), wish)[0]
+    with without_a_model():
+        return _load(path, tag, Like(None, part=leaf), wish)[0]
 
 
 def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWish) -> tuple[Any, LoadReport]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import closest, meant
@@ -11,6 +11,7 @@ from xla_ckpt.layouts.listing import all_tags, beside_tags, find_foreign, named_
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.ledger_cleaning import check_not_lost
 from xla_ckpt.tags.ledger_rules import Ledger
 from xla_ckpt.tags.missing import no_such_tag
@@ -101,20 +102,31 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
-    elif not tags and (others := _names_of_others(store)):
-        error.hint = f"Checkpoints of other libraries lie there, {others}: pass the path of one."
+    elif not tags and (others := _others(store)):
+        error.hint = " ".join(_what_others_are(others))
+        error.problem += meant(error.tag, [name for name, _, _ in others]) if error.tag else ""
     return error
 
 
-def _names_of_others(store: Store) -> str:
-    """What lies in a directory and is opened by its own path alone, such as files of torch.save; empty if nothing."""
+def _others(store: Store) -> list[tuple[str, Layout, TagEntry]]:
+    """What other libraries have in a directory without tags, as `beside_tags` gives it."""
     if store.file_system is None:
-        return ""
+        return []
     try:
-        others = beside_tags(store, (), MAX_LOOKED_INTO)
+        return beside_tags(store, (), MAX_LOOKED_INTO)
     except (CheckpointError, OSError):
-        return ""  # it is only for a hint
-    return _some([name for name, _, entry in others if entry.complete])
+        return []  # it is only for a hint
+
+
+def _what_others_are(others: Sequence[tuple[str, Layout, TagEntry]]) -> Iterator[str]:
+    """Sentences of what is opened by its own path alone, such as files of torch.save, and of tags that lack the mark
+    of a save that ended: no list has these, and who names one gets it.
+    """
+    if by_path := [name for name, _, entry in others if entry.complete]:
+        yield f"Checkpoints of other libraries lie there, {_some(by_path)}: pass the path of one."
+    if unmarked := [(name, layout.origin) for name, layout, entry in others if not entry.complete]:
+        names = _some([name for name, _ in unmarked])
+        yield f"{unmarked[-1][1]}'s mark that a save ended is missing in {names}: name a tag to take it anyway."
 
 
 def writers_at(path: PathLike) -> tuple[str, list[str]] | None:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ONLY_MASTERS = UnknownArray(
     problem="this weight was not saved; at most its master weight was, which the optimizer numbers",
-    hint="Give model= and optimizer= (--like) together.",
+    hint="Give both: model= and optimizer= (--like).",
 )
 
 

@@ -24,7 +24,7 @@ from xla_ckpt.tree.optimizer_schema import MASTER_RULE, misfit
 
 NAMELESS = UnknownArray(
     problem="the stored optimizer numbers its parameters, and nothing says for certain what the numbers mean",
-    hint="Give model= and optimizer= (--like): their names and groups say so.",
+    hint="Give the model and its optimizer, whose names and groups say so: model= and optimizer= (--like).",
 )
 
 

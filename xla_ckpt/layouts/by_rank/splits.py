@@ -20,7 +20,7 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 """Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
 
 HINT = (
-    "Give the model that was saved, as model= (--like), or a rule such as shardings=[(r'up_proj', ('tp', None))] "
+    "Say with model= (--like) what was saved, or give a rule such as shardings=[(r'up_proj', ('tp', None))] "
     "(--sharding up_proj tp,_); docs/parallelism.md has those for fused arrays."
 )
 

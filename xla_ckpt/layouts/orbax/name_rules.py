@@ -206,7 +206,8 @@ def register_names(rules: Iterable[tuple[str, str, str]]) -> None:
     From then on, until it is called again, the arrays that a rule fits are those of ``model`` in each such checkpoint:
     for `load_checkpoint`, `convert` and all other functions. ``convert(..., to="orbax-model")`` writes a model under
     the names of the program of jax: an array of it is written by the first rule that gives its name. All ranks of a job
-    call it with the same rules.
+    call it with the same rules. `restore` finds these arrays under ``model``, too, and no longer where they were in the
+    tree: ``register_names([])`` takes the rules back.
 
     Args:
         rules: (path, name, pattern). The path is the array's in the tree, with slashes; ``{number}`` in it is any

@@ -49,13 +49,19 @@ def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagR
     with directory_to_scan(store, entry.tag, lambda: _decoded(store, entry.directory)) as files:
         for path in files.directory.files() if store.file_system is not None else ():
             files.directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
-        state = _state_of(files, config)
+        state, renamed = _state_of(files, config)
         # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
         # by its names, as in DCP's directories.
         flat = flatten(state, _kind, _CODEC)
         flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
         manifest, _ = scanned_manifest(entry.tag, flat, files.records(), created=entry.created)
-        return TagReader(files, store.path, entry.tag, manifest, ())
+        reader = TagReader(files, store.path, entry.tag, manifest, ())
+        if renamed and registered_names():
+            reader.misfit = (
+                "Its arrays for which there are rules of register_names are those of `model`, and no longer where they "
+                "were in the tree: xla_ckpt.register_names([]) takes the rules back."
+            )
+        return reader
 
 
 class _Stored(NamedTuple):
@@ -86,8 +92,10 @@ def _kind(value: Any) -> str | None:
     return value.kind if isinstance(value, _Stored) else None
 
 
-def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint, with a `_Stored` for each array. A single item is the state itself.
+def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The state of a checkpoint, with a `_Stored` for each array, and whether rules have made a model of some of it.
+
+    A single item is the state itself.
 
     Raises:
         CheckpointError: It is damaged, or holds what cannot be described.
@@ -104,7 +112,8 @@ def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> dict[str, Any]:
             trees.setdefault(item, json_object(data, "an item that is JSON"))
     tree = next(iter(trees.values())) if len(trees) == 1 else trees
     tree = tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
-    return _with_model(tree, model)
+    with_model = _with_model(tree, model)
+    return with_model, with_model is not tree
 
 
 def _takes(model: ModelParts, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
