@@ -63,6 +63,46 @@ def test_a_broken_file_is_named(why: str, tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["hf"]
 
 
+@pytest.mark.parametrize("why", BROKEN)
+def test_a_broken_file_of_any_name_is_named(why: str, tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(BROKEN[why])
+    with pytest.raises(xla_ckpt.CorruptCheckpointError) as caught:
+        xla_ckpt.restore(tmp_path / "weights.safetensors")
+    assert caught.value.file == "weights.safetensors"
+    assert not xla_ckpt.verify(tmp_path / "weights.safetensors").ok
+
+
+def test_a_file_of_any_name_is_a_model(tmp_path: Path) -> None:
+    """It was called a file that torch.save did not write, with the advice to pass a directory, which did not help."""
+    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    file = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(model.state_dict(), file)
+    assert xla_ckpt.load_checkpoint(file, model=other).tag == "weights.safetensors"
+    assert torch.equal(other.weight, model.weight)
+    assert xla_ckpt.verify(file).ok
+    assert xla_ckpt.has_checkpoint(file)
+    assert xla_ckpt.list_tags(file) == xla_ckpt.list_tags(tmp_path) == []
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"lie there, weights\.safetensors: pass the path"):
+        xla_ckpt.restore(tmp_path)
+    xla_ckpt.convert(file, tmp_path / "run")
+    assert xla_ckpt.list_tags(tmp_path / "run") == ["weights"]
+    assert torch.equal(xla_ckpt.restore(tmp_path / "run").tree["model"]["weight"], model.weight)
+
+
+@pytest.mark.parametrize("of", ["tag", "index"])
+def test_a_file_with_a_part_of_a_checkpoint_is_no_model(tmp_path: Path, of: str) -> None:
+    model = torch.nn.Linear(2, 3)
+    if of == "tag":
+        xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    else:
+        (tmp_path / "a").mkdir()
+        safetensors.torch.save_file(model.state_dict(), tmp_path / "a/model-00001-of-00002.safetensors")
+        (tmp_path / "a/model.safetensors.index.json").write_text("{}")
+    (file,) = (tmp_path / "a").rglob("*.safetensors")
+    with pytest.raises(xla_ckpt.UsageError, match=r"Pass the .*directory of the checkpoint to which it belongs"):
+        xla_ckpt.load_checkpoint(file, model=model)
+
+
 def test_an_element_type_that_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(file_of({"a": entry(0, 4, dtype="F4")}, bytes(4)))

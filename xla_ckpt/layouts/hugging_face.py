@@ -8,9 +8,10 @@ from contextlib import closing
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
-from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, UsageError, naming
+from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors, told_offsets
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
@@ -26,6 +27,11 @@ from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_object
 
+SUFFIX = ".safetensors"
+
+ADAPTERS = "adapter_model.safetensors"
+"""PEFT's only file of arrays."""
+
 MAX_FILE_BYTES = 5_000_000_000
 """Largest file, unless a single array is larger: Hugging Face's own default."""
 
@@ -36,7 +42,8 @@ MAX_INDEX = 100_000_000
 class HuggingFace(Layout):
     """The model as Hugging Face safetensors. It is no tag: it has no manifest, and no optimizer.
 
-    A directory of it that is named as a tag is opened, but no root lists it among its tags.
+    A directory of it that is named as a tag is opened, and so is a file of any other name that is a model by itself. No
+    root lists them among its tags.
     """
 
     name = "safetensors"
@@ -47,13 +54,25 @@ class HuggingFace(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
             return TagEntry(tag=tag, directory=tag)
+        if tag.endswith(SUFFIX) and store.file_system is not None and store.has(tag) and not store.is_directory(tag):
+            belongs = any(store.has(name) for name in (SINGLE, WEIGHT_INDEX, ADAPTERS))  # it is a part of their model
+            return None if belongs else TagEntry(tag=tag, directory=tag, files=(tag,))
         return None
 
+    def tag_of(self, entry: TagEntry) -> str:
+        return entry.tag.removesuffix(SUFFIX) if entry.files else entry.tag
+
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
-        with directory_to_scan(
-            store, entry.tag, lambda: store.open(entry.directory, lock=False, links=True)
-        ) as directory:
-            return TagReader(directory, store.path, entry.tag, self.scanned(directory, entry.tag), ())
+        name = "" if entry.files else entry.directory
+        with directory_to_scan(store, entry.tag, lambda: store.open(name, lock=False, links=True)) as directory:
+            if not entry.files:
+                return TagReader(directory, store.path, entry.tag, self.scanned(directory, entry.tag), ())
+            (file,) = entry.files
+            one = SavedFiles(directory, (file,))
+            check_is_whole(one, file)
+            arrays, files = scanned_model(one, file)
+            manifest, _ = scanned_manifest(entry.tag, flattened_model(arrays), files)
+            return TagReader(one, store.path, entry.tag, manifest, ())
 
     def scanned(self, directory: Directory, tag: str) -> Manifest:  # of derived classes another one
         """The manifest of such a directory. No array is read.
@@ -88,8 +107,24 @@ def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: D
     return Rewriting([tuple(files)], marks={WEIGHT_INDEX: index(files)} if len(files) > 1 else {})
 
 
+def check_is_whole(directory: ReadDirectory, file: str) -> None:
+    """Refuse a file that says of its arrays that they are parts of others: one of a tag, or of DCP's.
+
+    Raises:
+        CorruptCheckpointError: It is damaged.
+        UsageError: It says so.
+    """
+    _, head, _ = scanned_file(directory, file)
+    if told_offsets(head):
+        raise UsageError(
+            "this file of safetensors has parts of the arrays of a checkpoint",
+            file=file,
+            hint="Pass the directory of the checkpoint to which it belongs.",
+        )
+
+
 def scanned_model(
-    directory: Directory, single: str = SINGLE
+    directory: ReadDirectory, single: str = SINGLE
 ) -> tuple[dict[str, ArrayRecord | UnknownArray], list[FileRecord]]:
     """The arrays in a directory of Hugging Face's by name, and its files. No array is read.
 
@@ -138,7 +173,7 @@ def quantized(arrays: Mapping[str, ArrayRecord]) -> dict[str, UnknownArray]:
     }
 
 
-def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None]:
+def _files_of(directory: ReadDirectory, single: str) -> Mapping[str, set[str] | None]:
     """Name of each file -> the arrays that the index says are in it; None where there is no index.
 
     Raises:
@@ -153,7 +188,7 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
             raise FormatError("the index has no weight_map")
         names_by_file: dict[str, set[str] | None] = {}
         for name, file in places.items():
-            if type(file) is not str or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+            if type(file) is not str or "/" in file or "\\" in file or not file.endswith(SUFFIX):
                 raise FormatError("the index names a file that is not one beside it", leaf=name, found=str(file)[:80])
             names = names_by_file.setdefault(file, set())
             assert names is not None

@@ -102,9 +102,9 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
-    elif not tags and (others := _others(store)):
-        error.hint = " ".join(_what_others_are(others))
-        error.problem += meant(error.tag, [name for name, _, _ in others]) if error.tag else ""
+    elif not tags and (beside := _others(store)):
+        error.hint = " ".join(_what_others_are(beside))
+        error.problem += meant(error.tag, [name for name, _, _ in beside]) if error.tag else ""
     return error
 
 

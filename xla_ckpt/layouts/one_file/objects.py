@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.layouts.one_file.file import SavedFiles
+from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.torch_save.stand_ins import STORAGES, Opaque, StorageType
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, StorageAt, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject

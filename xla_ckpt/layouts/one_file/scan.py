@@ -8,9 +8,9 @@ from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UnsupportedStateError, naming
-from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members, is_model_alone
 from xla_ckpt.layouts.one_file.objects import stored_tree
+from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.strided import record_at

@@ -13,8 +13,8 @@ from xla_ckpt.layouts.by_rank.arrays import RankArray
 from xla_ckpt.layouts.by_rank.files import RankFiles
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names
-from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import stored_tree
+from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.smp.model import joined_parts
 from xla_ckpt.layouts.smp.one_save import SetPart, identified, saves_beside, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag

@@ -12,9 +12,9 @@ from xla_ckpt.engine.verified import VerifiedDirectory
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
 from xla_ckpt.layouts.digests import records_in
 from xla_ckpt.layouts.hugging_face import scanned_file
-from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import stored_tree
+from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.scanned import MAX_JSON, ScannedFiles, directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES_OF_DTENSORS
 from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items

@@ -1,4 +1,4 @@
-"""Files of torch.save as a directory, of which every byte is compared with a CRC-32 before anybody has it.
+"""Some files as a directory. Of those of torch.save every byte is compared with a CRC-32 before anybody has it.
 
 torch.save writes a CRC-32 of each storage, which torch.load does not look at. A storage is read whole when something in
 it is wanted for the first time, compared, and read again for whoever wants it, the second time from the page cache.
