@@ -22,7 +22,8 @@ LIKE = 0.7
 """How much of two words is equal if one may be meant by the other (1: all). Below, ``step`` would be like ``stale``."""
 
 SHORTEST = 3
-"""Letters of the shortest word whose letters may be in another order: of two, too many words have one."""
+"""Letters of the shortest word that may be meant by one with another letter, or with its letters in another order: of
+two, too many words are like it."""
 
 
 def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -198,18 +199,30 @@ def meant(word: Any, known: Sequence[Any]) -> str:
 
 
 def closest(word: str, known: Sequence[str]) -> str:
-    """The known word that is most like this one, or the only one of the same letters but for one, in whatever order;
-    nothing if there is none.
+    """The known word that is most like this one, or the only one of the same letters but for one, in whatever order, or
+    of three of which one is another; nothing if there is none.
 
     >>> closest("runz", ["notes", "runs"]), closest("x", ["runs"])
     ('runs', '')
     >>> closest("tni", ["runs", "tiny"]), closest("tni", ["tiny", "unit"])
     ('tiny', '')
+    >>> closest("rum", ["run", "std"]), closest("rum", ["run", "sum"])
+    ('run', '')
     """
     if near := difflib.get_close_matches(word, known, 1, LIKE):
         return near[0]
-    shuffled = [k for k in known if len(word) >= SHORTEST and _other_letters(word, k) <= 1]
-    return shuffled[0] if len(shuffled) == 1 else ""
+    if len(word) < SHORTEST:
+        return ""
+    # Of longer words with one other letter more than `LIKE` is equal.
+    nearly = [
+        k for k in known if _other_letters(word, k) <= 1 or (len(k) == len(word) == SHORTEST and _one_other(word, k))
+    ]
+    return nearly[0] if len(nearly) == 1 else ""
+
+
+def _one_other(word: str, other: str) -> bool:
+    """Whether one of two words of a length has another letter in one place alone."""
+    return sum(a != b for a, b in zip(word, other, strict=True)) == 1
 
 
 def _other_letters(word: str, other: str) -> int:

@@ -249,6 +249,18 @@ def test_letters_in_another_order_are_a_name_that_was_meant(tmp_path: pathlib.Pa
     assert "did you mean" not in str(caught.value), "both have the same letters but for one"
 
 
+def test_one_other_letter_of_three_is_a_name_that_was_meant(tmp_path: pathlib.Path) -> None:
+    """The error named the tags of the directory above instead, of which none was meant."""
+    xla_ckpt.save(tmp_path / "run", "a", {"w": torch.ones(3)})
+    xla_ckpt.save(tmp_path, "std", {"w": torch.ones(3)})
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"did you mean .*/run\?.* Nothing lies there\.$"):
+        xla_ckpt.restore(tmp_path / "rum")
+    xla_ckpt.save(tmp_path / "sum", "a", {"w": torch.ones(3)})
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Nothing lies there\. In .* oldest first: std\.$") as caught:
+        xla_ckpt.restore(tmp_path / "rum")
+    assert "did you mean" not in str(caught.value), "both have one other letter"
+
+
 def test_an_optimizer_without_its_model_is_told_so(tmp_path: pathlib.Path) -> None:
     model = torch.nn.Linear(2, 2)
     xla_ckpt.save_checkpoint(tmp_path, "a", model, torch.optim.AdamW(model.parameters()))

@@ -199,12 +199,19 @@ def test_a_tag_is_named_by_its_path_or_after_the_root(root: Path, capsys: pytest
         (["pin", "ROOT", "stpe_2"], "there is no such checkpoint: did you mean 'step_2'?"),
         (["show", "ROOT", "--leaf", "modle/0.weight"], "no leaf is like this: did you mean 'model/0.weight'?"),
         (["diff", "ROOT/best", "step_2", "--leaf", "modle"], "like this: did you mean 'model'?"),
+        (["repair", "ROOT"], "there is no 'repair': verify --repair does that"),
+        (
+            ["view", "ROOT/", "best", "--html", "v.html"],
+            "unrecognized arguments: best: one tag is named by its path, ROOT/best",
+        ),
+        (["view", "ROOT", "--like", "f", "--html", "v.html"], "--like f: view takes --sharding"),
+        (["view", "ROOT", "--hmtl", "v.html"], "--hmtl v.html: did you mean '--html'?"),
     ],
 )
 def test_what_was_meant_is_said(root: Path, capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
     with contextlib.suppress(SystemExit):  # that of wrong usage
         main([word.replace("ROOT", str(root)) for word in args])
-    assert words in capsys.readouterr().err
+    assert words.replace("ROOT", str(root)) in capsys.readouterr().err
 
 
 def test_errors_speak_of_options(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import xla_ckpt
 from tests.layouts.stock_dcp import STOCK, Stock, differences, stock
@@ -82,3 +83,16 @@ def test_a_directory_of_tags_of_ours_is_their_root_whatever_else_lies_in_it(tmp_
     xla_ckpt.save(tmp_path / "elsewhere", "ours", {"a": torch.ones(2)})
     (tmp_path / "elsewhere" / "ours").rename(tmp_path / "ours")
     assert list(xla_ckpt.restore(tmp_path).tree) == ["a"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("member", [torch.zeros(3), {"state": torch.zeros(3)}], ids=["tensor", "dict"])
+def test_a_tensor_at_the_top_is_read_alone(tmp_path: Path, member: Any) -> None:
+    """No object of `extras` takes it: the errors led from one to the other, and named a class of this library's."""
+    model = {"w": torch.ones(2)}
+    state = {"model": model, "rng": torch.arange(3.0)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    told = r"extras/rng: stored is an array, .*Checkpoints\(path\)\.read\('extras/rng'\) reads it"
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=told):
+        xla_ckpt.load_checkpoint(tmp_path / "dcp", model=model, extras={"rng": member})
+    assert torch.equal(xla_ckpt.Checkpoints(tmp_path / "dcp").read("extras/rng"), torch.arange(3.0))

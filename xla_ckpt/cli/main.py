@@ -198,15 +198,18 @@ COMMANDS: dict[str, _Command] = {
 }
 
 
+_ELSEWHERE = {"repair": "verify --repair", "mend": "verify --repair", "fix": "verify --repair"}
+"""Words that somebody may take for commands -> what does that."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that says of a word which is none of the choices which one was probably meant."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            raise argparse.ArgumentError(
-                action, f"there is no {value!r}{meant(value, choices)} (choose from {', '.join(choices)})"
-            )
+            there = f": {_ELSEWHERE[value]} does that" if value in _ELSEWHERE else meant(value, choices)
+            raise argparse.ArgumentError(action, f"there is no {value!r}{there} (choose from {', '.join(choices)})")
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -238,8 +241,18 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
     if unknown:
         options = [option for option, _ in completion.options_of(command)]
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0].partition('=')[0], options)}")
+        near = _of_view(args, unknown[0]) or meant(unknown[0].partition("=")[0], options)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return args
+
+
+def _of_view(args: argparse.Namespace, word: str) -> str:
+    """What ``view`` takes in the place of a word that other commands take; nothing of any other word or command."""
+    if args.action is not viewing.view:
+        return ""
+    if word.partition("=")[0] == "--like":
+        return ": view takes --sharding, which says how an array was split"
+    return "" if word.startswith("-") else f": one tag is named by its path, {args.path.rstrip('/')}/{word}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

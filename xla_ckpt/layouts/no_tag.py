@@ -98,8 +98,9 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
     elif not tags and not store.has(""):
-        error.problem += path_meant(store.path)
-        error.hint = f"Nothing lies there. {_tags_above(store)}".rstrip()
+        near = path_meant(store.path)
+        error.problem += near
+        error.hint = f"Nothing lies there. {_tags_above(store, near)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
     elif not tags and (beside := _others(store)):
@@ -185,11 +186,16 @@ def path_meant(path: str) -> str:
         return ""  # it is only for a hint
 
 
-def _tags_above(root: Store) -> str:
-    """What tags there are in the directory above: where nothing lies, somebody may have named a tag by its path."""
+def _tags_above(root: Store, near: str) -> str:
+    """What tags there are in the directory above: where nothing lies, somebody may have named a tag by its path.
+
+    Nothing, if what was probably meant, as `path_meant` says it, is another thing than a tag.
+    """
     try:
         above, _ = door.above(root.path)
         tags = tag_names(above.look())
     except CheckpointError:
         return ""  # it is only for a hint
-    return f"In {above.path} there are, oldest first: {', '.join(tags[-10:])}." if tags else ""
+    if not tags or (near and not any(near.endswith(f"/{tag}?") for tag in tags)):
+        return ""
+    return f"In {above.path} there are, oldest first: {', '.join(tags[-10:])}."

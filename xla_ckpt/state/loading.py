@@ -27,7 +27,7 @@ from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import flatten
-from xla_ckpt.tree.skeleton import array_paths, children, is_object, part_at
+from xla_ckpt.tree.skeleton import array_paths, children, is_array, is_object, part_at
 from xla_ckpt.tree.unflatten import Resolve, Unflattener
 
 
@@ -289,6 +289,17 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
             device = value.device if is_torch_tensor(value) else None
             target = new_array(record.dtype, whole(record.shape), kind, device)
         loading.want(path, target, record.form)
+
+
+def refused_alone(stored: Stored) -> Loading:
+    """The loading of what is neither a dict nor the state of an object, into something that is one."""
+    loading = Loading()
+    kind = "an array" if is_array(stored.skeleton) else f"a value of the class {type(stored.build()).__name__}"
+    loading.add_problem(
+        stored.prefix,
+        f"stored is {kind}, which no dict or object takes; xla_ckpt.Checkpoints(path).read({stored.prefix!r}) reads it",
+    )
+    return loading
 
 
 def pickled_model(skeleton: Any) -> Any:

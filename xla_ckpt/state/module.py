@@ -8,7 +8,7 @@ from typing import Any
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.arrays.torch_objects import is_module
 from xla_ckpt.state import rank_numbers
-from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, refused_alone
 from xla_ckpt.state.problems import UNWANTED, Problem
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.nested import leaves
@@ -84,8 +84,7 @@ def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
     loading = Loading(cast=stored.cast)
     stored_entries = stored.build()
     if not isinstance(stored_entries, Mapping):
-        loading.add_problem(stored.prefix, f"stored is a {type(stored_entries).__name__}, wanted a dict")
-        return loading
+        return refused_alone(stored)
     whole = not target
     if not whole:
         compare_keys(stored, loading, target, stored_entries)

@@ -7,10 +7,11 @@ from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept_state
-from xla_ckpt.state.loading import Loading, Stored, plan_freely
+from xla_ckpt.state.loading import Loading, Stored, plan_freely, refused_alone
 from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.rng import RNGState
+from xla_ckpt.tree.skeleton import is_array
 
 
 class _ByGetState:
@@ -54,6 +55,8 @@ def load(stored: Stored, member: Any) -> Loading:
     if isinstance(member, dict):
         check_no_stateful(member, stored.prefix)
         return load_dict(stored, member)
+    if is_array(stored.skeleton) and not hasattr(member, "load_state_dict"):
+        return refused_alone(stored)  # `tree_of` would say to pass a dict, which does not take it either
     loading = Loading()
     plan_freely(stored, loading, tree_of(member, stored.prefix))
 

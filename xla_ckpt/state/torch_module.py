@@ -13,7 +13,7 @@ from xla_ckpt.arrays.torch_elements import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied
-from xla_ckpt.state.loading import ArrayAt, Loading, Stored, plan_arrays, plan_freely
+from xla_ckpt.state.loading import ArrayAt, Loading, Stored, plan_arrays, plan_freely, refused_alone
 from xla_ckpt.state.model_view import ModelView
 from xla_ckpt.state.module import compare_keys, identity_of
 from xla_ckpt.state.wrappers import modules_in
@@ -48,8 +48,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     loading = Loading(cast=stored.cast)
     stored_entries = stored.build()
     if not isinstance(stored_entries, Mapping):
-        loading.add_problem(stored.prefix, f"stored is a {type(stored_entries).__name__}, wanted a dict")
-        return loading
+        return refused_alone(stored)
     entries = module.wanted(stored_entries) if isinstance(module, ModelView) else entries_of(module)
     of_other_ranks = rank_numbers.unfit(stored, entries)
     of_tied = _other_names(entries, stored_entries)

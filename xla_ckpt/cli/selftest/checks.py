@@ -32,7 +32,10 @@ holds, broken, unseen, skipped = (
     partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen", "was not looked at")
 )
 
-NO_TIME = skipped("There was no time left: --seconds gives more.")
+LASTING = 120.0
+"""How long a selftest takes, at most, unless the storage keeps it waiting (s)."""
+
+NO_TIME = skipped(f"There was no time left: --seconds gives more, and its default, {LASTING:.0f}, is enough as a rule.")
 
 
 @dataclass(frozen=True, slots=True)
