@@ -29,7 +29,7 @@ from xla_ckpt.tree.json_object import json_object
 
 SUFFIX = ".safetensors"
 
-ADAPTERS = "adapter_model.safetensors"
+ADAPTER_ARRAYS = "adapter_model.safetensors"
 """PEFT's only file of arrays."""
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -55,7 +55,9 @@ class HuggingFace(Layout):
         if any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
             return TagEntry(tag=tag, directory=tag)
         if tag.endswith(SUFFIX) and store.file_system is not None and store.has(tag) and not store.is_directory(tag):
-            belongs = any(store.has(name) for name in (SINGLE, WEIGHT_INDEX, ADAPTERS))  # it is a part of their model
+            belongs = any(
+                store.has(name) for name in (SINGLE, WEIGHT_INDEX, ADAPTER_ARRAYS)
+            )  # it is a part of their model
             return None if belongs else TagEntry(tag=tag, directory=tag, files=(tag,))
         return None
 

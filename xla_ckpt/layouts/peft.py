@@ -18,7 +18,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, naming
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.hugging_face import ADAPTERS, HuggingFace, scanned_model
+from xla_ckpt.layouts.hugging_face import ADAPTER_ARRAYS, HuggingFace, scanned_model
 from xla_ckpt.layouts.peft_names import PREFIX, config_to_run, is_of_peft, names_in_files
 from xla_ckpt.layouts.scanned import MAX_JSON, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import Arrays
@@ -59,7 +59,7 @@ class Peft(HuggingFace):
     asks = True  # a program knows whether its model is PEFT's own, which loads such a directory itself
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        if store.has(f"{tag}/{ADAPTERS}"):
+        if store.has(f"{tag}/{ADAPTER_ARRAYS}"):
             return TagEntry(tag=tag, directory=tag)
         return None
 
@@ -81,7 +81,7 @@ class Peft(HuggingFace):
                 if ADAPTER_CONFIG in directory.files()
                 else None
             )
-        arrays, files = scanned_model(directory, ADAPTERS)
+        arrays, files = scanned_model(directory, ADAPTER_ARRAYS)
         # Under the names of the model that the adapters are for, and the configuration beside them.
         model: dict[str, Any] = {name.removeprefix(PREFIX): array for name, array in arrays.items()}
         model |= {} if config is None else {schema.LORA_CONFIG: config}
@@ -194,7 +194,7 @@ def _renamed(file: FilePlan, called: Mapping[str, str]) -> FilePlan:
     assert isinstance(file.codec, Safetensors)
     regions = file.codec.regions
     named = replace(regions, names=[called[name] for name in regions.names])
-    return replace(file, path=ADAPTERS, codec=replace(file.codec, regions=named))
+    return replace(file, path=ADAPTER_ARRAYS, codec=replace(file.codec, regions=named))
 
 
 def _is_adapter(name: str) -> bool:

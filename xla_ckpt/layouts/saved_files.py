@@ -9,11 +9,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from xla_ckpt.errors import naming
 from xla_ckpt.files.crc32 import check_crc32
-from xla_ckpt.layouts.torch_save.zip_reader import StorageAt
 from xla_ckpt.storage.base import ReadDirectory, Source
+
+if TYPE_CHECKING:
+    from xla_ckpt.layouts.torch_save.zip_reader import StorageAt  # this loads torch, which files of others do without
 
 
 class SavedFiles:

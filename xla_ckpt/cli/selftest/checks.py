@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Literal
 
+from xla_ckpt.cli.selftest.command import LASTING
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import store_at
@@ -31,9 +32,6 @@ class Sighting:
 holds, broken, unseen, skipped = (
     partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen", "was not looked at")
 )
-
-LASTING = 120.0
-"""How long a selftest takes, at most, unless the storage keeps it waiting (s)."""
 
 NO_TIME = skipped(f"There was no time left: --seconds gives more, and its default, {LASTING:.0f}, is enough as a rule.")
 

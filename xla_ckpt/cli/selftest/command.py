@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
-from xla_ckpt.cli.selftest.checks import LASTING
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from xla_ckpt.storage.base import Store
+
+LASTING = 120.0
+"""How long a selftest takes, at most, unless the storage keeps it waiting."""
 
 LONGEST = 86400.0
 """How long one may take at most (s)."""
