@@ -143,7 +143,7 @@ def test_weights_alone_by_way_of_an_export(tmp_path: Path) -> None:
 
 def test_what_show_says_of_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(SMALL / "tp2_pp2_dp1/ckpt"), "--leaf", "optimizer"]) == 0
-    assert "Give --like: their names and groups say so." in capsys.readouterr().out
+    assert "Give the model and its optimizer, whose names and groups say so: --like." in capsys.readouterr().out
 
 
 def test_what_is_no_sentence_stays_in_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
