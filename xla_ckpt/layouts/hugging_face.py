@@ -55,9 +55,8 @@ class HuggingFace(Layout):
         if any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
             return TagEntry(tag=tag, directory=tag)
         if tag.endswith(SUFFIX) and store.file_system is not None and store.has(tag) and not store.is_directory(tag):
-            belongs = any(
-                store.has(name) for name in (SINGLE, WEIGHT_INDEX, ADAPTER_ARRAYS)
-            )  # it is a part of their model
+            # Beside one of these it is a part of their model.
+            belongs = any(store.has(name) for name in (SINGLE, WEIGHT_INDEX, ADAPTER_ARRAYS))
             return None if belongs else TagEntry(tag=tag, directory=tag, files=(tag,))
         return None
 
