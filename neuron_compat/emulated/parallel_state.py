@@ -20,7 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from neuron_compat.groups import NAMES, kv_groups, rank_groups
-from xla_ckpt import Mesh, add_mesh_source
+from neuron_compat.lazy import imported
+from xla_ckpt import Mesh, UsageError, add_mesh_source
 from xla_ckpt.facade import check_can_meet
 
 P = ParamSpec("P")
@@ -122,13 +123,15 @@ def initialize_model_parallel(
 
     Raises:
         RuntimeError: It was called before, or the sizes do not divide the number of ranks.
-        xla_ckpt.UsageError: There are other ranks, and torch.distributed is not initialised.
+        xla_ckpt.UsageError: There are other ranks, and no torch.distributed, or an XLA that does not reach them.
     """
     if _current:
         raise RuntimeError("parallel_state is initialised already; call destroy_model_parallel() first")
     check_can_meet()
     joined = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
+    if world > 1 and distributed.get_backend() == "xla":
+        _check_reached(world)
     mesh = _mesh(
         world,
         tensor_model_parallel_size,
@@ -150,6 +153,19 @@ def initialize_model_parallel(
     _current.append(state)
     if kv_shared_group_size is not None:
         initialize_kv_group(kv_shared_group_size)
+
+
+def _check_reached(world: int) -> None:
+    """Refuse a job of several ranks each of which XLA takes for the only one: the first collective would fail."""
+    reached = imported("torch_xla.runtime").world_size()
+    if reached < world:
+        raise UsageError(
+            "XLA's collectives do not reach the other ranks of this job",
+            expected=f"{world} devices",
+            found=reached,
+            hint="On CPUs each process has an XLA of its own: set NEURON_COMPAT_EMULATE=1, or call "
+            "neuron_compat.emulate() before init_process_group (docs/testing-on-cpus.md).",
+        )
 
 
 def new_group(ranks: list[int]) -> Any:

@@ -18,6 +18,7 @@ import torch_xla.runtime as xr
 
 import neuron_compat
 import neuron_compat.nxd as nxd
+import xla_ckpt
 from tests.commands import Commands
 from tests.jobs import finish, places, run_alone
 from tests.nursery import Call, bear
@@ -102,6 +103,20 @@ def too_early() -> None:
 
 def test_a_group_that_was_made_too_early_says_so() -> None:
     run_alone(too_early, xla=True, env=places(2)[0])
+
+
+def is_not_emulated() -> None:
+    distributed: Any = torch.distributed
+    distributed.init_process_group("xla")
+    assert (distributed.get_world_size(), xr.world_size()) == (2, 1)
+    with pytest.raises(xla_ckpt.UsageError, match=r"do not reach.*2 devices, found 1.*NEURON_COMPAT_EMULATE=1"):
+        nxd.parallel_layers.parallel_state.initialize_model_parallel()
+
+
+def test_a_job_that_xla_does_not_reach_is_told_so_before_it_trains() -> None:
+    ranks = [bear(Call.of(is_not_emulated), env=place, xla=True) for place in places(2)]
+    outcomes = finish(ranks)
+    assert [code for code, _, _ in outcomes] == [0, 0], outcomes
 
 
 def joins_late() -> None:

@@ -18,7 +18,7 @@ _ELSEWHERE = ("python", "numpy", "torch", "xla")
 def generators() -> dict[str, Any]:
     """The state of torch's generators, as they are now."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if "torch_xla" in sys.modules:
+    if _has_xla():
         import torch_xla.core.xla_model as xm
 
         state["xla"] = int(xm.get_rng_state())
@@ -32,7 +32,7 @@ def set_generators(state: Mapping[str, Any]) -> None:
     """Set those of torch's generators that `state` holds and that this process has."""
     torch.set_rng_state(state["torch"].cpu())
     if "xla" in state:
-        if "torch_xla" in sys.modules:
+        if _has_xla():
             import torch_xla.core.xla_model as xm
 
             xm.set_rng_state(state["xla"])
@@ -40,6 +40,11 @@ def set_generators(state: Mapping[str, Any]) -> None:
             logger.warning("XLA's random generator was saved, and torch_xla is not loaded here: it is left out")
     for kind in (key for key in state if key not in _ELSEWHERE):
         _set_all(kind, [s.cpu() for s in state[kind]])
+
+
+def _has_xla() -> bool:
+    """Whether this process has loaded torch_xla. Whoever keeps it from being imported leaves None there."""
+    return sys.modules.get("torch_xla") is not None
 
 
 def _accelerator() -> str | None:
