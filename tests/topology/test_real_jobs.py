@@ -198,7 +198,6 @@ def spmd_tensors_change_after_each_save(root: Path) -> None:
             assert all(torch.equal(saved[name], value) for name, value in before.items()), tag
 
 
-@pytest.mark.xla
 def spmd_tensors_are_saved_while_their_step_runs(root: Path) -> None:
     import torch_xla
     import torch_xla.distributed.spmd as xs
@@ -219,10 +218,12 @@ def spmd_tensors_are_saved_while_their_step_runs(root: Path) -> None:
     assert torch.equal(tree["split"], torch.eye(512))
 
 
+@pytest.mark.xla
 def test_spmd_tensors_are_saved_right_after_the_sync_of_their_step(tmp_path: Path) -> None:
     """torch_xla answers where a tensor lies only when it has been computed, and fails before."""
     run_alone(spmd_tensors_are_saved_while_their_step_runs, tmp_path, xla=True, env={"CPU_NUM_DEVICES": "8"})
 
 
+@pytest.mark.xla
 def test_a_save_of_spmd_tensors_holds_what_they_were_in_each_mode_of_snapshots(tmp_path: Path) -> None:
     run_alone(spmd_tensors_change_after_each_save, tmp_path, xla=True, env={"CPU_NUM_DEVICES": "8"})
