@@ -90,7 +90,10 @@ def emulate(*, join: bool = True) -> Emulation:
     distributed: Any = torch.distributed
     if not _current:
         if not distributed.is_initialized() and "RANK" not in os.environ:
-            raise RuntimeError("neuron_compat.emulate() needs torchrun, or an initialised torch.distributed")
+            raise RuntimeError(
+                "neuron_compat.emulate(), which NEURON_COMPAT_EMULATE=1 calls, needs torchrun, or an initialised "
+                "torch.distributed; a single process needs no emulation"
+            )
         _current.append(_replaced(*_place()))
     if join:
         _join()

@@ -312,7 +312,11 @@ def takes_part(rank: int, root: Path, case: Case) -> Told:
     clocks = _strike(case) if rank == case.victim or case.at == 0 or case.fault == ALL_CTRL_C else None
     model, told, began = model_of(2), Told(error=None, text=""), time.monotonic()
     try:
-        operation.call(root, operation.old if operation.loads else operation.new, model, case.mesh, case.timeout)
+        try:
+            operation.call(root, operation.old if operation.loads else operation.new, model, case.mesh, case.timeout)
+        finally:
+            # A thread of the call may send a message when the call has ended, and nothing here would catch Ctrl-C then.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except xla_ckpt.CheckpointError as error:
         told |= {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     except (MemoryError, KeyboardInterrupt) as error:

@@ -58,6 +58,23 @@ def test_the_newest_done_marker_counts(tmp_path: Path, caplog: pytest.LogCapture
         xla_ckpt.load_checkpoint(tmp_path, "step_31", model=model)
 
 
+def test_the_file_of_a_rank_is_no_checkpoint(tmp_path: Path) -> None:
+    """Its arrays have the names of the whole model's, and are parts of them."""
+    tag_at(tmp_path, "step_1", 1)
+    model = tmp_path / "step_1" / "model"
+    with pytest.raises(xla_ckpt.UsageError, match=r"no checkpoint by itself.*Pass the root directory"):
+        xla_ckpt.restore(model / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="It is a part of a checkpoint: pass .*/step_1"):
+        xla_ckpt.restore(model)
+
+
+def test_a_float32_model_without_its_optimizer_hears_of_master_weights(tmp_path: Path) -> None:
+    tag_at(tmp_path, "step_1", 1)
+    rank_file(tmp_path / "step_1" / "model", {"w": torch.ones(4, dtype=torch.bfloat16)})
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"master weights.*optimizer=.*cast=True"):
+        xla_ckpt.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+
+
 @pytest.mark.parametrize(("tag", "begins"), [(None, "there is no checkpoint"), ("step_31", "there is no such")])
 def test_a_root_of_tags_without_marks_says_that_they_can_be_named(tmp_path: Path, tag: str | None, begins: str) -> None:
     """`ls` listed the tag as not complete, and these calls said that no tag is there."""

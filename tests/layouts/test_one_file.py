@@ -154,6 +154,16 @@ def test_a_bare_state_dict(tmp_path: Path) -> None:
         xla_ckpt.load_checkpoint(tmp_path / "net.pth", model=other, optimizer=torch.optim.AdamW(other.parameters()))
 
 
+def test_of_several_models_it_is_said_which_they_are(tmp_path: Path) -> None:
+    weights = torch.nn.Linear(4, 2).state_dict()
+    torch.save({"G": weights, "D": {name: 3 * value for name, value in weights.items()}}, tmp_path / "gan.pt")
+    model = torch.nn.Linear(4, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"several models are stored.*: G, D"):
+        xla_ckpt.load_checkpoint(tmp_path / "gan.pt", model=model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_any_other_tree_is_as_it_was(tmp_path: Path) -> None:
     tree = {"w": torch.ones(2), "lr": 0.1, "by_number": {1: torch.zeros(3), (2, "b"): "x"}, "list": [torch.ones(1), 2]}
     torch.save(tree, tmp_path / "c.pt")
@@ -381,7 +391,7 @@ def test_cut_off_and_other_files(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="none of torch.save's"):
         xla_ckpt.restore(file)
     (tmp_path / "note.txt").write_text("hello")
-    with pytest.raises(xla_ckpt.UsageError, match=r"this is a file, and none that torch\.save wrote.*Pass the root"):
+    with pytest.raises(xla_ckpt.UsageError, match=r"this is a file, and no checkpoint by itself.*Pass the root"):
         xla_ckpt.restore(tmp_path / "note.txt")
 
 

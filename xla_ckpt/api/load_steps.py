@@ -289,7 +289,9 @@ class Load:
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
             objects = self.content if isinstance(self.content, Objects) else None
             ranks = self.job.placement.world
-            masters = objects is not None and objects.optimizer is None and stores_masters(reader.manifest)
+            # Of another library's tag the optimizer is looked at only if it is asked for.
+            may_store = reader.foreign_objects is not None or stores_masters(reader.manifest)
+            masters = objects is not None and objects.optimizer is None and may_store
             error = incompatible(
                 refused, fits=fits, optional=objects is not None, ranks=ranks, misfit=reader.misfit, masters=masters
             )

@@ -103,10 +103,21 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.hint = f"Nothing lies there. {_tags_above(store, near)}".rstrip()
     elif not tags and (below := names_of_roots_below(store)):
         error.hint = f"There are checkpoints below it, in {below}: pass one of these directories."
+    elif not tags and (whole := _checkpoint_around(store)):
+        error.hint = f"It is a part of a checkpoint: pass {whole}."
     elif not tags and (beside := _others(store)):
         error.hint = " ".join(_what_others_are(beside))
         error.problem += meant(error.tag, [name for name, _, _ in beside]) if error.tag else ""
     return error
+
+
+def _checkpoint_around(store: Store) -> str:
+    """The path of the checkpoint that a directory is a part of; empty if there is none."""
+    try:
+        around, _ = door.above(store.path)
+        return around.path if named_itself(around) is not None else ""
+    except CheckpointError:
+        return ""  # it is only for a hint
 
 
 def _others(store: Store) -> list[tuple[str, Layout, TagEntry]]:

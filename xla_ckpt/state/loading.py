@@ -292,8 +292,14 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
 
 
 def refused_alone(stored: Stored) -> Loading:
-    """The loading of what is neither a dict nor the state of an object, into something that is one."""
+    """The loading of what is neither a dict nor the state of an object, into something that is one.
+
+    Raises:
+        IncompatibleCheckpointError: Nothing says what it is.
+    """
     loading = Loading()
+    if is_array(stored.skeleton):
+        stored.manifest.required(stored.prefix)  # of several dicts that may be meant it says which they are
     kind = "an array" if is_array(stored.skeleton) else f"a value of the class {type(stored.build()).__name__}"
     loading.add_problem(
         stored.prefix,

@@ -58,7 +58,7 @@ def incompatible(
         optional: Whether the call can be told to load only that.
         ranks: Number of ranks of the job.
         misfit: Why the tag may not fit whatever the target is, and what to load then.
-        masters: Whether the tag has master weights, and the call asks for no optimizer.
+        masters: Whether the tag may have master weights, and the call asks for no optimizer.
     """
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
@@ -75,7 +75,7 @@ def incompatible(
     if any(p.castable for p in problems):
         if masters:
             hints.append(
-                "The tag has master weights: a model of their type gets them if its optimizer is loaded with it "
+                "Where a tag has master weights, a model of their type gets them if its optimizer is loaded with it "
                 "(optimizer=)."
             )
         hints.append("cast=True converts floating-point values to the type that is wanted.")

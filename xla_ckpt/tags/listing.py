@@ -115,7 +115,7 @@ def names_in(store: Store) -> list[str]:
         return store.names()
     except NotADirectoryError as error:
         raise UsageError(
-            "this is a file, and none that torch.save wrote",
+            "this is a file, and no checkpoint by itself",
             path=store.path,
             hint="Pass the root directory of the checkpoints, or the directory of the checkpoint to which it belongs.",
         ) from error

@@ -6,6 +6,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.nxd.tags import OF_EXPERTS, OF_RANK
 from xla_ckpt.layouts.smp.tags import user_content_beside
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
@@ -38,6 +39,8 @@ class OneFile(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if not is_tag_name(tag) or tag.endswith(PART_OF_DCP) or not store.has(tag) or store.is_directory(tag):
             return None
+        if any(name.at(tag) is not None for name in (OF_RANK, OF_EXPERTS)):
+            return None  # what one rank of a job had, of which a model with the same names would be loaded
         try:
             is_zip = tag.endswith(SUFFIXES) or store.start_of(tag, 4) == b"PK\3\4"
         except OSError:
