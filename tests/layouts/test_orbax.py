@@ -273,6 +273,9 @@ def test_an_older_one_has_no_tree(saved: Path, tmp_path: Path, name: str, caplog
     assert "has no _METADATA" in caplog.text
     assert_equal(state["params.a.b/c"], orbax_saves.arrays()["whole"])
     assert state["step"].tolist() == 12
+    (problem,) = xla_ckpt.verify(copy).problems
+    assert (problem.file, problem.tag) == ("_METADATA", copy.name)
+    assert "orbax restores this checkpoint no more" in problem.problem
 
 
 def written(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer, Path]:

@@ -7,17 +7,20 @@ Conversions write a model in a form of jax's, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import InvalidTagError, UsageError
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import CorruptCheckpointError, InvalidTagError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.orbax.maxtext import rules_for
-from xla_ckpt.layouts.orbax.tags import find_orbax_tag, is_step, orbax_tags
+from xla_ckpt.layouts.orbax.tags import find_orbax_tag, is_step, missing_metadata, orbax_tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
@@ -89,6 +92,25 @@ class Orbax(Layout):
         from xla_ckpt.layouts.orbax.scan import open_orbax
 
         return open_orbax(store, entry, hints.config)
+
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
+        report = super().verify(store, entry, workers)
+        with (
+            storage_errors("opening a checkpoint", path=store.path, tag=entry.tag),
+            closing(store.open(entry.directory, lock=False)) as directory,
+        ):
+            missing = missing_metadata(directory.files())
+        for file in missing:  # a load does without it; orbax does not
+            problem = CorruptCheckpointError(
+                "a file is missing, without which orbax restores this checkpoint no more",
+                path=store.path,
+                tag=entry.tag,
+                file=file,
+                hint="Restore it from a copy; or convert the checkpoint, whose arrays are read still, under names with "
+                "dots. An old version of orbax's wrote none.",
+            )
+            report.problems.append(problem)
+        return report
 
 
 class OrbaxModel(Layout):

@@ -94,6 +94,16 @@ def items_of(files: Sequence[str]) -> list[str]:
     return [""] if "" in heads else sorted(head for head in heads if "/" not in head and _may_be_named(head))
 
 
+def missing_metadata(files: Sequence[str]) -> list[str]:
+    """The files ``_METADATA`` that items in such a checkpoint lack.
+
+    >>> missing_metadata(["state/manifest.ocdbt", "state/d/0a", "other/_METADATA"])
+    ['state/_METADATA']
+    """
+    wanted = [f"{item}/{TREE_METADATA}".lstrip("/") for item in items_of(files)]
+    return [file for file in wanted if file not in files]
+
+
 def json_items_of(files: Sequence[str]) -> list[str]:
     """The items in such a checkpoint that are JSON, as `JsonSave` writes them.
 
