@@ -103,6 +103,26 @@ def test_a_file_with_a_part_of_a_checkpoint_is_no_model(tmp_path: Path, of: str)
         xla_ckpt.load_checkpoint(file, model=model)
 
 
+@pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model"])
+def test_shards_without_their_index(tmp_path: Path, name: str) -> None:
+    """One shard was taken for a model by itself, and offered as the checkpoint that lies there."""
+    folder, model = tmp_path / "hf", torch.nn.Linear(2, 3)
+    folder.mkdir()
+    shards = [folder / f"{name}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for shard in shards:
+        safetensors.torch.save_file(torch.nn.Linear(2, 3).state_dict(), shard)
+    held = {leaf: tensor.clone() for leaf, tensor in model.state_dict().items()}
+    for path, said in (
+        (shards[0], rf"{shards[0].name} is one of 2 shards of a model, and model.safetensors.index.json is missing"),
+        (folder, "the index of a model in shards is missing"),
+    ):
+        with pytest.raises(xla_ckpt.CorruptCheckpointError, match=rf"{said}.*Restore the index"):
+            xla_ckpt.load_checkpoint(path, model=model, strict=False)
+        (problem,) = xla_ckpt.verify(path).problems
+        assert problem.file == "model.safetensors.index.json"
+    assert all(torch.equal(tensor, held[leaf]) for leaf, tensor in model.state_dict().items())
+
+
 def test_an_element_type_that_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(file_of({"a": entry(0, 4, dtype="F4")}, bytes(4)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import closing
 
@@ -32,6 +33,9 @@ SUFFIX = ".safetensors"
 ADAPTER_ARRAYS = "adapter_model.safetensors"
 """PEFT's only file of arrays."""
 
+_SHARD = re.compile(r"(?!shard-).+-\d{5}-of-(?!00001)(\d{5})\.safetensors")
+"""Name of one of several files of a model, which their index names all; DCP's own shards begin with another word."""
+
 MAX_FILE_BYTES = 5_000_000_000
 """Largest file, unless a single array is larger: Hugging Face's own default."""
 
@@ -54,7 +58,11 @@ class HuggingFace(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
             return TagEntry(tag=tag, directory=tag)
-        if tag.endswith(SUFFIX) and store.file_system is not None and store.has(tag) and not store.is_directory(tag):
+        if store.file_system is None:
+            return None
+        if store.is_directory(tag):  # shards without their index: who opens the directory is told what is missing
+            return TagEntry(tag=tag, directory=tag) if any(map(_SHARD.fullmatch, store.names(tag))) else None
+        if tag.endswith(SUFFIX) and store.has(tag):
             # Beside one of these it is a part of their model.
             belongs = any(store.has(name) for name in (SINGLE, WEIGHT_INDEX, ADAPTER_ARRAYS))
             return None if belongs else TagEntry(tag=tag, directory=tag, files=(tag,))
@@ -68,6 +76,10 @@ class HuggingFace(Layout):
         with directory_to_scan(store, entry.tag, lambda: store.open(name, lock=False, links=True)) as directory:
             if not entry.files:
                 return TagReader(directory, store.path, entry.tag, self.scanned(directory, entry.tag), ())
+            if (shard := _SHARD.fullmatch(entry.tag)) is not None:
+                raise _no_index(
+                    f"{entry.tag} is one of {int(shard[1])} shards of a model, and {WEIGHT_INDEX} is missing"
+                )
             (file,) = entry.files
             one = SavedFiles(directory, (file,))
             check_is_whole(one, file)
@@ -91,6 +103,12 @@ class HuggingFace(Layout):
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         return model_files(stored, part=schema.MODEL, max_file_bytes=MAX_FILE_BYTES)
+
+
+def _no_index(problem: str) -> CorruptCheckpointError:
+    """The error for shards of a model without the index, which says which arrays are in each."""
+    hint = "Restore the index, which says what each shard holds, and pass the directory."
+    return CorruptCheckpointError(problem, file=WEIGHT_INDEX, hint=hint)
 
 
 def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: DType | None = None) -> Rewriting:
@@ -178,10 +196,14 @@ def _files_of(directory: ReadDirectory, single: str) -> Mapping[str, set[str] | 
     """Name of each file -> the arrays that the index says are in it; None where there is no index.
 
     Raises:
+        CorruptCheckpointError: There is neither the single file nor the index.
         FormatError: The index is broken, or names a file outside of the directory.
     """
-    if single in directory.files():
+    there = directory.files()
+    if single in there:
         return {single: None}
+    if WEIGHT_INDEX not in there:
+        raise _no_index("the index of a model in shards is missing")
     with naming(file=WEIGHT_INDEX):
         data = read_whole(directory, WEIGHT_INDEX, limit=MAX_INDEX, what="the index")
         places = json_object(data, "the index").get("weight_map")
