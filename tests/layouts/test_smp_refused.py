@@ -248,6 +248,17 @@ def test_notes_of_two_saves(in_directory: bool, tmp_path: Path, monkeypatch: pyt
     assert [problem.problem for problem in xla_ckpt.verify(path).problems] == [error.problem]
 
 
+def test_a_part_that_is_cut_off_is_not_of_another_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No note is true of it, so that it was said to be of a program that has written over it."""
+    files = write_set(tmp_path / "c.pt", PP2TP2, "documents")
+    for file in files:
+        note(file, "job-1")
+    os.truncate(files[-1], files[-1].stat().st_size // 2)
+    error = refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "the part is cut off or damaged")
+    assert error.file == files[-1].name
+    assert {problem.file for problem in xla_ckpt.verify(tmp_path / "c.pt").problems} == {files[-1].name}
+
+
 def test_a_save_that_was_cut_off_before_a_file_had_its_name(tmp_path: Path) -> None:
     """The note names the new save already, and the old one still matches."""
     for file in write_set(tmp_path / "c.pt", PP2TP2, "documents"):

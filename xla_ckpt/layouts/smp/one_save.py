@@ -126,7 +126,8 @@ def of_one_save(parts: Mapping[Numbers, SetPart]) -> dict[Numbers, SetPart]:
     over a part of what a larger one had left.
 
     Raises:
-        CorruptCheckpointError: They are of several saves, of which none is whole, or more than one.
+        CorruptCheckpointError: They are of several saves, of which none is whole, or more than one; or one is no whole
+            file.
     """
     saves: dict[str, dict[Numbers, SetPart]] = {}
     for numbers, part in parts.items():
@@ -136,6 +137,13 @@ def of_one_save(parts: Mapping[Numbers, SetPart]) -> dict[Numbers, SetPart]:
         return dict(parts)
     whole = [name for name, of_save in saves.items() if is_whole(of_save)]
     if len(whole) != 1:
+        if (torn := next((part.file for part in parts.values() if part.saves and not part.digest), None)) is not None:
+            # No note is true of such a file, so that it would seem to be of a save of its own.
+            raise CorruptCheckpointError(
+                "the part is cut off or damaged: it is no whole zip of torch.save",
+                file=torn,
+                hint="Restore it from a copy, or take another checkpoint.",
+            )
         raise two_saves("; ".join(f"{of_save[min(of_save)].file} of {name}" for name, of_save in saves.items()))
     left = sorted(part.file for numbers, part in parts.items() if numbers not in saves[whole[0]])
     logger.warning("%s: of another save, and left out", ", ".join(left))

@@ -289,7 +289,11 @@ class Zip:
             if record is None:
                 raise CorruptCheckpointError(f"the record {name} is missing in the zip", file=self.file)
             if not record.plain:
-                raise UnsupportedStateError(f"the record {name} is compressed or encrypted", file=self.file)
+                raise UnsupportedStateError(
+                    f"the record {name} is compressed or encrypted, or the file is damaged",
+                    file=self.file,
+                    hint="torch.save compresses nothing: restore it from a copy, unless another program packed it.",
+                )
             known = self._places[name] = self._record(self.prefix + name)
         return known
 
