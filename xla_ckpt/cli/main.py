@@ -208,7 +208,8 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            there = f": {_ELSEWHERE[value]} does that" if value in _ELSEWHERE else meant(value, choices)
+            elsewhere = _ELSEWHERE.get(value) if action.nargs == argparse.PARSER else None  # a word for a command
+            there = f": {elsewhere} does that" if elsewhere else meant(value, choices)
             raise argparse.ArgumentError(action, f"there is no {value!r}{there} (choose from {', '.join(choices)})")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -78,14 +78,14 @@ def stream_files(
     if directory.streaming is not None:
         files = [file.streamed() for file in files]
     at_once = min(threads(crew.workers, 2), len(files)) or 1
-    each = replace(crew, workers=max(crew.workers // at_once, 1))
+    each, share = Crew(workers=max(crew.workers // at_once, 1)), max(max_memory // at_once, 1)
     records: list[FileRecord | None] = [None] * len(files)
     groups = _groups(files)
 
     def write(number: int, _: memoryview) -> None:
-        group = [_File(reader, files[i], max(max_memory // at_once, 1), crew.progress) for i in groups[number]]
+        group = [_File(reader, files[i], share, crew.progress) for i in groups[number]]
         spans = (span for file in group for span in file.spans)
-        read = _read_all(reader, spans, each, max(max_memory // at_once, 1))
+        read = _read_all(reader, spans, each, share)
         for i, file in zip(groups[number], group, strict=True):
             records[i] = file.write(directory, read)
 
@@ -123,7 +123,7 @@ def _read(reader: TagReader, batch: Sequence[_Span], crew: Crew) -> _Read:
         slots.append(memory[at : at + span.stored_bytes])
         at += span.stored_bytes
     wants = [Want(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
-    read_into(reader, plan_restore(reader.manifest, wants), slots, Crew(workers=crew.workers))
+    read_into(reader, plan_restore(reader.manifest, wants), slots, crew)
     yield from zip(batch, slots, strict=True)
 
 

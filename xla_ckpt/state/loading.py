@@ -300,7 +300,9 @@ def refused_alone(stored: Stored) -> Loading:
     loading = Loading()
     if is_array(stored.skeleton):
         stored.manifest.required(stored.prefix)  # of several dicts that may be meant it says which they are
-    kind = "an array" if is_array(stored.skeleton) else f"a value of the class {type(stored.build()).__name__}"
+        kind = "an array"
+    else:
+        kind = f"a value of the class {type(stored.build()).__name__}"
     loading.add_problem(
         stored.prefix,
         f"stored is {kind}, which no dict or object takes; xla_ckpt.Checkpoints(path).read({stored.prefix!r}) reads it",
