@@ -18,6 +18,9 @@ from xla_ckpt.storage.base import ReadDirectory, Source
 if TYPE_CHECKING:
     from xla_ckpt.layouts.torch_save.zip_reader import StorageAt  # this loads torch, which files of others do without
 
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""What programs give to torch.save as the ending of a name."""
+
 
 class SavedFiles:
     """A directory as if some files were all that is in it. They are only read."""

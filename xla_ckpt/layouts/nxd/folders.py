@@ -18,7 +18,7 @@ from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, RankName, largest_of
 from xla_ckpt.layouts.by_rank.state import Stage, stages, trees
 from xla_ckpt.layouts.nxd.adapters import mixed_adapters
 from xla_ckpt.layouts.nxd.optimizer import stored_optimizer
-from xla_ckpt.layouts.nxd.tags import FOLDERS
+from xla_ckpt.layouts.nxd.tags import FOLDERS, OF_EXPERTS, OF_RANK
 from xla_ckpt.layouts.nxd.tensor_files import TensorFiles
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
@@ -26,10 +26,6 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.tree import schema
 
 MODEL, OPTIM = FOLDERS
-
-OF_RANK = RankName("dp_rank_{dp:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
-OF_EXPERTS = RankName("dp_rank_{dp:02}_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
-"""What the file of a rank is called in a job without and with expert parallelism."""
 
 OF_ALL = RankName("full_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
 OF_ALL_EXPERTS = RankName("full_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.by_rank.tags import RankTag, modified
 from xla_ckpt.storage.base import Store
 
@@ -10,6 +11,10 @@ TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
 
 FOLDERS = ("model", "optim")
 """The folders of such a tag in which the ranks have their files."""
+
+OF_RANK = RankName("dp_rank_{dp:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
+OF_EXPERTS = RankName("dp_rank_{dp:02}_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
+"""What the file of a rank is called in a job without and with expert parallelism."""
 
 
 def marked_tag(store: Store, tag: str, below: str = "") -> RankTag | None:

@@ -19,9 +19,9 @@ from xla_ckpt.layouts.by_rank.new_job import NewJob, deals_rows
 from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState
 from xla_ckpt.layouts.by_rank.rewriting import members_of_ranks, rewritten
 from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
-from xla_ckpt.layouts.nxd.folders import MODEL, OF_EXPERTS, OF_RANK, OPTIM
+from xla_ckpt.layouts.nxd.folders import MODEL, OPTIM
 from xla_ckpt.layouts.nxd.optimizer import numbered
-from xla_ckpt.layouts.nxd.tags import TAG_MARKS
+from xla_ckpt.layouts.nxd.tags import OF_EXPERTS, OF_RANK, TAG_MARKS
 from xla_ckpt.layouts.nxd.tensor_files import lay_apart
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.nxd.tags import OF_EXPERTS, OF_RANK
+from xla_ckpt.layouts.saved_files import SUFFIXES
 from xla_ckpt.layouts.smp.tags import user_content_beside
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
@@ -15,14 +15,8 @@ from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.names import is_tag_name
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""What programs give to torch.save as the ending of a name."""
-
 PART_OF_DCP = ".distcp"
 """The ending of a file of torch.distributed.checkpoint's. It consists of zips of torch.save, and begins like one."""
-
-_OF_ONE_RANK = re.compile(r"dp_rank_\d+_(ep_rank_\d+_)?tp_rank_\d+_pp_rank_\d+\.pt")
-"""Name of a file of neuronx-distributed's that has what one rank of a job had."""
 
 STATE_FILE = "state.pt"
 """What a plan calls the file; whoever writes it knows its name."""
@@ -43,7 +37,7 @@ class OneFile(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if not is_tag_name(tag) or tag.endswith(PART_OF_DCP) or not store.has(tag) or store.is_directory(tag):
             return None
-        if _OF_ONE_RANK.fullmatch(tag):
+        if any(name.at(tag) is not None for name in (OF_RANK, OF_EXPERTS)):
             return None  # a model of its names would get the parts that the rank had for whole arrays
         try:
             is_zip = tag.endswith(SUFFIXES) or store.start_of(tag, 4) == b"PK\3\4"

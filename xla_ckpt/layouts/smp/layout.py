@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag
-from xla_ckpt.layouts.one_file.layout import SUFFIXES
+from xla_ckpt.layouts.saved_files import SUFFIXES
 from xla_ckpt.layouts.smp import tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory, Store
