@@ -200,11 +200,7 @@ def test_a_tag_is_named_by_its_path_or_after_the_root(root: Path, capsys: pytest
         (["show", "ROOT", "--leaf", "modle/0.weight"], "no leaf is like this: did you mean 'model/0.weight'?"),
         (["diff", "ROOT/best", "step_2", "--leaf", "modle"], "like this: did you mean 'model'?"),
         (["repair", "ROOT"], "there is no 'repair': verify --repair does that"),
-        (
-            ["view", "ROOT/", "best", "--html", "v.html"],
-            "unrecognized arguments: best: one tag is named by its path, ROOT/best",
-        ),
-        (["view", "ROOT", "--like", "f", "--html", "v.html"], "--like f: view takes --sharding"),
+        (["view", "ROOT/", "bset", "--html", "v.html"], "there is no such checkpoint: did you mean 'best'?"),
         (["view", "ROOT", "--hmtl", "v.html"], "--hmtl v.html: did you mean '--html'?"),
     ],
 )

@@ -102,6 +102,16 @@ def test_with_a_model(case: str, like: str, capsys: pytest.CaptureFixture[str]) 
     assert "can be restored" in out
 
 
+def test_pages_take_a_model_and_a_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gold, page = Gold(CASES[0], "step_40"), tmp_path / "page.html"
+    leaf = f"optimizer/state/{next(iter(gold.truth['params']))}/exp_avg"
+    words = ["view", gold.root, gold.tag, "--like", f"{__name__}:z1m", "--leaf", leaf, "--mesh", "tp=4", "--html", page]
+    assert call(capsys, *words)[0] == 0
+    text = page.read_text()
+    assert "values were read." in text
+    assert "can be restored" in text
+
+
 def test_the_optimizers_of_stages_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     _, out = call(capsys, "show", Gold(CASES[2], "step_40").root)
     assert "optimizer: not known what is in it" in out

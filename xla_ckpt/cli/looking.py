@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 def add_ls(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``ls``."""
     options.add_path(parser)
+    options.add_json(parser)
     parser.add_argument(
         "--local", metavar="DIR", help="the directory whose tags go to the bucket PATH: say of each tag where it is"
     )
@@ -35,6 +36,7 @@ def ls(args: argparse.Namespace) -> int:
 def add_show(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``show``."""
     options.add_path_and_tag(parser)
+    options.add_json(parser)
     parser.add_argument(
         "--report", action="store_true", help="where the time of its save went, stage by stage, rank by rank"
     )
@@ -62,6 +64,7 @@ def show(args: argparse.Namespace) -> int:
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``verify``."""
     options.add_path_and_tag(parser)
+    options.add_json(parser)
     parser.add_argument("--all", action="store_true", help="all tags of the directory")
     parser.add_argument(
         "--repair", action="store_true", help="first give tags that were saved with parity back what they have lost"
@@ -101,6 +104,7 @@ def verify(args: argparse.Namespace) -> int:
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``explain``."""
     options.add_path_and_tag(parser)
+    options.add_json(parser)
     parser.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
     options.add_model(parser)
 

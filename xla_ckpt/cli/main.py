@@ -242,18 +242,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
     if unknown:
         options = [option for option, _ in completion.options_of(command)]
-        near = _of_view(args, unknown[0]) or meant(unknown[0].partition("=")[0], options)
+        near = meant(unknown[0].partition("=")[0], options)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return args
-
-
-def _of_view(args: argparse.Namespace, word: str) -> str:
-    """What ``view`` takes in the place of a word that other commands take; nothing of any other word or command."""
-    if args.action is not viewing.view:
-        return ""
-    if word.partition("=")[0] == "--like":
-        return ": view takes --sharding, which says how an array was split"
-    return "" if word.startswith("-") else f": one tag is named by its path, {args.path.rstrip('/')}/{word}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,9 +20,8 @@ PATH = (
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
-    """Where the tags lie, and how the answer is printed."""
+    """Where the tags lie."""
     parser.add_argument("path", metavar="PATH", help=PATH)
-    add_json(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

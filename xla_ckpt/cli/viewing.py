@@ -18,7 +18,7 @@ MAX_PORT = 65535
 
 def add_view(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``view``."""
-    parser.add_argument("path", metavar="PATH", help=options.PATH)
+    options.add_path_and_tag(parser)
     parser.add_argument("--port", type=_port, default=0, help="of this machine (default: any that is free)")
     parser.add_argument(
         "--html",
@@ -26,17 +26,17 @@ def add_view(parser: argparse.ArgumentParser) -> None:
         help="write all pages into one file, and serve nothing; of files that are there it takes the place of an older "
         "such page, and of no other one",
     )
-    parser.add_argument("--mesh", metavar="MESH", help="with --html: plan a restore of the newest tag over it")
-    parser.add_argument("--against", metavar="TAG", help="with --html: what differs between this tag and the newest")
+    parser.add_argument("--mesh", metavar="MESH", help="with --html: plan a restore of the tag over it")
+    parser.add_argument("--against", metavar="TAG", help="with --html: what differs between this other tag and the tag")
     options.add_leaf(parser)
-    options.add_rules(parser)
+    options.add_model(parser)
 
 
 def view(args: argparse.Namespace) -> int:
     """The command ``view``; returns its exit code."""
     from xla_ckpt.view.site import ViewedRoot
 
-    site = ViewedRoot(args.path, options.rules(args))
+    site = ViewedRoot(args.path, args.tag, **options.about(args))
     asked = {"leaf": args.leaf, "mesh": args.mesh, "a": args.against}
     address = {name: text for name, text in asked.items() if text is not None}
     if args.html is not None:

@@ -12,6 +12,7 @@ from xla_ckpt.cli.output import print_answer
 def add_export(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``export``."""
     options.add_path(parser)
+    options.add_json(parser)
     from xla_ckpt.api.export import FLOATING
     from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
     from xla_ckpt.tree import schema
@@ -72,6 +73,7 @@ def export(args: argparse.Namespace) -> int:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``convert``."""
     options.add_path(parser)
+    options.add_json(parser)
     from xla_ckpt.layouts.registry import converted
 
     parser.add_argument(

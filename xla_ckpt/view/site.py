@@ -13,7 +13,6 @@ from xla_ckpt.api.tags import located
 from xla_ckpt.engine.difference import Distance
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.no_tag import check_lies_there, no_tag
-from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tables.texts import size
 from xla_ckpt.view.document import one_document
@@ -34,15 +33,16 @@ class ViewedRoot:
 
     Args:
         path: Root directory; or a tag or a file itself, of which the first page is that of the tag.
-        shardings: For tags that another library wrote: how the job that saved had arrays split.
+        tag: Which one, where the root is named and its tag is meant alone.
+        about: For tags that another library wrote: what their files do not say, as the arguments of `show`.
     """
 
-    def __init__(self, path: str, shardings: Rules | None = None) -> None:
-        store, self.only = located(path, None)
+    def __init__(self, path: str, tag: str | None = None, **about: Any) -> None:
+        store, self.only = located(path, tag)
         if self.only is None:
             check_lies_there(store)
         self.root = Checkpoints(store.path)
-        self.shardings = shardings
+        self.about = about
 
     def page(self, address: Address, pages: Pages) -> Page:
         """The page that is asked for.
@@ -57,13 +57,13 @@ class ViewedRoot:
             case "" | "tag":
                 return self._tag(tag, address.get("leaf") or None, pages)
             case "array":
-                sample = self.root.sample(address.get("leaf", ""), tag, shardings=self.shardings)
+                sample = self.root.sample(address.get("leaf", ""), tag, **self.about)
                 return pages.array(sample.to_json())
             case "save":
                 return pages.save(self.root.timings(tag))
             case "plan":
                 text = address.get("mesh", "")
-                return pages.plan(explain(self.root.path, tag, mesh=text, shardings=self.shardings).to_json())
+                return pages.plan(explain(self.root.path, tag, mesh=text, **self.about).to_json())
             case "compare":
                 return self._compare(address, pages)
         raise UsageError("there is no such page", found=address["page"][:80])
@@ -86,7 +86,7 @@ class ViewedRoot:
         for tag in tags:
             addresses += [{"page": "tag", "tag": tag}] + ([{"page": "save", "tag": tag}] if tag in timed else [])
         if "leaf" in address:
-            contents = self.root.show(tags[0], leaf=address["leaf"], shardings=self.shardings)
+            contents = self.root.show(tags[0], leaf=address["leaf"], **self.about)
             addresses += [{"page": "array", "tag": tags[0], "leaf": array.leaf} for array in contents.arrays]
         asked: list[Address] = []
         if "mesh" in address:
@@ -126,7 +126,7 @@ class ViewedRoot:
         return timed
 
     def _tag(self, tag: str | None, leaf: str | None, pages: Pages) -> Page:
-        contents = self.root.show(tag, leaf=leaf, shardings=self.shardings)
+        contents = self.root.show(tag, leaf=leaf, **self.about)
         try:
             self.root.timings(contents.tag)
         except UsageError:  # it keeps none
@@ -137,7 +137,7 @@ class ViewedRoot:
 
     def _compare(self, address: Address, pages: Pages) -> Page:
         leaf = address.get("leaf") or None
-        contents = self.root.show(address.get("a"), leaf=leaf, shardings=self.shardings)
+        contents = self.root.show(address.get("a"), leaf=leaf, **self.about)
         nbytes = sum(array.nbytes for array in contents.arrays)
         if nbytes > MAX_COMPARED:
             raise UsageError(
@@ -147,7 +147,7 @@ class ViewedRoot:
                 hint="Say which leaves, or run xla-ckpt diff.",
             )
         path = self.root.path
-        difference = diff(path, path, address.get("a"), address.get("b"), leaf=leaf, shardings=self.shardings)
+        difference = diff(path, path, address.get("a"), address.get("b"), leaf=leaf, **self.about)
         return pages.compare(difference.to_json(), {k: how.to_json() for k, how in _by_layer(difference).items()})
 
 
