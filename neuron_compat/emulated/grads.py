@@ -64,13 +64,11 @@ def get_grad_norm(
         )
     operation = MAX if math.isinf(order) else SUM
     total, experts = own_part(parameters, order, force_spmd)
-    if zero1_optimizer and zero1_optimizer_groups is None:
-        both = [total, experts]
-        reduce_in_place(both, world(), operation)
-        total = _joined(total, experts, operation)
-    else:
-        reduce_in_place([experts], ranks_of("ep"), operation)
-        total = _joined(total, experts, operation)
+    everywhere = zero1_optimizer and zero1_optimizer_groups is None
+    parts, ranks = ([total, experts], world()) if everywhere else ([experts], ranks_of("ep"))
+    reduce_in_place(parts, ranks, operation)
+    total = _joined(total, experts, operation)
+    if not everywhere:
         for kind in ("tp", "pp"):
             reduce_in_place([total], ranks_of(kind), operation)
         if zero1_optimizer_groups is not None:
@@ -181,12 +179,8 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Sum the gradients of parameters with ``sequence_parallel_enabled`` over the tensor-parallel ranks, in place."""
-    gradients = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if getattr(parameter, "sequence_parallel_enabled", False):
-                gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
-                if gradient is not None:
-                    gradients.append(gradient)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parallel = [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)]
+    gradients = [getattr(p, "main_grad", None) if p.grad is None else p.grad for p in parallel]
     with torch.no_grad():
-        reduce_in_place(gradients, ranks_of("tp"), SUM)
+        reduce_in_place([g for g in gradients if g is not None], ranks_of("tp"), SUM)
