@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, PageRegion, Slabs, huge_pages
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Slabs
 from xla_ckpt.storage.pool import HUGE_BYTES
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.free.argtypes = [ctypes.c_void_p]
 _libc.free.restype = None
 
@@ -81,9 +80,7 @@ class Adoptable:
             raise MemoryError(f"no {self.nbytes} bytes of host memory")
         self._at = address.value
         if large:
-            region = PageRegion(np.asarray(self), self._advise)
-            huge_pages.begin(region)
-            slabs.add(region)
+            slabs.add(np.ctypeslib.as_array((ctypes.c_ubyte * (_HEADER + self.nbytes)).from_address(self._at)))
 
     def __del__(self) -> None:
         if self._at:
@@ -126,7 +123,3 @@ class Adoptable:
     def given(self) -> None:
         """The consumer has taken the capsule: from now on the memory is its own."""
         self._at = 0
-
-    def _advise(self, option: int) -> None:
-        if _libc.madvise(self._at, (_HEADER + self.nbytes) // HUGE_BYTES * HUGE_BYTES, option) != 0:
-            raise OSError(ctypes.get_errno(), "madvise")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_ckpt.arrays.accelerator import TensorShard, version_of
@@ -32,6 +33,7 @@ from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.strided import HOST_MEMORY, Strided
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard, MemoryShard
+from xla_ckpt.storage.pool import HUGE_BYTES
 
 
 class WholeTensors(ABC):
@@ -212,12 +214,20 @@ class NewTensor(Target):
     live = False
 
     def memory(self, slabs: Slabs) -> list[memoryview]:
-        self.value = torch.empty(self.tensor_shape, dtype=self.torch_type)
+        self.value = _new_tensor(self.tensor_shape, self.torch_type, slabs)
         return [bytes_of(self.value)]
 
     def install(self) -> torch.Tensor:
         assert self.value is not None, "memory() comes first"
         return self.value
+
+
+def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype, slabs: Slabs) -> torch.Tensor:
+    """A tensor to be filled. Its memory is torch's own, as that of `Slabs` could not be resized."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.nbytes >= HUGE_BYTES:
+        slabs.add(np.frombuffer(bytes_of(tensor), np.uint8))
+    return tensor
 
 
 def making_tensors(
@@ -235,9 +245,10 @@ def _padded(
     """A target that makes a new tensor out of any pieces, on any device."""
     spread, tensor = Spread(local), torch.empty(0)
 
-    def memory(_: Slabs) -> list[memoryview]:
+    def memory(slabs: Slabs) -> list[memoryview]:
         nonlocal tensor
-        tensor = (torch.empty if spread.covers(shape) else torch.zeros)(shape, dtype=torch_type)
+        covers = spread.covers(shape)
+        tensor = _new_tensor(shape, torch_type, slabs) if covers else torch.zeros(shape, dtype=torch_type)
         return spread.over(tensor)
 
     def install() -> torch.Tensor:

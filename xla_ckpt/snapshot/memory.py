@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,64 +33,92 @@ COPY_BYTES = 16 * 1024 * 1024
 
 Bytes = npt.NDArray[np.uint8]
 
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""Python's default is shared memory, which is slower to get and has no huge pages on most systems."""
+
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
 
 class PageRegion:
-    """Memory of one mapping, of which whole huge pages may be made.
+    """The whole huge pages that there may be in some memory, which nobody has written yet."""
 
-    Args:
-        memory: The memory, aligned to `HUGE_BYTES` or a little behind that.
-        advise: Tells the system what the memory is for, as ``madvise`` does.
-    """
-
-    def __init__(self, memory: Bytes, advise: Callable[[int], object]) -> None:
-        self.memory = memory
-        self.start = int(memory.ctypes.data)
-        self.advise = advise
+    def __init__(self, memory: Bytes) -> None:
+        skip = -memory.ctypes.data % HUGE_BYTES
+        self.memory = memory[skip : skip + max(len(memory) - skip, 0) // HUGE_BYTES * HUGE_BYTES]
+        self.start = int(self.memory.ctypes.data)
         self.huge = False
         """Whether huge pages are tried."""
 
+    def advise(self, option: int) -> None:
+        """Tell the system what the memory is for.
+
+        Raises:
+            OSError: It does not know that.
+        """
+        if _libc.madvise(self.start, len(self.memory), option) != 0:
+            raise OSError(ctypes.get_errno(), "madvise")
+
 
 class HugePages:
-    """Decides, mapping by mapping, whether huge pages pay.
+    """Decides, region by region, whether huge pages pay.
 
     They make fresh memory several times cheaper, unless the machine is a virtual one whose host has to find each page
     first: then the first touch of a huge page takes milliseconds, and ordinary pages (which the guest recycles) win.
-    So each page is touched by itself, and after a slow one the rest of the mapping stays ordinary.
+    So each page is touched by itself, and after one that took longer than ordinary pages the rest of the region stays
+    ordinary.
     """
 
-    SLOW = 5e-4
-    """Seconds of this thread's time for one page beyond which ordinary pages are better (4 GB/s)."""
-
     SKIPPED = 64
-    """Mappings that stay ordinary after a slow page, before it is tried again."""
+    """Regions that stay ordinary after a slow page, before it is tried again."""
 
     def __init__(self) -> None:
         self._skip = 0
 
+    @functools.cached_property
+    def slow(self) -> float:
+        """Seconds of a thread's time for one page beyond which ordinary pages are better."""
+        return min(_ordinary_seconds() for _ in range(3))
+
     def begin(self, region: PageRegion) -> None:
-        """Ask for huge pages, unless a recent mapping has shown that they do not pay."""
+        """Ask for huge pages, unless a recent region has shown that they do not pay."""
         if self._skip > 0:
             self._skip -= 1
-            return
-        try:
-            region.advise(mmap.MADV_HUGEPAGE)
-            region.huge = True
-        except OSError:
-            self._skip = self.SKIPPED  # a kernel without huge pages: ordinary ones do
+        elif len(region.memory) and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                region.advise(mmap.MADV_HUGEPAGE)
+                region.huge = True
+            except OSError:
+                self._skip = self.SKIPPED  # a kernel without huge pages: ordinary ones do
 
     def touch(self, region: PageRegion, first: int, last: int) -> None:
-        """Have the huge pages backed that begin in these bytes of a region. Several threads may do it at once."""
-        for at in range(first + -first % HUGE_BYTES, last, HUGE_BYTES):
-            if region.huge and self._skip:  # another mapping was slow meanwhile
+        """Have the huge pages backed in which these bytes of a region lie. Several threads may do it at once.
+
+        Args:
+            region: Which.
+            first: The first byte of what is about to be written.
+            last: The byte behind it.
+        """
+        for at in range(first - first % HUGE_BYTES, last, HUGE_BYTES):
+            if region.huge and self._skip:  # another region was slow meanwhile
                 region.huge = False
                 region.advise(mmap.MADV_NOHUGEPAGE)
             if not region.huge:
                 return
             # Not by the clock: a thread that waits for its turn would look like a slow page.
             began = time.thread_time()
-            region.memory[at] = 0
-            if time.thread_time() - began > self.SLOW:
+            region.memory[max(at, first)] = 0  # another thread may have written what lies before
+            if time.thread_time() - began > self.slow:
                 self._skip = self.SKIPPED
+
+
+def _ordinary_seconds() -> float:
+    """How long ordinary pages take that are as much memory as a huge one, by 32 of them; seconds of this thread."""
+    pages = np.frombuffer(mmap.mmap(-1, 32 * mmap.PAGESIZE, flags=_PRIVATE), np.uint8)
+    began = time.thread_time()
+    pages[:: mmap.PAGESIZE] = 0
+    return (time.thread_time() - began) * HUGE_BYTES / len(pages)
 
 
 huge_pages = HugePages()
@@ -95,26 +126,21 @@ huge_pages = HugePages()
 
 def allocate(nbytes: int) -> Bytes:
     """Zeroed memory of its own, page-aligned; freed with the last array that refers to it."""
-    region = _mapped(nbytes)
-    huge_pages.touch(region, 0, nbytes)
-    return region.memory
-
-
-def _mapped(nbytes: int) -> PageRegion:
-    """Zeroed memory of its own, none of it touched."""
-    if nbytes == 0:
-        return PageRegion(np.empty(0, np.uint8), int)
-    # Private: python's default is shared memory, which is slower to get and has no huge pages on most systems.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if nbytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping = mmap.mmap(-1, nbytes, flags=flags)
-        return PageRegion(np.frombuffer(mapping, np.uint8), mapping.madvise)
-    mapping = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=flags)
-    whole = np.frombuffer(mapping, np.uint8)
-    skip = -whole.ctypes.data % HUGE_BYTES  # only an aligned region is made of huge pages from its first byte on
-    region = PageRegion(whole[skip : skip + nbytes], mapping.madvise)
+    room = _mapped(nbytes)
+    region = PageRegion(room)
     huge_pages.begin(region)
-    return region
+    huge_pages.touch(region, 0, min(nbytes, len(region.memory)))
+    return room[:nbytes]
+
+
+def _mapped(nbytes: int) -> Bytes:
+    """Zeroed memory of its own, none of it touched: at least so much, and aligned to huge pages if it is large."""
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    if nbytes < HUGE_BYTES:
+        return np.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), np.uint8)
+    whole = np.frombuffer(mmap.mmap(-1, nbytes + HUGE_BYTES, flags=_PRIVATE), np.uint8)
+    return whole[-whole.ctypes.data % HUGE_BYTES :]
 
 
 class Slabs:
@@ -132,9 +158,9 @@ class Slabs:
     def take(self, nbytes: int) -> Bytes:
         """`nbytes` bytes of memory, aligned to `MEMORY_ALIGNMENT`."""
         if nbytes >= HUGE_BYTES:
-            region = _mapped(nbytes)
-            self.add(region)
-            return region.memory
+            room = _mapped(nbytes)
+            self.add(room)
+            return room[:nbytes]
         if self._used + nbytes > len(self._slab) or len(self._slab) == 0:
             self._slab, self._used = allocate(SLAB_BYTES), 0
         piece = self._slab[self._used : self._used + nbytes]
@@ -155,8 +181,10 @@ class Slabs:
             at += -(-nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
         return views
 
-    def add(self, region: PageRegion) -> None:
-        """Have `back` know of a region that comes from elsewhere."""
+    def add(self, memory: Bytes) -> None:
+        """Have `back` know of memory that comes from elsewhere, and that nobody has written yet."""
+        region = PageRegion(memory)
+        huge_pages.begin(region)
         if region.huge:
             insort(self._starts, region.start)
             self._regions[region.start] = region
