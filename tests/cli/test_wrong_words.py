@@ -227,5 +227,5 @@ def test_warnings_speak_of_options(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "xla_ckpt", "show", str(tmp_path / "old.pt")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     assert "the stored optimizer numbers its parameters" in done.stderr
-    assert "give the model and its optimizer: --like\n" in done.stderr
+    assert "give the model and its optimizer, as they were at the save: --like\n" in done.stderr
     assert "optimizer=" not in done.stderr

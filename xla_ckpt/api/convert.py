@@ -316,7 +316,8 @@ def _tell_numbers(reader: TagReader, part: str) -> None:
     if schema.MODEL in members and paths.is_under(schema.OPTIMIZER, part) and any(map(paths.is_of_other, names)):
         logger.warning(
             "tag %s: the stored optimizer numbers its parameters, and so does the new tag: it loads into an optimizer "
-            "with the same order. For names, give the model and its optimizer: model= and optimizer= (--like)",
+            "with the same groups and order. For names, give the model and its optimizer, as they were at the save: "
+            "model= and optimizer= (--like)",
             reader.tag,
         )
 

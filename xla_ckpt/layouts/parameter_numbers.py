@@ -70,14 +70,12 @@ def _names(
         return names, False
     if hints.groups is not None:
         wanted = [list(names) for names in hints.groups]
-        # Without a model the names are places, which are no better than numbers.
-        fits = [len(names) for names in wanted] == sizes and not any(
-            n.startswith("#") for names in wanted for n in names
-        )
-        called = names_by_number(stored, wanted) if fits else {}
+        if any(name.startswith("#") for names in wanted for name in names):
+            return None, False  # without a model the names are places, which are no better than numbers
+        called = names_by_number(stored, wanted) if [len(names) for names in wanted] == sizes else {}
         states = optimizer[schema.STATE]
-        fits = fits and all(_may_be(states.get(number), hints.hint(name).shape) for number, name in called.items())
-        return (called if fits else None), False
+        if called and all(_may_be(states.get(number), hints.hint(name).shape) for number, name in called.items()):
+            return called, False
     if not guess or not isinstance(model, dict) or not hints.optimizer:
         return None, False
     shapes = {number: largest_shape(state, _shape_of_numbers) for number, state in optimizer[schema.STATE].items()}

@@ -35,6 +35,7 @@ from xla_ckpt.state.optimizer_match import (
     compare_parameters,
     match_groups,
     match_optimizer,
+    other_groups,
     other_kind,
     settings_of,
 )
@@ -55,7 +56,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     loading = Loading()
     if not is_by_name(optimizer, tree):
         return _load_opaque(stored, optimizer, loading)
-    if (other := other_kind(tree, optimizer)) is not None:
+    if (other := other_kind(tree, optimizer) or other_groups(tree, optimizer)) is not None:
         loading.add_problem(schema.group(), other)
         return loading
     names = stored_names(names, model, tree, stored.manifest.aliases)

@@ -70,6 +70,21 @@ def other_kind(tree: Any, optimizer: Any) -> str | None:
     )
 
 
+def other_groups(tree: Any, optimizer: Any) -> str | None:
+    """Why the numbers of a stored optimizer are those of other parameters: torch counts them group by group."""
+    if not _has_numbers(tree):
+        return None
+    stored = [len(group[schema.PARAMS]) for group in tree[schema.GROUPS]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if stored == own:
+        return None
+    return (
+        f"the stored optimizer numbers its parameters, in groups of {stored}, and this optimizer has groups of {own}: "
+        "the numbers are those of other parameters. Make it with the groups that it had at the save; or convert the "
+        "checkpoint with such a one and its model, which gives it names (optimizer=, model=)"
+    )
+
+
 def match_optimizer(tree: Any, optimizer: Any, names: Names) -> OptimizerMatch:
     """An optimizer beside a stored one, whose tree this is."""
     shards = zero1.parameter_shards(optimizer) if zero1.is_zero1(optimizer) else {}
@@ -86,12 +101,18 @@ def match_optimizer(tree: Any, optimizer: Any, names: Names) -> OptimizerMatch:
 
 def _called(tree: Any, optimizer: Any, names: Names) -> list[Any]:
     """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
-    stored_names = schema.grouped_names(tree)
-    if stored_names and all(type(n) is int for n in stored_names):  # saved as a plain state dict: torch's packed ids
+    if _has_numbers(tree):
         return list(range(len(parameters_in_order(optimizer))))
+    stored_names = schema.grouped_names(tree)
     if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):
         return [place for _, place in parameters_in_order(optimizer)]
     return names_in_order(optimizer, names)
+
+
+def _has_numbers(tree: Any) -> bool:
+    """Whether it was saved as a plain state dict, with torch's packed ids in the place of names."""
+    names = schema.grouped_names(tree)
+    return bool(names) and all(type(name) is int for name in names)
 
 
 def compare_parameters(match: OptimizerMatch, model: Any, loading: Loading) -> None:
