@@ -100,7 +100,9 @@ class ViewedRoot:
             return None if name is None else f"#{name}"
 
         pages = Pages(href=href, level=2, live=False)
-        shown = [self.page_or_problem(item, pages) for item in addresses] + [self.page(item, pages) for item in asked]
+        # Of several tags one that is damaged hides no other one. One that was named has to be there.
+        page = self.page_or_problem if self.only is None else self.page
+        shown = [page(item, pages) for item in addresses] + [self.page(item, pages) for item in asked]
         return one_document(f"Checkpoints in {self.root.path}", list(zip(names.values(), shown, strict=True)))
 
     def page_or_problem(self, address: Address, pages: Pages) -> Page:
