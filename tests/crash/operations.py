@@ -170,7 +170,7 @@ def leave_litter(root: Path) -> None:
     other = root.parent / "other" / "x"
     shutil.copytree(other, root / ".new-c")
     (root / ".new-c" / "manifest.json").unlink()
-    shutil.copytree(other, root / "c.orbax-checkpoint-tmp")
+    shutil.copytree(other, root / ".new-c-1")
     shutil.copytree(other, root / ".old-a")
     shutil.copytree(other, root / ".trash" / ".old-a-0")
     (root / "b").rename(root / ".old-b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,47 @@ def test_a_manager_goes_on(tmp_path: Path) -> None:
     with v0.CheckpointManager(root, options=options) as manager:
         assert (manager.all_steps(), manager.latest_step()) == ([10, 11, 12], 12)
         assert_equal(manager.restore(12), state_at(12))
+
+
+class Meanwhile(v0.CheckpointHandler):  # type: ignore[misc]
+    """An item of a step that is a call in the middle of orbax's save, in whose directory it leaves a file."""
+
+    def save(self, directory: Path, args: Calls) -> None:
+        args.meanwhile()
+        (directory / "called").write_text("yes")
+
+    def restore(self, directory: Path, args: Any = None) -> Any:
+        raise NotImplementedError
+
+
+@v0.args.register_with_handler(Meanwhile, for_save=True, for_restore=True)
+@dataclass
+class Calls(v0.args.CheckpointArgs):  # type: ignore[misc]
+    """What such an item is given."""
+
+    meanwhile: Callable[[], None]
+
+
+def test_nothing_is_removed_of_what_orbax_is_writing(tmp_path: Path) -> None:
+    """`clean` and each save of ours took it for the rest of a killed save."""
+    root = saved(tmp_path, 1, layout="native")
+    (root / ".new-2").mkdir()
+    during: list[list[str]] = []
+
+    def saves_and_cleans() -> None:
+        saved(root, 3, layout="native")
+        xla_ckpt.finalize_checkpoint()
+        assert main(["clean", str(root)]) == 0
+        assert not (root / ".new-2").exists()
+        during.append([name.name for name in root.iterdir() if "orbax-checkpoint-tmp" in name.name])
+        assert xla_ckpt.list_tags(root) == ["1", "3"]
+
+    items = v0.args.Composite(state=v0.args.StandardSave(state_at(2)), calls=Calls(saves_and_cleans))
+    with v0.CheckpointManager(root) as manager:
+        manager.save(2, args=items)
+    assert (root / "2" / "calls" / "called").exists()
+    assert during == [["2.orbax-checkpoint-tmp"]]
+    assert_equal(xla_ckpt.restore(root, "2").tree, state_at(2))
 
 
 def _restored(root: Path) -> str | None:

@@ -174,7 +174,7 @@ def test_an_interrupted_replacement_is_seen_and_undone(tmp_path: Path) -> None:
     put(tmp_path, "best", 1), put(tmp_path, "other", 2)
     xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
     (tmp_path / "best").rename(tmp_path / ".old-best")
-    shutil.copytree(tmp_path / "other", tmp_path / "best.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "other", tmp_path / ".new-best")
     assert xla_ckpt.list_tags(tmp_path) == ["best", "other"]
     assert value(tmp_path, "best") == 1
     assert xla_ckpt.verify(tmp_path, "best").ok
@@ -187,8 +187,8 @@ def test_an_interrupted_replacement_is_seen_and_undone(tmp_path: Path) -> None:
 def test_leftovers_of_killed_saves_are_ignored_and_cleaned(tmp_path: Path) -> None:
     put(tmp_path, "a", 1)
     xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
-    shutil.copytree(tmp_path / "a", tmp_path / "b.orbax-checkpoint-tmp")
     shutil.copytree(tmp_path / "a", tmp_path / ".new-b")
+    shutil.copytree(tmp_path / "a", tmp_path / ".new-b-1")
     shutil.copytree(tmp_path / "a", tmp_path / ".old-a")
     shutil.copytree(tmp_path / "a", tmp_path / ".trash/a")
     assert xla_ckpt.list_tags(tmp_path) == ["a"]

@@ -13,7 +13,7 @@ from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import tags_to_retire
-from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TRASH
 from xla_ckpt.tags.retention import Retention
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def clean(store: FileSystem, only: str | None = None) -> None:
                 store.sync()
             elif name.startswith(OLD_PREFIX):
                 doomed.append(move_to_trash(store, name))  # also if it is read: the next replacement needs the name
-            elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
+            elif name.startswith(NEW_PREFIX):
                 doomed.append(name)
     with _left_to_others(store, TRASH):
         in_trash = [f"{TRASH}/{name}" for name in store.names(TRASH)]
@@ -54,7 +54,7 @@ def clean(store: FileSystem, only: str | None = None) -> None:
 
 def leftovers(store: FileSystem) -> set[str]:
     """What lies in a root directory for `clean` to look after."""
-    names = [n for n in store.names() if n.startswith((NEW_PREFIX, OLD_PREFIX)) or n.endswith(TMP_SUFFIX)]
+    names = [n for n in store.names() if n.startswith((NEW_PREFIX, OLD_PREFIX))]
     return {*names, *(f"{TRASH}/{name}" for name in store.names(TRASH))}
 
 
@@ -80,8 +80,7 @@ def is_draft(name: str, target: str) -> bool:
     (True, False)
     """
     suffix = name.removeprefix(NEW_PREFIX + target)
-    numbered = suffix != name and (not suffix or (suffix[0] == "-" and suffix[1:].isdigit()))
-    return numbered or name == target + TMP_SUFFIX
+    return suffix != name and (not suffix or (suffix[0] == "-" and suffix[1:].isdigit()))
 
 
 _told: set[tuple[str, str]] = set()

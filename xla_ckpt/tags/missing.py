@@ -9,7 +9,7 @@ from xla_ckpt.keywords import meant
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import above
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX
+from xla_ckpt.tags.names import NEW_PREFIX
 from xla_ckpt.tags.root import Root
 
 
@@ -65,7 +65,7 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
     if tags:
         return f"Tags there, oldest first: {', '.join(tags[-10:])}."
     try:
-        unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
+        unfinished = [name for name in store.names() if name.startswith(NEW_PREFIX)]
     except OSError:
         unfinished = []
     return "No tag of this library is there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xla_ckpt.errors import InvalidTagError
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
-"""What orbax appends to a directory that is still being written."""
+"""What orbax appends to a directory that it is still writing. Such a directory is orbax's: it is no tag, and stays."""
 
 NEW_PREFIX = ".new-"
 """A tag that is just being written. It is filled under this name; orbax makes a tag of it."""
@@ -71,7 +71,7 @@ def check_tag(tag: object, path: str | None = None) -> str:
     elif tag != tag.strip():
         reason = "it starts or ends with white space"
     elif TMP_SUFFIX in tag:
-        reason = f"it contains {TMP_SUFFIX!r}, which marks unfinished saves"
+        reason = f"it contains {TMP_SUFFIX!r}, which marks what orbax is still writing"
     elif len(tag.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         reason = f"it is longer than {MAX_BYTES} bytes"
     else:
