@@ -101,6 +101,43 @@ def test_steps_are_listed_by_number(saved: Path, tmp_path: Path) -> None:
     assert xla_ckpt.restore(root, tag="2").tree == {"step": 2}
 
 
+def test_a_step_that_has_lost_its_arrays_is_named(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy was cut off: orbax takes such a step for its newest, and this library did not mention it."""
+    import orbax.checkpoint as ocp
+
+    root = tmp_path / "run"
+    shutil.copytree(saved / "manager", root)
+    shutil.rmtree(root / "12" / "default")
+    with ocp.CheckpointManager(root) as manager:
+        assert manager.latest_step() == 12
+    assert xla_ckpt.list_tags(root) == ["1", "2"]
+    assert main(["ls", str(root)]) == 0
+    assert "12\torbax\tnot complete" in capsys.readouterr().out
+    assert main(["verify", str(root), "--all"]) == 0
+    assert "not verified, since they are no tags, or not complete: 12." in caplog.text
+    for read in (lambda: xla_ckpt.restore(root, "12"), lambda: xla_ckpt.restore(root / "12")):
+        with pytest.raises(xla_ckpt.CorruptCheckpointError, match=r"default/_METADATA.*expected the item default"):
+            read()
+    assert "default/_METADATA" in str(xla_ckpt.verify(root, "12").problems[0])
+    with pytest.raises(xla_ckpt.UsageError, match="another library has the name of the new tag"):
+        xla_ckpt.save(root, "12", {"step": 12})  # other items of it may be left
+    for step in "12":
+        shutil.rmtree(root / step)
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="Files are missing in 12"):
+        xla_ckpt.restore(root)
+
+
+def test_a_step_without_arrays_lacks_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(about=ocp.args.JsonSave({"seen": 1})))
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "not complete" not in capsys.readouterr().out
+
+
 def test_a_save_of_ours_goes_on_beside_them(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "manager", tmp_path / "run")
     xla_ckpt.save(tmp_path / "run", "step_20", {"step": 20})

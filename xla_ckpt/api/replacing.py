@@ -88,8 +88,8 @@ def _foreign_tag(store: Store, name: str) -> tuple[Layout, TagEntry] | None:
 
 
 def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -> None:
-    """Refuse to replace a checkpoint of another library that is complete."""
-    if entry.complete:
+    """Refuse to replace a checkpoint of another library that is complete, or was so once: a part may be left."""
+    if entry.complete or entry.damage is not None:
         raise UsageError(
             "a checkpoint of another library has the name of the new tag",
             path=store.path,

@@ -136,7 +136,9 @@ def _what_others_are(others: Sequence[tuple[str, Layout, TagEntry]]) -> Iterator
     """
     if by_path := [name for name, _, entry in others if entry.complete]:
         yield f"Checkpoints of other libraries lie there, {_some(by_path)}: pass the path of one."
-    if unmarked := [(name, layout.origin) for name, layout, entry in others if not entry.complete]:
+    if damaged := [name for name, _, entry in others if entry.damage is not None]:
+        yield f"Files are missing in {_some(damaged)}: xla-ckpt verify says which."
+    if unmarked := [(n, layout.origin) for n, layout, entry in others if not entry.complete and entry.damage is None]:
         names = _some([name for name, _ in unmarked])
         yield f"{unmarked[-1][1]}'s mark that a save ended is missing in {names}: name a tag to take it anyway."
 

@@ -47,4 +47,5 @@ class TagEntry:
     """What a listing says of it besides."""
 
     damage: CheckpointError | None = None
-    """Why its manifest could not be read; the sequence then comes from orbax's metadata, or is 0."""
+    """Why its manifest could not be read; the sequence then comes from orbax's metadata, or is 0. Of a tag of another
+    library that was complete once: what it lacks."""

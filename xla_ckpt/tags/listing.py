@@ -175,12 +175,17 @@ def _orbax_sequence(store: Store, name: str) -> int:
 
 def custom_metadata(store: Store, name: str) -> dict[str, Any]:
     """What a commit had orbax keep in the directory of a tag; empty if it cannot be read, or is not there."""
+    return orbax_member(store, name, "custom_metadata")
+
+
+def orbax_member(store: Store, name: str, member: str) -> dict[str, Any]:
+    """A member of orbax's own record of a directory that is an object; empty if it cannot be read, or is not there."""
     try:
         text = store.start_of(f"{name}/{ORBAX_METADATA}", MAX_ORBAX_METADATA, links=False)
-        metadata = json.loads(text)["custom_metadata"]
+        value = json.loads(text)[member]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return metadata if isinstance(metadata, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def open_directory(store: FileSystem, tag: str) -> LocalFiles | None:

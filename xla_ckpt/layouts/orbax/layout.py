@@ -95,6 +95,8 @@ class Orbax(Layout):
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         report = super().verify(store, entry, workers)
+        if entry.damage is not None:
+            return report  # it says already what is missing
         with (
             storage_errors("opening a checkpoint", path=store.path, tag=entry.tag),
             closing(store.open(entry.directory, lock=False)) as directory,

@@ -46,6 +46,8 @@ def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagR
         UnsupportedStateError: An array is of a type that is not known.
         UsageError: It lies where tensorstore does not read it; or it is MaxText's, and its model is no such model.
     """
+    if entry.damage is not None:
+        raise entry.damage
     with directory_to_scan(store, entry.tag, lambda: _decoded(store, entry.directory)) as files:
         for path in files.directory.files() if store.file_system is not None else ():
             files.directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere

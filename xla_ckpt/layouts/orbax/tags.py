@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
-from xla_ckpt.tags.listing import ORBAX_METADATA
-from xla_ckpt.tags.names import TMP_SUFFIX
+from xla_ckpt.tags.listing import ORBAX_METADATA, orbax_member
+from xla_ckpt.tags.names import TMP_SUFFIX, is_tag_name
 
 OCDBT = "manifest.ocdbt"
 """The index of an item whose arrays lie together in one database. Older versions of orbax wrote it alone."""
@@ -24,12 +25,15 @@ _OF_PROCESS = "ocdbt.process_"
 """Begins the name of what one process wrote of an item: it is a database, too, and holds a part of the arrays."""
 
 
+_MAX_SHOWN = 5
+"""Names of items that an error has."""
+
 _STEPS = "checkpoints"
 """Where a run of MaxText's has its steps (`checkpoint_dir` in its `configs/types.py`)."""
 
 
 def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
-    """The checkpoint of orbax's that has this name; None if there is none."""
+    """The checkpoint of orbax's that has this name, complete or not; None if there is none."""
     if not _may_be_named(tag):
         return None
     places = (tag, f"{_STEPS}/{tag}") if is_step(tag) else (tag,)
@@ -37,15 +41,49 @@ def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
 
 
 def _entry_at(store: Store, tag: str, directory: str) -> TagEntry | None:
+    damage = None
     try:
         if not _is_item(store, directory):  # only then is each name in it asked for: an object store counts requests
             inside = (f"{directory}/{name}" for name in store.names(directory) if _may_be_named(name))
             if not any(store.is_directory(name) and _is_below(store, name) for name in inside):
-                return None
+                damage = _without_items(store, tag, directory)
+                if damage is None:
+                    return None
         time = store.modified(f"{directory}/{ORBAX_METADATA}") or store.modified(directory)
     except OSError:
         return None
-    return TagEntry(tag=tag, created=time_text(time or 0), directory=directory)
+    created = time_text(time or 0)
+    return TagEntry(tag=tag, created=created, directory=directory, complete=damage is None, damage=damage)
+
+
+def _without_items(store: Store, tag: str, directory: str) -> CorruptCheckpointError | None:
+    """What is wrong with a step that has no item of arrays: its own record says which it was saved with; None if none.
+
+    The managers of orbax's take such a step for a good one, as after a copy that was cut off.
+    """
+    handlers = orbax_member(store, directory, "item_handlers")
+    items = sorted(item for item, handler in handlers.items() if is_tag_name(item) and _is_of_arrays(handler))
+    if not items:
+        return None
+    return CorruptCheckpointError(
+        "a step of orbax's has none of the items of arrays that it was saved with",
+        path=store.path,
+        tag=tag,
+        file=f"{items[0]}/{TREE_METADATA}",
+        expected=f"the items {', '.join(items[:_MAX_SHOWN])}" if items[1:] else f"the item {items[0]}",
+        hint="A copy that was cut off has lost them, or somebody has removed them. Copy the step anew, or take another.",
+    )
+
+
+def _is_of_arrays(handler: object) -> bool:
+    """Whether orbax's name of the class that wrote an item is that of a class for trees of arrays.
+
+    >>> _is_of_arrays("orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler")
+    True
+    >>> _is_of_arrays("orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler")
+    False
+    """
+    return isinstance(handler, str) and handler.rpartition(".")[2].startswith(("Standard", "PyTree"))
 
 
 def is_step(tag: str) -> bool:
@@ -76,12 +114,13 @@ def _is_below(store: Store, directory: str) -> bool:
 
 
 def orbax_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
-    """The checkpoints among some names, oldest first: steps are ordered by their numbers."""
+    """The complete checkpoints among some names, oldest first: steps are ordered by their numbers."""
     names = {*names}
     if _STEPS in names:
         with contextlib.suppress(OSError):  # it is a file, or somebody else's
             names |= {name for name in store.names(_STEPS) if is_step(name)}
-    return by_numbers([entry for name in names if (entry := find_orbax_tag(store, name)) is not None])
+    entries = (find_orbax_tag(store, name) for name in names)
+    return by_numbers(entry for entry in entries if entry is not None and entry.complete)
 
 
 def items_of(files: Sequence[str]) -> list[str]:
