@@ -159,6 +159,28 @@ def test_paths_that_rules_have_taken_are_there_again_without_them(saved: Path) -
     assert xla_ckpt.restore(saved, like=like).tree["params"]["embedder"]["embedding"].shape == embedding.shape
 
 
+def test_what_no_rule_gives_is_named(tmp_path: Path) -> None:
+    """The error said to take the rules back, or to leave the biases as they are."""
+    import orbax.checkpoint as ocp
+
+    weight = np.arange(12, dtype=np.float32).reshape(4, 3)
+    dense = {"kernel": weight, "bias": np.ones(3, np.float32)}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave({"params": {"dense": dense}, "step": 1}))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    rules = [("params/dense/kernel", "0.weight", "in out -> out in")]
+    xla_ckpt.register_names(rules)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as error:
+        xla_ckpt.load_checkpoint(tmp_path, model=model)
+    assert error.value.hint == (
+        "No rule of register_names gives model/0.bias: add one. "
+        "No rule is for these arrays of the tag: params/dense/bias."
+    )
+    xla_ckpt.register_names([*rules, ("params/dense/bias", "0.bias", "out -> out")])
+    xla_ckpt.load_checkpoint(tmp_path, model=model)
+    assert (model[0].weight.tolist(), model[0].bias.tolist()) == (weight.T.tolist(), [1, 1, 1])
+
+
 def test_rules_of_which_none_fits_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     xla_ckpt.register_names([("params/misspelt/kernel", "a.weight", "in out -> out in")])
     xla_ckpt.restore(saved)

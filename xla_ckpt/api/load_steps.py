@@ -293,7 +293,13 @@ class Load:
             may_store = reader.foreign_objects is not None or stores_masters(reader.manifest)
             masters = objects is not None and objects.optimizer is None and may_store
             error = incompatible(
-                refused, fits=fits, optional=objects is not None, ranks=ranks, misfit=reader.misfit, masters=masters
+                refused,
+                fits=fits,
+                optional=objects is not None,
+                ranks=ranks,
+                misfit=reader.misfit,
+                without_rule=reader.without_rule,
+                masters=masters,
             )
             raise error.at(path=reader.root, tag=reader.tag)
         if refused:

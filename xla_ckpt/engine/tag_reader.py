@@ -85,6 +85,8 @@ class TagReader:
         """What to do about a file that is not as it was saved, if the tag has no parity."""
         self.misfit = ""
         """Why it may not fit the objects of a load, and what to load then; empty for a whole checkpoint."""
+        self.without_rule = ""
+        """Which arrays the caller's rules of names are not for, if they make a model of others, as sentences say it."""
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.path import is_under, listed
 from xla_ckpt.tree.skeleton import ABSENT
 
 MAX_DIFFERENCES = 12
@@ -48,6 +49,7 @@ def incompatible(
     optional: bool,
     ranks: int = 1,
     misfit: str = "",
+    without_rule: str = "",
     masters: bool = False,
 ) -> IncompatibleCheckpointError:
     """One error for all the differences.
@@ -58,6 +60,7 @@ def incompatible(
         optional: Whether the call can be told to load only that.
         ranks: Number of ranks of the job.
         misfit: Why the tag may not fit whatever the target is, and what to load then.
+        without_rule: Which arrays the caller's rules of names are not for, if they have made a model of others.
         masters: Whether the tag may have master weights, and the call asks for no optimizer.
     """
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
@@ -65,7 +68,10 @@ def incompatible(
         shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
-    if any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
+    ungiven = [p.leaf for p in problems if p.text == ABSENT and is_under(p.leaf, schema.MODEL)] if without_rule else []
+    if ungiven:
+        hints.append(f"No rule of register_names gives {listed(ungiven)}: add one. {without_rule}")
+    elif any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
         target = "the model" if optional else "like="
         hints.append(misfit or f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
     if any(p.text.startswith("shape") for p in problems) and ranks > 1:
@@ -83,7 +89,7 @@ def incompatible(
         hints.append("Load the base model first, from where it was when the adapters were trained.")
     if (named := _renamed(problems)) is not None:
         hints.append(named)
-    if fits and optional and not all(p.says_cure for p in problems):
+    if fits and optional and not ungiven and not all(p.says_cure for p in problems):
         hints.append("strict=False loads what fits.")
     nothing = "" if fits or not optional else ", and no array of it fits"
     return IncompatibleCheckpointError(

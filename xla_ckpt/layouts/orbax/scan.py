@@ -51,17 +51,20 @@ def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagR
     with directory_to_scan(store, entry.tag, lambda: _decoded(store, entry.directory)) as files:
         for path in files.directory.files() if store.file_system is not None else ():
             files.directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
-        state, renamed = _state_of(files, config)
+        state, left = _state_of(files, config)
         # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
         # by its names, as in DCP's directories.
         flat = flatten(state, _kind, _CODEC)
         flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
         manifest, _ = scanned_manifest(entry.tag, flat, files.records(), created=entry.created)
         reader = TagReader(files, store.path, entry.tag, manifest, ())
-        if renamed and registered_names():
+        if left is not None and registered_names():
             reader.misfit = (
                 "Its arrays for which there are rules of register_names are those of `model`, and no longer where they "
                 "were in the tree: xla_ckpt.register_names([]) takes the rules back."
+            )
+            reader.without_rule = (
+                f"No rule is for these arrays of the tag: {listed(left)}." if left else "All of its arrays have rules."
             )
         return reader
 
@@ -94,8 +97,9 @@ def _kind(value: Any) -> str | None:
     return value.kind if isinstance(value, _Stored) else None
 
 
-def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The state of a checkpoint, with a `_Stored` for each array, and whether rules have made a model of some of it.
+def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
+    """The state of a checkpoint, with a `_Stored` for each array; and the arrays that no rule is for, if rules have made a
+    model of others.
 
     A single item is the state itself.
 
@@ -115,7 +119,7 @@ def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str,
     tree = next(iter(trees.values())) if len(trees) == 1 else trees
     tree = tree if isinstance(tree, dict) else {next(iter(trees)) or "value": tree}
     with_model = _with_model(tree, model)
-    return with_model, with_model is not tree
+    return with_model, None if with_model is tree else model.others
 
 
 def _takes(model: ModelParts, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:

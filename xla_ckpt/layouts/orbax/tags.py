@@ -71,7 +71,7 @@ def _without_items(store: Store, tag: str, directory: str) -> CorruptCheckpointE
         tag=tag,
         file=f"{items[0]}/{TREE_METADATA}",
         expected=f"the items {', '.join(items[:_MAX_SHOWN])}" if items[1:] else f"the item {items[0]}",
-        hint="A copy that was cut off has lost them, or somebody has removed them. Copy the step anew, or take another.",
+        hint="A copy was cut off, or somebody has removed them. Copy the step anew, or take another one.",
     )
 
 
