@@ -479,3 +479,26 @@ def test_a_tag_has_one_size_and_verify_says_what_it_read(tmp_path: Path, capsys:
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_damaged_newest_tag_that_nobody_named_is_said_to_be_one_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, other = tmp_path / "root", "It is the newest tag; another one may be whole: name it with --tag."
+    for tag in ("a", "b"):
+        xla_ckpt.save(root, tag, {"model": {"w": torch.ones(2)}})
+    xla_ckpt.finalize_checkpoint()
+    for file in (root / "b").rglob("*.safetensors"):
+        file.unlink()
+    for args in (
+        ["convert", root, tmp_path / "to", "--to", "native"],
+        ["export", root, tmp_path / "to"],
+    ):
+        code, _, err = call(capsys, *args)
+        assert (code, err.count(other)) == (1, 1)
+        code, _, err = call(capsys, *args, "--tag", "b")
+        assert (code, "another one" in err) == (1, False)
+    assert call(capsys, "convert", root, tmp_path / "to", "--to", "native", "--tag", "a")[0] == 0
+    shutil.rmtree(root / "a")
+    code, _, err = call(capsys, "convert", root, tmp_path / "to_b", "--to", "native")
+    assert (code, "another one" in err) == (1, False)

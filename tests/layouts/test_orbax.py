@@ -224,8 +224,11 @@ def test_a_database_that_is_cut_off_is_an_error(saved: Path, tmp_path: Path) -> 
     copy = damaged(saved, tmp_path, "pytree")
     for path in (copy / "d").iterdir():
         os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="an array of orbax's cannot be read"):
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="an array of orbax's cannot be read") as error:
         xla_ckpt.restore(copy)
+    assert "/proc/" not in str(error.value)  # by which tensorstore knows the directory
+    assert error.value.file is not None
+    assert (copy / error.value.file).is_file()
     (copy / "manifest.ocdbt").unlink()
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="has no manifest.ocdbt"):
         xla_ckpt.restore(copy)

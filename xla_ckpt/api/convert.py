@@ -26,12 +26,13 @@ from xla_ckpt.api.opened import (
     check_split,
     check_state_dict,
     check_whole_model,
+    naming_other_tags,
     narrowed,
     opened,
-    source_of,
     tell_divergent,
     without_rank_numbers,
 )
+from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.tag_reader import TagReader
@@ -166,7 +167,8 @@ def convert(
             expected=" or ".join(map(repr, get_args(Parity))),
             found=f"{parity!r} for {layout.name}",
         )
-    store, tag = source_of(source, tag)
+    store, named = located(source, tag)
+    tag = chosen_tag(store, named)
     known, config = described_model(store, tag, job, needed=layout.model_names is ModelNames.FUSED)
     topology = Topology(
         mesh=as_mesh(mesh) or Mesh(),
@@ -183,7 +185,10 @@ def convert(
     elif not layout.tagged:
         check_new_directory(destination)
     about = Knowledge(rules=topology.rules, model=model, optimizer=optimizer, known=known)
-    with opened(store, tag, about, part=wanted, masters=not layout.keeps_masters) as old_tag:
+    with (
+        naming_other_tags(store, tag, named),
+        opened(store, tag, about, part=wanted, masters=not layout.keeps_masters) as old_tag,
+    ):
         if layout.tagged:
             target = NewTag(store_at(destination), called, topology.mesh, parity, layout.first_mark)
             target.check_free(store, tag)

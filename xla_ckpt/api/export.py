@@ -22,12 +22,13 @@ from xla_ckpt.api.opened import (
     check_split,
     check_state_dict,
     check_whole_model,
+    naming_other_tags,
     narrowed,
     opened,
-    source_of,
     tell_divergent,
     without_rank_numbers,
 )
+from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.progress import Progress
@@ -119,11 +120,16 @@ def export_hf(
     """
     began, options = time.monotonic(), chosen(ConvertOptions, options)
     cast, job = floating_type(dtype), formless_job(llama)
-    store, tag = source_of(path, tag)
+    store, named = located(path, tag)
+    tag = chosen_tag(store, named)
     check_new_directory(destination)
     known, config = described_model(store, tag, job)
     about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
-    with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
+    with (
+        naming_other_tags(store, tag, named),
+        opened(store, tag, about, part=part) as stored,
+        naming(path=store.path, tag=tag),
+    ):
         check_state_dict(stored)
         tells_names = part == schema.MODEL
         reader, part = narrowed(without_rank_numbers(stored), part)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 from xla_ckpt.api.llama import KnownModel
 from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError, naming
 from xla_ckpt.keywords import nearest
-from xla_ckpt.layouts.listing import find_foreign
+from xla_ckpt.layouts.listing import find_foreign, tag_names
 from xla_ckpt.layouts.llama_manifest import check_shapes
 from xla_ckpt.layouts.llama_names import llama_hints
 from xla_ckpt.layouts.opening import open_tag
@@ -41,6 +42,19 @@ def source_of(path: PathLike, tag: str | None) -> tuple[Store, str]:
     """
     store, tag = located(path, tag)
     return store, chosen_tag(store, tag)
+
+
+@contextmanager
+def naming_other_tags(store: Store, tag: str, named: str | None) -> Iterator[None]:
+    """Say in an error about a damaged tag that there are others, if the newest was taken and nobody named it."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        with suppress(CheckpointError):  # it is only for a hint
+            if named is None and error.tag == tag and len(tag_names(store)) > 1:
+                other = "It is the newest tag; another one may be whole: name it with tag= (--tag)."
+                error.hint = f"{error.hint or ''} {other}".lstrip()
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

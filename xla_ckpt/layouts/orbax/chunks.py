@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -47,6 +48,10 @@ _OF_STORAGE = ("PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLI
 """What messages of tensorstore begin with if the storage has refused; all others say that the files are damaged."""
 
 
+_ON_DISK = re.compile(r'/proc/self/fd/\d+/([^"]*)')
+"""A file in a checkpoint, as tensorstore names it where `on_disk` has said where the checkpoint is."""
+
+
 @contextmanager
 def tensorstore_errors(name: str) -> Iterator[None]:
     """What tensorstore raises, as errors of this library.
@@ -61,10 +66,13 @@ def tensorstore_errors(name: str) -> Iterator[None]:
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
-        text = str(error).partition(" [tensorstore_spec=")[0][:300]
+        text = str(error).partition(" [tensorstore_spec=")[0]
+        named = _ON_DISK.search(text)
+        text = _ON_DISK.sub(r"\1", text)[:300]
         if text.startswith(_OF_STORAGE):
             raise OSError(text) from error
-        raise CorruptCheckpointError(f"an array of orbax's cannot be read: {text}", file=name) from error
+        file = named[1] if named else name
+        raise CorruptCheckpointError(f"an array of orbax's cannot be read: {text}", file=file) from error
 
 
 class ChunkedArray:

@@ -98,8 +98,8 @@ def _kind(value: Any) -> str | None:
 
 
 def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
-    """The state of a checkpoint, with a `_Stored` for each array; and the arrays that no rule is for, if rules have made a
-    model of others.
+    """The state of a checkpoint, with a `_Stored` for each array; and the arrays that no rule is for, where rules have
+    made a model of others.
 
     A single item is the state itself.
 
