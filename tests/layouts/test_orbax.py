@@ -129,6 +129,12 @@ def test_a_step_that_has_lost_its_arrays_is_named(
         xla_ckpt.restore(root)
 
 
+@pytest.mark.parametrize("name", ["standard", "pytree-files"])
+def test_a_list_and_a_verification_count_the_same_files(saved: Path, name: str) -> None:
+    (summary,) = xla_ckpt.Checkpoints(saved / name).summaries()
+    assert xla_ckpt.verify(saved / name).files == summary.files == sum(p.is_file() for p in (saved / name).rglob("*"))
+
+
 def test_a_step_without_arrays_lacks_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import orbax.checkpoint as ocp
 

@@ -101,8 +101,9 @@ class Orbax(Layout):
             storage_errors("opening a checkpoint", path=store.path, tag=entry.tag),
             closing(store.open(entry.directory, lock=False)) as directory,
         ):
-            missing = missing_metadata(directory.files())
-        for file in missing:  # a load does without it; orbax does not
+            files = directory.files()
+        report.files = len(files)  # a list counts these; to a reader each array is a file
+        for file in missing_metadata(files):  # a load does without it; orbax does not
             problem = CorruptCheckpointError(
                 "a file is missing, without which orbax restores this checkpoint no more",
                 path=store.path,
