@@ -168,6 +168,58 @@ def test_they_come_back_with_their_configuration(
     assert xla_ckpt.verify(converted).ok
 
 
+SAID = {
+    "alpha_pattern": {}, "auto_mapping": {"base_model_class": "Net", "parent_library": "net"}, "bias": "none",
+    "base_model_name_or_path": "org/base", "fan_in_fan_out": True, "inference_mode": True, "init_lora_weights": "pissa",
+    "layers_to_transform": [1, 10, 2], "loftq_config": {"$bits": [4, {"deep": None}]}, "lora_alpha": 16,
+    "lora_bias": True, "lora_dropout": 0.05, "modules_to_save": ["head"], "peft_type": "LORA", "r": 2, "revision": "abc",
+    "target_modules": ["v", "q"], "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": True, "of_tomorrow": 1e-7,
+}  # fmt: skip
+"""A configuration of PEFT's, with much that neuronx-distributed's has no word for."""
+
+SAVED = ("q.lora_A.weight", "q.lora_B.weight", "q.lora_B.bias", "v.lora_A.weight", "v.lora_B.weight", "head.weight")
+EMBEDDING = "embed_tokens.weight"
+"""Which PEFT saves, too, if the vocabulary has grown. Nothing in the configuration says so."""
+
+
+@pytest.fixture
+def of_peft(tmp_path: Path) -> Path:
+    """A directory as PEFT itself saves it."""
+    (tmp_path / "theirs").mkdir()
+    names = [PREFIX + name for name in (*SAVED, EMBEDDING)]
+    save_file({n: torch.full((2, 2), float(i)) for i, n in enumerate(names)}, tmp_path / "theirs" / ARRAYS)
+    (tmp_path / "theirs" / CONFIG).write_text(json.dumps(SAID))
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize("by", [None, "native", "dcp", "torch_checkpointing"])
+def test_a_directory_of_peft_comes_back_with_all_that_it_said(of_peft: Path, tmp_path: Path, by: str | None) -> None:
+    """Of the configuration the words came back that neuronx-distributed has, too; and of the arrays the adapters."""
+    source = of_peft
+    if by is not None:
+        xla_ckpt.convert(of_peft, tmp_path / "run", to=by, as_tag="step_1")
+        source = tmp_path / "run"
+    xla_ckpt.convert(source, tmp_path / "back", to="peft")
+    assert json.loads((tmp_path / "back" / CONFIG).read_text()) == SAID
+    assert not differences(load_file(tmp_path / "back" / ARRAYS), load_file(of_peft / ARRAYS), order=False)
+
+
+def test_what_peft_said_besides_is_no_difference_of_a_job_s_adapters(
+    converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ARRAYS).write_bytes((converted / ARRAYS).read_bytes())
+    said = json.loads((converted / CONFIG).read_text())
+    (tmp_path / "a" / CONFIG).write_text(json.dumps({**said, "task_type": "CAUSAL_LM", "lora_bias": False}))
+    model = lora(1)
+    xla_ckpt.load_checkpoint(tmp_path / "a", model=model)
+    assert not differences(adapters(model), adapters(lora(0)), order=False)
+    assert "another configuration" not in caplog.text
+    xla_ckpt.save_checkpoint(tmp_path / "run", "b", model)  # it is the job's configuration now
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "again", to="peft")
+    assert json.loads((tmp_path / "again" / CONFIG).read_text())["task_type"] is None
+
+
 def test_adapters_over_tp_and_onto_it(tmp_path: Path) -> None:
     run_on_ranks(saves_adapters, 2, tmp_path, "pt")
     xla_ckpt.convert(tmp_path, tmp_path / "peft", "a", to="peft")

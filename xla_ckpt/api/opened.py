@@ -168,10 +168,13 @@ def check_whole_model(reader: TagReader) -> None:
     Raises:
         UsageError: The tag has no base.
     """
-    if schema.is_without_base(reader.manifest.skeleton):
+    skeleton = reader.manifest.skeleton
+    if schema.is_without_base(skeleton) or schema.has_adapters_alone(skeleton):
+        said = schema.is_without_base(skeleton)  # else it is seen in the names: of PEFT's directories, and of LoraModel
         raise UsageError(
-            "the tag has a part of its model alone (only=), which no reader would take for a model",
-            leaf=schema.BASE,
+            f"the tag has {'a part' if said else 'adapters'} of its model alone{' (only=)' if said else ''}, which no "
+            "reader would take for a model",
+            leaf=schema.BASE if said else schema.MODEL,
             hint="convert(..., to='peft') (xla-ckpt convert --to peft) writes adapters as PEFT has them, where their "
             "configuration is stored. Else load the base and this tag into the model, and save all of it.",
         )

@@ -1,8 +1,9 @@
 """PEFT's layout: adapters alone, as one safetensors file and their configuration, for PEFT and transformers to load.
 
 neuronx-distributed's `LoraModel` gives its arrays PEFT's names, but for PEFT's prefix, and its configuration PEFT's
-words, but for a few. What it does not share with PEFT is refused. The state of PEFT's own model has PEFT's names, with
-that of the adapter in them (`xla_ckpt.layouts.peft_names`).
+words, but for a few. What it does not share with PEFT is refused, or kept as PEFT's file says it where it does not change
+what is computed. The state of PEFT's own model has PEFT's names, with that of the adapter in them
+(`xla_ckpt.layouts.peft_names`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ _SHARED = ("lora_alpha", "lora_dropout", "bias", "use_rslora", "target_modules",
 
 _BEYOND = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
 """What neuronx-distributed's adapters cannot be."""
+
+_OF_OTHERS = {
+    "peft_type": "LORA",
+    "task_type": None,
+    "base_model_name_or_path": None,
+    "inference_mode": True,
+    "init_lora_weights": True,
+}
+"""What PEFT has to be told of adapters that are not from a file of its own."""
+
+_OWN = "peft"
+"""In the stored configuration: what PEFT's own file says besides. It is written out again as it was."""
 
 _ADAPTER = re.compile(r".+\.lora_(?:[AB]|embedding_[AB])(?:\..+)?")
 """What PEFT, and neuronx-distributed, call an array of an adapter: the layer that it is for stands before it."""
@@ -94,9 +107,11 @@ class Peft(HuggingFace):
             called = names_in_files(names.values())
             chosen = [leaf for leaf, name in names.items() if name in called]
         else:
-            config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))
+            model = stored.tree(schema.MODEL, lambda leaf, kind: None)
+            config = adapter_config(model)
             text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-            chosen = _adapters_of(names, config)
+            # All arrays of PEFT's own file are the adapter's: embeddings that PEFT saved are under no name of one.
+            chosen = [*names] if _OWN in model[schema.LORA_CONFIG] else _adapters_of(names, config)
             called = {names[leaf]: PREFIX + names[leaf] for leaf in chosen}
         arrays = Arrays.of({leaf: stored.manifest.arrays[leaf] for leaf in chosen})
         (file,) = plan_export(replace(stored.manifest, arrays=arrays), schema.MODEL, sys.maxsize)
@@ -104,7 +119,7 @@ class Peft(HuggingFace):
 
 
 def parsed_config(text: bytes) -> dict[str, Any]:
-    """PEFT's configuration, or neuronx-distributed's own, in the latter's words.
+    """PEFT's configuration, or neuronx-distributed's own, in the latter's words. What PEFT says besides is kept as it is.
 
     Raises:
         UnsupportedStateError: They are no such adapters.
@@ -122,11 +137,13 @@ def parsed_config(text: bytes) -> dict[str, Any]:
     wrong = next((k for k, v in fields.items() if not _is_plain(v)), None)
     if wrong is not None or type(rank) is not int:
         raise FormatError("the configuration of the adapters makes no sense", found=f"{wrong or 'r'} of another type")
-    return fields
+    # neuronx-distributed's own file has words besides that mean nothing to PEFT.
+    own = {} if "lora_rank" in content else {k: v for k, v in content.items() if k not in fields}
+    return {**fields, _OWN: own} if own else fields
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is one that such a configuration has: another one could mean something in a skeleton."""
+    """Whether a value is one that both have in their configurations."""
     parts = value if isinstance(value, list) else [value]
     return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
 
@@ -155,12 +172,9 @@ def adapter_config(model: Any) -> dict[str, Any]:
             hint=f"neuronx-distributed writes {ADAPTER_CONFIG} into its lora_save_dir: copy it into the root, beside "
             "the tags. This library stores it with the adapters.",
         )
+    own = stored.get(_OWN)
     return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "init_lora_weights": True,
+        **(own if isinstance(own, Mapping) else _OF_OTHERS),
         "r": stored.get("lora_rank", stored.get("r")),
         **{k: stored[k] for k in _SHARED if k in stored},
     }

@@ -286,6 +286,20 @@ def is_without_base(skeleton: Any) -> bool:
     return saved_by((children(skeleton) or {}).get(BASE)) is not None
 
 
+def has_adapters_alone(skeleton: Any) -> bool:
+    """Whether a state has adapters with their configuration, and the weights of no layer that they are for.
+
+    >>> adapters = {"q.lora_A.weight": {"$array": "torch"}, "head.weight": {"$array": "torch"}, "lora_config": {"r": 2}}
+    >>> layer = {"q.base_layer.weight": {"$array": "torch"}}
+    >>> has_adapters_alone({"model": adapters}), has_adapters_alone({"model": adapters | layer})
+    (True, False)
+    """
+    members = children((children(skeleton) or {}).get(MODEL)) or {}
+    layers = {name.rpartition(f".{ADAPTER}")[0] for name in members if f".{ADAPTER}" in name}
+    bare = {name.rpartition(".")[0].replace(BASE_LAYER, "") for name in members if f".{ADAPTER}" not in name}
+    return LORA_CONFIG in members and bool(layers) and layers.isdisjoint(bare)
+
+
 def is_said_of_base(path: str) -> bool:
     """Whether a leaf is what a tag of adapters alone says of the base model that it leaves out.
 
