@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ SAID = {
     "alpha_pattern": {}, "auto_mapping": {"base_model_class": "Net", "parent_library": "net"}, "bias": "none",
     "base_model_name_or_path": "org/base", "fan_in_fan_out": True, "inference_mode": True, "init_lora_weights": "pissa",
     "layers_to_transform": [1, 10, 2], "loftq_config": {"$bits": [4, {"deep": None}]}, "lora_alpha": 16,
-    "lora_bias": True, "lora_dropout": 0.05, "modules_to_save": ["head"], "peft_type": "LORA", "r": 2, "revision": "abc",
+    "lora_bias": True, "lora_dropout": 0.05, "modules_to_save": ["head"], "peft_type": "LORA", "r": 2, "revision": "x",
     "target_modules": ["v", "q"], "task_type": "CAUSAL_LM", "use_dora": False, "use_rslora": True, "of_tomorrow": 1e-7,
 }  # fmt: skip
 """A configuration of PEFT's, with much that neuronx-distributed's has no word for."""
@@ -202,6 +203,25 @@ def test_a_directory_of_peft_comes_back_with_all_that_it_said(of_peft: Path, tmp
     xla_ckpt.convert(source, tmp_path / "back", to="peft")
     assert json.loads((tmp_path / "back" / CONFIG).read_text()) == SAID
     assert not differences(load_file(tmp_path / "back" / ARRAYS), load_file(of_peft / ARRAYS), order=False)
+
+
+@pytest.mark.parametrize("source", ["theirs", "of a job", "run"])
+def test_adapters_alone_are_exported_as_no_model(of_peft: Path, tmp_path: Path, source: str) -> None:
+    """They became a model.safetensors, and no word said that it is no model."""
+    path = of_peft
+    if source != "theirs":
+        path = tmp_path / "run"
+        if source == "run":
+            xla_ckpt.convert(of_peft, path, as_tag="a")
+        else:
+            xla_ckpt.save_checkpoint(path, "a", lora(0))
+    for export in (xla_ckpt.export_hf, partial(xla_ckpt.convert, to="safetensors")):
+        with pytest.raises(xla_ckpt.UsageError, match=r"adapters of its model alone.*--to peft"):
+            export(path, tmp_path / "hf")
+        assert not (tmp_path / "hf").exists()
+    xla_ckpt.save_checkpoint(tmp_path / "whole", "a", lora(0, base=True))
+    xla_ckpt.export_hf(tmp_path / "whole", tmp_path / "hf")
+    assert "0.base_layer.weight" in load_file(tmp_path / "hf/model.safetensors")
 
 
 def test_what_peft_said_besides_is_no_difference_of_a_job_s_adapters(

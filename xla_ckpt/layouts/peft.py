@@ -1,9 +1,8 @@
 """PEFT's layout: adapters alone, as one safetensors file and their configuration, for PEFT and transformers to load.
 
 neuronx-distributed's `LoraModel` gives its arrays PEFT's names, but for PEFT's prefix, and its configuration PEFT's
-words, but for a few. What it does not share with PEFT is refused, or kept as PEFT's file says it where it does not change
-what is computed. The state of PEFT's own model has PEFT's names, with that of the adapter in them
-(`xla_ckpt.layouts.peft_names`).
+words, but for a few. Adapters that it cannot have are refused. What else PEFT's own file says is kept, and written out
+again. The state of PEFT's own model has PEFT's names, with that of the adapter in them (`xla_ckpt.layouts.peft_names`).
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class Peft(HuggingFace):
 
 
 def parsed_config(text: bytes) -> dict[str, Any]:
-    """PEFT's configuration, or neuronx-distributed's own, in the latter's words. What PEFT says besides is kept as it is.
+    """PEFT's configuration, or neuronx-distributed's own, in the latter's words. What PEFT says besides is kept.
 
     Raises:
         UnsupportedStateError: They are no such adapters.

@@ -287,17 +287,16 @@ def is_without_base(skeleton: Any) -> bool:
 
 
 def has_adapters_alone(skeleton: Any) -> bool:
-    """Whether a state has adapters with their configuration, and the weights of no layer that they are for.
+    """Whether a state has adapters with their configuration, and not the weights of the layers that they are for.
 
-    >>> adapters = {"q.lora_A.weight": {"$array": "torch"}, "head.weight": {"$array": "torch"}, "lora_config": {"r": 2}}
-    >>> layer = {"q.base_layer.weight": {"$array": "torch"}}
-    >>> has_adapters_alone({"model": adapters}), has_adapters_alone({"model": adapters | layer})
+    >>> alone = dict.fromkeys(("lora_config", "q.lora_A.weight", "q.base_layer.bias", "head.weight"))
+    >>> has_adapters_alone({"model": alone}), has_adapters_alone({"model": {**alone, "q.base_layer.weight": None}})
     (True, False)
     """
-    members = children((children(skeleton) or {}).get(MODEL)) or {}
-    layers = {name.rpartition(f".{ADAPTER}")[0] for name in members if f".{ADAPTER}" in name}
-    bare = {name.rpartition(".")[0].replace(BASE_LAYER, "") for name in members if f".{ADAPTER}" not in name}
-    return LORA_CONFIG in members and bool(layers) and layers.isdisjoint(bare)
+    names = children((children(skeleton) or {}).get(MODEL)) or {}
+    adapted = {name.partition(f".{ADAPTER}")[0] for name in names if f".{ADAPTER}" in name}
+    weights = {name.rpartition(".")[0] for name in names if not name.endswith(".bias")}
+    return LORA_CONFIG in names and not adapted <= {name.removesuffix(BASE_LAYER) for name in weights}
 
 
 def is_said_of_base(path: str) -> bool:
