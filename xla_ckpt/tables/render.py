@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from xla_ckpt.errors import StorageError
+from xla_ckpt.errors import StorageError, UnsupportedStateError
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.tables.rows import Rows
 from xla_ckpt.tables.texts import MAX_SIBLINGS, collapsed, count, shape, short, size, speed, when
@@ -174,7 +174,9 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
             f"{count(facts['files'], 'file')}, {size(facts['nbytes'])} read, {checked}{f' ({rate})' if rate else ''}"
         )
     else:
-        unread = all(problem["kind"] == StorageError.__name__ for problem in facts["problems"])
+        # A file of a kind that is not read here may be whole, as one may that the storage does not give away.
+        kinds = {StorageError.__name__, UnsupportedStateError.__name__}
+        unread = all(problem["kind"] in kinds for problem in facts["problems"])
         word = "COULD NOT BE READ" if unread else "DAMAGED"
         lines.append(f"[red]{word}[/red]  {where}: {count(len(facts['problems']), 'problem')}")
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]

@@ -17,7 +17,7 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced, tensor_alone
@@ -39,6 +39,9 @@ AHEAD = 64 * 1024
 FEW_BYTES, SHARED_BYTES = 1 << 30, 16
 """All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
 storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
+
+_WITHOUT_ZIP, _EARLY = bytes.fromhex("6cfc9c46f9206aa85019"), 32
+"""The number that is pickled first in a file of torch.save that is no zip, and up to which byte it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +153,7 @@ class Zip:
 
     Raises (on construction):
         CorruptCheckpointError: There is no whole zip.
+        UnsupportedStateError: It is a file of torch's from before there were zips.
     """
 
     def __init__(self, ahead: Ahead, start: int, nbytes: int) -> None:
@@ -244,13 +248,15 @@ class Zip:
             # torch writes 0 where it was told to leave CRC-32s out.
             check_crc32(self.ahead.source.read_into, self.file, f"the record {name}", start, size, crc or None)
 
-    def _broken(self, why: str) -> CorruptCheckpointError:
-        zipped = bytes(self._head[:2]) == b"PK"
-        return CorruptCheckpointError(
-            f"the file is no whole zip of torch.save: {why}"[:300],
-            file=self.file,
-            hint=None if zipped else "Files of torch before 1.6 are not read: load and save them anew.",
-        )
+    def _broken(self, why: str) -> CheckpointError:
+        if _WITHOUT_ZIP in bytes(self._head[:_EARLY]):  # whether it is whole, nobody here can tell
+            return UnsupportedStateError(
+                "the file was written without torch's zip format (torch before 1.6, or "
+                "_use_new_zipfile_serialization=False), and is not read",
+                file=self.file,
+                hint="Load it with torch.load, and save it anew: torch.save writes the zip format by default.",
+            )
+        return CorruptCheckpointError(f"the file is no whole zip of torch.save: {why}"[:300], file=self.file)
 
     def _bytes(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the zip.
