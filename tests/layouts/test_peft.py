@@ -85,6 +85,9 @@ def test_a_model_of_peft_s_own_names_is_told_who_loads_the_files(converted: Path
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
         xla_ckpt.load_checkpoint(converted, model=model)
     assert f"PeftModel.from_pretrained(base, '{converted}')" in str(caught.value.hint)
+    put_in = {name.removeprefix(PREFIX): value for name, value in model.items()}  # as transformers' add_adapter does
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"PeftModel\.from_pretrained.*load_adapter\("):
+        xla_ckpt.load_checkpoint(converted, model=put_in, strict=False)
     other = torch.nn.Sequential(torch.nn.Linear(4, 4))
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
         xla_ckpt.load_checkpoint(converted, model=other)
@@ -203,6 +206,19 @@ def test_a_directory_of_peft_comes_back_with_all_that_it_said(of_peft: Path, tmp
     xla_ckpt.convert(source, tmp_path / "back", to="peft")
     assert json.loads((tmp_path / "back" / CONFIG).read_text()) == SAID
     assert not differences(load_file(tmp_path / "back" / ARRAYS), load_file(of_peft / ARRAYS), order=False)
+
+
+def test_a_directory_of_peft_without_its_arrays(of_peft: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was said that there is no tag of this library."""
+    (of_peft / ARRAYS).unlink()
+    for call in (xla_ckpt.restore, xla_ckpt.verify, lambda path: xla_ckpt.load_checkpoint(path, model=lora(0))):
+        with pytest.raises(xla_ckpt.NoCheckpointError, match=rf"of PEFT's, {ARRAYS} is missing"):
+            call(of_peft)
+    assert main(["convert", str(of_peft), str(of_peft / "x"), "--to", "native"]) == 1
+    assert f"{ARRAYS} is missing" in capsys.readouterr().err
+    torch.save({"0.lora_A.weight": torch.ones(2)}, of_peft / "adapter_model.bin")  # as older versions of PEFT did
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"adapter_model\.bin: pass the path"):
+        xla_ckpt.restore(of_peft)
 
 
 @pytest.mark.parametrize("source", ["theirs", "of a job", "run"])

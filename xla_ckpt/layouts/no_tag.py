@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import closest, meant
 from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.hugging_face import ADAPTER_ARRAYS
 from xla_ckpt.layouts.listing import all_tags, beside_tags, find_foreign, named_itself, roots_below, tag_names
+from xla_ckpt.layouts.peft import ADAPTER_CONFIG
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
@@ -108,6 +110,8 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     elif not tags and (beside := _others(store)):
         error.hint = " ".join(_what_others_are(beside))
         error.problem += meant(error.tag, [name for name, _, _ in beside]) if error.tag else ""
+    elif not tags and error.tag is None and store.has(ADAPTER_CONFIG):
+        error.hint = f"{ADAPTER_CONFIG} is there: of a directory of PEFT's, {ADAPTER_ARRAYS} is missing."
     return error
 
 

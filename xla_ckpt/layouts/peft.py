@@ -19,7 +19,7 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, nami
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.hugging_face import ADAPTER_ARRAYS, HuggingFace, scanned_model
-from xla_ckpt.layouts.peft_names import PREFIX, config_to_run, is_of_peft, names_in_files
+from xla_ckpt.layouts.peft_names import PREFIX, config_to_run, has_adapters_of_peft, is_of_peft, names_in_files
 from xla_ckpt.layouts.scanned import MAX_JSON, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
@@ -77,12 +77,13 @@ class Peft(HuggingFace):
 
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         reader = super().open(store, entry, hints)
-        if is_of_peft(hints.arrays):
+        if has_adapters_of_peft(hints.arrays):
             path = f"{store.path}/{entry.directory}"
             reader.misfit = (
-                "The model is PEFT's own, which loads this directory itself: PeftModel.from_pretrained(base, "
-                f"{path!r}). This library loads it into a model without PEFT's names, such as "
-                "neuronx-distributed's LoraModel, and a tag of PEFT's model (only='adapters') into PEFT's model."
+                "The model's adapters are PEFT's own, which loads this directory itself: "
+                f"PeftModel.from_pretrained(base, {path!r}), or load_adapter({path!r}) of a model of transformers'. "
+                "This library loads it into a model without PEFT's names, such as neuronx-distributed's LoraModel, and "
+                "a tag of PEFT's model (only='adapters') into PEFT's model."
             )
         return reader
 

@@ -22,6 +22,9 @@ PREFIX = "base_model.model."
 _LORA = re.compile(rf"({re.escape(PREFIX)}.+\.lora_(?:[AB]|embedding_[AB]))\.([^.]+)((?:\.weight|\.bias)?)")
 """A name of an array of an adapter: its layer and kind, the adapter, and what array of that it is."""
 
+_PUT_IN = re.compile(r".+\.lora_[AB]\.[^.]+\.(?:weight|bias)")
+"""Such a name where PEFT has put an adapter into a model that stays what it was: it has no prefix."""
+
 _WHOLE = re.compile(rf"({re.escape(PREFIX)}.+)\.modules_to_save\.([^.]+)\.(.+)")
 """A name of an array of a module that is trained whole."""
 
@@ -36,6 +39,15 @@ def is_of_peft(names: Iterable[str]) -> bool:
     (True, False)
     """
     return any(map(_LORA.fullmatch, names))
+
+
+def has_adapters_of_peft(names: Iterable[str]) -> bool:
+    """Whether PEFT has put adapters into a model, which is a `PeftModel` or has no prefix before its names.
+
+    >>> has_adapters_of_peft(["q.lora_A.default.weight"]), has_adapters_of_peft(["q.lora_A.weight"])
+    (True, False)
+    """
+    return any(_PUT_IN.fullmatch(name) or _LORA.fullmatch(name) for name in names)
 
 
 def names_in_files(names: Iterable[str]) -> dict[str, str]:
