@@ -79,6 +79,20 @@ def test_a_file_that_is_cut_off_is_named(here: Path, left: int) -> None:
     assert (error.file, error.leaf in ("n", "w", "x")) == ("__0_0.distcp", True)
 
 
+def test_a_file_that_is_cut_off_is_one_problem(tmp_path: Path) -> None:
+    """Each key had one, with another size of the same file."""
+    path = save({f"w{i:02}": torch.full((100,), float(i)) for i in range(24)}, tmp_path / "c")
+    file, flipped = path / "__0_0.distcp", torch.full((100,), 1.0).numpy().tobytes()
+    data = file.read_bytes()
+    changed = bytearray(data[: data.index(torch.full((100,), 20.0).numpy().tobytes())])
+    changed[changed.index(flipped)] ^= 1
+    file.write_bytes(bytes(changed))
+    cut, other = sorted(xla_ckpt.verify(path).problems, key=lambda problem: "CRC-32" in str(problem))
+    assert re.search(r"cut off, and 3 more of its keys are not whole", str(cut))
+    assert (cut.leaf, cut.file, cut.found) == ("w20", file.name, len(changed))
+    assert other.leaf == "w01", "what is whole in the file is still checked"
+
+
 def test_a_save_that_did_not_end_is_no_tag_and_says_so(here: Path) -> None:
     (here / METADATA).unlink()
     assert xla_ckpt.list_tags(here.parent) == []

@@ -6,6 +6,7 @@ it. Where this library's digests lie beside `.metadata`, all bytes are compared 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
@@ -71,8 +72,26 @@ def _check_zips(directory: Directory, report: VerifyReport, workers: int) -> Non
 
         with closing(files.open(name)) as source:
             ahead = Ahead(source, name)
+            cut: list[SpanOf] = []
             for item in spans[name]:
-                noted(report, partial(check_zip, item))
+                if item.span.offset + item.span.nbytes > source.size:
+                    cut.append(item)
+                else:
+                    noted(report, partial(check_zip, item))
+            if cut:
+                report.problems.append(_cut_off(name, cut, source.size))
         return sum(sizes)
 
     check_files(report, sorted(spans), check_file, workers)
+
+
+def _cut_off(file: str, lost: Sequence[SpanOf], nbytes: int) -> CorruptCheckpointError:
+    """The one error for all that a file of so many bytes does not hold any more."""
+    first, others = min(lost, key=lambda item: item.span.offset), len(lost) - 1
+    return CorruptCheckpointError(
+        "the file is cut off" + (f", and {others} more of its keys are not whole" if others else ""),
+        leaf=first.key,
+        file=file,
+        expected=f"{max(item.span.offset + item.span.nbytes for item in lost)} bytes",
+        found=nbytes,
+    )
