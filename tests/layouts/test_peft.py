@@ -67,8 +67,15 @@ def test_peft_computes_with_them_what_the_job_did(converted: Path) -> None:
 def test_what_peft_saves_is_loaded(converted: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PYTHONPATH names no folder with peft")
     base = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    theirs = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0", "1", "2"]))
+    theirs = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0", "1", "2"], revision="first")
+    )
     theirs.save_pretrained(tmp_path / "theirs")
+    xla_ckpt.convert(tmp_path / "theirs", tmp_path / "run")
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "back", to="peft")
+    said, saying = (json.loads((tmp_path / folder / CONFIG).read_text()) for folder in ("back", "theirs"))
+    assert said == saying
+    assert said["revision"] == "first"
     model = lora(1)
     xla_ckpt.load_checkpoint(tmp_path / "theirs", model=NxDModel(model))
     held = load_file(tmp_path / "theirs" / ARRAYS)
