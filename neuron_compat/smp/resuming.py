@@ -69,6 +69,17 @@ def _in_its_place(root: str, name: str) -> str | None:
     return f"Tags of partial checkpoints there, oldest first: {', '.join(tags[-10:])}." if tags else None
 
 
+def _full_ones(root: str) -> str | None:
+    """That a root has full checkpoints, which are known by the user content beside them; None if it has none."""
+    there = [file for file in os.listdir(root) if os.path.isfile(f"{root}/{file}")] if os.path.isdir(root) else []
+    full = [file for file in there if user_content_name(file) in there]
+    if not full:
+        return None
+    full.sort(key=lambda file: os.path.getmtime(f"{root}/{file}"))
+    listed = ", ".join(full[-10:])
+    return f"There are full checkpoints of these tags, oldest first: {listed}. Pass partial=False, and a tag."
+
+
 def _newest(root: str) -> str:
     """The name of the newest checkpoint in a root; empty if there is none."""
     listing = root_at(root)
@@ -76,7 +87,7 @@ def _newest(root: str) -> str:
         raise SMPValidationError(
             f"Unable to find newest file at {root}/{NEWEST}, if trying to load newest checkpoint please ensure this "
             "file exists or pass an explicit checkpoint tag when loading a checkpoint.",
-            details=read_otherwise(root),
+            details=_full_ones(root) or read_otherwise(root),
         )
     last = listing.lines[-1] if listing.lines else ""
     if last and PARTIAL.removeprefix("_") not in last:

@@ -14,7 +14,7 @@ from tests.layouts.smp_files import GENERATIONS, toy_content, write_set, write_t
 from tests.layouts.writing import toy
 from tests.topology.state import differences
 from xla_ckpt import Mesh
-from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.smp.tags import find_smp_tag, listed_sets, part_of
 from xla_ckpt.storage.door import store_at
@@ -83,6 +83,19 @@ def test_the_part_of_one_rank_by_its_own_name(tmp_path: Path, caplog: pytest.Log
     with pytest.raises(IncompatibleCheckpointError, match="load the name without the numbers") as refused:
         loads(tmp_path / "c.pt_1_0")
     assert "Make the model" not in str(refused.value)
+
+
+def test_the_part_of_one_rank_is_no_whole_state_for_others(tmp_path: Path) -> None:
+    """A tag that is made of it would have half of each array, and nobody would see it in there."""
+    write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "documents")
+    for made in (xla_ckpt.convert, xla_ckpt.export_hf):
+        with pytest.raises(UsageError, match="what one rank had") as refused:
+            made(tmp_path / "c.pt_1_0", tmp_path / "new")
+        assert "of pp 2 and tp 2: load the name without the numbers at its end" in str(refused.value.hint)
+    assert not (tmp_path / "new").exists()
+    write_set(tmp_path / "alone.pt", Mesh(), "documents")  # the part of the only rank is all of it
+    xla_ckpt.convert(tmp_path / "alone.pt_0_0", tmp_path / "new")
+    loads(tmp_path / "new")
 
 
 @pytest.mark.parametrize("folder", ["run+1", "run(1)", "a[0]", "run.*", "back\\slash", "ünï"])

@@ -244,7 +244,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_written(tmp_path: Path) -
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
     xla_ckpt.save_checkpoint(tmp_path, "a", model, extras={"x": {"n": 1}})
     for problem, options in {
-        "2 pipeline stages have 1 cuts": {"mesh": "pp=2"},
+        "2 pipeline stages need 1 cut": {"mesh": "pp=2"},
         "no parameter belongs to a module of this name": {"mesh": "pp=2", "pipeline_cuts": ["7"]},
         "nothing is split over tp": {"mesh": "tp=2"},
         "no place for expert parallelism": {"mesh": "dp=2,ep=2"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,21 @@ def test_what_is_there_in_place_of_a_checkpoint_is_said(tmp_path: Path) -> None:
         with pytest.raises(smp.SMPValidationError) as error:
             smp.resume_from_checkpoint(tmp_path, **options)  # type: ignore[arg-type]
         assert str(error.value).endswith(f" does not exist!\n{told}")
+
+
+def test_full_checkpoints_alone_are_named(tmp_path: Path) -> None:
+    """They are in no list: a job that forgets partial=False hears of a missing file, and of them."""
+    begin(1, 1)
+    whole = model()
+    for step in (1, 2):
+        smp.save_checkpoint(tmp_path, f"step_{step}", partial=False, model=whole, user_content={"step": step})
+        os.utime(tmp_path / f"step_{step}", (step, step))
+    (tmp_path / "user_content_of_others").touch()
+    with pytest.raises(smp.SMPValidationError) as error:
+        smp.resume_from_checkpoint(tmp_path)
+    told = "There are full checkpoints of these tags, oldest first: step_1, step_2. Pass partial=False, and a tag."
+    assert str(error.value) == f"{UNABLE.format(root=tmp_path)}\n{told}"
+    assert smp.resume_from_checkpoint(tmp_path, tag="step_2", partial=False) == {"step": 2}
 
 
 def test_a_root_that_is_misspelt(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from xla_ckpt.api.new_tag import NewTag
 from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
+    check_file,
     check_split,
-    check_state_dict,
     check_whole_model,
     naming_other_tags,
     narrowed,
@@ -199,7 +199,7 @@ def convert(
             storage_errors("converting", path=full_path(destination), tag=called),
             naming_extras(f"a conversion to the layout {layout.name}"),
         ):
-            check_state_dict(old_tag)
+            check_file(old_tag)
             reader, wanted = narrowed(without_rank_numbers(old_tag), wanted)
             to_hf = layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES)
             if to_hf:

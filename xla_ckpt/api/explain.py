@@ -74,7 +74,7 @@ def explain(
         explanation = explain_manifest(reader.manifest, store.path, tag, over, rules)
         more = [*_unknown(reader.manifest), *_broken_files(reader)]
         notes = [*explanation.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
-        if (divergence := reader.manifest.divergence()) is not None:
+        if (divergence := reader.divergence()) is not None:
             notes.append(divergence)
         if find_foreign(store, tag) is not None:
             notes += _cut(reader.manifest)

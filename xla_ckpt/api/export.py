@@ -19,8 +19,8 @@ from xla_ckpt.api.llama import (
 from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
+    check_file,
     check_split,
-    check_state_dict,
     check_whole_model,
     naming_other_tags,
     narrowed,
@@ -130,7 +130,7 @@ def export_hf(
         opened(store, tag, about, part=part) as stored,
         naming(path=store.path, tag=tag),
     ):
-        check_state_dict(stored)
+        check_file(stored)
         tells_names = part == schema.MODEL
         reader, part = narrowed(without_rank_numbers(stored), part)
         check_split(reader, part)

@@ -276,7 +276,7 @@ class Load:
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
-        divergence = reader.manifest.divergence(loadings.targets)
+        divergence = reader.divergence(loadings.targets)
         if divergence is not None and self.job.placement.speaks:
             logger.warning("tag %s: %s", reader.tag, divergence)
 

@@ -117,7 +117,7 @@ def opened(
 
 def tell_divergent(reader: TagReader) -> None:
     """Log which arrays of a tag were stored from replicas that differed."""
-    divergence = reader.manifest.divergence()
+    divergence = reader.divergence()
     if divergence is not None:
         logger.warning("tag %s: %s", reader.tag, divergence)
 
@@ -180,12 +180,17 @@ def check_whole_model(reader: TagReader) -> None:
         )
 
 
-def check_state_dict(reader: TagReader) -> None:
-    """Refuse a file whose model is one pickled object: a module that torch.save was given whole.
+def check_file(reader: TagReader) -> None:
+    """Refuse a file with the part of one rank, and one whose model is an object: a module that torch.save was given.
 
     Raises:
         UsageError: It is.
     """
+    if reader.part_of_rank:
+        raise UsageError(
+            "the file has what one rank had, and without the parts of the others it is no whole state",
+            hint=reader.part_of_rank,
+        )
     model = pickled_model(reader.manifest.skeleton)
     if reader.foreign_objects is not None and model is not None:
         raise UsageError(

@@ -143,7 +143,7 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar=("PATTERN", "SPEC"),
         help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'qkv' 'tp*3,_', "
-        "'emb' 'dp+tp'; 'norm' '_' is not split",
+        "'emb' 'dp+tp', 'experts.gate_up' 'ep,_,tp*2'; 'norm' '_' is not split",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -87,6 +87,8 @@ class TagReader:
         """Why it may not fit the objects of a load, and what to load then; empty for a whole checkpoint."""
         self.without_rule = ""
         """Which arrays the caller's rules of names are not for, if they make a model of others, as sentences say it."""
+        self.part_of_rank = ""
+        """Of what one rank alone has of a checkpoint: what names all of it. Conversions refuse it. Empty for others."""
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}
@@ -115,6 +117,16 @@ class TagReader:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
+
+    def divergence(self, leaves: Iterable[str] | None = None) -> str | None:
+        """Which arrays have the bytes of a first replica (see `Manifest.divergence`), and who called them replicas."""
+        differing = self.manifest.divergence(leaves)
+        if differing is None or self.foreign_objects is None:
+            return differing
+        return (
+            f"{differing}. A rule of shardings= (--sharding) makes them replicas, and leaves out what the other ranks have: "
+            "if those are other parts of the arrays, the rule is wrong"
+        )
 
     def _read_manifest(self) -> Manifest:
         with naming(path=self.root, tag=self.tag, file=MANIFEST), storage_errors("reading the manifest"):

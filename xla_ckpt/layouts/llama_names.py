@@ -279,7 +279,7 @@ def llama_hints(config: LlamaConfig) -> dict[str, ArrayHint]:
     # The shape of buffers is not in the configuration, and every rank has them whole.
     buffers = ["model.rotary_emb.inv_freq"]
     buffers += [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.layers)]
-    hints = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
+    hints = {name: ArrayHint(sharding=Sharding(), rule="of config.json") for name in buffers}
     for name in (*_OF_MODEL, *(f"model.layers.{i}.{name}" for i in range(config.layers) for name in _OF_LAYER)):
         projection, called = hf_names(name)
         form = Form(projection=projection or Projection.SEPARATE)

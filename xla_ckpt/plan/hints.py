@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.rules import Parsed, decided
+from xla_ckpt.sharding.rules import Parsed, deciding
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import TORCH, OptimizerSchema
@@ -26,8 +26,9 @@ class ArrayHint:
     sharding: Sharding | None = None
     """How any job splits it, by a rule or by attributes of the parameter; None if nobody says."""
 
-    ruled: bool = False
-    """Whether a rule says so: then it is so, whatever the shapes are."""
+    rule: str | None = None
+    """The rule that says so, as errors name it; None if no rule does. It counts whatever the shapes are, unless the
+    program's own shape contradicts it."""
 
     padded: bool = False
     """Whether `shape` is declared to be without the padding that local tensors have."""
@@ -40,6 +41,11 @@ class ArrayHint:
 
     problem: UnknownArray | None = None
     """Why the array cannot be read for this program, where what it says contradicts what the tag says."""
+
+    @property
+    def ruled(self) -> bool:
+        """Whether a rule says how it is split."""
+        return self.rule is not None
 
     @property
     def of_program(self) -> bool:
@@ -88,8 +94,10 @@ class Hints:
         """What is known about an array; a rule for any name of a shared parameter holds for it."""
         known = self.arrays.get(name, ArrayHint())
         names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
-        ruled = decided(self.rules, *(form for n in names for form in (schema.weight(n), n)))
-        return known if ruled is None else replace(known, sharding=ruled, ruled=True)
+        rule = deciding(self.rules, *(form for n in names for form in (schema.weight(n), n)))
+        return (
+            known if rule is None else replace(known, sharding=rule[1], rule=f"({rule[0].pattern!r}, {rule[1].spec})")
+        )
 
     def knows(self, name: object) -> bool:
         """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""

@@ -54,7 +54,10 @@ def idle(rules: Parsed, leaves: Iterable[str]) -> list[str]:
 
 def decided(rules: Parsed, *names: str) -> Sharding | None:
     """What the first rule says that is found in one of an array's names; None if there is none."""
-    for pattern, sharding in rules:
-        if any(pattern.search(name) for name in names):
-            return sharding
-    return None
+    rule = deciding(rules, *names)
+    return None if rule is None else rule[1]
+
+
+def deciding(rules: Parsed, *names: str) -> tuple[re.Pattern[str], Sharding] | None:
+    """The first rule that is found in one of an array's names; None if there is none."""
+    return next((rule for rule in rules if any(rule[0].search(name) for name in names)), None)

@@ -139,9 +139,10 @@ def global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
     if sizes:
         expected = sum(size * copies for size, copies in zip(sizes, copies_held, strict=True))
         if expected != n * ranks:
+            one = f"; {sizes[0]} strided blocks are ('tp', {sizes[0]}), or tp*{sizes[0]} at the command line"
             raise ValueError(
                 f"sections of {_named(sections)} elements are {expected} with all copies, and {ranks} times {n} are "
-                f"{n * ranks}; their sizes are those of the whole array"
+                f"{n * ranks}; their sizes are those of the whole array{one if len(sizes) == 1 else ''}"
             )
         return sum(sizes)
     if len(sections) > 1 and n % sum(copies_held):

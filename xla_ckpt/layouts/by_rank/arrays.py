@@ -9,7 +9,7 @@ from functools import lru_cache
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import RankFiles
 from xla_ckpt.layouts.by_rank.form import StoredTensor
-from xla_ckpt.layouts.by_rank.splits import HINT, readings
+from xla_ckpt.layouts.by_rank.splits import readings
 from xla_ckpt.layouts.torch_save.strided import shards_of_piece
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
@@ -189,7 +189,8 @@ def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int
             f"the sharding {sharding.spec} does not fit to what is stored: {error}",
             leaf=array.leaf,
             found=f"{list(array.local if array.rows else tensor.shape)} on each rank of {array.mesh}",
-            hint=HINT,
+            hint="Correct the rule of shardings= (--sharding), or the attributes of the parameter; docs/parallelism.md "
+            "has rules for fused arrays and for experts.",
         ) from error
 
 

@@ -66,8 +66,8 @@ class NewJob:
         """
         if len(self.cuts) != self.mesh.pp - 1:
             raise UsageError(
-                f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them",
-                found=list(self.cuts),
+                f"{self.mesh.pp} pipeline stages need {self.mesh.pp - 1} cut{'s' if self.mesh.pp > 2 else ''}",
+                found=list(self.cuts) or "none",
                 hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...] (--cut for each).",
             )
         model = self.trees.get(schema.MODEL)

@@ -19,9 +19,14 @@ _KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_
 _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 """Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
 
+_THREE = re.compile(r"qkv|query_key_value|w_pack|c_attn", re.IGNORECASE)
+"""Of the fused ones those of three arrays: queries, keys and values. The others are of two."""
+
+_DOCUMENT = "docs/parallelism.md has those for fused arrays and for experts."
+
 HINT = (
     "Say with model= (--like) what was saved, or give a rule such as shardings=[(r'up_proj', ('tp', None))] "
-    "(--sharding up_proj tp,_); docs/parallelism.md has those for fused arrays."
+    f"(--sharding up_proj tp,_); {_DOCUMENT}"
 )
 
 WHOLE_RULE = f"shardings=[(r'{OWN_NAME}', None)] (--sharding '{OWN_NAME}' _)"
@@ -51,12 +56,60 @@ def resolve(
         sharding = hint.sharding if hint.ruled else _over_experts(hint.sharding, local, mesh, expert, hint.shape)
         if not hint.ruled and not hint.told:
             sharding = _with_copies(name, sharding, local, mesh, hint)
-        return _true_size(sharding, local, hint)
+        sharding = _true_size(sharding, local, hint)
+        return _contradicted(name, sharding, local, mesh, expert, hint) or sharding
     if mesh.tp == mesh.ep == 1 or not local or hint.shape == local:
         return Sharding()
     if hint.shape is None:
-        return _unknown("nothing says what the whole is")
+        return _unknown("nothing says what the whole is", f"{HINT} If each rank has all of it, give {WHOLE_RULE}.")
     return _inferred(name, local, mesh, expert, hint.shape)
+
+
+def _proposed(name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]) -> str:
+    """A rule that makes the shape of the model that was given of what each rank has, as a hint; or one of that form."""
+    fitting = [split for split in _fitting(local, mesh, expert, wanted) if split.axes]
+    sharding = fitting[0] if fitting else Sharding((Split(("tp",)),))
+    dims = sharding.over(len(local))
+    fused = "tp" in sharding.axes and _is_fused(name)
+    parts = 3 if _THREE.search(name) else 2
+    if fused:
+        dims = tuple(Split.strided(s.axes, parts) if s is not None and "tp" in s.axes else s for s in dims)
+    spec, words = replace(sharding, dims=dims).spec, ",".join(map(_typed, dims))
+    where = f", if each rank has a part of each of {parts} fused arrays" if fused else ""
+    rule = f"shardings=[(r'{OWN_NAME}', {spec})] (--sharding '{OWN_NAME}' '{words}')"
+    return f"Give a rule such as {rule}{where}; {_DOCUMENT}"
+
+
+def _typed(split: Split | None) -> str:
+    """How a tensor dim is split, as a person types it."""
+    if split is None:
+        return "_"
+    return "+".join(split.axes) + ("" if split.plain else f"*{len(split.sections)}")
+
+
+def _contradicted(
+    name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, expert: bool | None, hint: ArrayHint
+) -> UnknownArray | None:
+    """Why a rule cannot be true of an array: it makes another shape than the model has. None if it can.
+
+    Without this a conversion would write half of an array, or twice as much. Attributes of the model itself are not
+    doubted here: where they make another shape, a load says so.
+    """
+    if not hint.ruled or hint.told or hint.shape is None:
+        return None
+    try:
+        shape = sharding.place(local, mesh, 0).shape
+    except ValueError:
+        return None  # it is refused, with the numbers, where the parts are put together
+    if shape == hint.shape:
+        return None
+    fits = any(split.axes for split in _fitting(local, mesh, expert, hint.shape))
+    return UnknownArray(
+        problem=f"the rule {hint.rule} makes {list(shape)} of what the ranks have, the model has {list(hint.shape)}",
+        hint=_proposed(name, local, mesh, expert, hint.shape)
+        if fits
+        else "Correct the rule, or give the model that was saved, with the shape of the whole array.",
+    )
 
 
 def _over_experts(
@@ -147,6 +200,31 @@ def _inferred(
     """
     if len(wanted) != len(local):
         return Sharding()  # no split makes these shapes fit, and the load says so
+    hint = _proposed(name, local, mesh, expert, wanted)
+    fitting = _fitting(local, mesh, expert, wanted)
+    if not fitting:
+        return UnknownArray(
+            problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
+            hint=f"If the model, or the config.json, is that of this checkpoint, say how the array was split. {hint}",
+            expected=str(list(wanted)),
+        )
+    if len(fitting) > 1:
+        return _unknown(f"{list(local)} of each rank makes the wanted shape in {len(fitting)} ways", hint, wanted)
+    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
+    if "tp" in fitting[0].axes and _is_fused(name):
+        why = "by its name it is fused, and nothing says in how many strided blocks each rank has it"
+        return _unknown(why, hint, wanted)
+    return fitting[0]
+
+
+def _is_fused(name: str) -> bool:
+    return bool(_FUSED.search(name)) and not _SEPARATE.search(name)
+
+
+def _fitting(local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]) -> list[Sharding]:
+    """The splits over ep and tp that make the wanted shape of what each rank has."""
+    if len(wanted) != len(local):
+        return []
     # Experts are always stacked along the first dim, and no layer splits one dim over both.
     of_ep: list[int | None] = [0] if expert else [None] if expert is False or mesh.ep == 1 else [None, 0]
     of_tp: list[int | None] = [None] if mesh.tp == 1 else [None, *range(len(local))]
@@ -156,25 +234,13 @@ def _inferred(
         for tp in of_tp
         if ep is None or ep != tp
     ]
-    fitting = [sharding for sharding in candidates if sharding.place(local, mesh, 0).shape == wanted]
-    if not fitting:
-        return UnknownArray(
-            problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
-            hint=f"If the model, or the config.json, is that of this checkpoint, say how the array was split. {HINT}",
-            expected=str(list(wanted)),
-        )
-    if len(fitting) > 1:
-        return _unknown(f"{list(local)} of each rank makes the wanted shape in {len(fitting)} ways", wanted)
-    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
-    if "tp" in fitting[0].axes and _FUSED.search(name) and not _SEPARATE.search(name):
-        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it", wanted)
-    return fitting[0]
+    return [sharding for sharding in candidates if sharding.place(local, mesh, 0).shape == wanted]
 
 
-def _unknown(why: str, wanted: tuple[int, ...] | None = None) -> UnknownArray:
+def _unknown(why: str, hint: str, wanted: tuple[int, ...] | None = None) -> UnknownArray:
     return UnknownArray(
         problem=f"it is ambiguous how this array was split over the ranks: {why}",
-        hint=f"{HINT} If each rank has all of it, give {WHOLE_RULE}." if wanted is None else HINT,
+        hint=hint,
         expected=None if wanted is None else str(list(wanted)),
     )
 

@@ -152,7 +152,12 @@ class ScannedState:
             # even their folder is there.
             if all(h.at is None and h.file.rpartition("/")[0] not in self.files.folders for h in copies.values()):
                 return Missing(first)
-            raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
+            raise CorruptCheckpointError(
+                "a file is missing",
+                leaf=leaf,
+                file=lost[0],
+                hint="It was lost, or never written: restore it from a copy, or take another tag.",
+            )
         sharding = resolve(name, first.shape, self.mesh, first.expert, self.hints.hint(name))
         if isinstance(sharding, Sharding):
             sharding = self.files.misfit(name, copies, self.mesh, self.hints.hint(name)) or sharding

@@ -198,8 +198,8 @@ class _Description:
         if not sharding.axes:
             # The rule None takes the first of copies that have drifted apart. Otherwise they are compared.
             taken = hint.sharding if hint.ruled and hint.sharding is not None and not hint.sharding.axes else None
-            return replace(hint, shape=shape, sharding=taken, ruled=taken is not None)
-        return replace(hint, shape=hint.shape if hint.padded else shape, sharding=sharding, ruled=False, told=True)
+            return replace(hint, shape=shape, sharding=taken, rule=None if taken is None else hint.rule)
+        return replace(hint, shape=hint.shape if hint.padded else shape, sharding=sharding, rule=None, told=True)
 
     def _twin(self, copies: Copies) -> tuple[int, str] | None:
         """(pipeline stage, parameter) that a name is a second one of, which the metadata leave out.

@@ -137,7 +137,7 @@ def _told(hint: ArrayHint, sharding: Sharding) -> ArrayHint:
         return hint
     # A rule that says the same takes the first of copies that have drifted apart; otherwise they are compared.
     same = hint.ruled and hint.sharding is not None and hint.sharding.axes == sharding.axes
-    return replace(hint, sharding=sharding, ruled=same, told=True)
+    return replace(hint, sharding=sharding, rule=hint.rule if same else None, told=True)
 
 
 def _said(name: str, hint: ArrayHint, spec: Any, shape: tuple[int, ...] | None) -> ArrayHint:

@@ -142,7 +142,8 @@ def _opened(directory: ReadDirectory, file: str) -> Source:
     try:
         return directory.open(file)
     except FileNotFoundError:
-        raise CorruptCheckpointError("a file is missing", file=file) from None
+        hint = "It was lost, or never written: restore it from a copy, or take another checkpoint."
+        raise CorruptCheckpointError("a file is missing", file=file, hint=hint) from None
 
 
 class Zip:
@@ -256,7 +257,11 @@ class Zip:
                 file=self.file,
                 hint="Load it with torch.load, and save it anew: torch.save writes the zip format by default.",
             )
-        return CorruptCheckpointError(f"the file is no whole zip of torch.save: {why}"[:300], file=self.file)
+        return CorruptCheckpointError(
+            f"the file is no whole zip of torch.save: {why}"[:300],
+            file=self.file,
+            hint="It was cut off or changed: restore it from a copy, or take another checkpoint.",
+        )
 
     def _bytes(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the zip.

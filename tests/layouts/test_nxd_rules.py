@@ -1,0 +1,128 @@
+"""Rules of how arrays were split, where a model says the shapes: a rule that contradicts it makes no tag."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.layouts.gold import Gold, Target
+from xla_ckpt import IncompatibleCheckpointError
+from xla_ckpt.cli.facts import spec
+
+DENSE, EXPERTS = "tp2_dp2_z1m__xser_small", "tp2_ep2_dp2__xser_small"
+STRIDED = ("gate_up_proj", ("ep", None, ("tp", 2)))
+
+WRONG = [
+    (DENSE, ("o_proj", ("tp", None)), [32, 8], [16, 16]),  # the other dim
+    (DENSE, ("down_proj", None), [16, 12], [16, 24]),  # it is split, and the rule says that it is not
+    (EXPERTS, ("gate_up_proj", (None, None, ("tp", 2))), [2, 16, 48], [4, 16, 48]),  # ep is forgotten
+    (EXPERTS, ("up_proj", ("tp", None)), [4, 16, 24], [4, 16, 48]),  # a rule for another array finds this one, too
+]
+
+
+def said_by(error: IncompatibleCheckpointError) -> tuple[Any, Any]:
+    """The rule that an error proposes, in Python and at the command line."""
+    found = re.search(r"shardings=(\[.*?\]) \(--sharding '(.*?)' '(.*?)'\)", str(error.hint))
+    assert found is not None
+    return ast.literal_eval(found[1]), [(found[2], spec(found[3]))]
+
+
+@pytest.mark.parametrize(("case", "rule", "made", "wanted"), WRONG)
+def test_a_rule_that_contradicts_the_model_is_refused(
+    case: str, rule: tuple[str, Any], made: list[int], wanted: list[int], tmp_path: Path
+) -> None:
+    """Half of an array, or twice as much as there is, was stored with exit code 0."""
+    gold = Gold(case, "step_40")
+    target = Target(gold, attributes=False)
+    rules = [rule, *([STRIDED] if case == EXPERTS and "down" in rule[0] else [])]
+    both: dict[str, Any] = {"model": target.model, "optimizer": target.optimizer}
+    calls = (
+        lambda rules: xla_ckpt.convert(gold.root, tmp_path / "new", shardings=rules, **both),
+        lambda rules: xla_ckpt.export_hf(gold.root, tmp_path / "new", shardings=rules, model=target.model),
+        lambda rules: xla_ckpt.load_checkpoint(gold.root, shardings=rules, **both),
+    )
+    for call in calls:
+        with pytest.raises(IncompatibleCheckpointError) as caught:
+            call(rules)
+        text = f"the rule ({rule[0]!r}, {xla_ckpt.ArraySpec((1,), torch.float32, rule[1]).sharding or ()}) makes {made}"
+        assert f"{text} of what the ranks have, the model has {wanted}" in str(caught.value)
+        assert not (tmp_path / "new").exists()
+    found = xla_ckpt.explain(gold.root, mesh="tp=4", shardings=rules, **both)
+    assert not found.ok
+    assert any("the model has" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(("case", "rules"), [*[(c, [rule]) for c, rule, _, _ in WRONG], (EXPERTS, [])])
+def test_the_rule_that_the_error_proposes_is_the_right_one(case: str, rules: Any, tmp_path: Path) -> None:
+    """Followed to the letter, it makes a tag that is bit for bit what was saved."""
+    gold = Gold(case, "step_40")
+    target = Target(gold, attributes=False)
+    both: dict[str, Any] = {"model": target.model, "optimizer": target.optimizer}
+    proposed: list[Any] = []
+    for arrays in range(1, 9):
+        with pytest.raises(IncompatibleCheckpointError) as caught:
+            xla_ckpt.convert(gold.root, tmp_path / "new", shardings=[*proposed, *rules], **both)
+        python, typed = said_by(caught.value)
+        assert python == typed
+        assert "(--like)" not in str(caught.value.hint)  # it was given
+        proposed += python
+        if len(proposed) == arrays and xla_ckpt.explain(gold.root, mesh="", shardings=[*proposed, *rules], **both).ok:
+            break
+    xla_ckpt.convert(gold.root, tmp_path / "new", shardings=[*proposed, *rules], **both)
+    loaded = Target(gold)
+    xla_ckpt.load_checkpoint(tmp_path / "new", model=loaded.model, optimizer=loaded.optimizer)
+    assert not loaded.differences()
+
+
+def test_without_a_model_a_rule_is_taken_at_its_word_and_the_log_says_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gold = Gold(DENSE, "step_40")
+    shutil.copytree(gold.root / "step_40", tmp_path / "run/step_40", ignore=shutil.ignore_patterns("optim"))
+    rules = [
+        ("down_proj", None),
+        ("o_proj", (None, "tp")),
+        ("embed|lm_head|[qkv]_proj|gate_proj|up_proj", ("tp",)),
+        ("", None),
+    ]
+    with caplog.at_level(logging.WARNING):
+        xla_ckpt.convert(tmp_path / "run", tmp_path / "new", shardings=rules)
+    (told,) = [r.getMessage() for r in caplog.records if "differed" in r.getMessage()]
+    assert "leaves out what the other ranks have" in told
+    assert "the rule is wrong" in told
+    weights = xla_ckpt.restore(tmp_path / "new").tree["model"]
+    assert weights["model.layers.0.mlp.down_proj.weight"].shape == (16, 12)
+    with caplog.at_level(logging.WARNING):  # nobody gave a rule here: that they differed is what is stored
+        caplog.clear()
+        xla_ckpt.convert(tmp_path / "new", tmp_path / "newer")
+    assert "differed" in caplog.text
+    assert "rule" not in caplog.text
+
+
+def test_a_padded_vocabulary_may_have_a_rule(tmp_path: Path) -> None:
+    """Of a parameter that says its true size the padding stays behind, as without a rule."""
+    gold = Gold(DENSE, "step_40")
+    target = Target(gold)
+    vocab = target.model.model.embed_tokens.weight
+    vocab.global_shape = tuple(vocab.shape)
+    xla_ckpt.convert(
+        gold.root, tmp_path / "new", shardings=[("embed", ("tp", None))],
+        model=target.model, optimizer=target.optimizer,
+    )  # fmt: skip
+    loaded = Target(gold)
+    xla_ckpt.load_checkpoint(tmp_path / "new", model=loaded.model, optimizer=loaded.optimizer)
+    assert not loaded.differences()
+
+
+def test_a_size_of_a_section_that_was_meant_as_a_stride() -> None:
+    target = Target(Gold(EXPERTS, "step_40"), attributes=False)
+    with pytest.raises(xla_ckpt.CheckpointError, match=r"2 strided blocks are \('tp', 2\), or tp\*2 at the command"):
+        xla_ckpt.explain(target.gold.root, mesh="tp=2", shardings=[("gate_up", spec("ep,_,tp:2"))], model=target.model)
