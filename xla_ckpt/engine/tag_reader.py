@@ -124,8 +124,8 @@ class TagReader:
         if differing is None or self.foreign_objects is None:
             return differing
         return (
-            f"{differing}. A rule of shardings= (--sharding) makes them replicas, and leaves out what the other ranks have: "
-            "if those are other parts of the arrays, the rule is wrong"
+            f"{differing}. A rule of shardings= (--sharding) makes them replicas, and leaves out what the other ranks "
+            "have: if those are other parts of the arrays, the rule is wrong"
         )
 
     def _read_manifest(self) -> Manifest:
