@@ -126,3 +126,22 @@ def test_a_size_of_a_section_that_was_meant_as_a_stride() -> None:
     target = Target(Gold(EXPERTS, "step_40"), attributes=False)
     with pytest.raises(xla_ckpt.CheckpointError, match=r"2 strided blocks are \('tp', 2\), or tp\*2 at the command"):
         xla_ckpt.explain(target.gold.root, mesh="tp=2", shardings=[("gate_up", spec("ep,_,tp:2"))], model=target.model)
+
+
+def test_a_tensor_file_that_is_missing_or_cut_off_names_a_cure(tmp_path: Path) -> None:
+    gold = Gold(DENSE, "step_40")
+    tensors = gold.root / "step_40/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
+    inside = tensors.relative_to(gold.root)
+    last = max(file.name for file in tensors.glob("*.pt"))
+    for problem, words in (("missing", "It was lost, or never written"), ("no whole zip", "It was cut off or changed")):
+        shutil.copytree(gold.root, tmp_path / problem)
+        file = tmp_path / problem / inside / last
+        if problem == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-40])
+        target = Target(gold)
+        with pytest.raises(xla_ckpt.CorruptCheckpointError, match=problem) as caught:
+            xla_ckpt.load_checkpoint(tmp_path / problem, "step_40", target.model)
+        assert words in str(caught.value.hint)
+        assert "take another" in str(caught.value.hint)
