@@ -257,11 +257,9 @@ class Zip:
                 file=self.file,
                 hint="Load it with torch.load, and save it anew: torch.save writes the zip format by default.",
             )
-        return CorruptCheckpointError(
-            f"the file is no whole zip of torch.save: {why}"[:300],
-            file=self.file,
-            hint="It was cut off or changed: restore it from a copy, or take another checkpoint.",
-        )
+        cure = "It was cut off or changed: restore it from a copy, or take another checkpoint."
+        hint = cure if bytes(self._head[:2]) == b"PK" else None
+        return CorruptCheckpointError(f"the file is no whole zip of torch.save: {why}"[:300], file=self.file, hint=hint)
 
     def _bytes(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the zip.
