@@ -27,8 +27,8 @@ from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.loading import pickled_model
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.tree import lora, schema
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def check_whole_model(reader: TagReader) -> None:
         UsageError: The tag has no base.
     """
     skeleton = reader.manifest.skeleton
-    if schema.is_without_base(skeleton) or schema.has_adapters_alone(skeleton):
+    if schema.is_without_base(skeleton) or lora.has_adapters_alone(skeleton):
         said = schema.is_without_base(skeleton)  # else it is seen in the names: of PEFT's directories, and of LoraModel
         raise UsageError(
             f"the tag has {'a part' if said else 'adapters'} of its model alone{' (only=)' if said else ''}, which no "

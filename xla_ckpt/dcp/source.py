@@ -13,9 +13,10 @@ from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
 from xla_ckpt.layouts.dcp.metadata import METADATA, DcpTensor
 from xla_ckpt.layouts.scanned import foreign_head
+from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.whole import ZipTensors
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard

@@ -29,8 +29,8 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree import lora, schema
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -97,7 +97,7 @@ class Peft(HuggingFace):
         arrays, files = scanned_model(directory, ADAPTER_ARRAYS)
         # Under the names of the model that the adapters are for, and the configuration beside them.
         model: dict[str, Any] = {name.removeprefix(PREFIX): array for name, array in arrays.items()}
-        model |= {} if config is None else {schema.LORA_CONFIG: config}
+        model |= {} if config is None else {lora.LORA_CONFIG: config}
         return scanned_manifest(tag, flattened_model(model), files)[0]
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
@@ -111,7 +111,7 @@ class Peft(HuggingFace):
             config = adapter_config(model)
             text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
             # All arrays of PEFT's own file are the adapter's: embeddings that PEFT saved are under no name of one.
-            chosen = [*names] if _OWN in model[schema.LORA_CONFIG] else _adapters_of(names, config)
+            chosen = [*names] if _OWN in model[lora.LORA_CONFIG] else _adapters_of(names, config)
             called = {names[leaf]: PREFIX + names[leaf] for leaf in chosen}
         arrays = Arrays.of({leaf: stored.manifest.arrays[leaf] for leaf in chosen})
         (file,) = plan_export(replace(stored.manifest, arrays=arrays), schema.MODEL, sys.maxsize)
@@ -163,11 +163,11 @@ def adapter_config(model: Any) -> dict[str, Any]:
             found=paths.listed([*members]) or "no arrays",
             hint="Give the modules of adapters of your own these names. A conversion to torch keeps names as they are.",
         )
-    stored = members.get(schema.LORA_CONFIG)
+    stored = members.get(lora.LORA_CONFIG)
     if not isinstance(stored, Mapping):
         raise UsageError(
             "nothing says by what the adapters are scaled",
-            leaf=schema.weight(schema.LORA_CONFIG),
+            leaf=schema.weight(lora.LORA_CONFIG),
             expected=f"the configuration in the checkpoint, or in {ADAPTER_CONFIG} beside it",
             hint=f"neuronx-distributed writes {ADAPTER_CONFIG} into its lora_save_dir: copy it into the root, beside "
             "the tags. This library stores it with the adapters.",
@@ -212,7 +212,7 @@ def _renamed(file: FilePlan, called: Mapping[str, str]) -> FilePlan:
 
 
 def _is_adapter(name: str) -> bool:
-    return schema.ADAPTER in name and name != schema.LORA_CONFIG
+    return lora.ADAPTER in name and name != lora.LORA_CONFIG
 
 
 def _belongs(name: str, config: Mapping[str, Any]) -> bool:

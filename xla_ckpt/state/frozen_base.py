@@ -26,8 +26,8 @@ from xla_ckpt.state.module import tree_of
 from xla_ckpt.state.problems import OTHER_BASE, Problem
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.wrappers import is_names_only, modules_in
+from xla_ckpt.tree import lora, schema
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import children, part_at
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def without_base(model: Any, only: Sequence[str], placement: Placement) -> tuple
 
 def _is_chosen(name: str, parameter: torch.nn.Parameter, pattern: str) -> bool:
     if pattern == ADAPTERS:
-        return parameter.requires_grad or schema.ADAPTER in name
+        return parameter.requires_grad or lora.ADAPTER in name
     return paths.is_like(schema.weight(name), pattern)
 
 
@@ -232,7 +232,7 @@ def base_of(skeleton: Any) -> BaseArrays:
     """
     of_ranks = (children(part_at(skeleton, paths.join(schema.BASE, schema.RANKS))) or {}).values()
     named = united_base([children(said) or {} for said in of_ranks])
-    return {name.replace(schema.BASE_LAYER, ""): array for name, array in named.items()}
+    return {name.replace(lora.BASE_LAYER, ""): array for name, array in named.items()}
 
 
 def same_base(one: BaseArrays, other: BaseArrays) -> bool | None:

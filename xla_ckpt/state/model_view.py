@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.state.wrappers import PLAIN_PROPERTY, modules_in, unwrapped_model
-from xla_ckpt.tree import schema
+from xla_ckpt.tree import lora
 
 logger = logging.getLogger(__name__)
 
@@ -97,33 +97,31 @@ class Adapted(ModelView):
         If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
         names then that they had without adapters.
         """
-        live = {name: value for name, value in self._entries.items() if name != schema.LORA_CONFIG}
+        live = {name: value for name, value in self._entries.items() if name != lora.LORA_CONFIG}
         trained = {id(p) for _, p in self._named if p.requires_grad}
-        if any(schema.ADAPTER in name and name in stored for name in live):
+        if any(lora.ADAPTER in name and name in stored for name in live):
             chosen = {n: v for n, v in live.items() if n in stored or id(v) in trained}
         else:
             chosen = {
-                n: v
-                for n, v in live.items()
-                if schema.ADAPTER not in n and n.replace(schema.BASE_LAYER, "") not in stored
+                n: v for n, v in live.items() if lora.ADAPTER not in n and n.replace(lora.BASE_LAYER, "") not in stored
             }
             chosen |= {called: value for called, value in self.other_names().items() if called in stored}
             logger.info("no adapters are stored: they stay as they are")
-        if schema.LORA_CONFIG in stored:
-            chosen[schema.LORA_CONFIG] = self._entries[schema.LORA_CONFIG]
+        if lora.LORA_CONFIG in stored:
+            chosen[lora.LORA_CONFIG] = self._entries[lora.LORA_CONFIG]
         return chosen
 
     def other_names(self) -> dict[str, Any]:
         """See `ModelView`: what the base model was called before it got adapters."""
-        return {n.replace(schema.BASE_LAYER, ""): v for n, v in self._entries.items() if schema.ADAPTER not in n}
+        return {n.replace(lora.BASE_LAYER, ""): v for n, v in self._entries.items() if lora.ADAPTER not in n}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """See `ModelView`. The configuration of the adapters stays that of the model; a difference is a warning."""
-        names = {name.replace(schema.BASE_LAYER, ""): name for name in self._entries}
-        entries = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
-        config, stored_config = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
+        names = {name.replace(lora.BASE_LAYER, ""): name for name in self._entries}
+        entries = {names.get(n, n): v for n, v in state_dict.items() if n != lora.LORA_CONFIG}
+        config, stored_config = self._entries[lora.LORA_CONFIG], state_dict.get(lora.LORA_CONFIG)
         if isinstance(stored_config, Mapping):
-            stored = schema.lora_fields(stored_config)
+            stored = lora.lora_fields(stored_config)
             differing = sorted(k for k in config if k in stored and config[k] != stored[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
@@ -174,7 +172,7 @@ def module_inside(model: Any, *, loading: bool = False, stored: Container[str] =
     inner = dict(torch.nn.Module.named_children(model)).get("module")
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
-    if schema.LORA_CONFIG in vars(model):
+    if lora.LORA_CONFIG in vars(model):
         return _adapted(model, inner, loading)
     seen = unwrapped_model(inner, loading=loading)
     return seen if _is_alike(model, seen) else model
@@ -228,8 +226,8 @@ def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
     live = base.state_dict(keep_vars=True)
     entries = dict(live) if loading else _live_of(model.state_dict(), live)
     # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
-    if loading or any(schema.ADAPTER in name for name in entries):
-        entries[schema.LORA_CONFIG] = _fields(model.lora_config)
+    if loading or any(lora.ADAPTER in name for name in entries):
+        entries[lora.LORA_CONFIG] = _fields(model.lora_config)
     return Adapted(
         entries,
         parameters=list(base.named_parameters(remove_duplicate=False)),
@@ -241,12 +239,12 @@ def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
 def _fields(config: Any) -> dict[str, Any]:
     """What the configuration of adapters says of a checkpoint of them."""
     fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
-    return schema.lora_fields(fields)
+    return lora.lora_fields(fields)
 
 
 def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with the model's own tensors in place of aliases of them, which have lost their attributes."""
-    bare = {name.replace(schema.BASE_LAYER, ""): value for name, value in live.items()}
+    bare = {name.replace(lora.BASE_LAYER, ""): value for name, value in live.items()}
     return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
 
 

@@ -39,15 +39,6 @@ USER_CONTENT = "user_content"
 BASE = "base"
 """What a tag that has adapters alone says of the rest of the model."""
 
-LORA_CONFIG = "lora_config"
-"""What neuronx-distributed calls the configuration of adapters in the state of a model."""
-
-ADAPTER = "lora_"
-"""What the names of adapters' weights contain, and no other names."""
-
-BASE_LAYER = ".base_layer"
-"""What an adapter adds to the name of the layer that it is for."""
-
 MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT, BASE)
 """Members of the tree of a training state."""
 
@@ -286,19 +277,6 @@ def is_without_base(skeleton: Any) -> bool:
     return saved_by((children(skeleton) or {}).get(BASE)) is not None
 
 
-def has_adapters_alone(skeleton: Any) -> bool:
-    """Whether a state has adapters with their configuration, and not the weights of the layers that they are for.
-
-    >>> alone = dict.fromkeys(("lora_config", "q.lora_A.weight", "q.base_layer.bias", "head.weight"))
-    >>> has_adapters_alone({"model": alone}), has_adapters_alone({"model": {**alone, "q.base_layer.weight": None}})
-    (True, False)
-    """
-    names = children((children(skeleton) or {}).get(MODEL)) or {}
-    adapted = {name.partition(f".{ADAPTER}")[0] for name in names if f".{ADAPTER}" in name}
-    weights = {name.rpartition(".")[0] for name in names if not name.endswith(".bias")}
-    return LORA_CONFIG in names and not adapted <= {name.removesuffix(BASE_LAYER) for name in weights}
-
-
 def is_said_of_base(path: str) -> bool:
     """Whether a leaf is what a tag of adapters alone says of the base model that it leaves out.
 
@@ -312,15 +290,6 @@ def _below(path: str, *keys: Any) -> str:
     for key in keys:
         path = paths.join(path, component(key))
     return path
-
-
-def lora_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of adapters with its lists in order: some are made of sets, and differ between ranks.
-
-    >>> lora_fields({"r": 8, "target_modules": ["v", "q"]})
-    {'r': 8, 'target_modules': ['q', 'v']}
-    """
-    return {k: sorted(v, key=str) if isinstance(v, set | list) else v for k, v in config.items()}
 
 
 def groups_of(optimizer: Any) -> list[Any] | None:

@@ -18,7 +18,7 @@ from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.tree import schema
+from xla_ckpt.tree import lora, schema
 from xla_ckpt.tree.nested import leaves
 
 
@@ -58,8 +58,8 @@ def stages(models: Mapping[RankAt, Mapping[Any, Any]]) -> dict[int, Stage]:
         plain = stage.plain.setdefault(at, {})
         for name, value in tree.items():
             if not isinstance(value, StoredTensor):
-                is_config = name == schema.LORA_CONFIG and isinstance(value, Mapping)
-                plain[str(name)] = schema.lora_fields(value) if is_config else value
+                is_config = name == lora.LORA_CONFIG and isinstance(value, Mapping)
+                plain[str(name)] = lora.lora_fields(value) if is_config else value
             elif fresh or name in stage.copies:
                 copies: dict[tuple[int, int, int], StoredTensor] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
                 copies[at.dp, at.ep, at.tp] = value

@@ -29,7 +29,8 @@ from xla_ckpt.layouts.dcp.metadata import (
 from xla_ckpt.layouts.dcp.tags import ranks_metadata
 from xla_ckpt.layouts.digests import DIGESTS, MAX_DIGESTS
 from xla_ckpt.layouts.scanned import ScannedFiles
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.ahead import Ahead
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable
 from xla_ckpt.manifest.records import FileRecord, UnknownArray

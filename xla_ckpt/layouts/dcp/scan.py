@@ -21,8 +21,9 @@ from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, is_scanned_array, scanned_manifest
+from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.strided import record_at, shards_at
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record

@@ -17,7 +17,8 @@ from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.layouts.dcp.scan import SpanOf, existing_contents, open_dcp, spans_by_file
 from xla_ckpt.layouts.dcp.tags import MANAGERS, safetensors_shards
 from xla_ckpt.layouts.digests import DIGESTS
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, Zip
+from xla_ckpt.layouts.torch_save.ahead import Ahead
+from xla_ckpt.layouts.torch_save.zip_reader import Zip
 from xla_ckpt.layouts.verifying import check_files, foreign_report
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store

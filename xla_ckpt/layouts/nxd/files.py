@@ -15,7 +15,7 @@ from xla_ckpt.layouts.nxd.tensor_files import TensorFiles
 from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, parsed_config
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.tree import schema
+from xla_ckpt.tree import lora
 
 
 class NxdFiles(FolderFiles):
@@ -30,11 +30,11 @@ class NxdFiles(FolderFiles):
         self.store = store
 
     def beside_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        has_adapters = any(schema.ADAPTER in name for name in model)
-        if schema.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
+        has_adapters = any(lora.ADAPTER in name for name in model)
+        if lora.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
             return {}
         with naming(file=ADAPTER_CONFIG):
-            return {schema.LORA_CONFIG: parsed_config(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG))}
+            return {lora.LORA_CONFIG: parsed_config(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG))}
 
 
 _OPTIMIZER = RankName("optim.dp_rank_{dp:02}.tp_rank_{tp:02}")

@@ -23,7 +23,7 @@ from xla_ckpt.layouts.nxd.tensor_files import TensorFiles
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.tree import schema
+from xla_ckpt.tree import lora, schema
 
 MODEL, OPTIM = FOLDERS
 
@@ -108,7 +108,7 @@ class FolderFiles(TensorFiles):
         return {at: stored_optimizer(tree) for at, tree in trees(self, grid).items()}
 
     def misfit(self, name: str, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
-        return mixed_adapters(self, copies, mesh, hint) if schema.ADAPTER in name else None
+        return mixed_adapters(self, copies, mesh, hint) if lora.ADAPTER in name else None
 
     # What lies around the folders, and is known of the arrays in them.
 

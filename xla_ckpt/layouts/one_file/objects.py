@@ -17,8 +17,9 @@ import torch
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.saved_files import SavedFiles
+from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.stand_ins import STORAGES, Opaque, StorageType
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, StorageAt, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree.nested import leaves

@@ -13,8 +13,9 @@ from xla_ckpt.layouts.one_file.objects import stored_tree
 from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
+from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.strided import record_at
-from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray

@@ -21,8 +21,8 @@ from xla_ckpt.layouts.smp.sidecar import (
     renewed,
 )
 from xla_ckpt.layouts.smp.tags import ALL_PARTS, FileSet, Numbers, SmpTag, find_smp_tag
+from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.whole_writing import renew_file, write_whole_file
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead
 from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.storage.door import above
 from xla_ckpt.storage.small_files import read_whole

@@ -18,8 +18,9 @@ from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.smp.model import joined_parts
 from xla_ckpt.layouts.smp.one_save import SetPart, identified, saves_beside, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
+from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.stand_ins import Attributes
-from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory

@@ -20,9 +20,10 @@ from xla_ckpt.layouts.torch_checkpointing.dtensors import NAMES_OF_DTENSORS
 from xla_ckpt.layouts.torch_checkpointing.metadata import ItemMetadata, said_of_items
 from xla_ckpt.layouts.torch_checkpointing.ranks import RankTensors, item_of_ranks, keeps_class
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, items_by_name, world_of
+from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.compared import same_tensor
 from xla_ckpt.layouts.torch_save.strided import record_at, shards_of_piece
-from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import FileRecord, UnknownArray

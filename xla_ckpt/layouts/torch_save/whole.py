@@ -19,7 +19,8 @@ from xla_ckpt.errors import (
     UntrustedObjectError,
     storage_errors,
 )
-from xla_ckpt.layouts.torch_save.zip_reader import AHEAD, Ahead, StorageAt, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.ahead import AHEAD, Ahead
+from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt, Zip
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Source
 from xla_ckpt.storage.door import above

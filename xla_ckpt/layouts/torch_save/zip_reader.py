@@ -20,6 +20,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
+from xla_ckpt.layouts.torch_save.ahead import AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced, tensor_alone
 from xla_ckpt.layouts.torch_save.stand_ins import TensorView
 from xla_ckpt.layouts.torch_save.zip_directory import records_of
@@ -29,12 +30,6 @@ from xla_ckpt.storage.base import ReadDirectory, Source
 
 _EDGE = 4096
 """Bytes at either end of a zip in which its directory and its pickle lie, as a rule."""
-
-FEW_AHEAD = 4096
-"""Bytes that are read at once from a file of one zip: beside the header of a large storage there is nothing to see."""
-
-AHEAD = 64 * 1024
-"""Bytes that are read at once from a file of many zips: most of them are small, or lie beside one that is."""
 
 FEW_BYTES, SHARED_BYTES = 1 << 30, 16
 """All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
@@ -80,39 +75,6 @@ class StorageAt:
 
     key: str
     """What the pickle calls it."""
-
-
-class Ahead:
-    """A file of which small pieces are read, in ascending order as a rule. Each read takes along what comes next.
-
-    Args:
-        ahead: Bytes that a read takes at least.
-    """
-
-    def __init__(self, source: Source, file: str, ahead: int = AHEAD) -> None:
-        self.source = source
-        self.file = file
-        self.size = source.size
-        self._ahead = ahead
-        self._start = 0
-        self._held = memoryview(b"")
-
-    def take(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the file.
-
-        Raises:
-            CorruptCheckpointError: The file ends before them.
-        """
-        at = offset - self._start
-        if at < 0 or at + nbytes > len(self._held):
-            wanted = bytearray(max(min(max(nbytes, self._ahead), self.size - offset), 0))
-            got = self.source.read_into(memoryview(wanted), offset)
-            self._start, self._held, at = offset, memoryview(wanted)[:got], 0
-            if got < nbytes:
-                raise CorruptCheckpointError(
-                    "the file is cut off", file=self.file, expected=f"{offset + nbytes} bytes", found=self.size
-                )
-        return self._held[at : at + nbytes]
 
 
 def read(directory: ReadDirectory, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
