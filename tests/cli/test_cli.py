@@ -246,6 +246,17 @@ def test_the_state_of_a_generator_that_one_tag_has_is_one_row(
     assert len(out.splitlines()) < 30
 
 
+def test_two_tags_of_a_root_are_compared_by_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n, tag in enumerate(("a", "b", "c")):
+        xla_ckpt.save(tmp_path, tag, {"w": torch.ones(1) * min(n, 1)})
+    assert call(capsys, "diff", tmp_path, "a", "b")[0] == 1
+    assert call(capsys, "diff", tmp_path, "b", "c")[0] == 0
+    with pytest.raises(SystemExit) as refused:
+        call(capsys, "diff", tmp_path, "b", "c", "--tag-a", "a")
+    assert refused.value.code == 2
+    assert "leave --tag-a and --tag-b out" in capsys.readouterr().err
+
+
 def test_the_second_tag_of_a_comparison_is_misspelt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

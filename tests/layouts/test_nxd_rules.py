@@ -145,3 +145,18 @@ def test_a_tensor_file_that_is_missing_or_cut_off_names_a_cure(tmp_path: Path) -
             xla_ckpt.load_checkpoint(tmp_path / problem, "step_40", target.model)
         assert words in str(caught.value.hint)
         assert "take another" in str(caught.value.hint)
+
+
+def test_no_rule_is_proposed_for_a_parameter_that_is_a_number() -> None:
+    """Rules for all weights are given, and the optimizer numbers them. A rule for a number would be the next error."""
+    gold = Gold("tp2_dp2_z1m__xser_small", "step_40")
+    rules = [
+        ("norm|rotary", None),
+        ("o_proj|down_proj", (None, "tp")),
+        ("gate_up|qkv", (("tp", 2), None)),
+        ("proj|embed|lm_head", ("tp", None)),
+    ]
+    with pytest.raises(IncompatibleCheckpointError, match="the stored optimizer numbers its parameters") as error:
+        xla_ckpt.restore(gold.root, shardings=rules)
+    assert str(error.value.leaf).startswith("optimizer/state/~(0)/")
+    assert "shardings=" not in str(error.value)

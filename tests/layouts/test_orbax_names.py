@@ -211,7 +211,7 @@ def test_layers_of_their_own(tmp_path: Path) -> None:
     ("rule", "problem"),
     [
         (("a", "b"), "expected 3"),
-        (("a", "b", "x y"), "not enough values"),
+        (("a", "b", "x y"), "one arrow"),
         (("a", "b", "x y -> y z"), "stands before it"),
         (("a", "b", "x x -> x"), "none stands twice"),
         (("a", "b", "x y -> x"), "the axis y is neither"),

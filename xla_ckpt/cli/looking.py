@@ -125,6 +125,9 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``diff``."""
     parser.add_argument("a", metavar="A", help=options.PATH)
     parser.add_argument("b", metavar="B", help="the same; or the name of another tag of A's root directory")
+    parser.add_argument(
+        "second", metavar="TAG", nargs="?", help="where A is a root directory, and B one of its tags: the other one"
+    )
     options.add_json(parser)
     parser.add_argument("--tag-a", metavar="TAG", help="which tag of A (default: the newest)")
     parser.add_argument("--tag-b", metavar="TAG", help="which tag of B (default: the newest)")
@@ -139,6 +142,10 @@ def diff(args: argparse.Namespace) -> int:
     from xla_ckpt.cli import facts
     from xla_ckpt.tables import moves
 
+    if args.second is not None:
+        if args.tag_a is not None or args.tag_b is not None:
+            args.parser.error("three words name a root directory and two of its tags: leave --tag-a and --tag-b out")
+        args.tag_a, args.b = args.b, args.second
     a = facts.locate(args.a, args.tag_a)
     b = facts.locate_beside(a[0], args.b, args.tag_b)
     how = options.of_conversion(args)

@@ -92,6 +92,7 @@ COMMANDS: dict[str, _Command] = {
         action=looking.diff,
         add_arguments=looking.add_diff,
         examples="""\
+  xla-ckpt diff runs/lm step_10 step_20    two tags of a root
   xla-ckpt diff runs/lm/step_10 runs/lm/step_20
   xla-ckpt diff runs/lm/step_10 step_20 --leaf model      another tag of the same root
   xla-ckpt diff runs/lm runs/dcp                          the newest tags of two roots, of any layouts""",

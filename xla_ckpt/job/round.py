@@ -64,7 +64,8 @@ class _SilentError(Exception):
         return RankFailedError(
             f"rank {self.rank} did not answer within {self.seconds:g} s",
             rank=self.rank,
-            hint="It died, hangs, or never made this call: all ranks must make the same calls.",
+            hint="It died, hangs, or never made this call: all ranks must make the same calls, and none of them may "
+            "stand under `if rank == 0`.",
         )
 
 

@@ -174,7 +174,8 @@ class _StageOptimizer:
         sharding = resolve(str(name), local, self.of.mesh, expert, self.of.hints.hint(str(name)))
         if isinstance(sharding, UnknownArray):
             if shape:
-                return with_stored_shape(sharding, copies)
+                # No rule is for a parameter that is a number.
+                return with_stored_shape(NAMELESS if type(name) is int else sharding, copies)
             sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
         of_state = None if rows else self._split(leaf, sharding, local, shape)
         with naming(leaf=leaf):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.tag_reader import MAX_MANIFEST, absent, head_of
+from xla_ckpt.engine.tag_reader import DAMAGED, MAX_MANIFEST, absent, head_of
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, naming
 from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.layouts import digests
@@ -127,7 +127,7 @@ class DcpFiles(ScannedFiles):
         try:
             source = self.directory.open(name)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise absent(self.directory, "a file is missing", file=name) from None
+            raise absent(self.directory, "a file is missing", file=name, hint=DAMAGED) from None
         record = self.digested.get(name)
         if self.digested and (record is None or record.size != source.size):
             size = source.size

@@ -22,6 +22,7 @@ import tensorstore
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.tag_reader import DAMAGED
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.layouts.orbax.array_files import ArrayFiles, KeptChunks, costs_of_chunks, elements_between
 from xla_ckpt.layouts.orbax.names import Renaming
@@ -72,7 +73,8 @@ def tensorstore_errors(name: str) -> Iterator[None]:
         if text.startswith(_OF_STORAGE):
             raise OSError(text) from error
         file = named[1] if named else name
-        raise CorruptCheckpointError(f"an array of orbax's cannot be read: {text}", file=file) from error
+        problem = f"an array of orbax's cannot be read: {text}"
+        raise CorruptCheckpointError(problem, file=file, hint=DAMAGED) from error
 
 
 class ChunkedArray:

@@ -136,6 +136,8 @@ def _rule(path: str, name: str, pattern: str) -> NameRule:
     """Parsed once: a model has a thousand rules, and what writes or reads it asks for them several times."""
     rule = path, name, pattern
     try:
+        if pattern.count("->") != 1:
+            raise ValueError("its pattern has one arrow (->), between the axes that are stored and those of the name")
         left, right = pattern.split("->")
         right, *rest = _OPERATOR.split(right)
         sizes: dict[str, int] = {}
