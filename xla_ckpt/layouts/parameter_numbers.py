@@ -52,11 +52,8 @@ def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
 
 def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
     """Whether an optimizer's state is torch's own, in which parameters have numbers."""
-    groups = schema.groups_of(optimizer)
-    if groups is None or not isinstance(optimizer.get(schema.STATE), dict):
-        return False
-    numbers = [number for group in groups for number in group[schema.PARAMS]]
-    return bool(numbers) and all(type(number) is int for number in numbers)
+    is_torchs = schema.groups_of(optimizer) is not None and isinstance(optimizer.get(schema.STATE), dict)
+    return is_torchs and schema.numbers_parameters(optimizer)
 
 
 def _names(

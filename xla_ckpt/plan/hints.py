@@ -95,9 +95,10 @@ class Hints:
         known = self.arrays.get(name, ArrayHint())
         names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
         rule = deciding(self.rules, *(form for n in names for form in (schema.weight(n), n)))
-        return (
-            known if rule is None else replace(known, sharding=rule[1], rule=f"({rule[0].pattern!r}, {rule[1].spec})")
-        )
+        if rule is None:
+            return known
+        pattern, sharding = rule
+        return replace(known, sharding=sharding, rule=f"({pattern.pattern!r}, {sharding.spec})")
 
     def knows(self, name: object) -> bool:
         """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""

@@ -72,7 +72,7 @@ def other_kind(tree: Any, optimizer: Any) -> str | None:
 
 def other_groups(tree: Any, optimizer: Any) -> str | None:
     """Why the numbers of a stored optimizer are those of other parameters: torch counts them group by group."""
-    if not _has_numbers(tree):
+    if not schema.numbers_parameters(tree):
         return None
     stored = [len(group[schema.PARAMS]) for group in tree[schema.GROUPS]]
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -101,18 +101,12 @@ def match_optimizer(tree: Any, optimizer: Any, names: Names) -> OptimizerMatch:
 
 def _called(tree: Any, optimizer: Any, names: Names) -> list[Any]:
     """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
-    if _has_numbers(tree):
+    if schema.numbers_parameters(tree):
         return list(range(len(parameters_in_order(optimizer))))
     stored_names = schema.grouped_names(tree)
     if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):
         return [place for _, place in parameters_in_order(optimizer)]
     return names_in_order(optimizer, names)
-
-
-def _has_numbers(tree: Any) -> bool:
-    """Whether it was saved as a plain state dict, with torch's packed ids in the place of names."""
-    names = schema.grouped_names(tree)
-    return bool(names) and all(type(name) is int for name in names)
 
 
 def compare_parameters(match: OptimizerMatch, model: Any, loading: Loading) -> None:

@@ -313,6 +313,16 @@ def grouped_names(optimizer: Mapping[str, Any]) -> list[Any]:
     return [name for group in optimizer[GROUPS] for name in group[PARAMS]]
 
 
+def numbers_parameters(optimizer: Mapping[str, Any]) -> bool:
+    """Whether the groups of an optimizer have torch's packed ids in the place of names, as its own `state_dict` has.
+
+    >>> [numbers_parameters({"param_groups": [{"params": names}]}) for names in ([0, 1], ["w"])]
+    [True, False]
+    """
+    names = grouped_names(optimizer)
+    return bool(names) and all(type(name) is int for name in names)
+
+
 def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
     """An optimizer's state with other names for its parameters, where `called` has one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from xla_ckpt.manifest.records import OWN_NAME, UnknownArray
@@ -65,11 +66,10 @@ def resolve(
     return _inferred(name, local, mesh, expert, hint.shape)
 
 
-def _proposed(name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]) -> str:
-    """A rule that makes the shape of the model that was given of what each rank has, as a hint; or one of that form."""
-    fitting = [split for split in _fitting(local, mesh, expert, wanted) if split.axes]
-    sharding = fitting[0] if fitting else Sharding((Split(("tp",)),))
-    dims = sharding.over(len(local))
+def _proposed(name: str, ndim: int, fitting: Sequence[Sharding]) -> str:
+    """The first rule of those that make the shape of the model, as a hint; where there are none, one of that form."""
+    sharding = next((split for split in fitting if split.axes), Sharding((Split(("tp",)),)))
+    dims = sharding.over(ndim)
     fused = "tp" in sharding.axes and _is_fused(name)
     parts = 3 if _THREE.search(name) else 2
     if fused:
@@ -103,11 +103,11 @@ def _contradicted(
         return None  # it is refused, with the numbers, where the parts are put together
     if shape == hint.shape:
         return None
-    fits = any(split.axes for split in _fitting(local, mesh, expert, hint.shape))
+    fitting = _fitting(local, mesh, expert, hint.shape)
     return UnknownArray(
         problem=f"the rule {hint.rule} makes {list(shape)} of what the ranks have, the model has {list(hint.shape)}",
-        hint=_proposed(name, local, mesh, expert, hint.shape)
-        if fits
+        hint=_proposed(name, len(local), fitting)
+        if any(split.axes for split in fitting)
         else "Correct the rule, or give the model that was saved, with the shape of the whole array.",
     )
 
@@ -200,8 +200,11 @@ def _inferred(
     """
     if len(wanted) != len(local):
         return Sharding()  # no split makes these shapes fit, and the load says so
-    hint = _proposed(name, local, mesh, expert, wanted)
     fitting = _fitting(local, mesh, expert, wanted)
+    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
+    if len(fitting) == 1 and not ("tp" in fitting[0].axes and _is_fused(name)):
+        return fitting[0]
+    hint = _proposed(name, len(local), fitting)
     if not fitting:
         return UnknownArray(
             problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
@@ -210,11 +213,8 @@ def _inferred(
         )
     if len(fitting) > 1:
         return _unknown(f"{list(local)} of each rank makes the wanted shape in {len(fitting)} ways", hint, wanted)
-    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
-    if "tp" in fitting[0].axes and _is_fused(name):
-        why = "by its name it is fused, and nothing says in how many strided blocks each rank has it"
-        return _unknown(why, hint, wanted)
-    return fitting[0]
+    why = "by its name it is fused, and nothing says in how many strided blocks each rank has it"
+    return _unknown(why, hint, wanted)
 
 
 def _is_fused(name: str) -> bool:
