@@ -18,6 +18,8 @@ import xla_ckpt
 from tests.device.test_accelerator import odd_values
 from tests.jobs import run_on_ranks
 from tests.snapshot.trials import different, trials
+from xla_ckpt.arrays import accelerator
+from xla_ckpt.arrays.accelerator import link_of
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
 
@@ -99,6 +101,34 @@ def test_a_replayed_graph_writes_without_being_counted(tmp_path: Path, mode: str
     handle.result()
     assert xla_ckpt.restore(tmp_path, "a").tree["w"].unique().tolist() == [1.0]
     assert value.unique().tolist() == [2.0]
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="other backends pin memory through torch")
+
+
+@needs_cuda
+@pytest.mark.parametrize("nbytes", [1000, LARGE, LARGE * 8 + 1000])
+def test_memory_is_pinned_as_long_as_somebody_has_it(nbytes: int) -> None:
+    memory = link_of(device()).allocate(nbytes)
+    address, tensor = memory.ctypes.data, torch.from_numpy(memory)
+    del memory
+    assert tensor.is_pinned()
+    assert torch.equal(tensor.copy_(torch.full((nbytes,), 7, device=device())), torch.full((nbytes,), 7))
+    del tensor
+    with pytest.raises(torch.cuda.CudaError):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    with pytest.raises(RuntimeError):
+        torch.zeros(1, device=device())  # what CUDA refuses is reported by the next operation, too
+
+
+@needs_cuda
+def test_memory_that_is_not_pinned_is_no_error_of_the_program(caplog: Any, monkeypatch: Any) -> None:
+    taken = link_of(device()).allocate(LARGE)
+    monkeypatch.setattr(accelerator, "backed", lambda nbytes: taken[:nbytes])  # CUDA pins nothing twice
+    memory = link_of(device()).allocate(LARGE)
+    assert "no pinned memory" in caplog.text
+    assert memory.ctypes.data == taken.ctypes.data
+    assert torch.ones(3, device=device()).sum().item() == 3.0
 
 
 def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:

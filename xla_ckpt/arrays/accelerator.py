@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from xla_ckpt.snapshot.memory import Bytes, allocate
+from xla_ckpt.snapshot.memory import Bytes, allocate, backed
 from xla_ckpt.snapshot.shards import Look
 from xla_ckpt.storage.base import BLOCK
 
@@ -32,6 +35,8 @@ class TorchLink:
         """Pinned memory; ordinary memory where the backend pins none."""
         if nbytes == 0:
             return allocate(0)
+        if self.name == "cuda":
+            return self._registered(nbytes)
         memory = _pinned(nbytes)
         if memory is None:
             return allocate(nbytes)
@@ -39,6 +44,30 @@ class TorchLink:
             memory = _pinned(nbytes + BLOCK)
             assert memory is not None, "it was pinned a moment ago"
             return memory[-memory.ctypes.data % BLOCK :][:nbytes]
+        return memory
+
+    def _registered(self, nbytes: int) -> Bytes:
+        """Memory that CUDA is told to pin; ordinary memory if it refuses.
+
+        torch's own pinned memory takes five times as long, and is rounded up to a power of two.
+        """
+        memory = backed(nbytes)
+        with torch.cuda.device(self._device):
+            cuda = torch.cuda.cudart()
+            try:
+                torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, nbytes, 0))
+            except RuntimeError as error:
+                _not_pinned(error)
+                with contextlib.suppress(RuntimeError):  # CUDA has the program's next operation report it again
+                    torch.zeros(1, device=self._device)
+                return memory
+
+        def free(address: int = memory.ctypes.data, process: int = os.getpid()) -> None:
+            if os.getpid() == process:  # a child that was forked has no CUDA
+                self._stream.synchronize()  # an interrupted save leaves copies that are under way
+                cuda.cudaHostUnregister(address)
+
+        weakref.finalize(memory.base, free).atexit = False  # the process takes CUDA with it
         return memory
 
     def follow(self) -> None:
@@ -83,9 +112,13 @@ def _pinned(nbytes: int) -> Bytes | None:
     try:
         memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
     except (RuntimeError, NotImplementedError) as error:
-        logger.warning("no pinned memory (%s): copies from the device are slower, and wait for each other", error)
+        _not_pinned(error)
         return None
     return memory
+
+
+def _not_pinned(error: Exception) -> None:
+    logger.warning("no pinned memory (%s): copies from the device are slower, and wait for each other", error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
