@@ -107,13 +107,13 @@ def test_a_file_of_another_save_is_noticed(here: Path, tmp_path: Path) -> None:
     assert (error.leaf, error.expected, error.found) == ("w", "float32 [4, 3] at [0, 0]", "float32 [3, 4]")
 
 
-def test_a_flipped_bit_in_a_tensor_is_found_by_verify(here: Path) -> None:
+def test_a_flipped_bit_in_a_tensor_is_found(here: Path) -> None:
     data = bytearray((here / "__0_0.distcp").read_bytes())
     data[data.index(torch.tensor([7.0, 8.0]).numpy().tobytes())] ^= 1
     (here / "__0_0.distcp").write_bytes(bytes(data))
+    refused(here, match="CRC-32")
     (problem,) = xla_ckpt.verify(here).problems
     assert (problem.leaf, problem.file) == ("w", "__0_0.distcp")
-    assert "CRC-32" in str(problem)
 
 
 def test_zips_without_checksums_are_read(tmp_path: Path) -> None:

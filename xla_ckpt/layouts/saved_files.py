@@ -7,11 +7,11 @@ it is wanted for the first time, compared, and read again for whoever wants it, 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from xla_ckpt.errors import naming
+from xla_ckpt.errors import CorruptCheckpointError, naming
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.storage.base import ReadDirectory, Source
 
@@ -25,21 +25,24 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 class SavedFiles:
     """A directory as if some files were all that is in it. They are only read."""
 
-    def __init__(self, directory: ReadDirectory, files: Sequence[str]) -> None:
+    def __init__(
+        self, directory: ReadDirectory, files: Collection[str], storages: dict[str, list[StorageAt]] | None = None
+    ) -> None:
         self._directory = directory
         self.costs = directory.costs
-        self._files = sorted(files)
-        self.name = self._files[0] if len(self._files) == 1 else directory.name
-        self.storages: dict[str, Sequence[StorageAt]] = {}
-        """The storages that are compared, in the order of each file."""
+        self._files = frozenset(files)
+        self.name = next(iter(files)) if len(self._files) == 1 else directory.name
+        self.storages: dict[str, list[StorageAt]] = {} if storages is None else storages
+        """The storages that are compared, by file."""
 
     def open(self, path: str, size: int | None = None) -> Source:
         if path not in self._files:
             raise FileNotFoundError(path)
-        return _Compared(self._directory.open(path, size), path, self.storages.get(path, ()))
+        source, storages = self._directory.open(path, size), self.storages.get(path)
+        return source if not storages else _Compared(source, path, storages)
 
     def files(self) -> list[str]:
-        return list(self._files)
+        return sorted(self._files)
 
     def is_at(self, name: str) -> bool:
         return self._directory.is_at(self._directory.name if name == self.name else name)
@@ -51,32 +54,46 @@ class SavedFiles:
 class _Compared:
     """A file whose storages are compared with their CRC-32s."""
 
-    def __init__(self, source: Source, file: str, storages: Sequence[StorageAt]) -> None:
+    def __init__(self, source: Source, file: str, storages: Iterable[StorageAt]) -> None:
         self._source = source
         self._file = file
         self.size = source.size
-        self._storages = [storage for storage in storages if storage.crc and storage.nbytes]
+        compared = {storage for storage in storages if storage.crc and storage.nbytes}
+        if (claimed := sum(storage.nbytes for storage in compared)) > source.size:
+            source.close()  # each would be read whole, and a small file could ask for hours
+            raise CorruptCheckpointError(
+                "the storages of a file lie over each other", file=file, expected=f"{source.size} bytes", found=claimed
+            )
+        self._storages = sorted(compared, key=lambda storage: storage.offset)
         self._starts = [storage.offset for storage in self._storages]
         self._locks = [threading.Lock() for _ in self._storages]
         self._sound = [False for _ in self._storages]
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        first = max(bisect_right(self._starts, offset) - 1, 0)
-        for number in range(first, len(self._storages)):
-            storage = self._storages[number]
-            if storage.offset >= offset + len(buffer):
-                break
-            if storage.offset + storage.nbytes > offset:
-                with self._locks[number]:  # the others that want something of it wait for its verdict
-                    if not self._sound[number]:
-                        read_into, record = self._source.read_into, f"the record data/{storage.key}"
-                        with naming(hint="Restore the file from a copy."):
-                            check_crc32(read_into, self._file, record, storage.offset, storage.nbytes, storage.crc)
-                        self._sound[number] = True
+        self._compare(offset, offset + len(buffer))
         return self._source.read_into(buffer, offset)
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        return self.read_into(buffer, offset)  # the comparison has just read it: it is in the page cache
+        if self._compare(offset, offset + len(buffer)):
+            return self._source.read_into(buffer, offset)  # it is in the page cache now
+        return self._source.read_once(buffer, offset, scratch)
+
+    def _compare(self, start: int, stop: int) -> bool:
+        """Compare the storages of which a part lies in a range, once each; whether there are any."""
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        touched = False
+        for number in range(first, bisect_left(self._starts, stop)):
+            storage = self._storages[number]
+            if storage.offset + storage.nbytes <= start:
+                continue
+            touched = True
+            with self._locks[number]:  # the others that want something of it wait for its verdict
+                if not self._sound[number]:
+                    read_into, record = self._source.read_into, f"the record data/{storage.key}"
+                    with naming(hint="Restore the file from a copy."):
+                        check_crc32(read_into, self._file, record, storage.offset, storage.nbytes, storage.crc)
+                    self._sound[number] = True
+        return touched
 
     def close(self) -> None:
         self._source.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xla_ckpt.errors import UnsupportedStateError, naming, storage_errors
+from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest, UnknownArray
@@ -14,6 +15,9 @@ from xla_ckpt.storage.base import ReadDirectory, Store
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import Flat, flatten
+
+if TYPE_CHECKING:
+    from xla_ckpt.layouts.torch_save.zip_reader import StorageAt  # this loads torch
 
 R = TypeVar("R", bound=ReadDirectory)
 
@@ -25,12 +29,18 @@ class ScannedFiles:
         self.records: list[FileRecord] = []
         self.numbers: dict[str, int] = {}
         """Path of each file -> its place among the records."""
+        self.storages: dict[str, list[StorageAt]] = {}
+        """The storages that the tensors lie in, by their files of torch.save."""
 
     def add(self, record: FileRecord) -> int:
         """The number of a further file."""
         self.numbers[record.path] = len(self.records)
         self.records.append(record)
         return self.numbers[record.path]
+
+    def compared(self, directory: ReadDirectory) -> ReadDirectory:
+        """The directory of the scan, for the reader that is made of it: storages are compared with their CRC-32s."""
+        return SavedFiles(directory, directory.files(), self.storages) if self.storages else directory
 
 
 @contextmanager

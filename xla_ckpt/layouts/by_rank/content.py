@@ -15,7 +15,7 @@ from xla_ckpt.layouts.by_rank.optimizer import NAMELESS, optimizer_of
 from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Stage
 from xla_ckpt.layouts.scanned import flattened, scanned_manifest
 from xla_ckpt.layouts.torch_save.strided import record_at
-from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest, UnknownArray
@@ -40,7 +40,7 @@ def plain_file(files: RankFiles, file: str) -> Any:
         CorruptCheckpointError: It is damaged.
     """
     try:
-        return read(files.directory, file)
+        return files.read(file)
     except UntrustedObjectError as error:
         return whole_file_on_trust(file, error.problem, lambda: read_whole(files.directory, file))
 

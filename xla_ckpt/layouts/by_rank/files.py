@@ -56,12 +56,20 @@ class RankFiles(ScannedFiles):
             self.add(FileRecord(path=file, size=size_of(self.directory, file)))
         return self.numbers[file]
 
+    def read(self, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
+        """What a file of torch.save holds (see `zip_reader.read`). Its storages are compared when they are loaded.
+
+        Raises:
+            CheckpointError: It is missing or damaged, or is of a kind that is not read.
+        """
+        return read(self.directory, file, reference, self.storages)
+
     def look_up(self, tensors: Iterable[StoredTensor]) -> None:
         """Read where many tensors lie, several files at a time: `place` waits for each look at a slow storage."""
 
         def look(file: str, _: memoryview) -> None:
             with contextlib.suppress(CheckpointError):  # `place` meets it again, and whoever asks names the array
-                self._places[file] = read(self.directory, file)
+                self._places[file] = self.read(file)
 
         files = {tensor.file for tensor in tensors if tensor.at is None and tensor.file in self.names}
         todo = sorted(files - self._places.keys())
@@ -77,7 +85,7 @@ class RankFiles(ScannedFiles):
         if tensor.at is not None:
             return tensor.at
         if tensor.file not in self._places:
-            self._places[tensor.file] = read(self.directory, tensor.file)
+            self._places[tensor.file] = self.read(tensor.file)
         at = self._places[tensor.file]
         if not isinstance(at, TensorAt) or (at.dtype, at.shape) != (tensor.dtype, tensor.shape):
             raise CorruptCheckpointError(
@@ -184,7 +192,7 @@ class RankFiles(ScannedFiles):
         Raises:
             CorruptCheckpointError: It is missing or damaged.
         """
-        return replaced_leaves(read(self.directory, path), stored_leaf)
+        return replaced_leaves(self.read(path), stored_leaf)
 
 
 def stored_leaf(_: Keys, leaf: Any) -> Any:

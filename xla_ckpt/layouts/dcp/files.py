@@ -8,8 +8,9 @@ the elements lie.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import DAMAGED, MAX_MANIFEST, absent, head_of
@@ -181,6 +182,18 @@ class DcpFiles(ScannedFiles):
         if tuple(digester.digests) != expected:
             raise CorruptCheckpointError("a value is damaged", file=span.file, hint=self.saved_over)
 
+    def zipped(self, ahead: Ahead, span: Span, tensor: Callable[[TensorAt], Any] = lambda place: place) -> Any:
+        """What the zip in a span holds, with what `tensor` makes of each tensor (see `Zip.value`).
+
+        Raises:
+            CheckpointError: There is no whole zip, or it is of a kind that is not read.
+        """
+        archive = Zip(ahead, span.offset, span.nbytes)
+        value = archive.value(strided=True, tensor=tensor)
+        if met := archive.met_storages():
+            self.storages.setdefault(span.file, []).extend(met)
+        return value
+
     def tensor_at(self, ahead: Ahead, span: Span, dtype: DType, box: Box) -> TensorAt:
         """Where the elements of a chunk lie: in the region that the digests say, or as its zip says.
 
@@ -198,7 +211,7 @@ class DcpFiles(ScannedFiles):
                 file=span.file,
                 hint="Save with the default serialization_format, or with HuggingFaceStorageWriter.",
             )
-        value = Zip(ahead, span.offset, span.nbytes).value(strided=True)
+        value = self.zipped(ahead, span)
         if not isinstance(value, TensorAt) or (value.dtype, value.shape) != (dtype, box.shape):
             is_tensor = isinstance(value, TensorAt)
             raise CorruptCheckpointError(

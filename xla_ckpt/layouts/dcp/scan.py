@@ -23,7 +23,7 @@ from xla_ckpt.layouts.parameter_numbers import with_names
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, is_scanned_array, scanned_manifest
 from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.strided import record_at, shards_at
-from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -60,7 +60,7 @@ def open_dcp(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         else:
             values = _stored_values(files)
         manifest, objects = _manifest_of(files, values, entry, hints)
-        reader = TagReader(directory, store.path, entry.tag, manifest, objects)
+        reader = TagReader(files.compared(directory), store.path, entry.tag, manifest, objects)
         if files.digested:
             reader.advice = files.saved_over
         return reader
@@ -170,7 +170,7 @@ def _value(files: DcpFiles, ahead: Ahead, span: Span) -> Any:
         return record_at(at, files.number_inside(at.file))
 
     try:
-        value = Zip(ahead, span.offset, span.nbytes).value(strided=True, tensor=record)
+        value = files.zipped(ahead, span, record)
     except UntrustedObjectError as error:
         return _on_trust(files, span, error.problem)
     if type(value) in _PLAIN:

@@ -21,7 +21,7 @@ from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import Laying, RankTensor, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps, dumps_referring
 from xla_ckpt.layouts.torch_save.stand_ins import Reference
-from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.sharding.sharding import position
 from xla_ckpt.tree.nested import replaced_leaves
@@ -59,7 +59,7 @@ class TensorFiles(RankFiles):
         return _description(path) in self.names or _folder(path) in self.folders
 
     def tree(self, path: str, at: RankAt) -> Any:
-        info = read(self.directory, _description(path)) if _description(path) in self.names else {}
+        info = self.read(_description(path)) if _description(path) in self.names else {}
         described = info if isinstance(info, Mapping) else {}
         tensors: dict[int, StoredTensor] = {}
 
@@ -68,7 +68,7 @@ class TensorFiles(RankFiles):
                 tensors[tid] = self._referenced(path, at, tid, described.get(tid))
             return tensors[tid]
 
-        return replaced_leaves(read(self.directory, path, reference), stored_leaf)
+        return replaced_leaves(self.read(path, reference), stored_leaf)
 
     def _referenced(self, path: str, at: RankAt, tid: int, info: Any) -> StoredTensor:
         """The tensor of a number in a rank file; `info` is what the file beside it says."""
@@ -77,7 +77,7 @@ class TensorFiles(RankFiles):
         shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
         if info is None:
             file = own if own in self.names else shared
-            content = read(self.directory, file)
+            content = self.read(file)
             if not isinstance(content, TensorAt):
                 raise CorruptCheckpointError("the file of a tensor does not hold one", file=file)
             return StoredTensor.lying_at(content)

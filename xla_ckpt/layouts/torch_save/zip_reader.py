@@ -77,8 +77,15 @@ class StorageAt:
     """What the pickle calls it."""
 
 
-def read(directory: ReadDirectory, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
+def read(
+    directory: ReadDirectory,
+    file: str,
+    reference: Callable[[Any], Any] | None = None,
+    storages: dict[str, list[StorageAt]] | None = None,
+) -> Any:
     """What a file of torch.save holds, with a `TensorAt` for every tensor; `reference` of the number of each reference.
+
+    `storages` receives, by file, those that the tensors lie in.
 
     Raises:
         CorruptCheckpointError: It is missing, cut off, or no such file.
@@ -86,7 +93,11 @@ def read(directory: ReadDirectory, file: str, reference: Callable[[Any], Any] | 
         UnsupportedStateError: A tensor is not contiguous, or of another byte order.
     """
     with closing(_opened(directory, file)) as source:
-        return Zip(Ahead(source, file, _EDGE), 0, source.size).value(reference)
+        archive = Zip(Ahead(source, file, _EDGE), 0, source.size)
+        value = archive.value(reference)
+    if storages is not None and (met := archive.met_storages()):
+        storages.setdefault(file, []).extend(met)
+    return value
 
 
 def check_zip(directory: ReadDirectory, file: str) -> int:
@@ -191,10 +202,16 @@ class Zip:
 
     def storages(self) -> list[StorageAt]:
         """All storages, in the order of the file."""
-        before = f"{self.prefix}data/"
-        keys = [name.removeprefix(before) for name in self.records if name.startswith(before)]
-        places = [StorageAt(*self._stored(f"data/{key}"), key) for key in keys]
-        return sorted(places, key=lambda storage: storage.offset)
+        for name in self.records:
+            if name.startswith(f"{self.prefix}data/"):
+                self._stored(name.removeprefix(self.prefix))
+        return self.met_storages()
+
+    def met_storages(self) -> list[StorageAt]:
+        """The storages that what was asked for so far lies in, in the order of the file."""
+        places = self._places.items()
+        met = [StorageAt(*place, name.removeprefix("data/")) for name, place in places if name.startswith("data/")]
+        return sorted(met, key=lambda storage: storage.offset)
 
     def check(self) -> None:
         """Read all of it, and compare each record with its CRC-32, where it has one.
