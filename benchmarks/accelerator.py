@@ -204,10 +204,8 @@ def main() -> None:
     finally:
         shutil.rmtree(where, ignore_errors=True)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else str(training.device)
-    setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    setting = f"PYTORCH_CUDA_ALLOC_CONF={setting} " if setting else ""
     print(
-        f"# Accelerators\n\nMade by `{setting}python -m benchmarks.accelerator --gb {args.gb:g} --rounds {args.rounds}` on "
+        f"# Accelerators\n\nMade by `python -m benchmarks.accelerator --gb {args.gb:g} --rounds {args.rounds}` on "
         f"{name}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, torch "
         f"{torch.__version__}. A stack of linear layers is trained with a fused AdamW: parameters and moments are "
         f"{nbytes / 1e9:.1f} GB, and a step takes {usual * 1e3:.1f} ms. The ways take turns; a number is the median of "

@@ -47,8 +47,8 @@ class SaveOptions:
             and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
             array that nobody declared as such look like drifted replicas, and all but the first would be lost.
         on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
-            that can wait for its next save; or a function, which is called with the error, for an asynchronous save on
-            a thread of this library. With the last two nothing is raised but by ``handle.result()``, and
+            that can wait for its next save; or a function, which is called with the error, on a thread of this
+            library. With the last two nothing is raised but by ``handle.result()``, and
             ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
             `InvalidTagError`) are raised in any case. All ranks say the same.
         stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the

@@ -14,8 +14,7 @@ KEEP_NXD = (
 )
 FINALIZE = "Saves in flight are kept by the library: nxd.finalize_checkpoint() waits for them."
 TAGS = "xla_ckpt.list_tags, latest_tag and has_checkpoint say what a directory holds."
-PATH = "Checkpoints are directories of a file system: give their path."
-MOUNT = "Mount the bucket, or copy the directory from and to it."
+ADDRESS = "Give nxd.save_checkpoint the path of a directory, or the address of a bucket (s3://bucket/run)."
 CONVERT = "xla-ckpt convert changes topology and layout, and xla-ckpt export writes Hugging Face's files."
 NO_STAGES = "It is for pipeline stages, which models here are not divided into."
 JOIN_LOGITS = "Join the logits (gather_output=True), and call torch's own log_softmax."
@@ -83,9 +82,9 @@ _BY_ADVICE: dict[str, dict[str, str]] = {
         "trainer.checkpoint": "create_checkpoint_storage",
         "trainer.checkpoint_storage": "create_checkpoint_storage",
     },
-    PATH: {"trainer.checkpoint_storage": "BaseCheckpointStorage FilesysCheckpointStorage"},
-    MOUNT: {
-        "trainer.checkpoint_storage": "S3CheckpointStorage is_slow_down_error wait_decrementing_with_jitter",
+    ADDRESS: {
+        "trainer.checkpoint_storage": "BaseCheckpointStorage FilesysCheckpointStorage S3CheckpointStorage "
+        "is_slow_down_error wait_decrementing_with_jitter",
     },
     LAYER_NORM: {"parallel_layers": "layer_norm"},
     JOIN_LOGITS: {"parallel_layers.loss_functions": "DistributedLogprob from_parallel_logits_to_logprobs"},

@@ -289,6 +289,26 @@ def model_of_mine() -> tuple[Small, torch.optim.AdamW]:
     return model, optimizer
 
 
+def test_attributes_that_contradict_the_shape_of_their_parameter_are_refused(tmp_path: Path) -> None:
+    """Else what is written has twice as many rows, and half of the columns."""
+    model = torch.nn.Linear(8, 4, bias=False)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    xla_ckpt.convert(tmp_path, tmp_path / "b", to="nxd", mesh="tp=2", shardings=[("weight", (None, "tp"))])
+    weight: Any = model.weight
+    weight.tensor_model_parallel, weight.partition_dim = True, 0
+    for call in (
+        lambda: xla_ckpt.convert(tmp_path / "b", tmp_path / "c", to="native", model=model),
+        lambda: xla_ckpt.export_hf(tmp_path / "b", tmp_path / "c", model=model),
+        lambda: xla_ckpt.explain(tmp_path / "b", model=model),
+    ):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"\[8, 4\] of what .* Correct partition_dim"):
+            call()
+        assert not (tmp_path / "c").exists()
+    weight.partition_dim = 1
+    xla_ckpt.convert(tmp_path / "b", tmp_path / "c", to="native", model=model)
+    assert torch.equal(xla_ckpt.restore(tmp_path / "c").tree["model"]["weight"], model.weight)
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path)
     rules = ["--sharding", "embed|up", "tp", "--sharding", "qkv", "tp*3,_", "--sharding", "down.weight", "_,tp*2"]

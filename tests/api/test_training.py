@@ -131,6 +131,16 @@ def test_schedulers_resume_exactly(tmp_path: Path, scheduler: str) -> None:
     check_resume(tmp_path, OPTIMIZERS["sgd"], SCHEDULERS[scheduler])
 
 
+def test_a_scheduler_that_is_left_behind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(OPTIMIZERS["sgd"], SCHEDULERS["multistep"])
+    xla_ckpt.save_checkpoint(tmp_path, "a", **run.parts)
+    xla_ckpt.load_checkpoint(tmp_path, **run.parts)
+    xla_ckpt.load_checkpoint(tmp_path, model=run.model)  # nothing goes on
+    assert not caplog.messages
+    xla_ckpt.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
+    assert "tag a: an optimizer is loaded, and the scheduler of the tag is not" in caplog.text
+
+
 ON_XLA: dict[str, Make] = {
     **{name: OPTIMIZERS[name] for name in ("adamw", "sgd", "adagrad")},
     "adamw capturable": lambda p: AdamW(p, lr=torch.tensor(1e-2), capturable=True),

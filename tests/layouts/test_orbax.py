@@ -113,6 +113,8 @@ def test_a_step_that_has_lost_its_arrays_is_named(
     with ocp.CheckpointManager(root) as manager:
         assert manager.latest_step() == 12
     assert xla_ckpt.list_tags(root) == ["1", "2"]
+    assert xla_ckpt.restore(root).tree == {"step": 2}
+    assert "orbax's 12 is not complete, and passed over: tag 2 is taken" in caplog.text
     assert main(["ls", str(root)]) == 0
     assert "12\torbax\tnot complete" in capsys.readouterr().out
     assert main(["verify", str(root), "--all"]) == 0
@@ -127,6 +129,27 @@ def test_a_step_that_has_lost_its_arrays_is_named(
         shutil.rmtree(root / step)
     with pytest.raises(xla_ckpt.NoCheckpointError, match="Files are missing in 12"):
         xla_ckpt.restore(root)
+
+
+def test_a_step_that_has_lost_one_of_its_items_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A load would give a part of the state back, and say nothing."""
+    import orbax.checkpoint as ocp
+
+    root = tmp_path / "run"
+    with ocp.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            items = {name: ocp.args.StandardSave({"w": np.arange(4.0) + step}) for name in ("params", "moments")}
+            manager.save(step, args=ocp.args.Composite(**items, note=ocp.args.JsonSave({"step": step})))
+    shutil.rmtree(root / "2" / "moments")
+    assert xla_ckpt.list_tags(root) == ["1"]
+    assert main(["ls", str(root)]) == 0
+    assert "2\torbax\tnot complete" in capsys.readouterr().out
+    with pytest.raises(
+        xla_ckpt.CorruptCheckpointError, match=r"not all items.*moments/_METADATA.*items moments, params"
+    ):
+        xla_ckpt.restore(root, "2")
+    assert main(["clean", str(root)]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["standard", "pytree-files"])

@@ -128,7 +128,7 @@ class Load:
                 other_base = self._other_base(loadings, exchange)
                 with agreed(exchange, "comparing"):
                     skipped = self._compare(reader, loadings, [*unwanted, *other_base], fits=fits)
-                self._tell_divergent(reader, loadings)
+                self._tell(reader, loadings)
             late_loss = LateLoss(exchange)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
                 how = Filling(
@@ -274,11 +274,21 @@ class Load:
         here = put_together(exchange, "base", loadings.base.own, united_base, range(exchange.size))
         return loadings.base.problems(here)
 
-    def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
-        """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
+    def _tell(self, reader: TagReader, loadings: Loadings) -> None:
+        """Say once for each pipeline stage which of its arrays were stored from replicas that differed.
+
+        And once for the job that it leaves a scheduler behind.
+        """
         divergence = reader.divergence(loadings.targets)
         if divergence is not None and self.job.placement.speaks:
             logger.warning("tag %s: %s", reader.tag, divergence)
+        objects = self.content if isinstance(self.content, Objects) and self.job.exchange.rank == 0 else None
+        if objects is not None and objects.lacks_scheduler(reader.manifest.skeleton):
+            logger.warning(
+                "tag %s: an optimizer is loaded, and the scheduler of the tag is not: the learning rate is that of a "
+                "new run. Give scheduler= to go on with the old one",
+                reader.tag,
+            )
 
     def _compare(
         self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem], *, fits: bool

@@ -104,8 +104,10 @@ def opened(
     hints = about.hints(part) if foreign is not None and foreign[0].asks else None
     reader = open_tag(store, tag, hints, as_stored=as_stored)
     try:
-        if about.known is not None:
-            with naming(path=reader.root, tag=reader.tag):
+        with naming(path=reader.root, tag=reader.tag):
+            if hints is not None and not as_stored:
+                hints.check_attributes(reader.manifest)
+            if about.known is not None:
                 check_shapes(reader.manifest, about.known.config)
         if masters and about.model is not None and stores_masters(reader.manifest):
             reader = reader.with_manifest(with_masters(reader.manifest, hints or about.hints(part)))
@@ -186,10 +188,10 @@ def check_file(reader: TagReader) -> None:
     Raises:
         UsageError: It is.
     """
-    if reader.part_of_rank:
+    if reader.is_part:
         raise UsageError(
             "the file has what one rank had, and without the parts of the others it is no whole state",
-            hint=reader.part_of_rank,
+            hint=reader.misfit,
         )
     model = pickled_model(reader.manifest.skeleton)
     if reader.foreign_objects is not None and model is not None:

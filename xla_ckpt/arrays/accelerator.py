@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -18,6 +17,9 @@ from xla_ckpt.snapshot.shards import Look
 from xla_ckpt.storage.base import BLOCK
 
 logger = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda
+"""With functions that have no types."""
 
 
 class TorchLink:
@@ -53,7 +55,7 @@ class TorchLink:
         """
         memory = backed(nbytes)
         with torch.cuda.device(self._device):
-            cuda = torch.cuda.cudart()
+            cuda: Any = _cuda.cudart()
             try:
                 torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, nbytes, 0))
             except RuntimeError as error:
@@ -62,8 +64,8 @@ class TorchLink:
                     torch.zeros(1, device=self._device)
                 return memory
 
-        def free(address: int = memory.ctypes.data, process: int = os.getpid()) -> None:
-            if os.getpid() == process:  # a child that was forked has no CUDA
+        def free(address: int = memory.ctypes.data) -> None:
+            if _cuda.is_initialized():  # not in a child that was forked
                 self._stream.synchronize()  # an interrupted save leaves copies that are under way
                 cuda.cudaHostUnregister(address)
 

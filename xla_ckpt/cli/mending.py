@@ -27,11 +27,12 @@ def add_clean(parser: argparse.ArgumentParser) -> None:
 def clean_up(args: argparse.Namespace) -> int:
     """The command ``clean``; returns its exit code."""
     from xla_ckpt.cli import answers
+    from xla_ckpt.layouts.listing import tag_names
     from xla_ckpt.layouts.no_tag import names_of_roots_below, no_tag, root_named
 
     with _held(root_named(args.path), "cleaning up") as root:
         cleaned = root.clean_all(WATCHED_AT_MOST)
-        if not (cleaned.removed or cleaned.kept or root.entries()) and names_of_roots_below(root.store):
+        if not (cleaned.removed or cleaned.kept or tag_names(root.store)) and names_of_roots_below(root.store):
             raise no_tag(root.store, None)
     kept = [{"name": name, "why": why} for name, why in cleaned.kept.items()]
     print_answer(args, {"path": args.path, "removed": [*cleaned.removed], "kept": kept}, answers.cleaned)

@@ -87,8 +87,8 @@ class TagReader:
         """Why it may not fit the objects of a load, and what to load then; empty for a whole checkpoint."""
         self.without_rule = ""
         """Which arrays the caller's rules of names are not for, if they make a model of others, as sentences say it."""
-        self.part_of_rank = ""
-        """Of what one rank alone has of a checkpoint: what names all of it. Conversions refuse it. Empty for others."""
+        self.is_part = False
+        """Whether one rank alone has it of a checkpoint: `misfit` names all of that, and conversions refuse it."""
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Set
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.foreign_tags import by_numbers
 from xla_ckpt.layouts.registry import all_layouts
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
@@ -18,6 +19,9 @@ from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
+
+MAX_BESIDE = 100
+"""Names in a root that are looked at to find out whether something newer than its tags is not complete."""
 
 
 def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
@@ -110,7 +114,8 @@ def roots_below(path: str, *, levels: int, most: int, passed: Set[str] = frozens
 def newest_last(store: Store) -> list[TagEntry]:
     """All complete tags, for a caller who takes the last one: which that is, is decided here alone.
 
-    A warning says if a tag of another library has a newer time stamp than the newest one of ours, before which it is.
+    A warning says if a tag of another library has a newer time stamp than the newest one of ours, before which it is;
+    and which newer ones of another library are not complete.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -129,6 +134,16 @@ def newest_last(store: Store) -> list[TagEntry]:
                 passed_over.tag,
                 entries[-1].tag,
             )
+    if tags and tags[-1][0] is not None and store.file_system is not None:  # a bucket counts requests
+        for name, layout, entry in beside_tags(store, entries, MAX_BESIDE):
+            if not entry.complete and by_numbers([entries[-1], entry])[-1] is entry:
+                logger.warning(
+                    "%s: %s's %s is not complete, and passed over: tag %s is taken for the newest",
+                    store.path,
+                    layout.origin,
+                    name,
+                    entries[-1].tag,
+                )
     return entries
 
 

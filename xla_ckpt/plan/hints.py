@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, deciding
 from xla_ckpt.sharding.sharding import Sharding
@@ -103,6 +104,30 @@ class Hints:
     def knows(self, name: object) -> bool:
         """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""
         return self.groups is None or name in self.arrays
+
+    def check_attributes(self, manifest: Manifest) -> None:
+        """Refuse attributes of parameters that make other sizes of what ranks had than the parameters themselves have.
+
+        A load compares the shapes. What writes a tag anew would write half of an array, or twice as much. Only dims are
+        compared that nobody splits: of others the program may have a part.
+
+        Raises:
+            IncompatibleCheckpointError: An array has another size there.
+        """
+        for name, known in self.arrays.items():
+            leaf = schema.weight(name)
+            record, hint = manifest.arrays.get(leaf), self.hint(name)
+            if record is None or known.shape is None or hint.sharding is None or hint.ruled or hint.told:
+                continue
+            sizes = list(zip(known.shape, record.shape, hint.sharding.over(len(record.shape)), strict=False))
+            if len(known.shape) == len(record.shape) and any(a != b for a, b, split in sizes if split is None):
+                raise IncompatibleCheckpointError(
+                    f"the model says {hint.sharding.spec} of the array, which makes another shape than the model has",
+                    leaf=leaf,
+                    expected=f"{list(known.shape)}, as the model has it",
+                    found=f"{list(record.shape)} of what the ranks have",
+                    hint="Correct partition_dim of the parameter, or its shape, in the model of model= (--like).",
+                )
 
 
 def united_groups(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:

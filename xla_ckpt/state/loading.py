@@ -331,7 +331,8 @@ def absent_part(stored: Stored, what: str) -> Loading:
     if stored.manifest.head.sequence and set(below).isdisjoint(schema.MEMBERS):
         members += " (a tree of save's is given back by restore)"
     elif not {"params", "token_embedder", "base"}.isdisjoint(below):
-        members += " (are they those of a model of jax? xla_ckpt.register_names; of MaxText? maxtext_names(rope=...))"
+        of_jax = "are they those of a model of jax? xla_ckpt.register_names, with rules for such paths"
+        members += f" ({of_jax}; of MaxText? maxtext_names(rope=...))"
     elif what in schema.MEMBERS and (extras := [*(children(below.get(schema.EXTRAS)) or ())]):
         members += f" (extras: {', '.join(extras[:5])}; extras={{{extras[0]!r}: ...}} loads one of them into an object)"
     if is_object(stored.skeleton) or (what == schema.MODEL and pickled_model(stored.skeleton) is not None):

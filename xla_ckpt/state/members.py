@@ -93,6 +93,11 @@ class Objects:
         names += [f"only {', '.join(self.only)}"] if self.only else []
         return ", ".join([*names, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
+    def lacks_scheduler(self, skeleton: Any) -> bool:
+        """Whether a run goes on with its optimizer, and leaves a stored scheduler behind."""
+        stored = isinstance(skeleton, Mapping) and skeleton.get(schema.SCHEDULER) is not None
+        return stored and self.optimizer is not None and self.scheduler is None
+
     def state(self, placement: Placement) -> State:
         """Their state, as this rank has it.
 

@@ -47,7 +47,7 @@ def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
                 "The file is the part of one rank of a job of SageMaker model parallel, of pp {} and tp {}: load the "
                 "name without the numbers at its end, which is that of all parts together."
             ).format(*job)
-            reader.part_of_rank = reader.misfit
+            reader.is_part = True
             logger.warning("%s: %s", file, reader.misfit)
         return reader
 

@@ -45,10 +45,10 @@ def _entry_at(store: Store, tag: str, directory: str) -> TagEntry | None:
     try:
         if not _is_item(store, directory):  # only then is each name in it asked for: an object store counts requests
             inside = (f"{directory}/{name}" for name in store.names(directory) if _may_be_named(name))
-            if not any(store.is_directory(name) and _is_below(store, name) for name in inside):
-                damage = _without_items(store, tag, directory)
-                if damage is None:
-                    return None
+            has_items = any(store.is_directory(name) and _is_below(store, name) for name in inside)
+            damage = _without_items(store, tag, directory)
+            if damage is None and not has_items:
+                return None
         time = store.modified(f"{directory}/{ORBAX_METADATA}") or store.modified(directory)
     except OSError:
         return None
@@ -57,19 +57,21 @@ def _entry_at(store: Store, tag: str, directory: str) -> TagEntry | None:
 
 
 def _without_items(store: Store, tag: str, directory: str) -> CorruptCheckpointError | None:
-    """What is wrong with a step that has no item of arrays: its own record says which it was saved with; None if none.
+    """What is wrong with a step that lacks items of arrays: its own record says which it was saved with; None if none.
 
     The managers of orbax's take such a step for a good one, as after a copy that was cut off.
     """
     handlers = orbax_member(store, directory, "item_handlers")
     items = sorted(item for item, handler in handlers.items() if is_tag_name(item) and _is_of_arrays(handler))
-    if not items:
+    lost = [item for item in items if not _is_item(store, f"{directory}/{item}")]
+    if not lost:
         return None
+    none = "none of the" if lost == items else "not all"
     return CorruptCheckpointError(
-        "a step of orbax's has none of the items of arrays that it was saved with",
+        f"a step of orbax's has {none} items of arrays that it was saved with",
         path=store.path,
         tag=tag,
-        file=f"{items[0]}/{TREE_METADATA}",
+        file=f"{lost[0]}/{TREE_METADATA}",
         expected=f"the items {', '.join(items[:_MAX_SHOWN])}" if items[1:] else f"the item {items[0]}",
         hint="A copy was cut off, or somebody has removed them. Copy the step anew, or take another one.",
     )
