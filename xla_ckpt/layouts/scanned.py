@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,9 +38,12 @@ class ScannedFiles:
         self.records.append(record)
         return self.numbers[record.path]
 
-    def compared(self, directory: ReadDirectory) -> ReadDirectory:
-        """The directory of the scan, for the reader that is made of it: storages are compared with their CRC-32s."""
-        return SavedFiles(directory, directory.files(), self.storages) if self.storages else directory
+    def compared(self, directory: ReadDirectory, files: Collection[str]) -> ReadDirectory:
+        """The directory of the scan, for the reader that is made of it: storages are compared with their CRC-32s.
+
+        `files` are all that is in it, which takes a while to find out.
+        """
+        return SavedFiles(directory, files, self.storages) if self.storages else directory
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def open_ranks(layout: RankLayout, store: Store, tag: RankTag, hints: Hints) -> 
         if not tag.complete and files.unfinished:
             logger.warning("%s", files.unfinished.format(tag=tag.tag))
         manifest, objects = manifest_of(files, tag.tag, files.content(hints), hints)
-        return TagReader(files.compared(files.directory), store.path, tag.tag, manifest, objects)
+        return TagReader(files.compared(files.directory, files.names), store.path, tag.tag, manifest, objects)
 
 
 def verify_ranks(layout: RankLayout, store: Store, tag: RankTag, workers: int = READERS) -> VerifyReport:

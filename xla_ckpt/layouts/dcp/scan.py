@@ -60,7 +60,7 @@ def open_dcp(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         else:
             values = _stored_values(files)
         manifest, objects = _manifest_of(files, values, entry, hints)
-        reader = TagReader(files.compared(directory), store.path, entry.tag, manifest, objects)
+        reader = TagReader(files.compared(directory, files.names), store.path, entry.tag, manifest, objects)
         if files.digested:
             reader.advice = files.saved_over
         return reader
