@@ -294,12 +294,13 @@ def test_attributes_that_contradict_the_shape_of_their_parameter_are_refused(tmp
     model = torch.nn.Linear(8, 4, bias=False)
     xla_ckpt.save_checkpoint(tmp_path, "a", model)
     xla_ckpt.convert(tmp_path, tmp_path / "b", to="nxd", mesh="tp=2", shardings=[("weight", (None, "tp"))])
+    as_theirs(tmp_path / "b/a")
     weight: Any = model.weight
     weight.tensor_model_parallel, weight.partition_dim = True, 0
     for call in (
         lambda: xla_ckpt.convert(tmp_path / "b", tmp_path / "c", to="native", model=model),
         lambda: xla_ckpt.export_hf(tmp_path / "b", tmp_path / "c", model=model),
-        lambda: xla_ckpt.explain(tmp_path / "b", model=model),
+        lambda: xla_ckpt.explain(tmp_path / "b", mesh="tp=2", model=model),
     ):
         with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"\[8, 4\] of what .* Correct partition_dim"):
             call()

@@ -100,6 +100,11 @@ def test_the_log_says_that_there_are_several(saved: tuple[Path, Tied, Tied], cap
         "several modules with the same arrays, and all of them are written: model/model, model/master." in caplog.text
     )
     caplog.clear()
+    alike = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2)))
+    for name, layers in (("two", alike), ("three", torch.nn.ModuleDict({"q": alike[0][0], "k": alike[1][0]}))):
+        xla_ckpt.save_checkpoint(root.parent / name, "a", layers)
+        xla_ckpt.export_hf(root.parent / name, root.parent / f"hf-{name}")
+    assert not caplog.messages
     xla_ckpt.save_checkpoint(root.parent / "one", "a", model)
     with caplog.at_level(logging.WARNING):
         xla_ckpt.export_hf(root.parent / "one", root.parent / "hf1")

@@ -138,7 +138,10 @@ def test_a_scheduler_that_is_left_behind_is_named(tmp_path: Path, caplog: pytest
     xla_ckpt.load_checkpoint(tmp_path, model=run.model)  # nothing goes on
     assert not caplog.messages
     xla_ckpt.load_checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
-    assert "tag a: an optimizer is loaded, and the scheduler of the tag is not" in caplog.text
+    assert (
+        "tag a: an optimizer is loaded, and the scheduler of the tag is not. The learning rate is the stored one"
+        in caplog.text
+    )
 
 
 ON_XLA: dict[str, Make] = {

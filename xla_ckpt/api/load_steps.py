@@ -285,8 +285,8 @@ class Load:
         objects = self.content if isinstance(self.content, Objects) and self.job.exchange.rank == 0 else None
         if objects is not None and objects.lacks_scheduler(reader.manifest.skeleton):
             logger.warning(
-                "tag %s: an optimizer is loaded, and the scheduler of the tag is not: the learning rate is that of a "
-                "new run. Give scheduler= to go on with the old one",
+                "tag %s: an optimizer is loaded, and the scheduler of the tag is not. The learning rate is the stored "
+                "one, and a scheduler of the program begins anew: give scheduler= to go on with the old one",
                 reader.tag,
             )
 

@@ -20,6 +20,7 @@ from xla_ckpt.api.summaries import (
 from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, StorageError, UsageError
+from xla_ckpt.keywords import nearest
 from xla_ckpt.layouts.listing import all_tags
 from xla_ckpt.layouts.no_tag import check_lies_there, no_tag
 from xla_ckpt.storage.door import full_path, store_at
@@ -67,8 +68,9 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     store = store_at(root).look()
     check_lies_there(store)
     tags = all_tags(store)
-    below = summaries_below(root, {entry.tag for _, entry in tags})
-    return listing_of(root, summaries(store, tags), below, beside(store, tags))
+    others = beside(store, tags)
+    known = {entry.tag for _, entry in tags} | {its["name"] for its in others}
+    return listing_of(root, summaries(store, tags), summaries_below(root, known), others)
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
@@ -144,7 +146,9 @@ def targets(name: str | None) -> tuple[Any, Any]:
         raise UsageError("--like names a function", expected="MODULE:FUNCTION, such as my_job:build", found=name)
     sys.path.insert(0, "")  # the current directory, as python -c has it: one that was removed is no error
     try:
-        built = getattr(importlib.import_module(module), function)()
+        program = importlib.import_module(module)
+        build = getattr(program, function, None)
+        built = None if build is None else build()
     except Exception as error:
         # It is the user's code, and may raise anything.
         raise UsageError(
@@ -152,6 +156,8 @@ def targets(name: str | None) -> tuple[Any, Any]:
         ) from error
     finally:
         sys.path.remove("")
+    if build is None:
+        raise UsageError(f"{module} has no function {function}{nearest(function, dir(program))}", found=name)
     if built is None:
         raise UsageError("the function returns nothing", expected="the model, or (model, optimizer)", found=name)
     return (built[0], built[1]) if isinstance(built, tuple) else (built, None)

@@ -65,7 +65,11 @@ def top_modules(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...] | Non
 def copies_of_model(manifest: Manifest) -> list[str]:
     """Leaf paths of the modules of which a stored model consists, if they have arrays of the same names and shapes.
 
-    A model and its master weights, or their average, are so. The modules of one model differ.
+    A model and its master weights, or their average, are so. Layers of one size are not: they have numbers for names,
+    or no modules in them.
     """
-    first, *others = top_modules(manifest).items() or [("", {})]
-    return [path for path, _ in (first, *others)] if others and all(names == first[1] for _, names in others) else []
+    modules = top_modules(manifest)
+    names = next(iter(modules.values()), {})
+    alike = len(modules) > 1 and all(other == names for other in modules.values())
+    are_layers = all(path.rpartition("/")[2].isdecimal() for path in modules) or not any("." in name for name in names)
+    return [] if are_layers or not alike else [*modules]

@@ -205,7 +205,8 @@ class Objects:
             content.build()  # an object that may not be loaded is found out before anything is changed
         except IncompatibleCheckpointError as error:
             # A class of the program that saved is missing here. Weights can be loaded without it, if the load is told.
-            fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''}".rstrip())
+            left_out = "strict=False leaves all of the user content out."
+            fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''} {left_out}")
             return Loadings([*parts, fresh], lambda arrays: None, base)
         plan_arrays(content, fresh, {})
         return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]), base)

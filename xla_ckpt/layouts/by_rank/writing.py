@@ -51,7 +51,7 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
     """
     mesh, state = description.placement.mesh, description.state
     members = description.structure if isinstance(description.structure, dict) else {}
-    if not any(part in members for part in PARTS):
+    if members and not any(part in members for part in PARTS):  # beside user content alone, only rank 0 has anything
         raise UnsupportedStateError(f"{whose} layout holds {', '.join(PARTS)}, and nothing of it is here")
     check_common(members, whose)
     arrays_of_parts = {

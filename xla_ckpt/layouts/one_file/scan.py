@@ -71,9 +71,10 @@ def _scan(
         )
     if members.guessed:
         logger.warning(
-            "%s: the stored optimizer numbers its parameters. They are taken to be those of the stored model in its "
-            "order, which is the only one that fits their shapes; to be certain, give the model and its optimizer, as "
-            "they were at the save: model= and optimizer= (--like)",
+            "%s: the stored optimizer numbers its parameters. They are taken to be those of the stored model, in each "
+            "group in its order, and their shapes fit so in one way only. One that was given parameters of equal "
+            "shapes in another order has other ones: to be certain, give the model and its optimizer, as they were at "
+            "the save: model= and optimizer= (--like)",
             file,
         )
     return scanned_manifest(file, flattened(state), records)

@@ -19,19 +19,24 @@ MAX_MODEL_PARTS = 1 << 22
 class ModelParts:
     """The arrays of a model, while those that they are parts of are gone through."""
 
-    def __init__(self, rules: Sequence[NameRule]) -> None:
+    def __init__(self, rules: Sequence[NameRule], *, several: bool = False) -> None:
         self.rules = rules
+        self.several = several
+        """Whether the checkpoint has several items. Then a path may begin with the name of one."""
         self.others: list[str] = []
         """Paths of arrays that no rule is for, in the form that rules have."""
         self._parts: dict[str, tuple[DType, tuple[int, ...], list[Shard]]] = {}
         self._same: dict[str, str] = {}
         """Further names of arrays -> the names that they have in `_parts`."""
+        self._items: dict[str, str] = {}
+        """Name of an array -> the item that it was found in."""
 
-    def add(self, renaming: Renaming, dtype: DType, chunks: Sequence[Box], file: int) -> None:
+    def add(self, renaming: Renaming, item: str, dtype: DType, chunks: Sequence[Box], file: int) -> None:
         """Take an array for one of the model's, or for several.
 
         Args:
             renaming: What it is to the model.
+            item: The item that it lies in.
             chunks: Its chunks, in the order in which its file has them.
             file: The number of the file, which has the elements of each chunk in the order of the renaming.
 
@@ -47,6 +52,13 @@ class ModelParts:
         offset = 0
         for chunk in chunks:
             for name, box in renaming.parts(chunk):
+                if (other := self._items.setdefault(name, item)) != item:
+                    raise IncompatibleCheckpointError(
+                        "a rule of register_names is for arrays of several items",
+                        leaf=renaming.leaf,
+                        found=f"{name} in the items {other} and {item}",
+                        hint=f"Begin the path of the rule with the item that is meant: {other}/{renaming.leaf}.",
+                    )
                 known, shape, shards = self._parts.setdefault(name, (dtype, renaming.shape, []))
                 if (known, shape) != (dtype, renaming.shape):
                     raise IncompatibleCheckpointError(

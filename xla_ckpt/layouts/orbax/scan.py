@@ -107,8 +107,9 @@ def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str,
         CheckpointError: It is damaged, or holds what cannot be described.
     """
     directory, names = files.directory, files.directory.files()
-    model = ModelParts(registered_names())
-    trees = {item: _tree_of(files, item, names, model, config) for item in items_of(names)}
+    items = items_of(names)
+    model = ModelParts(registered_names(), several=len(items) > 1)
+    trees = {item: _tree_of(files, item, names, model, config) for item in items}
     if not trees:
         raise CorruptCheckpointError("a file is missing", file=TREE_METADATA)
     for item in json_items_of(names):
@@ -122,14 +123,15 @@ def _state_of(files: DecodedFiles, config: Mapping[str, Any]) -> tuple[dict[str,
     return with_model, None if with_model is tree else model.others
 
 
-def _takes(model: ModelParts, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
-    """Whether an array is of the model, by its rules: then it is taken."""
-    if model.rules:
-        array.renaming = renaming(model.rules, leaf.path, array.shape, array.grid, leaf.name)
+def _takes(model: ModelParts, item: str, leaf: OrbaxLeaf, array: ChunkedArray, file: int) -> bool:
+    """Whether an array of an item is of the model, by its rules: then it is taken."""
+    paths = [f"{item}/{leaf.path}", leaf.path] if model.several else [leaf.path]
+    renamed = (renaming(model.rules, path, array.shape, array.grid, leaf.name) for path in paths)
+    array.renaming = next((one for one in renamed if one is not None), None)
     if array.renaming is None:
-        model.others.append(leaf.path)
+        model.others.append(paths[0])
         return False
-    model.add(array.renaming, array.dtype, array.chunks, file)
+    model.add(array.renaming, item, array.dtype, array.chunks, file)
     return True
 
 
@@ -178,7 +180,7 @@ def _tree_of(files: DecodedFiles, item: str, names: Sequence[str], model: ModelP
             if leaf.kind == metadata.SCALAR:
                 values[leaf] = array.number()
                 continue
-            if _takes(model, leaf, array, number[path]):
+            if _takes(model, item, leaf, array, number[path]):
                 continue
             with naming(leaf=leaf.name, file=path):
                 record = array_record(array.dtype, array.shape, array.shards(number[path]))

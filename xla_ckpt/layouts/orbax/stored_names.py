@@ -67,7 +67,7 @@ def original_model(reader: TagReader) -> TagReader:
         if of_model is None:
             raise CorruptCheckpointError("no rule of names in the tag is for an array", leaf=leaf, file=NAMES)
         array = _OriginalArray(reader, leaf, of_model, chunks, record.dtype)
-        parts.add(of_model, record.dtype, chunks, len(stored.files) + len(files.arrays))
+        parts.add(of_model, "", record.dtype, chunks, len(stored.files) + len(files.arrays))
         files.arrays[f"{NAMES}/{len(files.arrays)}"] = array
     flat = flattened_model(parts.records())
     manifest, _ = scanned_manifest(reader.tag, flat, [*stored.files, *files.records()])
