@@ -51,7 +51,8 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
     """
     mesh, state = description.placement.mesh, description.state
     members = description.structure if isinstance(description.structure, dict) else {}
-    if members and not any(part in members for part in PARTS):  # beside user content alone, only rank 0 has anything
+    has_nothing = description.structure == {}  # of user content alone only rank 0 has anything
+    if not has_nothing and not any(part in members for part in PARTS):
         raise UnsupportedStateError(f"{whose} layout holds {', '.join(PARTS)}, and nothing of it is here")
     check_common(members, whose)
     arrays_of_parts = {
