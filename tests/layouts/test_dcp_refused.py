@@ -114,6 +114,7 @@ def test_a_flipped_bit_in_a_tensor_is_found(here: Path) -> None:
     refused(here, match="CRC-32")
     (problem,) = xla_ckpt.verify(here).problems
     assert (problem.leaf, problem.file) == ("w", "__0_0.distcp")
+    assert "CRC-32" in str(problem)
 
 
 def test_zips_without_checksums_are_read(tmp_path: Path) -> None:

@@ -143,7 +143,9 @@ def test_a_step_that_has_lost_one_of_its_items_is_named(tmp_path: Path, capsys: 
     shutil.rmtree(root / "2" / "moments")
     assert xla_ckpt.list_tags(root) == ["1"]
     assert main(["ls", str(root)]) == 0
-    assert "2\torbax\tnot complete" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "2\torbax\tnot complete" in listed
+    assert f"{root}/2" not in listed  # what is left of it is no root of tags
     with pytest.raises(
         xla_ckpt.CorruptCheckpointError, match=r"not all items.*moments/_METADATA.*items moments, params"
     ):

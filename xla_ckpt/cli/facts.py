@@ -68,9 +68,8 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     store = store_at(root).look()
     check_lies_there(store)
     tags = all_tags(store)
-    others = beside(store, tags)
-    known = {entry.tag for _, entry in tags} | {its["name"] for its in others}
-    return listing_of(root, summaries(store, tags), summaries_below(root, known), others)
+    below = summaries_below(root, {entry.tag for _, entry in tags})
+    return listing_of(root, summaries(store, tags), below, beside(store, tags))
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def beside_tags(store: Store, tags: Iterable[TagEntry], most: int) -> list[tuple
 def roots_below(path: str, *, levels: int, most: int, passed: Set[str] = frozenset()) -> list[tuple[str, list[str]]]:
     """The root directories below a directory: the path of each, and its tags, oldest first.
 
-    Nothing is looked for in a root, nor in what begins with a dot.
+    Nothing is looked for in a root, nor in what begins with a dot. A checkpoint of another library's that is not
+    complete is no root of the parts that it has left.
 
     Args:
         path: The directory, which may be a root itself.
@@ -102,11 +103,12 @@ def roots_below(path: str, *, levels: int, most: int, passed: Set[str] = frozens
             names = [n for n in names_in(store) if not n.startswith(".") and not (directory == path and n in passed)]
             directories = [n for n in names if store.is_directory(n)][:most]
             most -= len(directories)
-            for child in (f"{directory.rstrip('/')}/{name}" for name in directories):
-                if tags := tag_names(door.store_at(child).look()):
-                    roots.append((child, tags))
-                else:
+            for name in directories:
+                child = f"{directory.rstrip('/')}/{name}"
+                if not (tags := tag_names(door.store_at(child).look())):
                     below.append(child)
+                elif (foreign := find_foreign(store.look(), name)) is None or foreign[1].complete:
+                    roots.append((child, tags))
         level = below
     return sorted(roots)
 

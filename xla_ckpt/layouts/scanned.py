@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +30,7 @@ class ScannedFiles:
         self.records: list[FileRecord] = []
         self.numbers: dict[str, int] = {}
         """Path of each file -> its place among the records."""
-        self.storages: dict[str, list[StorageAt]] = {}
+        self.storages: defaultdict[str, list[StorageAt]] = defaultdict(list)
         """The storages that the tensors lie in, by their files of torch.save."""
 
     def add(self, record: FileRecord) -> int:
@@ -43,7 +44,7 @@ class ScannedFiles:
 
         `files` are all that is in it, which takes a while to find out.
         """
-        return SavedFiles(directory, files, self.storages) if self.storages else directory
+        return SavedFiles(directory, files, self.storages) if any(self.storages.values()) else directory
 
 
 @contextmanager

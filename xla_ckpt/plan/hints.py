@@ -114,17 +114,19 @@ class Hints:
         Raises:
             IncompatibleCheckpointError: An array has another size there.
         """
-        for name, known in self.arrays.items():
+        for name in self.arrays:
             leaf = schema.weight(name)
             record, hint = manifest.arrays.get(leaf), self.hint(name)
-            if record is None or known.shape is None or hint.sharding is None or hint.ruled or hint.told:
+            if record is None or hint.shape is None or hint.sharding is None or hint.ruled or hint.told:
                 continue
-            sizes = list(zip(known.shape, record.shape, hint.sharding.over(len(record.shape)), strict=False))
-            if len(known.shape) == len(record.shape) and any(a != b for a, b, split in sizes if split is None):
+            if len(hint.shape) != len(record.shape):
+                continue
+            splits = hint.sharding.over(len(record.shape))
+            if any(a != b for a, b, split in zip(hint.shape, record.shape, splits, strict=True) if split is None):
                 raise IncompatibleCheckpointError(
                     f"the model says {hint.sharding.spec} of the array, which makes another shape than the model has",
                     leaf=leaf,
-                    expected=f"{list(known.shape)}, as the model has it",
+                    expected=f"{list(hint.shape)}, as the model has it",
                     found=f"{list(record.shape)} of what the ranks have",
                     hint="Correct partition_dim of the parameter, or its shape, in the model of model= (--like).",
                 )

@@ -190,8 +190,7 @@ class DcpFiles(ScannedFiles):
         """
         archive = Zip(ahead, span.offset, span.nbytes)
         value = archive.value(strided=True, tensor=tensor)
-        if met := archive.met_storages():
-            self.storages.setdefault(span.file, []).extend(met)
+        self.storages[span.file] += archive.met_storages()
         return value
 
     def tensor_at(self, ahead: Ahead, span: Span, dtype: DType, box: Box) -> TensorAt:

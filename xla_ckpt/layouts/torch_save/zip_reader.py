@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import types
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def read(
     directory: ReadDirectory,
     file: str,
     reference: Callable[[Any], Any] | None = None,
-    storages: dict[str, list[StorageAt]] | None = None,
+    storages: defaultdict[str, list[StorageAt]] | None = None,
 ) -> Any:
     """What a file of torch.save holds, with a `TensorAt` for every tensor; `reference` of the number of each reference.
 
@@ -95,8 +96,8 @@ def read(
     with closing(_opened(directory, file)) as source:
         archive = Zip(Ahead(source, file, _EDGE), 0, source.size)
         value = archive.value(reference)
-    if storages is not None and (met := archive.met_storages()):
-        storages.setdefault(file, []).extend(met)
+    if storages is not None:
+        storages[file] += archive.met_storages()
     return value
 
 
