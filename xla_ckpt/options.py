@@ -67,9 +67,9 @@ class SaveOptions:
             background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
         snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
-        trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each
-            rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if
-            it does (docs/reports.md).
+        trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there or ends with
+            ``/``, in which each rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in
+            the environment, if it does (docs/reports.md).
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
         retention: Which tags are kept after the commit, in place of ``num_kept_ckpts`` (docs/retention.md):
             ``LatestN(3)``, ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``,

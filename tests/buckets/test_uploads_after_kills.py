@@ -188,7 +188,7 @@ def test_the_command_uploads_no_tags_of_other_libraries(
 def test_the_command_needs_a_directory_of_tags(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, code, told in (
         ([str(tmp_path / "none"), root], 1, "there is no checkpoint"),
-        ([root, str(tmp_path)], 2, "local= is a directory for tags that go to an object store"),
+        ([root, str(tmp_path)], 2, "tags go from a directory (local) to an object store (path)"),
     ):
         assert main(["upload", *words]) == code
         assert told in capsys.readouterr().err

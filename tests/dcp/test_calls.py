@@ -437,6 +437,8 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
         dcp.load(target, checkpoint_id=tmp_path / "steps")
     with pytest.raises(xla_ckpt.NoCheckpointError, match="This is a checkpoint by itself: pass it without a tag"):
         xla_ckpt.restore(tmp_path / "steps" / "step-1", "step-1")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"steps and the tag step-2\."):
+        xla_ckpt.restore(tmp_path / "steps" / "step-1", "step-2")
 
 
 def test_a_tag_of_ours_in_the_layout_dcp(tmp_path: Path) -> None:

@@ -202,11 +202,11 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     Whatever is raised from here, by this library or by a signal handler, the save has ended or is given up, and reads
     none of the program's memory.
     """
-    began, options = time.perf_counter(), wish.options
-    (root, uploader), file = _root_of(path, options), trace_file(options.trace)
+    options, file = wish.options, trace_file(wish.options.trace)
+    phases, cancellation = Phases(keep=file is not None), Cancellation()
+    root, uploader = _root_of(path, options)
     check_is_text(tag, root.path)
     install_exit_hook()
-    phases, cancellation = Phases(keep=file is not None), Cancellation()
     handle = SaveHandle(root.path, tag, cancellation, uploader=uploader)
     frozen: Frozen | CheckpointError | None = None
     save: Save | None = None
@@ -214,11 +214,11 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     try:
         with SAVES.turn(root.path):
             earlier_error = SAVES.before(root.path)
-            phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
+            phases.keep(WAIT, phases.origin, time.perf_counter(), about="for the save before")
             job = current_job(root.path, wish.mesh, doing="save", timeout=options.timeout)
             order = wish.order(path, tag, content, job, root=root, uploader=uploader)
             frozen, refused = _frozen(order, content, job.placement, phases, wish, earlier_error)
-            timing = Timing(phases=phases, stall=_stalled(phases, began), trace=traced(file, "save", job.exchange))
+            timing = Timing(phases=phases, stall=_stalled(phases), trace=traced(file, "save", job.exchange))
             save = Save(order=order, job=job, frozen=frozen, timing=timing, cancellation=cancellation)
             if refused is None or job.exchange.size > 1:
                 SAVES.start(handle, save, options.on_error)
@@ -268,11 +268,11 @@ def _root_of(path: PathLike, options: SaveOptions) -> tuple[Root, Uploader | Non
     return uploader.root, uploader
 
 
-def _stalled(phases: Phases, began: float) -> float:
+def _stalled(phases: Phases) -> float:
     """Seconds that the caller has waited by now."""
     now = time.perf_counter()
-    phases.keep(STALL, began, now)
-    return now - began
+    phases.keep(STALL, phases.origin, now)
+    return now - phases.origin
 
 
 def _prepare(order: Order) -> None:

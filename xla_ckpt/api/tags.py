@@ -61,9 +61,9 @@ def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectSto
     far, near = store_at(path), store_at(local)
     if far.object_store is None or near.file_system is None:
         raise UsageError(
-            "local= is a directory for tags that go to an object store",
-            expected="local='/nvme/run' with a path such as s3://bucket/run",
-            found=f"local={near.path!r} with the path {far.path}",
+            "tags go from a directory (local) to an object store (path)",
+            expected="for example /nvme/run and s3://bucket/run",
+            found=f"{near.path} and {far.path}",
         )
     return near.file_system, far.object_store
 

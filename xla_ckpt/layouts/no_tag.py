@@ -98,7 +98,8 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
             error.hint = f"{error.hint or ''} {foreign[-1][0]} wrote others there: {others}.".lstrip()
     elif (inside := named_itself(store)) is not None:
         above, name = inside
-        error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
+        tag = error.tag if error.tag in tag_names(above) else name
+        error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {tag}."
     elif not tags and not store.has(""):
         near = path_meant(store.path)
         error.problem += near

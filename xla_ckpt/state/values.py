@@ -289,7 +289,7 @@ def resolver(trust: bool) -> Any:
             raise IncompatibleCheckpointError(
                 f"the checkpoint holds a value of the class {path} of {module}, which has changed or is gone",
                 expected=_EXPECTED.get(base, "a subclass of torch.Tensor with __tensor_unflatten__"),
-                found=str(value),
+                found="nothing of this name" if value is None else str(value),
                 hint=_elsewhere(module, path),
             )
         return value

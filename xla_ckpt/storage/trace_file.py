@@ -64,13 +64,10 @@ def trace_file(trace: PathLike | None) -> TraceFile | None:
     if trace is None:
         named = os.environ.get(TRACE_VARIABLE)
         return TraceFile(os.path.abspath(named), many=True) if named else None
-    try:
-        path = os.path.abspath(os.fspath(trace))
-    except TypeError:
-        path = None
-    if not isinstance(path, str):
+    named = os.fspath(trace) if isinstance(trace, str | os.PathLike) else None
+    if not isinstance(named, str):
         raise UsageError("trace= is the path of a file or of a directory", found=repr(trace))
-    return TraceFile(path, many=os.path.isdir(path))
+    return TraceFile(os.path.abspath(named), many=named.endswith(os.sep) or os.path.isdir(named))
 
 
 def _plain(tag: str | None) -> str:

@@ -92,7 +92,7 @@ class Pages:
                 return self.href({"page": "tag", "tag": row["tag"]})
             return self.href({"page": "save", "tag": row["tag"]}) if column == "took" and row["took"] else None
 
-        parts = [drawings.timeline(tags), html.fragment(table, link, self.level + 1)]
+        parts = [drawings.timeline(tags), html.fragment(table, link, self.level + 1)] if tags or not roots else []
         if roots:
             below = [(f"xla-ckpt view {shlex.quote(r['path'])}", str(r["tags"]), r["newest"]) for r in roots]
             parts.append(html.fragment(Rows("Below it", ("command", ">tags", "newest"), below), level=self.level + 1))
