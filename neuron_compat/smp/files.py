@@ -126,6 +126,7 @@ def load(
         The object. Dicts in it know where they come from (`StoredState`).
 
     Raises:
+        SMPCheckpointError: With ``partial=False``, the file is the part of one rank of a job of other degrees.
         MissingCheckpointFilesError: There are no files of this name.
         IncompatibleCheckpointRankFoundError: A part is missing. `IncompatibleCheckpointFoundError`, too.
         IncompatibleCheckpointFoundError: The job has other degrees, and `strict_partitions` is set.
@@ -220,7 +221,16 @@ def _full(f: str, reading: Reading) -> Any:
         parts = parts_at(f)
         hint = f"There are {len(parts)} partial files of this name: pass partial=True." if parts else read_otherwise(f)
         raise NoCheckpointError("there is no such file", file=f, hint=hint)
-    return as_stored(reading.value(f), None, fits=True)
+    value = reading.value(f)
+    for pp, tp in _degrees_in(value):
+        place = current_place()
+        if (pp, tp) != (place.pp_size, place.tp_size):
+            raise SMPCheckpointError(
+                f"the file is the part of one rank of a job of pp {pp} and tp {tp}",
+                file=f,
+                hint="Load the name without the numbers at its end, and with partial=True: all parts fit any job.",
+            )
+    return as_stored(value, None, fits=True)
 
 
 def _partial(f: str, reading: Reading, place: Place, *, strict: bool) -> Any:
@@ -256,9 +266,8 @@ def _check_whole(parts: Mapping[Numbers, SetPart], files: Mapping[Numbers, str],
 def _check_degrees(value: Any, files: Mapping[Numbers, str], place: Place, f: str) -> None:
     """Refuse a set that lacks parts by what its own files say of the job that saved them."""
     pp, tp, rdp = sizes_of(files)
-    for info in infos_in(value):
-        said = [n for name in (PP, TP) if type(n := info.get(name)) is int and n > 0]
-        if len(said) == 2 and said != [pp, tp]:
+    for said in _degrees_in(value):
+        if said != (pp, tp):
             sizes = (*said, rdp)[: len(next(iter(files)))]
             if absent(files, sizes):
                 raise incomplete(files, place, f, sizes)
@@ -267,15 +276,17 @@ def _check_degrees(value: Any, files: Mapping[Numbers, str], place: Place, f: st
             )
 
 
-def infos_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    """What the partial states of models in an object say of the job that saved them."""
+def _degrees_in(value: Any) -> Iterator[tuple[int, int]]:
+    """(pp, tp) of the job, as far as the partial states of models in an object say them."""
     if isinstance(value, Mapping):
         info = value.get(LOAD_INFO)
-        if isinstance(info, Mapping):
-            yield info
+        if isinstance(info, Mapping) and value.get(IS_PARTIAL) is True:
+            pp, tp = (n if type(n := info.get(name)) is int and n > 0 else None for name in (PP, TP))
+            if pp is not None and tp is not None:
+                yield pp, tp
         for member in value.values():
             if isinstance(member, dict):
-                yield from infos_in(member)
+                yield from _degrees_in(member)
 
 
 def as_stored(value: Any, source: Any, *, fits: bool, depth: int = 0) -> Any:

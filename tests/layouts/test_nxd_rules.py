@@ -133,7 +133,7 @@ def test_a_tensor_file_that_is_missing_or_cut_off_names_a_cure(tmp_path: Path) -
     tensors = gold.root / "step_40/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
     inside = tensors.relative_to(gold.root)
     last = max(file.name for file in tensors.glob("*.pt"))
-    for problem, words in (("missing", "It was lost, or never written"), ("no whole zip", "It was cut off or changed")):
+    for problem in ("missing", "no whole zip"):
         shutil.copytree(gold.root, tmp_path / problem)
         file = tmp_path / problem / inside / last
         if problem == "missing":
@@ -143,8 +143,7 @@ def test_a_tensor_file_that_is_missing_or_cut_off_names_a_cure(tmp_path: Path) -
         target = Target(gold)
         with pytest.raises(xla_ckpt.CorruptCheckpointError, match=problem) as caught:
             xla_ckpt.load_checkpoint(tmp_path / problem, "step_40", target.model)
-        assert words in str(caught.value.hint)
-        assert "take another" in str(caught.value.hint)
+        assert caught.value.hint == "Load another tag, or restore this file from a copy."
 
 
 def test_no_rule_is_proposed_for_a_parameter_that_is_a_number() -> None:

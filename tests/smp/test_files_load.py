@@ -146,6 +146,17 @@ def test_a_missing_checkpoint(tmp_path: Path, alone: Any) -> None:
         alone.load(f"{tmp_path}/d.pt", partial=False)
 
 
+def test_the_part_of_one_rank_of_another_job_is_no_full_checkpoint(tmp_path: Path, alone: Any) -> None:
+    """Its model was refused, and its optimizer had the states of some parameters without a word."""
+    write_parts(tmp_path, "documents")
+    with pytest.raises(smp.SMPCheckpointError, match=r"part of one rank of a job of pp 2 and tp 2 .*partial=True"):
+        alone.load(f"{tmp_path}/c.pt_1_1", partial=False)
+    for misspelt, meant in ((f"{tmp_path}/d.pt", f"{tmp_path}/c.pt"), (f"{tmp_path}x/c.pt", f"{tmp_path}/c.pt")):
+        with pytest.raises(smp.MissingCheckpointFilesError) as error:
+            alone.load(misspelt)
+        assert str(error.value).endswith(f"\nNothing lies there: did you mean {meant}?")
+
+
 @pytest.mark.parametrize("gone", ["c.pt_1_1", "c.pt_0_0", "c.pt_1_0"])
 def test_a_missing_part_is_named(tmp_path: Path, alone: Any, gone: str) -> None:
     write_parts(tmp_path, "documents")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import DAMAGED, TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UsageError, naming
 from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors, told_offsets
@@ -229,7 +229,7 @@ def scanned_file(directory: ReadDirectory, file: str) -> tuple[FileRecord, bytes
     try:
         source = directory.open(file)
     except FileNotFoundError:
-        raise CorruptCheckpointError("a file of the index is missing", file=file) from None
+        raise CorruptCheckpointError("a file of the index is missing", file=file, hint=DAMAGED) from None
     with closing(source), naming(file=file):
         start = bytearray(min(8, source.size))
         got = source.read_into(memoryview(start), 0)

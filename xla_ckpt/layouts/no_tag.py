@@ -196,12 +196,20 @@ def path_meant(path: str) -> str:
         while True:
             above, name = door.above(path)
             if above.is_directory(""):
-                near = closest(name, above.look().names())
+                above = above.look()
+                near = closest(name, [*tag_names(above), *above.names()])
                 meant_path = f"{path.removesuffix(name)}{near}{wanted.removeprefix(path)}"
-                return f": did you mean {meant_path}?" if near and door.store_at(meant_path).has("") else ""
+                return f": did you mean {meant_path}?" if near and _lies_there(meant_path) else ""
             path = above.path
     except (CheckpointError, OSError):
         return ""  # it is only for a hint
+
+
+def _lies_there(path: str) -> bool:
+    if door.store_at(path).has(""):
+        return True
+    root, name = door.above(path)
+    return name in tag_names(root.look())  # a tag of several files, of which none has its name
 
 
 def _tags_above(root: Store, near: str) -> str:

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from xla_ckpt.engine.tag_reader import DAMAGED
 from xla_ckpt.errors import CorruptCheckpointError, naming
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.storage.base import ReadDirectory, Source
@@ -90,7 +91,7 @@ class _Compared:
             with self._locks[number]:  # the others that want something of it wait for its verdict
                 if not self._sound[number]:
                     read_into, record = self._source.read_into, f"the record data/{storage.key}"
-                    with naming(hint="Restore the file from a copy."):
+                    with naming(hint=DAMAGED):
                         check_crc32(read_into, self._file, record, storage.offset, storage.nbytes, storage.crc)
                     self._sound[number] = True
         return touched

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xla_ckpt.engine.tag_reader import DAMAGED
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray, assembled, record_of_copies, with_stored_shape
 from xla_ckpt.layouts.by_rank.copies import chosen_copy, differ, in_common
@@ -152,12 +153,7 @@ class ScannedState:
             # even their folder is there.
             if all(h.at is None and h.file.rpartition("/")[0] not in self.files.folders for h in copies.values()):
                 return Missing(first)
-            raise CorruptCheckpointError(
-                "a file is missing",
-                leaf=leaf,
-                file=lost[0],
-                hint="It was lost, or never written: restore it from a copy, or take another tag.",
-            )
+            raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0], hint=DAMAGED)
         sharding = resolve(name, first.shape, self.mesh, first.expert, self.hints.hint(name))
         if isinstance(sharding, Sharding):
             sharding = self.files.misfit(name, copies, self.mesh, self.hints.hint(name)) or sharding

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from xla_ckpt.engine.tag_reader import DAMAGED
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError, storage_errors
 from xla_ckpt.layouts.smp.sidecar import (
     MAX_NOTE,
@@ -142,7 +143,7 @@ def of_one_save(parts: Mapping[Numbers, SetPart]) -> dict[Numbers, SetPart]:
             raise CorruptCheckpointError(
                 "the part is cut off or damaged: it is no whole zip of torch.save",
                 file=torn,
-                hint="Restore it from a copy, or take another checkpoint.",
+                hint=DAMAGED,
             )
         raise two_saves("; ".join(f"{of_save[min(of_save)].file} of {name}" for name, of_save in saves.items()))
     left = sorted(part.file for numbers, part in parts.items() if numbers not in saves[whole[0]])

@@ -18,6 +18,7 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.tag_reader import DAMAGED
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
@@ -116,8 +117,7 @@ def _opened(directory: ReadDirectory, file: str) -> Source:
     try:
         return directory.open(file)
     except FileNotFoundError:
-        hint = "It was lost, or never written: restore it from a copy, or take another checkpoint."
-        raise CorruptCheckpointError("a file is missing", file=file, hint=hint) from None
+        raise CorruptCheckpointError("a file is missing", file=file, hint=DAMAGED) from None
 
 
 class Zip:
@@ -237,8 +237,7 @@ class Zip:
                 file=self.file,
                 hint="Load it with torch.load, and save it anew: torch.save writes the zip format by default.",
             )
-        cure = "It was cut off or changed: restore it from a copy, or take another checkpoint."
-        hint = cure if bytes(self._head[:2]) == b"PK" else None
+        hint = DAMAGED if bytes(self._head[:2]) == b"PK" else None
         return CorruptCheckpointError(f"the file is no whole zip of torch.save: {why}"[:300], file=self.file, hint=hint)
 
     def _bytes(self, offset: int, nbytes: int) -> memoryview:
