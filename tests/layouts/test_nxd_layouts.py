@@ -96,7 +96,9 @@ def test_a_tag_of_theirs_that_seems_newer_is_mentioned(tmp_path: Path, caplog: p
     tag_at(tmp_path, "trained_on_with_nxd", 3, time=2**31)
     xla_ckpt.load_checkpoint(tmp_path, model=model)
     assert model["w"].tolist() == [2] * 4
-    assert "tag trained_on_with_nxd has a newer time stamp than ours" in caplog.text
+    assert (
+        "tag trained_on_with_nxd, in the form of neuronx-distributed, has a newer time stamp than ours" in caplog.text
+    )
 
 
 def test_our_tags_continue_theirs(tmp_path: Path) -> None:

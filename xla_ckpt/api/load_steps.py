@@ -128,7 +128,6 @@ class Load:
                 other_base = self._other_base(loadings, exchange)
                 with agreed(exchange, "comparing"):
                     skipped = self._compare(reader, loadings, [*unwanted, *other_base], fits=fits)
-                self._tell(reader, loadings)
             late_loss = LateLoss(exchange)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
                 how = Filling(
@@ -146,6 +145,7 @@ class Load:
                     value = loadings.install()
             if late_loss.error is not None:
                 raise _loaded_without(late_loss.error, reader)
+            self._tell(reader, loadings)  # only now: a tag that turns out to be damaged is passed over
             proof = self._proof(reader, loadings, exchange) if self.wish.options.prove else Proof()
         report = LoadReport(
             path=store.path,

@@ -129,11 +129,11 @@ def newest_last(store: Store) -> list[TagEntry]:
         origin, passed_over = max(foreign, key=lambda pair: _time(pair[1]))
         if _time(passed_over) > _time(entries[-1]):
             logger.warning(
-                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
-                "not",
+                "%s: tag %s, in the form of %s, has a newer time stamp than %s, which is taken for the newest: name "
+                "the tag if it is not",
                 store.path,
-                origin,
                 passed_over.tag,
+                origin,
                 entries[-1].tag,
             )
     if tags and tags[-1][0] is not None and store.file_system is not None:  # a bucket counts requests

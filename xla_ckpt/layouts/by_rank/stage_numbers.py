@@ -56,7 +56,9 @@ def names_of_stage(
         # A group may have nothing in this stage, and groups without parameters are not always stored.
         of_stage = [names for names in of_stage if names]
         stored = [numbers for numbers in stored if numbers]
-    missing = [] if model is None else [n for n in chain(*hints.groups) if _present(n, hints, model) not in model]
+    missing = []
+    if model is not None and hints.mesh.pp == 1:  # what one stage does not have, another one has
+        missing = [name for name in chain(*hints.groups) if _present(name, hints, model) not in model]
     _check_sizes([len(numbers) for numbers in stored], [len(names) for names in of_stage], missing)
     by_number = names_by_number(stored, of_stage)
     for number, name in by_number.items():
@@ -109,7 +111,7 @@ def _check_sizes(counts: list[int], present: list[int], missing: Sequence[str]) 
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
             leaf=schema.group(),
             expected=f"groups of {counts} parameters, as stored",
-            found=f"groups of {present}, counting parameters whose names the stored model has{others}",
+            found=f"groups of {present}, counting parameters whose names its model has{others}",
             hint="Give the model, as it was in training, and make the optimizer with the same groups in their order.",
         )
 

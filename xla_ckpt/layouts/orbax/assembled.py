@@ -46,7 +46,10 @@ def assembled_model(reader: TagReader, rules: Sequence[NameRule]) -> TagReader:
         IncompatibleCheckpointError: The rules do not fit the model.
     """
     if not rules:
-        hint = "Call xla_ckpt.register_names(...) first; for MaxText with xla_ckpt.maxtext_names(config=...)."
+        hint = (
+            "A program says it: xla_ckpt.register_names(...) before xla_ckpt.convert; for MaxText with "
+            "xla_ckpt.maxtext_names(config=...)."
+        )
         raise UsageError("nothing says what a program of jax calls the arrays of the model", hint=hint)
     model = _model_of(reader.manifest)
     if not model:
