@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -45,75 +47,123 @@ def _bare(entries: Mapping[str, Any], beside: Mapping[str, Sequence[torch.Tensor
 
 def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
-    loading = Loading(cast=stored.cast)
-    stored_entries = stored.build()
-    if not isinstance(stored_entries, Mapping):
+    saved = stored.build()
+    if not isinstance(saved, Mapping):
         return refused_alone(stored)
-    entries = module.wanted(stored_entries) if isinstance(module, ModelView) else entries_of(module)
+    loading = Loading(cast=stored.cast)
+    entries = module.wanted(saved) if isinstance(module, ModelView) else entries_of(module)
     of_other_ranks = rank_numbers.unfit(stored, entries)
-    of_tied = _other_names(entries, stored_entries)
-    entries = {key: value for key, value in entries.items() if key not in of_other_ranks and key not in of_tied}
-    compare_keys(stored, loading, entries, {k: v for k, v in stored_entries.items() if k not in of_other_ranks})
+    tied = _other_names(entries, saved)
+    entries = {key: value for key, value in entries.items() if key not in of_other_ranks and key not in tied}
+    compare_keys(stored, loading, entries, {k: v for k, v in saved.items() if k not in of_other_ranks})
     loading.problems += of_other_ranks.values()
-    owned = {id(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())}
-    kind = stored.shardings.adapters.kind
-    strangers = [key for key, value in entries.items() if id(value) not in owned]
-    direct = not _has_load_logic(module) and not any(kind(entries[key]) for key in strangers if not is_extra(key))
-    path_of = {key: paths.join(stored.prefix, paths.escape(key)) for key in entries if key in stored_entries}
-    if direct:
-        arrays = {path: entries[key] for key, path in path_of.items() if isinstance(stored_entries[key], ArrayAt)}
-        loading.targets.update(stored.over_whole(arrays, owned=True))
-    by_object: dict[int, str] = {}
-    read_over = set(loading.targets)
-    for key, path in path_of.items():
-        if path in read_over:
-            continue
-        value = entries[key]
-        if is_extra(key):
-            if (part := stored.at(paths.escape(key))) is not None:
-                plan_freely(part, loading, value)  # the module's own business: it may have grown, or been None
-            continue
-        is_array, stored_array = kind(value) is not None, isinstance(stored_entries[key], ArrayAt)
-        # This raises where the tag says why nobody can have it, which is not what is told below.
-        record = stored.manifest.required(path) if stored_array else None
-        if is_array != stored_array:
-            loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
-        elif record is not None:
-            target = stored.into(path, value, owned=True) if direct else stored.handed(path, value)
-            if loading.want(path, target, record.form) and direct:
-                # Of several names of one parameter and of one stored array, one is read.
-                earlier = by_object.get(id(value))
-                if earlier is not None and stored.is_same(earlier, path):
-                    del loading.targets[earlier]
-                by_object[id(value)] = path
-                read_over.add(path)
-        elif (part := stored.at(paths.escape(key))) is not None:  # a value that the module's hooks have put there
-            plan_arrays(part, loading, {})
-
-    def take(arrays: Mapping[str, Any]) -> None:
-        values = {}
-        for key, value in stored.build(lambda path, _: arrays.get(path)).items():
-            is_array = isinstance(stored_entries[key], ArrayAt)
-            read_over = is_array and (direct or value is None) and not is_extra(key)
-            if key in entries and not read_over:
-                values[key] = value
-        values |= {name: values[key] for name, key in of_tied.items() if key in values}
-        if values:
-            _take(module, values, stored.prefix)
-
-    plain = [k for k in entries if k in stored_entries and (is_extra(k) or not isinstance(stored_entries[k], ArrayAt))]
-    if not direct:
-        loading.handover = Handover(
-            leaf=stored.prefix, take=take, keep=None, arrays=lambda: module.state_dict(keep_vars=True).values()
-        )
-    elif plain:
-        loading.handover = Handover(
-            leaf=stored.prefix,
-            take=take,
-            keep=lambda: _kept(module, {k: entries[k] for k in plain}),
-            paths=[path for path in loading.targets if path not in read_over],
-        )
+    own = _Entries(stored=stored, module=module, own=entries, saved=saved, tied=tied)
+    straight = own.plan(loading)
+    loading.handover = own.handover([path for path in loading.targets if path not in straight])
     return loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entries:
+    """The entries of a module's state dict, and what is stored for them."""
+
+    stored: Stored
+    module: torch.nn.Module
+    own: Mapping[str, Any]
+    """Those that are loaded, with the values of now."""
+
+    saved: Mapping[str, Any]
+    """All that is stored: an `ArrayAt` for each array."""
+
+    tied: Mapping[str, str]
+    """Names of tied parameters that are not stored -> the name under which each is."""
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether to load the module means no more than to overwrite its own arrays."""
+        parts = self.module.modules()
+        owned = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
+        strangers = [key for key, value in self.own.items() if id(value) not in owned and not is_extra(key)]
+        return not _has_load_logic(self.module) and not any(map(self._is_array, strangers))
+
+    def _is_array(self, key: str) -> bool:
+        return self.stored.shardings.adapters.kind(self.own[key]) is not None
+
+    def _is_saved_array(self, key: str) -> bool:
+        return isinstance(self.saved[key], ArrayAt)
+
+    def plan(self, loading: Loading) -> set[str]:
+        """Want all that is stored; the leaf paths of the arrays that are read straight into those of the module."""
+        path_of = {key: paths.join(self.stored.prefix, paths.escape(key)) for key in self.own if key in self.saved}
+        if self.direct:
+            arrays = {path: self.own[key] for key, path in path_of.items() if self._is_saved_array(key)}
+            loading.targets.update(self.stored.over_whole(arrays, owned=True))
+        straight = set(loading.targets)
+        by_object: dict[int, str] = {}
+        for key, path in path_of.items():
+            if path not in straight and self._wants(loading, key, path) and self.direct:
+                straight.add(path)
+                # Of several names of one parameter and of one stored array, one is read.
+                earlier = by_object.get(id(self.own[key]))
+                if earlier is not None and self.stored.is_same(earlier, path):
+                    del loading.targets[earlier]
+                by_object[id(self.own[key])] = path
+        return straight
+
+    def _wants(self, loading: Loading, key: str, path: str) -> bool:
+        """Want what is stored of an entry, whatever it is; whether that is an array, which fits."""
+        value, is_array = self.own[key], self._is_saved_array(key)
+        if is_extra(key):
+            if (part := self.stored.at(paths.escape(key))) is not None:
+                plan_freely(part, loading, value)  # the module's own business: it may have grown, or been None
+            return False
+        # This raises where the tag says why nobody can have it, which is not what is told below.
+        record = self.stored.manifest.required(path) if is_array else None
+        if self._is_array(key) != is_array:
+            loading.add_problem(path, f"stored is {_what(is_array)}, wanted {_what(not is_array)}")
+        elif record is not None:
+            target = self.stored.into(path, value, owned=True) if self.direct else self.stored.handed(path, value)
+            return loading.want(path, target, record.form)
+        elif (part := self.stored.at(paths.escape(key))) is not None:  # a value that the module's hooks have put there
+            plan_arrays(part, loading, {})
+        return False
+
+    def handover(self, paths_of_others: Collection[str]) -> Handover | None:
+        """What the module's `load_state_dict` takes: all of it, or those entries that are no arrays of its own."""
+        if not self.direct:
+            return Handover(leaf=self.stored.prefix, take=self._take, keep=None, arrays=self._arrays)
+        others = {k: v for k, v in self.own.items() if k in self.saved and (is_extra(k) or not self._is_saved_array(k))}
+        if not others:
+            return None
+        keep = partial(_kept, self.module, others)
+        return Handover(leaf=self.stored.prefix, take=self._take, keep=keep, paths=paths_of_others)
+
+    def _arrays(self) -> Iterable[Any]:
+        return self.module.state_dict(keep_vars=True).values()
+
+    def _take(self, arrays: Mapping[str, Any]) -> None:
+        """Have the module load what was not read straight into its arrays.
+
+        Raises:
+            LoadError: It leaves some of it unread, without a word: a part of its state would be lost.
+        """
+        state = {}
+        for key, value in self.stored.build(lambda path, _: arrays.get(path)).items():
+            is_there = self._is_saved_array(key) and (self.direct or value is None) and not is_extra(key)
+            if key in self.own and not is_there:
+                state[key] = value
+        state |= {name: state[key] for name, key in self.tied.items() if key in state}
+        if not state:
+            return
+        answer = self.module.load_state_dict(state, strict=False)
+        ignored = set(getattr(answer, "unexpected_keys", ())) & set(state)
+        left = sorted(ignored - _taken_by_quantized(self.module, {k: state[k] for k in ignored}))
+        if left:
+            raise LoadError(
+                f"the module saves members of its state that its load_state_dict() ignores: {paths.listed(left)}",
+                leaf=paths.join(self.stored.prefix, paths.escape(left[0])),
+                hint="Put them into get_extra_state() and set_extra_state() of the module, or into extras.",
+            )
 
 
 def _other_names(entries: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
@@ -123,23 +173,6 @@ def _other_names(entries: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[
     """
     stored_as = {id(value): key for key, value in entries.items() if key in stored and value is not None}
     return {key: stored_as[id(value)] for key, value in entries.items() if key not in stored and id(value) in stored_as}
-
-
-def _take(module: torch.nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Have a module load what cannot be read straight into its arrays.
-
-    Raises:
-        LoadError: It leaves some of it unread, without a word: a part of its state would be lost.
-    """
-    answer = module.load_state_dict(state, strict=False)
-    ignored = set(getattr(answer, "unexpected_keys", ())) & set(state)
-    left = sorted(ignored - _taken_by_quantized(module, {k: state[k] for k in ignored}))
-    if left:
-        raise LoadError(
-            f"the module saves members of its state that its load_state_dict() ignores: {paths.listed(left)}",
-            leaf=paths.join(prefix, paths.escape(left[0])),
-            hint="Put them into get_extra_state() and set_extra_state() of the module, or into extras.",
-        )
 
 
 def _taken_by_quantized(module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
