@@ -127,6 +127,7 @@ $(DOCS)/.ready: requirements-docs.txt
 # With --quiet, mkdocs does not count warnings, and a broken link would pass.
 docs: $(DOCS)/.ready ## the documents as a site, in build/site; a warning is an error
 	$(DOCS)/bin/python docs/site/drawings.py --check
+	$(DOCS)/bin/python docs/site/modules.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 screens: $(READY) ## pictures of the pages of xla-ckpt view, in docs/drawings/view, by the Chromium that XLA_CKPT_CHROMIUM names

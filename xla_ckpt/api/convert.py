@@ -155,18 +155,7 @@ def convert(
     """
     began, options, job = time.monotonic(), chosen(ConvertOptions, options), job_of(llama)
     layout = layout_named(to)
-    if part is not None and not layout.one_file:
-        raise UsageError(
-            f"part= (--part) is for a single file, and the layout {layout.name} is none",
-            found=repr(part),
-            hint="xla_ckpt.export_hf(part=...) (xla-ckpt export --part) writes a part as safetensors.",
-        )
-    if parity is not None and (parity not in get_args(Parity) or not layout.tagged):
-        raise UsageError(
-            "parity= (--parity) is for a layout with tags",
-            expected=" or ".join(map(repr, get_args(Parity))),
-            found=f"{parity!r} for {layout.name}",
-        )
+    _check_fit_layout(layout, part, parity)
     store, named = located(source, tag)
     tag = chosen_tag(store, named)
     known, config = described_model(store, tag, job, needed=layout.model_names is ModelNames.FUSED)
@@ -210,15 +199,13 @@ def convert(
                 _tell_numbers(reader, wanted)
             tell_divergent(reader)
             _tell_left_out(reader)
-            if known is not None and form is not None:
-                reader = reader.with_manifest(to_fused(reader.manifest, known.config, form, topology.mesh))
-            elif known is not None and known.copies.count is not None and not to_hf:
-                reader = reader.with_manifest(reordered(reader.manifest, known.config, known.copies, topology.mesh))
-            elif known is not None and not to_hf and not _splits_model(reader.manifest):
-                topology = replace(topology, rules=(*topology.rules, *llama_rules(known.config)))
-            reader, beside = name_as_told(store, reader) if to_hf else (reader, {})
-            if known is not None and to_hf:
-                reader = name_as_hugging_face(reader, schema.MODEL, known, options)
+            beside: Mapping[str, bytes] = {}
+            if to_hf:
+                reader, beside = name_as_told(store, reader)
+                if known is not None:
+                    reader = name_as_hugging_face(reader, schema.MODEL, known, options)
+            elif known is not None:
+                reader, topology = _as_job_has_it(reader, topology, known, form)
             reader, wanted = layout.source(reader, wanted, topology)
             stored = OpenState(reader, trust=trust_pickle, part=wanted)
             rewriting = with_files(layout.rewriting(stored, topology), beside)
@@ -240,6 +227,36 @@ def convert(
         nbytes=rewriting.nbytes,
         seconds=time.monotonic() - began,
     )
+
+
+def _check_fit_layout(layout: Layout, part: str | None, parity: Parity | None) -> None:
+    """Refuse arguments that the layout has no use for."""
+    if part is not None and not layout.one_file:
+        raise UsageError(
+            f"part= (--part) is for a single file, and the layout {layout.name} is none",
+            found=repr(part),
+            hint="xla_ckpt.export_hf(part=...) (xla-ckpt export --part) writes a part as safetensors.",
+        )
+    if parity is not None and (parity not in get_args(Parity) or not layout.tagged):
+        raise UsageError(
+            "parity= (--parity) is for a layout with tags",
+            expected=" or ".join(map(repr, get_args(Parity))),
+            found=f"{parity!r} for {layout.name}",
+        )
+
+
+def _as_job_has_it(
+    reader: TagReader, topology: Topology, known: KnownModel, form: Form | None
+) -> tuple[TagReader, Topology]:
+    """The names, the order of heads and the splits with which the new job has a Llama-like model."""
+    manifest, mesh = reader.manifest, topology.mesh
+    if form is not None:
+        return reader.with_manifest(to_fused(manifest, known.config, form, mesh)), topology
+    if known.copies.count is not None:
+        return reader.with_manifest(reordered(manifest, known.config, known.copies, mesh)), topology
+    if not _splits_model(manifest):
+        return reader, replace(topology, rules=(*topology.rules, *llama_rules(known.config)))
+    return reader, topology
 
 
 def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, job: LlamaJob) -> Form | None:
