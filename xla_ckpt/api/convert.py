@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from xla_ckpt.api.export import check_new_directory, check_no_file, with_config, with_files, write_directory, write_file
 from xla_ckpt.api.llama import (
-    KnownModel,
     LlamaJob,
+    as_job_has_it,
     described_model,
-    form_not_wanted,
-    form_of_job,
     job_of,
     name_as_hugging_face,
     name_as_told,
+    new_form,
 )
 from xla_ckpt.api.new_tag import NewTag
 from xla_ckpt.api.opened import (
@@ -41,13 +40,11 @@ from xla_ckpt.extras import naming_extras
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Layout, ModelNames, Topology
 from xla_ckpt.layouts.listing import find_foreign
-from xla_ckpt.layouts.llama_manifest import reordered, to_fused
-from xla_ckpt.layouts.llama_names import Form, Projection, llama_rules
 from xla_ckpt.layouts.registry import layout_named
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.parity import Parity
-from xla_ckpt.plan.stored_shardings import parameters_in, stored_sharding
+from xla_ckpt.plan.stored_shardings import parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.storage.base import Store
@@ -166,7 +163,7 @@ def convert(
         zero1=zero1,
         config=config or {},
     )
-    form = _new_form(store, tag, layout, known, job)
+    form = new_form(store, tag, layout, known, job)
     called = _tag_of(store, tag) if as_tag is None else as_tag
     wanted = layout.holds if part is None else part
     if layout.one_file:
@@ -205,7 +202,7 @@ def convert(
                 if known is not None:
                     reader = name_as_hugging_face(reader, schema.MODEL, known, options)
             elif known is not None:
-                reader, topology = _as_job_has_it(reader, topology, known, form)
+                reader, topology = as_job_has_it(reader, topology, known, form)
             reader, wanted = layout.source(reader, wanted, topology)
             stored = OpenState(reader, trust=trust_pickle, part=wanted)
             rewriting = with_files(layout.rewriting(stored, topology), beside)
@@ -245,46 +242,6 @@ def _check_fit_layout(layout: Layout, part: str | None, parity: Parity | None) -
         )
 
 
-def _as_job_has_it(
-    reader: TagReader, topology: Topology, known: KnownModel, form: Form | None
-) -> tuple[TagReader, Topology]:
-    """The names, the order of heads and the splits with which the new job has a Llama-like model."""
-    manifest, mesh = reader.manifest, topology.mesh
-    if form is not None:
-        return reader.with_manifest(to_fused(manifest, known.config, form, mesh)), topology
-    if known.copies.count is not None:
-        return reader.with_manifest(reordered(manifest, known.config, known.copies, mesh)), topology
-    if not _splits_model(manifest):
-        return reader, replace(topology, rules=(*topology.rules, *llama_rules(known.config)))
-    return reader, topology
-
-
-def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, job: LlamaJob) -> Form | None:
-    """The form of a model of Hugging Face's in the new tag; None if the names stay.
-
-    Raises:
-        UsageError: It is no such model, and a form is asked for; or it is one, and needs its configuration or a form.
-    """
-    foreign = find_foreign(store, tag)
-    theirs = foreign is not None and foreign[0].model_names is ModelNames.HUGGING_FACE
-    if not theirs and job.says_form:
-        raise form_not_wanted().at(path=store.path, tag=tag)
-    if not theirs or layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES):
-        return None
-    if known is None:
-        if not job.says_form and layout.model_names is ModelNames.PROGRAM:
-            return None
-        raise UsageError(
-            "there is no config.json beside the model",
-            path=store.path,
-            tag=tag,
-            hint="Give it: llama=LlamaJob(config) (--config).",
-        )
-    if not job.says_form and known.copies.count is None and layout.model_names is ModelNames.PROGRAM:
-        return Form(projection=Projection.SEPARATE, fuse_mlp=False)
-    return form_of_job(known.config, job)
-
-
 def _tag_of(store: Store, tag: str) -> str:
     """The name of a tag that is made of another one, or of a file."""
     foreign = find_foreign(store, tag)
@@ -311,12 +268,6 @@ def _check_arrays(reader: TagReader, to: Topology, part: str) -> None:
             raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
     for message in idle(to.rules, leaves):
         logger.warning("%s", message)
-
-
-def _splits_model(manifest: Manifest) -> bool:
-    """Whether the job that saved a tag had an array of its model split over tp. Its splits count then."""
-    weights = (r for leaf, r in manifest.arrays.items() if schema.member_of(leaf) == schema.MODEL)
-    return any("tp" in stored_sharding(record).axes for record in weights)
 
 
 def _tell_left_out(reader: TagReader) -> None:

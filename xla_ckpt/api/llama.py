@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from xla_ckpt.engine.difference import same_bytes
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_fields
-from xla_ckpt.layouts.base import ModelNames
+from xla_ckpt.layouts.base import Layout, ModelNames, Topology
 from xla_ckpt.layouts.listing import find_foreign
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
 from xla_ckpt.layouts.llama_heads import KeyCopies, unsaid_order
-from xla_ckpt.layouts.llama_manifest import to_hugging_face
-from xla_ckpt.layouts.llama_names import Form, Projection
+from xla_ckpt.layouts.llama_manifest import reordered, to_fused, to_hugging_face
+from xla_ckpt.layouts.llama_names import Form, Projection, llama_rules
 from xla_ckpt.layouts.opening import as_hugging_face
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions
+from xla_ckpt.plan.stored_shardings import stored_sharding
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, full_path
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_object
 
 Config = PathLike | Mapping[str, Any]
@@ -135,7 +138,7 @@ def formless_job(llama: LlamaJob | None) -> LlamaJob:
     """
     job = job_of(llama)
     if job.says_form:
-        raise form_not_wanted()
+        raise _form_not_wanted()
     return job
 
 
@@ -170,7 +173,7 @@ def described_model(
     return known, own if known is None else known.config.content
 
 
-def form_not_wanted() -> UsageError:
+def _form_not_wanted() -> UsageError:
     """The error for a caller who says in which form a job has arrays that have their form already."""
     return UsageError(
         "fuse_qkv and qkv_linear say how a job has the arrays of a model of Hugging Face's",
@@ -212,7 +215,7 @@ def config_text(config: PathLike) -> tuple[bytes, str]:
     return data, path
 
 
-def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
+def _form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     """How a neuronx-distributed job has a model.
 
     Raises:
@@ -257,6 +260,52 @@ def _if_like_llama(own: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The same configuration if it is that of a Llama-like model; else None: then its names stay as they are."""
     kind = None if own is None else own.get("model_type")
     return own if kind is None or kind in LIKE_LLAMA else None
+
+
+def new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, job: LlamaJob) -> Form | None:
+    """The form of a model of Hugging Face's in the new tag; None if the names stay.
+
+    Raises:
+        UsageError: It is no such model, and a form is asked for; or it is one, and needs its configuration or a form.
+    """
+    foreign = find_foreign(store, tag)
+    theirs = foreign is not None and foreign[0].model_names is ModelNames.HUGGING_FACE
+    if not theirs and job.says_form:
+        raise _form_not_wanted().at(path=store.path, tag=tag)
+    if not theirs or layout.model_names in (ModelNames.HUGGING_FACE, ModelNames.RULES):
+        return None
+    if known is None:
+        if not job.says_form and layout.model_names is ModelNames.PROGRAM:
+            return None
+        raise UsageError(
+            "there is no config.json beside the model",
+            path=store.path,
+            tag=tag,
+            hint="Give it: llama=LlamaJob(config) (--config).",
+        )
+    if not job.says_form and known.copies.count is None and layout.model_names is ModelNames.PROGRAM:
+        return Form(projection=Projection.SEPARATE, fuse_mlp=False)
+    return _form_of_job(known.config, job)
+
+
+def as_job_has_it(
+    reader: TagReader, topology: Topology, known: KnownModel, form: Form | None
+) -> tuple[TagReader, Topology]:
+    """The names, the order of heads and the splits with which the new job has a Llama-like model."""
+    manifest, mesh = reader.manifest, topology.mesh
+    if form is not None:
+        return reader.with_manifest(to_fused(manifest, known.config, form, mesh)), topology
+    if known.copies.count is not None:
+        return reader.with_manifest(reordered(manifest, known.config, known.copies, mesh)), topology
+    if not _splits_model(manifest):
+        return reader, replace(topology, rules=(*topology.rules, *llama_rules(known.config)))
+    return reader, topology
+
+
+def _splits_model(manifest: Manifest) -> bool:
+    """Whether the job that saved a tag had an array of its model split over tp. Its splits count then."""
+    weights = (r for leaf, r in manifest.arrays.items() if schema.member_of(leaf) == schema.MODEL)
+    return any("tp" in stored_sharding(record).axes for record in weights)
 
 
 def name_as_told(store: Store, reader: TagReader) -> tuple[TagReader, Mapping[str, bytes]]:
