@@ -164,7 +164,7 @@ def _check_reached(world: int) -> None:
             expected=f"{world} devices",
             found=reached,
             hint="On CPUs each process has an XLA of its own: set NEURON_COMPAT_EMULATE=1, or call "
-            "neuron_compat.emulate() before init_process_group (docs/testing-on-cpus.md).",
+            "neuron_compat.emulate() after init_process_group, or in its place (docs/testing-on-cpus.md).",
         )
 
 

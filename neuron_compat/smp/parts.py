@@ -147,7 +147,8 @@ def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: S
     )
     gone = absent(parts, sizes)
     named = ", ".join("_".join(map(str, numbers)) for numbers in gone[:LISTED])
-    details = f"Parts are missing: {named}{', ...' if len(gone) > LISTED else ''}."
+    more = ", ..." if len(gone) > LISTED else ""
+    details = f"Parts are missing: {named}{more}. A part is called by the numbers at the end of its file's name."
     stages = {numbers[0] for numbers in parts}
     if len(sizes) > 1 and sizes[1] > 1 and len(stages) == sizes[0] and all(numbers[1] == 0 for numbers in parts):
         details = (

@@ -131,7 +131,7 @@ def test_schedulers_resume_exactly(tmp_path: Path, scheduler: str) -> None:
     check_resume(tmp_path, OPTIMIZERS["sgd"], SCHEDULERS[scheduler])
 
 
-def test_a_scheduler_that_is_left_behind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_or_optimizer_left_behind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(OPTIMIZERS["sgd"], SCHEDULERS["multistep"])
     xla_ckpt.save_checkpoint(tmp_path, "a", **run.parts)
     xla_ckpt.load_checkpoint(tmp_path, **run.parts)
@@ -142,6 +142,8 @@ def test_a_scheduler_that_is_left_behind_is_named(tmp_path: Path, caplog: pytest
         "tag a: an optimizer is loaded, and the scheduler of the tag is not. The learning rate is the stored one"
         in caplog.text
     )
+    xla_ckpt.load_checkpoint(tmp_path, model=run.model, scheduler=run.scheduler)
+    assert "tag a: a scheduler is loaded, and the optimizer of the tag is not" in caplog.text
 
 
 ON_XLA: dict[str, Make] = {

@@ -166,6 +166,7 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
     ) as caught:
         dcp.load(target, checkpoint_id=tmp_path / "a")
     assert isinstance(caught.value.__cause__, dcp.CheckpointException)
+    assert str(caught.value.hint).startswith("Stored there: w, n. ")
     assert not target["w"].any()
     dcp.load(target, checkpoint_id=tmp_path / "a", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert target["w"].all()

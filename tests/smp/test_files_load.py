@@ -292,7 +292,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     assert text == (
         "The tp_rank of a checkpoint file (1) exceeds the total number of unique tp_rank checkpoint files (1) matching "
         f"given prefix ({tmp_path}/missing/c.pt). Please ensure all checkpoint parts are available for loading at the "
-        "given location.\nParts are missing: 1_1."
+        "given location.\nParts are missing: 1_1. A part is called by the numbers at the end of its file's name."
     )
     assert errors["untrusted"][0] == "UntrustedObjectError"
     assert "c.pt_1_0" in errors["untrusted"][1]

@@ -277,18 +277,14 @@ class Load:
     def _tell(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed.
 
-        And once for the job that it leaves a scheduler behind.
+        And once for the job that it leaves a scheduler or an optimizer behind.
         """
         divergence = reader.divergence(loadings.targets)
         if divergence is not None and self.job.placement.speaks:
             logger.warning("tag %s: %s", reader.tag, divergence)
-        objects = self.content if isinstance(self.content, Objects) and self.job.exchange.rank == 0 else None
-        if objects is not None and objects.lacks_scheduler(reader.manifest.skeleton):
-            logger.warning(
-                "tag %s: an optimizer is loaded, and the scheduler of the tag is not. The learning rate is the stored "
-                "one, and a scheduler of the program begins anew: give scheduler= to go on with the old one",
-                reader.tag,
-            )
+        left = self.content.left_behind(reader.manifest.skeleton) if isinstance(self.content, Objects) else None
+        if left is not None and self.job.exchange.rank == 0:
+            logger.warning("tag %s: %s", reader.tag, left)
 
     def _compare(
         self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem], *, fits: bool

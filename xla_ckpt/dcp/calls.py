@@ -222,7 +222,8 @@ def load(
     if isinstance(reader, StorageReader) and reader.read_once is None:
         reader.read_once = reads_once(states)
     # From the first tensor that is overwritten to the last value, no signal handler of the program comes between.
-    with one_error("loading", LoadError, path), Undisturbed() as calm, _planning(reader):
+    stored = reader.keys if isinstance(reader, StorageReader) else tuple
+    with one_error("loading", LoadError, path, stored), Undisturbed() as calm, _planning(reader):
         if isinstance(reader, StorageReader):
             reader.overwriting = calm.begin
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, RankFailedError
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.tree.path import listed
 
 _MISSING = re.compile(r"Missing key in checkpoint state_dict: (?P<key>.*?)\.?", re.DOTALL)
 _SIZE = re.compile(
@@ -25,7 +26,9 @@ _COLLECTIVE = re.compile(r"gloo|ProcessGroup|[Cc]onnection (closed|reset|refused
 
 
 @contextlib.contextmanager
-def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iterator[None]:
+def one_error(
+    doing: str, kind: type[CheckpointError], path: str | None, stored: Callable[[], Iterable[str]] = tuple
+) -> Iterator[None]:
     """A block that calls stock DCP: what fails on any rank is raised here, and is the same on all ranks.
 
     What DCP has gathered is raised as an error that is a `CheckpointException`, too, with the same `failures`. DCP's
@@ -33,11 +36,12 @@ def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iter
 
     Args:
         kind: What an exception becomes that is no error of ours, and none of the operating system.
+        stored: The keys of what is loaded, for an error about one that is not there.
     """
     try:
         yield
     except CheckpointException as gathered:
-        raise _as_both(_verdict(gathered, doing, kind).at(path=path), gathered) from gathered
+        raise _as_both(_verdict(gathered, doing, kind, stored()).at(path=path), gathered) from gathered
     except CheckpointError as error:
         error.at(path=path)
         raise
@@ -76,7 +80,9 @@ def _unpickled(kind: type[CheckpointError], problem: str) -> CheckpointError:
     return _both(kind)(problem)  # type: ignore[arg-type]  # likewise
 
 
-def _verdict(gathered: CheckpointException, doing: str, kind: type[CheckpointError]) -> CheckpointError:
+def _verdict(
+    gathered: CheckpointException, doing: str, kind: type[CheckpointError], stored: Iterable[str]
+) -> CheckpointError:
     """The error of the lowest rank that has one of ours; of the lowest rank, if none has."""
     failures: dict[int, BaseException] = {rank: failure[0] for rank, failure in sorted(gathered.failures.items())}
     for error in failures.values():
@@ -88,15 +94,16 @@ def _verdict(gathered: CheckpointException, doing: str, kind: type[CheckpointErr
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return error if len(failures) > 1 or not several else error.at(rank=rank)
     rank, first = next(iter(failures.items()))
-    return of_stock(first) or as_checkpoint_error(first, doing, rank, kind)
+    return _of_stock(first, stored) or as_checkpoint_error(first, doing, rank, kind)
 
 
-def of_stock(error: BaseException) -> CheckpointError | None:
+def _of_stock(error: BaseException, stored: Iterable[str]) -> CheckpointError | None:
     """An error of stock's planners about a state dict that does not fit, as one of ours; None for any other."""
     text = str(error)
     facts: dict[str, Any] = {}
     if (match := _MISSING.fullmatch(text)) is not None:
-        facts = {"hint": "DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."}
+        partial = "DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."
+        facts = {"hint": f"{_beside(match['key'], stored)}{partial}"}
         text = f"Missing key in checkpoint state_dict: {match['key']}"
     elif (match := _SIZE.fullmatch(text)) is not None:
         facts = {"expected": match["stored"], "found": match["wanted"]}
@@ -105,3 +112,17 @@ def of_stock(error: BaseException) -> CheckpointError | None:
     problem = IncompatibleCheckpointError(text, leaf=match["key"], **facts)
     problem.__cause__ = error
     return problem
+
+
+def _beside(key: str, stored: Iterable[str]) -> str:
+    """What is stored where a key was looked for, as a sentence; nothing if it is not known.
+
+    >>> _beside("optimizer.step", ["model.w", "optim.step"]), _beside("model.v", ["model.w"])
+    ('Stored there: model, optim. ', 'Stored below model: w. ')
+    """
+    parts, names = key.split("."), [name.split(".") for name in stored]
+    for depth in reversed(range(len(parts))):
+        if beside := dict.fromkeys(name[depth] for name in names if name[:depth] == parts[:depth] and name[depth:]):
+            where = f"below {'.'.join(parts[:depth])}" if depth else "there"
+            return f"Stored {where}: {listed(list(beside))}. "
+    return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -62,6 +62,7 @@ class StorageReader(Named, StockReader):
     _opened: Opened | None = None
     _tag: TagReader | None = None
     _failure: BaseException | None = None
+    _keys: Sequence[str] = ()
     overwriting: Callable[[], None] | None = None
     """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
 
@@ -123,7 +124,12 @@ class StorageReader(Named, StockReader):
             raise
         opened = self._opened.stored
         about = StorageMeta(checkpoint_id=self._path, save_id=opened.save_id, load_id=self.load_id)
+        self._keys = (*opened.tensors, *opened.objects)
         return dataclasses.replace(stock_metadata(opened), storage_meta=about)
+
+    def keys(self) -> Sequence[str]:
+        """The keys that are stored, as far as the metadata was read."""
+        return self._keys
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._failure is not None:

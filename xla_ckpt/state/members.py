@@ -93,10 +93,17 @@ class Objects:
         names += [f"only {', '.join(self.only)}"] if self.only else []
         return ", ".join([*names, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
-    def lacks_scheduler(self, skeleton: Any) -> bool:
-        """Whether a run goes on with its optimizer, and leaves a stored scheduler behind."""
-        stored = isinstance(skeleton, Mapping) and skeleton.get(schema.SCHEDULER) is not None
-        return stored and self.optimizer is not None and self.scheduler is None
+    def left_behind(self, skeleton: Any) -> str | None:
+        """What to say of a run that goes on with its optimizer or its scheduler alone, where both are stored."""
+        stored = skeleton if isinstance(skeleton, Mapping) else {}
+        if stored.get(schema.SCHEDULER) and self.optimizer is not None and self.scheduler is None:
+            return (
+                "an optimizer is loaded, and the scheduler of the tag is not. The learning rate is the stored one, and "
+                "a scheduler of the program begins anew: give scheduler= to go on with the old one"
+            )
+        if stored.get(schema.OPTIMIZER) and self.scheduler is not None and self.optimizer is None:
+            return "a scheduler is loaded, and the optimizer of the tag is not, which begins anew: give optimizer=, too"
+        return None
 
     def state(self, placement: Placement) -> State:
         """Their state, as this rank has it.
