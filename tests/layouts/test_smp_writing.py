@@ -384,9 +384,8 @@ def test_what_has_no_place_is_refused_and_another_layout_takes_it(
     for layout, written in (("smp", None), (["smp", "native"], {"model"})):
         options: dict[str, Any] = {"layout": layout, "shardings": rules}
         if written is None:
-            with pytest.raises(xla_ckpt.UnsupportedStateError, match="no place for expert parallelism") as caught:
+            with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"no place for what ranks along ep.*dp=2,ep=2"):
                 save_as_job(monkeypatch, mesh, tmp_path, "a", lambda _: {"model": Experts()}, **options)
-            assert caught.value.leaf == "model/w"
             assert xla_ckpt.list_tags(tmp_path) == []
         else:
             save_as_job(monkeypatch, mesh, tmp_path, "a", lambda _: {"model": Experts()}, **options)
@@ -397,6 +396,6 @@ def test_what_has_no_place_is_refused_and_another_layout_takes_it(
         xla_ckpt.save(tmp_path, "b", {"model": [torch.ones(1)]}, layout="smp")
     zero = Mesh(cp=2)
     states = [toy(zero, rank, zero=True, axes="cp") for rank in range(2)]
-    with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"SageMaker model parallel's layout.*dealt out over cp"):
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"the layout smp cannot.*dealt out over cp"):
         save_as_job(monkeypatch, zero, tmp_path, "b", lambda rank: as_kwargs(states[rank]), layout="smp")
     assert xla_ckpt.list_tags(tmp_path) == ["a"]

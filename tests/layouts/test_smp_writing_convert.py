@@ -247,10 +247,11 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_written(tmp_path: Path) -
         "2 pipeline stages need 1 cut": {"mesh": "pp=2"},
         "no parameter belongs to a module of this name": {"mesh": "pp=2", "pipeline_cuts": ["7"]},
         "nothing is split over tp": {"mesh": "tp=2"},
-        "no place for expert parallelism": {"mesh": "dp=2,ep=2"},
     }.items():
         with pytest.raises(xla_ckpt.UsageError, match=problem):
             xla_ckpt.convert(tmp_path, tmp_path / "b", "a", to="smp", **options)  # type: ignore[arg-type]
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="no place for what ranks along ep"):
+        xla_ckpt.convert(tmp_path, tmp_path / "b", "a", to="smp", mesh="dp=2,ep=2")
     xla_ckpt.save(tmp_path, "tree", {"params": torch.ones(2)})
     with pytest.raises(xla_ckpt.UsageError, match="holds nothing that smp has a place for"):
         xla_ckpt.convert(tmp_path, tmp_path / "b", "tree", to="smp")

@@ -176,7 +176,7 @@ def convert(
         opened(store, tag, about, part=wanted, masters=not layout.keeps_masters) as old_tag,
     ):
         if layout.tagged:
-            target = NewTag(store_at(destination), called, topology.mesh, parity, layout.first_mark)
+            target = NewTag(store_at(destination), called, topology.mesh, parity, next(iter(layout.marks), ""))
             target.check_free(store, tag)
             layout.check_findable(target.store, called)
         # An error names the tag that is read. Only an error of the storage names the tag that is written.

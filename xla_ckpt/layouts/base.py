@@ -9,6 +9,7 @@ the layouts that there are. To add one, derive a class from `Layout`, answer wha
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -169,12 +170,10 @@ class Layout:
     model_names: ModelNames = ModelNames.PROGRAM
     """Whose names a Llama-like model has in it."""
 
-    marks: frozenset[str] = frozenset()
-    """Names of files that belong to its tags without being listed in the manifest."""
-
-    first_mark: str = ""
-    """That one of them which its own library writes before all else, if it knows its tags by their names alone. So an
-    object store, where ours lie under names of their own, gets a converted tag where that library looks for it."""
+    marks: Mapping[str, bytes] = types.MappingProxyType({})
+    """Small files of fixed content by which its own library knows its tags, and which the manifest does not list. That
+    library writes the first one before all else: so an object store, where ours lie under names of their own, gets a
+    converted tag where it looks for it."""
 
     def check_findable(self, store: Store, tag: str) -> None:
         """Refuse a new tag that the readers of the layout would not find under this name, or in this store.

@@ -61,7 +61,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None, *, as_stored: b
     try:
         if store.file_system is not None or has_ours:  # else nobody else's files get into its directory
             reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
-            _tell_beside(store, tag, [other for other in all_layouts() if other.marks - layout.marks])
+            _tell_beside(store, tag, [other for other in all_layouts() if other.marks.keys() - layout.marks.keys()])
         layout.check(reader)
         with naming(path=store.path, tag=tag):
             return reader if as_stored else layout.as_saved(reader)
@@ -95,7 +95,7 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
             return layout.verify(store, entry, workers)
     try:
         with open_tag(store, tag, as_stored=True) as reader:
-            return verify_tag(reader, marks=layout_of(reader.manifest).marks, workers=workers)
+            return verify_tag(reader, marks=frozenset(layout_of(reader.manifest).marks), workers=workers)
     except CorruptCheckpointError as error:
         return VerifyReport(path=store.path, tag=tag, problems=[error])
 

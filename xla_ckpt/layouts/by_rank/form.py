@@ -12,7 +12,8 @@ from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.tree import schema
 
 if TYPE_CHECKING:
-    from xla_ckpt.layouts.torch_save.zip_reader import TensorAt  # this loads torch
+    from xla_ckpt.layouts.by_rank.plan import RankState  # these load torch
+    from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,14 @@ class RankForm:
     """A form of tags in which each rank has one file, with all that it stored."""
 
     names: Sequence[RankName]
-    """What the file of a rank is called, in each of the ways that versions of the program have."""
+    """What the file of a rank is called, in each of the ways that the program has. Of a file that is written the first
+    one counts that tells the ranks of the job apart."""
 
     content: Callable[[Mapping[Any, Any]], RankContent]
     """Makes of the dict in a file what it means. It raises a `CheckpointError` if that is no state of the program's."""
 
     optimizer: Callable[[Mapping[Any, Any]], RankOptimizer] = numbered_optimizer
     """Makes of the state of an optimizer what it means. It is not asked where nobody wants it."""
+
+    tree: Callable[[RankState], Mapping[str, Any]] | None = None
+    """Makes of what a rank has the dict in its file, with a `LeafAt` for each array. None where none is written."""

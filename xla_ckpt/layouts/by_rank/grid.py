@@ -60,6 +60,11 @@ class RankName:
         return None if match is None else (match["set"], tuple(map(int, match.groups()[1:])))
 
     @cached_property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes whose ranks have files of different names."""
+        return frozenset(self._pattern.groupindex)
+
+    @cached_property
     def folder(self) -> RankName:
         """How the first folder on the way to the files is called; if they lie in none, how they are."""
         return RankName(self.template.partition("/")[0])

@@ -7,32 +7,57 @@ from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.form import RankForm
-from xla_ckpt.layouts.by_rank.tags import RankTag, by_time, named_tag
+from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.tags import RankTag, named_tag
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tree import path as paths
 
 if TYPE_CHECKING:
+    from xla_ckpt.engine.writing import Writing
     from xla_ckpt.layouts.by_rank.files import RankFiles
+    from xla_ckpt.layouts.by_rank.plan import Laying, RankState
+    from xla_ckpt.state.describe import Description
 
 
 class RankLayout(Layout):
     """A layout says in a `form` how the files of its ranks are called, and what they hold.
 
-    One whose tags have marks, or several files for each rank, says itself which tags there are (`tag_at`), and which
-    class reads their files (`files`).
+    One whose tags have marks, or several files for each rank, says itself which tags there are (`tag_at`), which
+    class reads their files (`files`), and which of them a rank writes (`files_of`).
     """
 
     asks = True
     pickles = True  # each rank stores its own containers
 
     form: RankForm
-    """How tags are read in which each rank has one file."""
+    """What tags are in which each rank has one file."""
+
+    @property
+    def names(self) -> Sequence[RankName]:
+        """What a file is called that a rank writes: the first one counts that tells the ranks of the job apart."""
+        return self.form.names
+
+    def files_of(self, state: RankState, laying: Laying) -> list[FilePlan]:
+        """The files that a rank writes of what it has.
+
+        Raises:
+            UnsupportedStateError: There is no place for something in it.
+        """
+        assert self.form.tree is not None, f"{self.name} is only read"
+        return laying.shared(self.names, self.form.tree(state), paths.ROOT, dealt=state.zero1)
+
+    def wrote(self, manifest: Manifest) -> bool:
+        names = self.names if self.converts else ()
+        return any(name.at(file.path) is not None for file in manifest.files for name in names)
 
     def tag_at(self, store: Store, name: str) -> RankTag | None:
         """The tag of this name; None if it is none of this layout's. Looks at names only."""
@@ -43,15 +68,6 @@ class RankLayout(Layout):
         from xla_ckpt.layouts.by_rank.one_file_each import OneFileEach
 
         return OneFileEach(directory, self.form, tag.below)
-
-    def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
-        """The complete tags among some names, oldest first.
-
-        Raises:
-            StorageError: The root cannot be read.
-        """
-        tags = (self.tag_at(store, name) for name in names) if self.origin else ()
-        return sorted((tag for tag in tags if tag is not None and tag.complete), key=by_time)
 
     def entry_of(self, store: Store, tag: RankTag) -> TagEntry:
         """What a listing shows of a tag."""
@@ -67,9 +83,6 @@ class RankLayout(Layout):
             raise no_such_tag(root_of(store), name)
         return tag
 
-    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        return [self.entry_of(store, tag) for tag in self.complete_tags(store, names)]
-
     def find(self, store: Store, tag: str) -> TagEntry | None:
         of_ranks = self.tag_at(store, tag) if self.origin else None
         return None if of_ranks is None else self.entry_of(store, of_ranks)
@@ -83,3 +96,13 @@ class RankLayout(Layout):
         from xla_ckpt.layouts.by_rank.reading import verify_ranks
 
         return verify_ranks(self, store, self.opened_tag(store, entry.tag), workers)
+
+    def writing(self, description: Description) -> Writing:
+        from xla_ckpt.layouts.by_rank.writing import RankWriting
+
+        return RankWriting.of(self, description)
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.by_rank.rewriting import new_job, rewritten
+
+        return rewritten(self, new_job(self, stored, to), to)

@@ -14,6 +14,7 @@ from typing import Any
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.torch_file import TorchFile
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.plan.stored_shardings import sharding_of_spec
@@ -100,14 +101,39 @@ class Laying:
         """The coordinates of the rank."""
         return self.mesh.coordinates(self.rank)
 
-    def shared(self, path: str, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
-        """The file, if this is the first of the ranks along the axes `sharing`, which have it in common."""
+    def place(self, names: Sequence[RankName], *, dealt: bool = False) -> tuple[str, tuple[str, ...]]:
+        """What the file of this rank is called, and the mesh axes along which ranks have it in common.
+
+        Args:
+            names: Those that such files have. The first one counts that tells the ranks of the job apart.
+            dealt: Whether each dp rank has rows of its own, which ZeRO-1 has dealt out.
+
+        Raises:
+            UnsupportedStateError: None of them does.
+        """
+        apart = [axis for axis in ("pp", "ep", "tp") if self.mesh.sizes[axis] > 1]
+        if dealt:
+            apart = [*(axis for axis in apart if axis != "ep"), "dp"]  # dp counts the ranks along ep, too
+        missing = [[axis for axis in apart if axis not in name.axes] for name in names]
+        if all(missing):
+            raise UnsupportedStateError(
+                f"there is no place for what ranks along {' and '.join(missing[0])} have of their own: names of files "
+                "do not tell them apart",
+                expected=f"ranks that {names[-1].template} tells apart",
+                found=str(self.mesh),
+                hint="Save in the native format, which holds any state and loads on any topology.",
+            )
+        name = names[missing.index([])]
+        return name.of(RankAt(**{axis: self.at[axis] for axis in apart})), ("cp",) if dealt else SHARING
+
+    def shared(self, names: Sequence[RankName], tree: Any, part: str, *, dealt: bool = False) -> list[FilePlan]:
+        """The file of this rank, if it is the first of the ranks that have it in common (see `place`)."""
+        path, sharing = self.place(names, dealt=dealt)
         return [] if position(sharing, self.mesh, self.rank) else [self.whole(path, tree, part, sharing)]
 
-    def common(self, state: RankState) -> list[FilePlan]:
-        """The files of what all ranks have alike, if this is the first of them."""
-        parts = [part for part in (schema.SCHEDULER, schema.USER_CONTENT) if part in state.parts and self.rank == 0]
-        return [self.whole(f"{part}.pt", state.parts[part], part, tuple(self.mesh.sizes)) for part in parts]
+    def common(self, path: str, tree: Any, part: str) -> list[FilePlan]:
+        """A file of what all ranks have alike, if this is the first of them."""
+        return [] if self.rank else [self.whole(path, tree, part, tuple(self.mesh.sizes))]
 
     def whole(self, path: str, tree: Any, part: str, sharing: Sequence[str]) -> FilePlan:
         """A file that holds its tensors itself.
@@ -196,7 +222,7 @@ def stem(path: str) -> str:
     return path.rpartition("/")[2].removesuffix(".pt")
 
 
-def check_common(skeleton: Mapping[str, Any], whose: str) -> None:
+def check_common(skeleton: Mapping[str, Any], layout: str) -> None:
     """Refuse state of an optimizer that every rank has its own of: ranks that differ along dp share a file.
 
     Raises:
@@ -205,13 +231,13 @@ def check_common(skeleton: Mapping[str, Any], whose: str) -> None:
     optimizer = skeleton.get(schema.OPTIMIZER)
     if isinstance(optimizer, Mapping) and schema.OWN in optimizer:
         raise UnsupportedStateError(
-            f"{whose} layout has no place for state that every rank has its own of",
+            f"the layout {layout} has no place for state that every rank has its own of",
             leaf=schema.own_states(),
             hint="Save in the native format, which holds any state.",
         )
 
 
-def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], whose: str) -> None:
+def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], layout: str) -> None:
     """Refuse a ZeRO-1 optimizer that files which are numbered by dp have no place for.
 
     Args:
@@ -230,7 +256,7 @@ def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], whose: str) ->
         why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"
     if why is not None:
         raise UnsupportedStateError(
-            f"{whose} layout cannot hold this optimizer: {why}",
+            f"the layout {layout} cannot hold this optimizer: {why}",
             leaf=schema.OPTIMIZER,
             found=str(mesh),
             hint="Save in the native format, which holds any state and loads on any topology.",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
+from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.new_job import NewJob
-from xla_ckpt.layouts.by_rank.plan import PARTS, check_common
+from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, RankState, check_common
 from xla_ckpt.layouts.native import native_files
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.file_plan import FilePlan
@@ -19,43 +19,45 @@ from xla_ckpt.tree import schema
 logger = logging.getLogger(__name__)
 
 
-def members_of_ranks(stored: StoredState, layout: str, whose: str) -> dict[str, Any]:
-    """The members of a stored state that such layouts have a place for, with a `LeafAt` for each array.
+def new_job(layout: RankLayout, stored: StoredState, to: Topology) -> NewJob:
+    """The job that the files are for, and what it has of the members that such layouts have a place for.
 
     Raises:
-        UsageError: There are none.
-        UnsupportedStateError: One of them has state that every rank has its own of.
+        UsageError: There are none, or the cuts of the pipeline do not fit.
+        UnsupportedStateError: The layout has no place for such a job, or for state that every rank has its own of.
     """
     skeleton = stored.manifest.skeleton if isinstance(stored.manifest.skeleton, dict) else {}
     parts = [part for part in PARTS if part in skeleton]
     if not parts:
-        raise UsageError(f"the tag holds nothing that {layout} has a place for", expected=", ".join(PARTS))
-    check_common(skeleton, whose)
-    return {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in parts}
+        raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
+    check_common(skeleton, layout.name)
+    zero1 = bool(to.zero1)
+    Laying(to.mesh, 0, {}).place(layout.names, dealt=zero1)
+    trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in parts}
+    return NewJob(
+        manifest=stored.manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=zero1
+    )
 
 
 def rewritten(
+    layout: RankLayout,
     job: NewJob,
     to: Topology,
-    stored_files: Callable[[int], Sequence[FilePlan]],
-    *,
-    doubts: Sequence[str] = (),
-    marks: Mapping[str, bytes] | None = None,
+    files_of: Callable[[RankState, Laying], Sequence[FilePlan]] | None = None,
 ) -> Rewriting:
     """The files of a conversion: those of the layout, and native ones for what it has no place for.
 
     Args:
-        job: The members that the layout has a place for, as the new job has them.
-        stored_files: The layout's files of a rank.
-        doubts: What is said in the log beside the doubts of `job`.
+        files_of: The layout's files of a rank, where `RankLayout.files_of` does not say them.
     """
-    manifest = job.manifest
-    for message in (*job.doubts(), *doubts):
+    manifest, files_of = job.manifest, files_of or layout.files_of
+    for message in job.doubts():
         logger.warning("%s", message)
     native, specs = native_files(manifest, [p for p in manifest.arrays if schema.member_of(p) not in job.trees], to)
     files = []
     for rank in range(to.mesh.size):
-        plan = SavePlan(tuple(stored_files(rank)))
+        state = job.state(rank)
+        plan = SavePlan(tuple(files_of(state, Laying(to.mesh, rank, state.tensors))))
         files.append((*native[rank], *plan.minus(job.of_earlier_stages(rank)).files))
     specs |= {path: job.spec(path) for path in manifest.arrays if path not in specs}
-    return Rewriting(files, specs, marks or {})
+    return Rewriting(files, specs, layout.marks)

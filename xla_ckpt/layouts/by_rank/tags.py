@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,6 @@ from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
-
-_DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +33,6 @@ class RankTag:
     def entry(self) -> TagEntry:
         """What a listing shows of it."""
         return TagEntry(tag=self.tag, created=time_text(self.time), directory=self.tag, complete=self.complete)
-
-
-def by_time(tag: RankTag) -> tuple[int, list[tuple[int, str]]]:
-    """A key that puts the older tag first; of equally old ones that whose name has the smaller number."""
-    parts = _DIGITS.split(tag.tag)
-    return tag.time, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def named_tag(store: Store, tag: str, names: Sequence[RankName]) -> RankTag | None:

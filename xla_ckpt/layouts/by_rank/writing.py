@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, check_rows, with_experts
+from xla_ckpt.layouts.by_rank.layout import RankLayout
+from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, RankState, RankTensor, check_common, check_rows, with_experts
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.rank_numbers import axes_of_numbers
+from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.state.describe import Description, HeldArray
@@ -20,11 +24,9 @@ from xla_ckpt.tree import schema
 
 @dataclass(frozen=True, kw_only=True)
 class RankWriting(Writing):
-    """What one rank writes: files of a layout for what it has a place for, native ones for the rest.
+    """What one rank writes: files of a layout for what it has a place for, native ones for the rest."""
 
-    A layout derives a class from it that has a `plan`.
-    """
-
+    layout: RankLayout
     description: Description
     rank_state: RankState
     """This rank's state, without its trees."""
@@ -35,6 +37,21 @@ class RankWriting(Writing):
     def whole(self) -> frozenset[str]:
         return frozenset(self.rank_state.tensors)
 
+    @property
+    def marks(self) -> Mapping[str, bytes]:
+        return self.layout.marks
+
+    @cached_property
+    def plan(self) -> SavePlan:
+        return SavePlan((*self.native.plan.files, *self.layout.files_of(self.state, self.laying)))
+
+    @property
+    def laying(self) -> Laying:
+        """Lays out this rank's files."""
+        placement, first = self.description.placement, self.description.replicas == "first"
+        return Laying(placement.mesh, placement.rank, self.rank_state.tensors, first)
+
+    @cached_property
     def state(self) -> RankState:
         """This rank's state."""
         about = self.description
@@ -42,44 +59,47 @@ class RankWriting(Writing):
         trees = {part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in members}
         return replace(self.rank_state, parts=trees)
 
+    @classmethod
+    def of(cls, layout: RankLayout, description: Description, **more: Any) -> Self:
+        """How a rank writes its state in a layout. `more` are further fields of a derived class.
 
-def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankState, NativeWriting]:
-    """What a rank has of the members that such layouts have a place for, without its trees; and who writes the rest.
-
-    Raises:
-        UnsupportedStateError: The layout has no place for something in it.
-    """
-    mesh, state = description.placement.mesh, description.state
-    members = description.structure if isinstance(description.structure, dict) else {}
-    has_nothing = description.structure == {}  # of user content alone only rank 0 has anything
-    if not has_nothing and not any(part in members for part in PARTS):
-        raise UnsupportedStateError(f"{whose} layout holds {', '.join(PARTS)}, and nothing of it is here")
-    check_common(members, whose)
-    arrays_of_parts = {
-        leaf.path: _tensor(leaf, array, description, whose, to)
-        for leaf, array in zip(description.leaves, description.arrays, strict=True)
-        if schema.member_of(leaf.path) in PARTS
-    }
-    tensors = with_experts(arrays_of_parts, mesh)
-    of_ranks = {
-        path: replace(tensor, expert=True, elsewhere=True)
-        for path, tensor in tensors.items()
-        if _is_of_ranks(tensor, mesh)
-    }
-    tensors |= of_ranks
-    arrays = tensors | {alias: tensors[path] for alias, path in description.aliases.items() if path in tensors}
-    shapes: dict[Any, tuple[int, ...]] = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
-    native_leaves = tuple(leaf for leaf in description.leaves if leaf.path not in tensors or leaf.path in of_ranks)
-    rank_state = RankState(
-        parts={},
-        tensors=arrays,
-        zero1=state.zero1 is not None,
-        by_name=state.by_name,
-        shapes=shapes,
-        experts=state.experts,
-    )
-    check_rows(rank_state, mesh, state.zero1 or (), whose)
-    return rank_state, NativeWriting(description, native_leaves)
+        Raises:
+            UnsupportedStateError: The layout has no place for something in it.
+        """
+        mesh, state, name = description.placement.mesh, description.state, layout.name
+        members = description.structure if isinstance(description.structure, dict) else {}
+        has_nothing = description.structure == {}  # of user content alone only rank 0 has anything
+        if not has_nothing and not any(part in members for part in PARTS):
+            raise UnsupportedStateError(f"the layout {name} holds {', '.join(PARTS)}, and nothing of it is here")
+        check_common(members, name)
+        arrays_of_parts = {
+            leaf.path: _tensor(leaf, array, description, name)
+            for leaf, array in zip(description.leaves, description.arrays, strict=True)
+            if schema.member_of(leaf.path) in PARTS
+        }
+        tensors = with_experts(arrays_of_parts, mesh)
+        of_ranks = {
+            path: replace(tensor, expert=True, elsewhere=True)
+            for path, tensor in tensors.items()
+            if _is_of_ranks(tensor, mesh)
+        }
+        tensors |= of_ranks
+        arrays = tensors | {alias: tensors[path] for alias, path in description.aliases.items() if path in tensors}
+        shapes: dict[Any, tuple[int, ...]] = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
+        native_leaves = tuple(leaf for leaf in description.leaves if leaf.path not in tensors or leaf.path in of_ranks)
+        rank_state = RankState(
+            parts={},
+            tensors=arrays,
+            zero1=state.zero1 is not None,
+            by_name=state.by_name,
+            shapes=shapes,
+            experts=state.experts,
+        )
+        check_rows(rank_state, mesh, state.zero1 or (), name)
+        native = NativeWriting(description, native_leaves)
+        writing = cls(layout=layout, description=description, rank_state=rank_state, native=native, **more)
+        writing.laying.place(layout.names, dealt=rank_state.zero1)
+        return writing
 
 
 def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:
@@ -89,7 +109,7 @@ def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:
     return bool(axes_of_numbers(tensor.dtype, tensor.full, tensor.spec, mesh))
 
 
-def _tensor(leaf: Leaf, array: HeldArray, description: Description, whose: str, to: str) -> RankTensor:
+def _tensor(leaf: Leaf, array: HeldArray, description: Description, layout: str) -> RankTensor:
     path, local, placement = leaf.path, array.local, description.placement
     # A file is shared by ranks that hold the same, so it has to be known along which axes they do.
     alike: tuple[str, ...] | None = None
@@ -101,10 +121,10 @@ def _tensor(leaf: Leaf, array: HeldArray, description: Description, whose: str, 
         alike = AXES
     if alike is None:
         raise UnsupportedStateError(
-            f"{whose} layout holds what each rank has as one tensor, and this array is spread by its own rules "
+            f"the layout {layout} holds what each rank has as one tensor, and this array is spread by its own rules "
             "(DTensor, SPMD, jax)",
             leaf=path,
-            hint=f"Save in the native format, and convert it: xla-ckpt convert SRC DST --to {to} --mesh ...",
+            hint=f"Save in the native format, and convert it: xla-ckpt convert SRC DST --to {layout} --mesh ...",
         )
     return RankTensor(
         leaf=path,

@@ -6,22 +6,23 @@ beside them. The work is done by the modules beside this one, and loads torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.nxd.older import OLDER_FORM
-from xla_ckpt.layouts.nxd.tags import TAG_MARKS, marked_tag
+from xla_ckpt.layouts.nxd.tags import FOLDERS, RANK_FILES, TAG_MARKS, complete_tags, marked_tag
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.tags.entry import COMMITTED, MANIFEST
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 from xla_ckpt.tags.roots import root_of
 
 if TYPE_CHECKING:
-    from xla_ckpt.engine.writing import Writing
     from xla_ckpt.layouts.by_rank.files import RankFiles
-    from xla_ckpt.state.describe import Description
+    from xla_ckpt.layouts.by_rank.plan import Laying, RankState
 
 
 class NeuronxDistributed(RankLayout):
@@ -36,8 +37,8 @@ class NeuronxDistributed(RankLayout):
     saves = True
     keeps_masters = True
     model_names = ModelNames.FUSED
-    marks = frozenset(TAG_MARKS)
-    first_mark = "checkpoint"
+    marks = TAG_MARKS
+    names = RANK_FILES[FOLDERS[0]]
     form = OLDER_FORM
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
@@ -75,17 +76,20 @@ class NeuronxDistributed(RankLayout):
             return marked
         return super().tag_at(store, name)
 
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        return [tag.entry() for tag in complete_tags(self, store, names)]
+
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
         from xla_ckpt.layouts.nxd.files import LegacyFiles, NxdFiles
 
         return NxdFiles(directory, store) if tag.marked else LegacyFiles(directory, self.form)
 
-    def writing(self, description: Description) -> Writing:
-        from xla_ckpt.layouts.nxd.writing import nxd_writing
+    def files_of(self, state: RankState, laying: Laying) -> list[FilePlan]:
+        from xla_ckpt.layouts.nxd.writing import files_of_rank
 
-        return nxd_writing(description, xser=self.xser)
+        return files_of_rank(state, laying, xser=self.xser)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        from xla_ckpt.layouts.nxd.writing import nxd_rewriting
+        from xla_ckpt.layouts.nxd.writing import with_zero1
 
-        return nxd_rewriting(stored, to, self.name, xser=self.xser)
+        return super().rewriting(stored, with_zero1(to, stored.manifest, xser=self.xser))

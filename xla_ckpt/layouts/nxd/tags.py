@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag, modified
 from xla_ckpt.storage.base import Store
 
@@ -15,6 +19,9 @@ FOLDERS = ("model", "optim")
 OF_RANK = RankName("dp_rank_{dp:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
 OF_EXPERTS = RankName("dp_rank_{dp:02}_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
 """What the file of a rank is called in a job without and with expert parallelism."""
+
+RANK_FILES = {f: tuple(RankName(f"{f}/{name.template}") for name in (OF_RANK, OF_EXPERTS)) for f in FOLDERS}
+"""The same with the folders before them."""
 
 
 def marked_tag(store: Store, tag: str, below: str = "") -> RankTag | None:
@@ -29,3 +36,21 @@ def marked_tag(store: Store, tag: str, below: str = "") -> RankTag | None:
     if done is None and begun is None:
         return None
     return RankTag(tag=tag, complete=done is not None, time=done or begun or 0, below=below)
+
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+def complete_tags(layout: RankLayout, store: Store, names: Sequence[str]) -> list[RankTag]:
+    """The complete tags among some names, the older one first; of equally old ones that with the smaller number.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+
+    def by_time(tag: RankTag) -> tuple[int, list[tuple[int, str]]]:
+        parts = _DIGITS.split(tag.tag)
+        return tag.time, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+    tags = (layout.tag_at(store, name) for name in names) if layout.origin else ()
+    return sorted((tag for tag in tags if tag is not None and tag.complete), key=by_time)

@@ -17,7 +17,7 @@ from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.by_rank.files import RankFiles, stored_leaf
 from xla_ckpt.layouts.by_rank.form import StoredTensor
-from xla_ckpt.layouts.by_rank.grid import RankAt
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.by_rank.plan import Laying, RankTensor, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps, dumps_referring
 from xla_ckpt.layouts.torch_save.stand_ins import Reference
@@ -95,13 +95,15 @@ class TensorFiles(RankFiles):
             ) from error
 
 
-def lay_apart(laying: Laying, path: str, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
-    """What this rank writes of a file whose tensors lie in files of their own, and of these.
+def lay_apart(
+    laying: Laying, names: Sequence[RankName], tree: Any, part: str, *, dealt: bool = False
+) -> list[FilePlan]:
+    """What this rank writes of a file whose tensors lie in files of their own, and of these (see `Laying.place`).
 
-    The ranks along the axes `sharing` have all of them in common, and share the writing.
+    The ranks that have all of them in common share the writing.
     """
+    path, sharing = laying.place(names, dealt=dealt)
     writer_number = position(sharing, laying.mesh, laying.rank)
-    among_experts = "edp" in sharing  # else each dp rank has a file, and so each expert-parallel rank
     tensors: list[tuple[str, RankTensor]] = []
 
     def reference(leaf: str) -> Reference:
@@ -116,7 +118,7 @@ def lay_apart(laying: Laying, path: str, tree: Any, part: str, sharing: Sequence
     for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):
         leaf, tensor = tensors[tid]
         # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
-        if writer == writer_number and (laying.at["ep"] == 0 or tensor.expert or not among_experts):
+        if writer == writer_number and (laying.at["ep"] == 0 or tensor.expert or dealt):
             lengths, sources, entries = laying.regions([(leaf, tensor)], sharing)
             own = dumps(InFile(0, tensor.dtype, tensor.shape), leaf)
             codec = TorchFile(stem=f"tensor_{tid}", pickled=own, storages=lengths)

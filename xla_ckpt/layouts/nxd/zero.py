@@ -16,7 +16,7 @@ from xla_ckpt.layouts.by_rank.arrays import RankArray, assembled, check_zero1_ro
 from xla_ckpt.layouts.by_rank.copies import in_common
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
-from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
+from xla_ckpt.layouts.by_rank.plan import Laying, RankState, RankTensor
 from xla_ckpt.layouts.by_rank.state import trees
 from xla_ckpt.layouts.nxd.folders import OPTIM, FolderFiles
 from xla_ckpt.layouts.nxd.optimizer import DEALT_MEMBERS
@@ -67,7 +67,7 @@ class ZeroFiles:
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
             state = RankState(parts={schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors=tensors, zero1=True)
-            files += files_of_rank(state, mesh, rank, xser=self.xser)
+            files += files_of_rank(state, Laying(mesh, rank, tensors), xser=self.xser)
         if dp is not None:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]

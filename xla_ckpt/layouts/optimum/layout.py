@@ -18,7 +18,7 @@ from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.foreign_tags import merged_by_time
-from xla_ckpt.layouts.nxd.tags import marked_tag
+from xla_ckpt.layouts.nxd.tags import complete_tags, marked_tag
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
@@ -47,11 +47,12 @@ class OptimumNeuron(RankLayout):
             return marked_tag(store, name)
         return None
 
-    def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
-        tags = super().complete_tags(store, names)
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        tags = complete_tags(self, store, names)
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
         numbered = sorted((t for t in tags if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: int(t.tag.split("-")[1]))
-        return merged_by_time(numbered, (t for t in tags if t not in numbered), lambda t: t.time)
+        merged = merged_by_time(numbered, (t for t in tags if t not in numbered), lambda t: t.time)
+        return [self.entry_of(store, tag) for tag in merged]
 
     def entry_of(self, store: Store, tag: RankTag) -> TagEntry:
         folders = _folders(_adapters(store, tag.tag))

@@ -29,9 +29,6 @@ from xla_ckpt.tree import schema
 SMP_VERSION = "1.12.1"
 """Version of SMP whose files these are."""
 
-WHOSE_SMP = "SageMaker model parallel's"
-"""Whose layout it is, in errors."""
-
 NUMBERS = "numbers"
 """Key of the numbers of the parameters whose master weights a file has, group by group."""
 
@@ -127,7 +124,7 @@ def model_file(state: RankState, job: StoredJob, mesh: Mesh) -> dict[Any, Any]:
     tree = state.parts[schema.MODEL]
     if not isinstance(tree, Mapping):
         raise UnsupportedStateError(
-            f"{WHOSE_SMP} layout holds a model as a dict of its parameters",
+            "the layout smp holds a model as a dict of its parameters",
             leaf=schema.MODEL,
             found=type(tree).__name__,
         )
@@ -158,7 +155,7 @@ def optimizer_file(state: RankState, job: StoredJob) -> dict[Any, Any]:
     tree = state.parts[schema.OPTIMIZER]
     if not isinstance(tree, Mapping):
         raise UnsupportedStateError(
-            f"{WHOSE_SMP} layout holds an optimizer's state as a dict", leaf=schema.OPTIMIZER, found=type(tree).__name__
+            "the layout smp holds an optimizer's state as a dict", leaf=schema.OPTIMIZER, found=type(tree).__name__
         )
     if not job.groups:
         return {**tree, IS_PARTIAL: True}

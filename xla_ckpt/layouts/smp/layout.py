@@ -34,6 +34,7 @@ class SageMaker(RankLayout):
     may_hold_tags = True
     saves = True
     keeps_masters = True
+    names = tags.written_names(tags.OPTIMIZER_SETS[-1])
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == tags.JOB_CONFIG for file in manifest.files)
@@ -41,8 +42,8 @@ class SageMaker(RankLayout):
     def tag_at(self, store: Store, name: str) -> RankTag | None:
         return tags.find_smp_tag(store, name)
 
-    def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
-        return [*tags.complete_smp_tags(store, names)]
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        return [tag.entry() for tag in tags.complete_smp_tags(store, names)]
 
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
         from xla_ckpt.layouts.smp.scan import SmpFiles
@@ -72,9 +73,9 @@ class SageMaker(RankLayout):
     def writing(self, description: Description) -> Writing:
         from xla_ckpt.layouts.smp.writing import smp_writing
 
-        return smp_writing(description, self.name)
+        return smp_writing(self, description)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         from xla_ckpt.layouts.smp.writing import smp_rewriting
 
-        return smp_rewriting(stored, to, self.name)
+        return smp_rewriting(self, stored, to)

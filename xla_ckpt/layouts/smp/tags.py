@@ -192,6 +192,11 @@ def complete_smp_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
     return merged_by_time(ordered, others, lambda t: t.time)
 
 
+def written_names(kind: str) -> Sequence[RankName]:
+    """What the parts of a set are called that are written here: each dp rank has one where its rows are its own."""
+    return [RankName(f"{kind}_{{pp}}_{{tp}}.pt"), RankName(f"{kind}_{{pp}}_{{tp}}_{{dp}}.pt")]
+
+
 def user_content_name(tag: str) -> str:
     """The name of the file in the root that has the user content of a full checkpoint."""
     return f"user_content_{tag}"

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
+from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.new_job import NewJob
-from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, stem
-from xla_ckpt.layouts.by_rank.rewriting import members_of_ranks, rewritten
-from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
+from xla_ckpt.layouts.by_rank.plan import Laying, RankState, stem
+from xla_ckpt.layouts.by_rank.rewriting import new_job, rewritten
+from xla_ckpt.layouts.by_rank.writing import RankWriting
 from xla_ckpt.layouts.smp.file_contents import (
-    WHOSE_SMP,
     Given,
     StoredJob,
     config_file,
@@ -28,15 +27,20 @@ from xla_ckpt.layouts.smp.file_contents import (
     stored_job_of,
     told,
 )
-from xla_ckpt.layouts.smp.tags import JOB_CONFIG
+from xla_ckpt.layouts.smp.tags import (
+    FP16_SET,
+    JOB_CONFIG,
+    MODEL_SET,
+    OPTIMIZER_SETS,
+    SCHEDULER_FILE,
+    USER_CONTENT_FILE,
+    written_names,
+)
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan
-from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.state.describe import Description
 from xla_ckpt.tree import schema
-
-_NO_EXPERTS = f"{WHOSE_SMP} layout has no place for expert parallelism"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +50,9 @@ class SmpWriting(RankWriting):
     given: Given
     """What the program says of its job."""
 
-    @cached_property
-    def _state(self) -> RankState:
-        return self.state()
-
     @property
     def _stage(self) -> dict[str, Any]:
-        return told(self._state.parts, modules_of(self.description.state.model, self._state.parts.get(schema.MODEL)))
+        return told(self.state.parts, modules_of(self.description.state.model, self.state.parts.get(schema.MODEL)))
 
     @property
     def told(self) -> Any:
@@ -72,9 +72,7 @@ class SmpWriting(RankWriting):
         return self.plan if united is None else self._plan_of(united)
 
     def _plan_of(self, stages: Sequence[Any]) -> SavePlan:
-        placement = self.description.placement
-        job = stored_job_of(stages, self.given.partitions)
-        files = files_of(self._state, job, placement.mesh, placement.rank, self.given)
+        files = files_of(self.state, stored_job_of(stages, self.given.partitions), self.laying, self.given)
         return SavePlan((*self.native.plan.files, *files))
 
 
@@ -94,68 +92,46 @@ def modules_of(model: Any, entries: Any) -> list[str]:
     return []
 
 
-def smp_writing(description: Description, name: str) -> SmpWriting:
+def smp_writing(layout: RankLayout, description: Description) -> SmpWriting:
     """How a rank writes its state (see `xla_ckpt.layouts.base.Layout.writing`)."""
-    rank_state, native = held_by_rank(description, WHOSE_SMP, name)
-    mesh = description.placement.mesh
-    if mesh.ep > 1:
-        raise UnsupportedStateError(
-            _NO_EXPERTS,
-            leaf=next((tensor.leaf for tensor in rank_state.tensors.values() if tensor.expert), None),
-            found=str(mesh),
-            hint="Save in the native format, which holds any state and loads on any topology.",
-        )
-    members: Any = description.structure
-    extras = description.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if schema.EXTRAS in members else {}
-    return SmpWriting(description=description, rank_state=rank_state, native=native, given=given(extras))
+    has_extras = schema.EXTRAS in (description.structure or {})
+    extras = description.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if has_extras else {}
+    return SmpWriting.of(layout, description, given=given(extras))
 
 
-def files_of(state: RankState, job: StoredJob, mesh: Mesh, rank: int, known: Given) -> list[FilePlan]:
+def files_of(state: RankState, job: StoredJob, laying: Laying, known: Given) -> list[FilePlan]:
     """The files of SMP's that one rank writes.
 
     Raises:
         UnsupportedStateError: Something cannot be pickled, or is no dict.
     """
-    laying, at = Laying(mesh, rank, state.tensors), mesh.coordinates(rank)
-    numbers = f"{at['pp']}_{at['tp']}"
+    mesh, zero1, optimizer = laying.mesh, state.zero1, written_names(OPTIMIZER_SETS[-1])
     plans: list[FilePlan] = []
     if schema.MODEL in state.parts:
-        tree = model_file(state, job, mesh)
-        plans += laying.shared(f"model_{numbers}.pt", tree, schema.MODEL, SHARING)
+        plans += laying.shared(written_names(MODEL_SET), model_file(state, job, mesh), schema.MODEL)
     if schema.OPTIMIZER in state.parts:
-        # Each dp rank has rows of its own, if ZeRO-1 has dealt them out.
-        numbers, sharing = (f"{numbers}_{at['dp']}", ("cp",)) if state.zero1 else (numbers, SHARING)
-        tree = optimizer_file(state, job)
-        plans += laying.shared(f"optimizer_states_{numbers}.pt", tree, schema.OPTIMIZER, sharing)
+        plans += laying.shared(optimizer, optimizer_file(state, job), schema.OPTIMIZER, dealt=zero1)
         if has_masters(state):
             masters = masters_file(state, job, known.fp16)
-            plans += laying.shared(f"fp16_states_{numbers}.pt", masters, schema.OPTIMIZER, sharing)
-    settings = config_file(known.config, mesh, zero1=state.zero1)
-    config = laying.shared(JOB_CONFIG, settings, schema.in_extras(stem(JOB_CONFIG)), tuple(mesh.sizes))
-    return [*plans, *laying.common(state), *config]
+            plans += laying.shared(written_names(FP16_SET), masters, schema.OPTIMIZER, dealt=zero1)
+    for part, file in ((schema.SCHEDULER, SCHEDULER_FILE), (schema.USER_CONTENT, USER_CONTENT_FILE)):
+        if part in state.parts:
+            plans += laying.common(file, state.parts[part], part)
+    settings = config_file(known.config, mesh, zero1=zero1)
+    return [*plans, *laying.common(JOB_CONFIG, settings, schema.in_extras(stem(JOB_CONFIG)))]
 
 
-def smp_rewriting(stored: StoredState, to: Topology, name: str) -> Rewriting:
+def smp_rewriting(layout: RankLayout, stored: StoredState, to: Topology) -> Rewriting:
     """The files of a stored state, for another job (see `xla_ckpt.layouts.base.Layout.rewriting`).
 
     The rows of an optimizer's states are put together, unless it is asked for that they are dealt out: SMP reads whole
     states only.
     """
-    trees = members_of_ranks(stored, name, WHOSE_SMP)
-    if to.mesh.ep > 1:
-        raise UsageError(_NO_EXPERTS, found=str(to.mesh))
+    target = new_job(layout, stored, to)
     has_extras = schema.EXTRAS in stored.manifest.skeleton
     known = given(stored.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if has_extras else {})
-    target = NewJob(
-        manifest=stored.manifest,
-        trees=trees,
-        mesh=to.mesh,
-        rules=to.rules,
-        cuts=to.pipeline_cuts,
-        zero1=bool(to.zero1),
-    )
     job = _job(target)
-    return rewritten(target, to, lambda rank: files_of(target.state(rank), job, to.mesh, rank, known))
+    return rewritten(layout, target, to, lambda state, laying: files_of(state, job, laying, known))
 
 
 def _job(target: NewJob) -> StoredJob:
