@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
 from xla_ckpt.layouts.scanned import ScannedFiles
@@ -23,7 +21,6 @@ from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import ReadDirectory
-from xla_ckpt.storage.pool import READERS, work_off
 from xla_ckpt.storage.small_files import size_of
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 
@@ -47,8 +44,6 @@ class RankFiles(ScannedFiles):
         self.directory = directory
         self.below = below
         self.names = frozenset(directory.files())
-        self.folders = frozenset(name.rpartition("/")[0] for name in self.names)
-        self._places: dict[str, Any] = {}
 
     def number(self, file: str) -> int:
         """The number of a file in the manifest."""
@@ -64,37 +59,22 @@ class RankFiles(ScannedFiles):
         """
         return read(self.directory, file, reference, self.storages)
 
-    def look_up(self, tensors: Iterable[StoredTensor]) -> None:
-        """Read where many tensors lie, several files at a time: `place` waits for each look at a slow storage."""
-
-        def look(file: str, _: memoryview) -> None:
-            with contextlib.suppress(CheckpointError):  # `place` meets it again, and whoever asks names the array
-                self._places[file] = self.read(file)
-
-        files = {tensor.file for tensor in tensors if tensor.at is None and tensor.file in self.names}
-        todo = sorted(files - self._places.keys())
-        workers = min(READERS, len(todo))  # most layouts have no such files
-        work_off(todo, look, workers=workers, buffer_bytes=0, name="xla_ckpt-look")
-
-    def place(self, tensor: StoredTensor) -> TensorAt:
+    def place(self, tensor: StoredTensor) -> TensorAt:  # for derived classes
         """Where exactly a tensor lies.
 
         Raises:
             CorruptCheckpointError: Its file is missing, or holds another tensor.
         """
-        if tensor.at is not None:
-            return tensor.at
-        if tensor.file not in self._places:
-            self._places[tensor.file] = self.read(tensor.file)
-        at = self._places[tensor.file]
-        if not isinstance(at, TensorAt) or (at.dtype, at.shape) != (tensor.dtype, tensor.shape):
-            raise CorruptCheckpointError(
-                "the file of a tensor does not hold it",
-                file=tensor.file,
-                expected=f"{tensor.dtype.name} {tensor.shape}",
-                found=f"{at.dtype.name} {at.shape}" if isinstance(at, TensorAt) else type(at).__name__,
-            )
-        return at
+        assert tensor.at is not None
+        return tensor.at
+
+    def has(self, tensor: StoredTensor) -> bool:  # for derived classes
+        """Whether the file of a tensor is there."""
+        return True
+
+    def left_out(self, tensor: StoredTensor) -> bool:  # for derived classes
+        """Whether a tensor that is not there was left out on purpose, because its master weights stand for it."""
+        return False
 
     def same(self, one: StoredTensor, other: StoredTensor) -> bool:
         """Whether two tensors have the same shape and type, and hold the same bytes (see `same_tensor`).

@@ -29,7 +29,7 @@ class StoredTensor:
     """Where it lies."""
 
     at: TensorAt | None = None
-    """The exact place, if it is known already."""
+    """The exact place; None where `RankFiles.place` finds it."""
 
     @classmethod
     def lying_at(cls, at: TensorAt) -> StoredTensor:
@@ -54,8 +54,8 @@ class RankOptimizer:
     """Local shape of each parameter by number, if the rows of states and master weights are dealt out over dp (ZeRO-1);
     else None."""
 
-    ordinary: int | None = None
-    """How many groups come before those of experts only; None if no groups are kept apart for these."""
+    experts: int = 0
+    """How many groups, the last ones, are of experts only; 0 if no groups are kept apart for these."""
 
 
 def numbered_optimizer(tree: Mapping[Any, Any]) -> RankOptimizer:

@@ -69,10 +69,6 @@ class RankLayout(Layout):
 
         return OneFileEach(directory, self.form, tag.below)
 
-    def entry_of(self, store: Store, tag: RankTag) -> TagEntry:
-        """What a listing shows of a tag."""
-        return tag.entry()
-
     def opened_tag(self, store: Store, name: str) -> RankTag:
         """The tag of this name, which was there a moment ago.
 
@@ -85,7 +81,7 @@ class RankLayout(Layout):
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         of_ranks = self.tag_at(store, tag) if self.origin else None
-        return None if of_ranks is None else self.entry_of(store, of_ranks)
+        return None if of_ranks is None else of_ranks.entry()
 
     def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         from xla_ckpt.layouts.by_rank.reading import open_ranks

@@ -93,12 +93,7 @@ class NewJob:
             CheckpointError: It cannot be told how an array is split, or it cannot be split like that.
         """
         stage = self.mesh.coordinates(rank)["pp"]
-        trees: dict[str, Any] = {}
-        if schema.MODEL in self.trees:
-            trees[schema.MODEL] = self._model(stage)
-        if schema.OPTIMIZER in self.trees:
-            trees[schema.OPTIMIZER] = self._optimizer(stage)
-        trees |= {part: self.trees[part] for part in (schema.SCHEDULER, schema.USER_CONTENT) if part in self.trees}
+        trees = {**self.trees, **self._of_stage(stage)}
         # At hundreds of ranks all tensors for each of them would take longer than all else.
         elsewhere = frozenset(leaves_in(self.trees)) - frozenset(leaves_in(trees))
         tensors = {
@@ -119,13 +114,13 @@ class NewJob:
 
     def of_earlier_stages(self, rank: int) -> frozenset[str]:
         """Leaves that a stage before a rank's own has, too: the manifest finds them there."""
-        trees: list[Any] = []
-        for stage in range(self.mesh.coordinates(rank)["pp"]):
-            if schema.MODEL in self.trees:
-                trees.append(self._model(stage))
-            if schema.OPTIMIZER in self.trees:
-                trees.append(self._optimizer(stage))
+        trees = [self._of_stage(stage) for stage in range(self.mesh.coordinates(rank)["pp"])]
         return frozenset(self.manifest.aliases.get(path, path) for path in leaves_in(trees))
+
+    def _of_stage(self, stage: int) -> dict[str, Any]:
+        """Model and optimizer of one pipeline stage."""
+        divided = {schema.MODEL: self._model, schema.OPTIMIZER: self._optimizer}
+        return {part: of(stage) for part, of in divided.items() if part in self.trees}
 
     def _by_name(self) -> bool:
         """Whether the optimizer's state is kept by parameter name, and can be divided among stages."""

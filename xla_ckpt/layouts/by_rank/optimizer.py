@@ -65,7 +65,7 @@ class _StageOptimizer:
         numbers = [number for group in self.groups for number in group[schema.PARAMS]]
         names = names_of_stage(
             self.groups,
-            ordinary=len(self.groups) if self.first.ordinary is None else self.first.ordinary,
+            experts_apart=self.first.experts > 0,
             hints=with_ties(state.hints, len(numbers), self.model.copies, state.same),
             model=self.model.copies if state.stages else None,
             shapes={number: self.local_shape(number) for number in numbers},

@@ -246,18 +246,13 @@ def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], layout: str) -
     Raises:
         UnsupportedStateError: Its states would be lost.
     """
-    if not state.zero1:
-        return
-    why = None
     over = [axis for axis in axes if mesh.sizes[axis] > 1]
-    if set(over) - {"dp", "edp"}:
-        why = f"its files are named by dp, and these ZeRO-1 shards are dealt out over {' and '.join(over)}"
-    elif mesh.dp > 1 and not over:
-        why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"
-    if why is not None:
-        raise UnsupportedStateError(
-            f"the layout {layout} cannot hold this optimizer: {why}",
-            leaf=schema.OPTIMIZER,
-            found=str(mesh),
-            hint="Save in the native format, which holds any state and loads on any topology.",
-        )
+    if not state.zero1 or ((over or mesh.dp == 1) and {"dp", "edp"} >= set(over)):
+        return
+    dealt = f"are dealt out over {' and '.join(over)}" if over else "are not dealt out over dp"
+    raise UnsupportedStateError(
+        f"the layout {layout} cannot hold this optimizer: files are named by dp, and these ZeRO-1 shards {dealt}",
+        leaf=schema.OPTIMIZER,
+        found=str(mesh),
+        hint="Save in the native format, which holds any state and loads on any topology.",
+    )

@@ -84,8 +84,7 @@ def _look_at(files: RankFiles, file: str, at: RankAt, report: VerifyReport) -> N
     for leaf in leaves(files.tree(file, at)):
         if isinstance(leaf, StoredTensor):
             report.arrays += 1
-            # A folder without any tensor is what a save leaves that was told to keep master weights only.
-            if leaf.at is None and leaf.file not in damaged and leaf.file.rpartition("/")[0] in files.folders:
+            if leaf.file not in damaged and not files.left_out(leaf):
                 noted(report, partial(files.place, leaf))
 
 

@@ -19,7 +19,7 @@ from xla_ckpt.tree.path import listed
 def names_of_stage(
     groups: Sequence[Mapping[str, Any]],
     *,
-    ordinary: int,
+    experts_apart: bool,
     hints: Hints,
     model: Mapping[str, Mapping[Any, StoredTensor]] | None,
     shapes: Mapping[int, tuple[int, ...] | None],
@@ -31,7 +31,7 @@ def names_of_stage(
     out that this stage does not have. The sizes of the groups and the shapes of the parameters are compared to be sure.
 
     Args:
-        ordinary: Number of groups that come before those of experts only.
+        experts_apart: Whether the last groups are of experts only.
         model: The stage's own model, by name; None if no model is stored.
         shapes: Local shape of each number, where known.
 
@@ -47,12 +47,11 @@ def names_of_stage(
     if hints.groups is None:
         return names_by_number(stored, stored)  # without an optimizer that says more, a number is its own name
     of_stage = [_of_stage(names, hints, model) for names in hints.groups]
-    keeps_experts_apart = ordinary < len(groups)
-    if keeps_experts_apart:
+    if experts_apart:
         others = [[name for name in group if not is_expert(name)] for group in of_stage]
         experts = [[name for name in group if is_expert(name)] for group in of_stage]
         of_stage = others + experts
-    if keeps_experts_apart or len(of_stage) != len(stored):
+    if experts_apart or len(of_stage) != len(stored):
         # A group may have nothing in this stage, and groups without parameters are not always stored.
         of_stage = [names for names in of_stage if names]
         stored = [numbers for numbers in stored if numbers]

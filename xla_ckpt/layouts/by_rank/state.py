@@ -19,8 +19,7 @@ from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.tree import lora, schema
-from xla_ckpt.tree.nested import leaves
+from xla_ckpt.tree import schema
 
 
 @dataclass(slots=True)
@@ -42,7 +41,6 @@ def trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[Ra
             contents[at] = files.tree(path, at)
             if not isinstance(contents[at], Mapping):
                 raise CorruptCheckpointError("a rank file holds no dict", file=path, found=type(contents[at]).__name__)
-    files.look_up(leaf for tree in contents.values() for leaf in leaves(tree) if isinstance(leaf, StoredTensor))
     return contents
 
 
@@ -59,8 +57,7 @@ def stages(models: Mapping[RankAt, Mapping[Any, Any]]) -> dict[int, Stage]:
         plain = stage.plain.setdefault(at, {})
         for name, value in tree.items():
             if not isinstance(value, StoredTensor):
-                is_config = name == lora.LORA_CONFIG and isinstance(value, Mapping)
-                plain[str(name)] = lora.lora_fields(value) if is_config else value
+                plain[str(name)] = value
             elif fresh or name in stage.copies:
                 copies: dict[tuple[int, int, int], StoredTensor] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
                 copies[at.dp, at.ep, at.tp] = value
@@ -123,7 +120,7 @@ class ScannedState:
         Raises:
             CorruptCheckpointError: A file holds another tensor.
         """
-        return self._same(one, other) and not any(map(self._is_missing, one.values()))
+        return self._same(one, other) and all(map(self.files.has, one.values()))
 
     def _same(self, one: Copies, other: Copies) -> bool:
         """Whether the tensors of two names are equal on every rank, or none of their files was written."""
@@ -131,14 +128,11 @@ class ScannedState:
             return False
         for key, a in one.items():
             b = other[key]
-            if (a.shape, a.dtype, self._is_missing(a)) != (b.shape, b.dtype, self._is_missing(b)):
+            if (a.shape, a.dtype, there := self.files.has(a)) != (b.shape, b.dtype, self.files.has(b)):
                 return False
-            if not self._is_missing(a) and not self.files.same(a, b):
+            if there and not self.files.same(a, b):
                 return False
         return True
-
-    def _is_missing(self, tensor: StoredTensor) -> bool:
-        return tensor.at is None and tensor.file not in self.files.names
 
     def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
         """What stands for a parameter of the model.
@@ -147,11 +141,9 @@ class ScannedState:
             CorruptCheckpointError: The file of one of its tensors is missing, and others of that rank are there.
         """
         first = next(iter(copies.values()))
-        lost = [h.file for h in copies.values() if self._is_missing(h)]
+        lost = [h.file for h in copies.values() if not self.files.has(h)]
         if lost:
-            # A job may leave out all files of its tensors on purpose (avoid_saving_lower_precision_weights): then not
-            # even their folder is there.
-            if all(h.at is None and h.file.rpartition("/")[0] not in self.files.folders for h in copies.values()):
+            if all(map(self.files.left_out, copies.values())):
                 return Missing(first)
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0], hint=DAMAGED)
         sharding = resolve(name, first.shape, self.mesh, first.expert, self.hints.hint(name))

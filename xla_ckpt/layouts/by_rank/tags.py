@@ -23,6 +23,9 @@ class RankTag:
     below: str = ""
     """Where in the tag's directory the files of the ranks lie: empty, or a path that ends with ``/``."""
 
+    note: str = ""
+    """What a listing says of it besides."""
+
     marked: bool = True
     """Whether anything but the names of its files says what it is."""
 
@@ -32,7 +35,8 @@ class RankTag:
 
     def entry(self) -> TagEntry:
         """What a listing shows of it."""
-        return TagEntry(tag=self.tag, created=time_text(self.time), directory=self.tag, complete=self.complete)
+        created = time_text(self.time)
+        return TagEntry(tag=self.tag, created=created, directory=self.tag, complete=self.complete, note=self.note)
 
 
 def named_tag(store: Store, tag: str, names: Sequence[RankName]) -> RankTag | None:

@@ -1,12 +1,27 @@
-"""Adapters that neuronx-distributed's `LoraModel` has joined in a way that nobody can undo."""
+"""What neuronx-distributed's `LoraModel` does to adapters and their configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from xla_ckpt.layouts.by_rank.arrays import Copies
 from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.tree.lora import LORA_CONFIG, lora_fields
+
+
+def with_ordered_config(models: Mapping[RankAt, Any]) -> dict[RankAt, Any]:
+    """The models of all ranks with their configurations of adapters in order, which else differ between ranks."""
+    return {
+        at: {**model, LORA_CONFIG: lora_fields(config)}
+        if isinstance(config := model.get(LORA_CONFIG), Mapping)
+        else model
+        for at, model in models.items()
+    }
 
 
 def mixed_adapters(files: RankFiles, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:

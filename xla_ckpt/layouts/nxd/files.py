@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, naming
+from xla_ckpt.layouts.by_rank.content import Content
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, RankName, placed_by
 from xla_ckpt.layouts.by_rank.one_file_each import TAG, OneFileEach
 from xla_ckpt.layouts.by_rank.state import trees
@@ -15,7 +16,7 @@ from xla_ckpt.layouts.nxd.tensor_files import TensorFiles
 from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, parsed_config
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.tree import lora
+from xla_ckpt.tree import lora, schema
 
 
 class NxdFiles(FolderFiles):
@@ -29,12 +30,15 @@ class NxdFiles(FolderFiles):
         super().__init__(directory)
         self.store = store
 
-    def beside_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def content(self, hints: Hints) -> Content:
+        content = super().content(hints)
+        model = content.parts.get(schema.MODEL, {})
         has_adapters = any(lora.ADAPTER in name for name in model)
-        if lora.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
-            return {}
-        with naming(file=ADAPTER_CONFIG):
-            return {lora.LORA_CONFIG: parsed_config(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG))}
+        if has_adapters and lora.LORA_CONFIG not in model and self.store.has(ADAPTER_CONFIG):
+            with naming(file=ADAPTER_CONFIG):
+                config = parsed_config(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG))
+            model[lora.LORA_CONFIG] = config
+        return content
 
 
 _OPTIMIZER = RankName("optim.dp_rank_{dp:02}.tp_rank_{tp:02}")

@@ -16,7 +16,7 @@ from xla_ckpt.layouts.by_rank.content import Content, content_of, mesh_of, plain
 from xla_ckpt.layouts.by_rank.form import RankOptimizer
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, RankName, largest_of, placed_by
 from xla_ckpt.layouts.by_rank.state import Stage, stages, trees
-from xla_ckpt.layouts.nxd.adapters import mixed_adapters
+from xla_ckpt.layouts.nxd.adapters import mixed_adapters, with_ordered_config
 from xla_ckpt.layouts.nxd.optimizer import stored_optimizer
 from xla_ckpt.layouts.nxd.tags import FOLDERS, OF_EXPERTS, OF_RANK
 from xla_ckpt.layouts.nxd.tensor_files import TensorFiles
@@ -93,13 +93,11 @@ class FolderFiles(TensorFiles):
         if hints.optimizer:
             self.check_optimizer()
         grids = self.whole_grids()
-        model = stages(trees(self, grids[MODEL], dp=0)) if MODEL in grids else {}
+        model = stages(with_ordered_config(trees(self, grids[MODEL], dp=0))) if MODEL in grids else {}
         mesh = mesh_of(grids.values())
         hints = self.hints(model, mesh, hints)
         optimizers = grids[OPTIM].sizes if OPTIM in grids else None
         content = content_of(self, hints, model, optimizers, lambda: self.optimizers(grids[OPTIM]), mesh)
-        if model:
-            content.parts[schema.MODEL] |= self.beside_model(content.parts[schema.MODEL])
         content.parts.update(self.parts())
         return content
 
@@ -135,11 +133,3 @@ class FolderFiles(TensorFiles):
             for part in (schema.SCHEDULER, schema.USER_CONTENT)
             if (file := f"{self.below}{part}.pt") in self.names
         }
-
-    def beside_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain values of the model that are in no rank file; `model` is what is in them.
-
-        Raises:
-            CorruptCheckpointError: They are damaged.
-        """
-        return {}

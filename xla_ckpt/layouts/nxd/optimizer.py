@@ -47,13 +47,13 @@ def stored_optimizer(tree: Mapping[Any, Any]) -> RankOptimizer:
     experts = [{**g, schema.PARAMS: [first + number for number in g[schema.PARAMS]]} for g in stored.groups[ordinary:]]
     groups = [*stored.groups[:ordinary], *experts]
     if _ROWS not in tree:
-        return replace(stored, groups=groups, ordinary=ordinary)
+        return replace(stored, groups=groups, experts=len(experts))
     return RankOptimizer(
         groups=groups,
         states=_shifted(tree, _ROWS, first),
         masters=tree.get(_MASTERS, {}),
         shapes=_shifted(tree, _SHAPES, first),
-        ordinary=ordinary,
+        experts=len(experts),
     )
 
 

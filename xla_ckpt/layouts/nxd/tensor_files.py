@@ -6,14 +6,15 @@ and shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from xla_ckpt import dtypes
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.by_rank.files import RankFiles, stored_leaf
 from xla_ckpt.layouts.by_rank.form import StoredTensor
@@ -24,6 +25,7 @@ from xla_ckpt.layouts.torch_save.stand_ins import Reference
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.sharding.sharding import position
+from xla_ckpt.storage.pool import READERS, work_off
 from xla_ckpt.tree.nested import replaced_leaves
 
 _EXPERT = "expert_model_parallel"
@@ -54,6 +56,33 @@ class TensorFiles(RankFiles):
         "each other, and the data is lost. The model itself is whole: load it without the optimizer."
     )
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.folders = frozenset(name.rpartition("/")[0] for name in self.names)
+        self._places: dict[str, Any] = {}
+
+    def place(self, tensor: StoredTensor) -> TensorAt:
+        if tensor.at is not None:
+            return tensor.at
+        if tensor.file not in self._places:
+            self._places[tensor.file] = self.read(tensor.file)
+        at = self._places[tensor.file]
+        if not isinstance(at, TensorAt) or (at.dtype, at.shape) != (tensor.dtype, tensor.shape):
+            raise CorruptCheckpointError(
+                "the file of a tensor does not hold it",
+                file=tensor.file,
+                expected=f"{tensor.dtype.name} {tensor.shape}",
+                found=f"{at.dtype.name} {at.shape}" if isinstance(at, TensorAt) else type(at).__name__,
+            )
+        return at
+
+    def has(self, tensor: StoredTensor) -> bool:
+        return tensor.at is not None or tensor.file in self.names
+
+    def left_out(self, tensor: StoredTensor) -> bool:
+        # With avoid_saving_lower_precision_weights not even the folder of its tensors is there.
+        return tensor.at is None and tensor.file.rpartition("/")[0] not in self.folders
+
     def are_apart(self, path: str) -> bool:
         """Whether the tensors of a rank file lie in files of their own."""
         return _description(path) in self.names or _folder(path) in self.folders
@@ -68,7 +97,20 @@ class TensorFiles(RankFiles):
                 tensors[tid] = self._referenced(path, at, tid, described.get(tid))
             return tensors[tid]
 
-        return replaced_leaves(self.read(path, reference), stored_leaf)
+        tree = replaced_leaves(self.read(path, reference), stored_leaf)
+        self._look_up(tensors.values())
+        return tree
+
+    def _look_up(self, tensors: Iterable[StoredTensor]) -> None:
+        """Read where tensors lie, several files at a time: `place` waits for each look at a slow storage."""
+
+        def look(file: str, _: memoryview) -> None:
+            with contextlib.suppress(CheckpointError):  # `place` meets it again, and whoever asks names the array
+                self._places[file] = self.read(file)
+
+        files = {tensor.file for tensor in tensors if tensor.at is None and tensor.file in self.names}
+        todo = sorted(files - self._places.keys())
+        work_off(todo, look, workers=min(READERS, len(todo)), buffer_bytes=0, name="xla_ckpt-look")
 
     def _referenced(self, path: str, at: RankAt, tid: int, info: Any) -> StoredTensor:
         """The tensor of a number in a rank file; `info` is what the file beside it says."""

@@ -52,11 +52,7 @@ class OptimumNeuron(RankLayout):
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
         numbered = sorted((t for t in tags if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: int(t.tag.split("-")[1]))
         merged = merged_by_time(numbered, (t for t in tags if t not in numbered), lambda t: t.time)
-        return [self.entry_of(store, tag) for tag in merged]
-
-    def entry_of(self, store: Store, tag: RankTag) -> TagEntry:
-        folders = _folders(_adapters(store, tag.tag))
-        return replace(tag.entry(), note=f"with {', '.join(folders)}" if folders else "")
+        return [tag.entry() for tag in merged]
 
     def opened_tag(self, store: Store, name: str) -> RankTag:
         """See `RankLayout.opened_tag`.
@@ -91,10 +87,9 @@ class OptimumNeuron(RankLayout):
 
 def _checkpoint(store: Store, tag: str) -> RankTag | None:
     """A checkpoint of the trainer: its rank files, or those of its only adapter."""
-    if (shards := marked_tag(store, tag, f"{_SHARDS}/")) is not None:
-        return shards
     adapters = _adapters(store, tag)
-    return adapters[0] if adapters else None
+    found = marked_tag(store, tag, f"{_SHARDS}/") or next(iter(adapters), None)
+    return replace(found, note=f"with {', '.join(_folders(adapters))}") if found and adapters else found
 
 
 def _adapters(store: Store, tag: str) -> list[RankTag]:

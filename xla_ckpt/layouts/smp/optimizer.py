@@ -137,7 +137,7 @@ def _names(united: Mapping[RankAt, OptimizerShare], model: MergedModel, hints: H
     try:
         named = names_of_stage(
             groups,
-            ordinary=len(groups),
+            experts_apart=False,
             hints=hints,
             model=model.stage.copies or None,
             shapes={number: largest(_state(united, number)) for number in stored},
