@@ -85,6 +85,18 @@ class RankState:
     experts: frozenset[str] | None = None
     """Names of the parameters that a ZeRO-1 optimizer of experts has; None where one has all of them."""
 
+    def members(self, part: str) -> Mapping[Any, Any]:
+        """A part of it, for a file that has a place for its members.
+
+        Raises:
+            UnsupportedStateError: It is no dict.
+        """
+        tree = self.parts[part]
+        if not isinstance(tree, Mapping):
+            problem = f"the layout has a place for {part} as a dict of its parameters or states"
+            raise UnsupportedStateError(problem, leaf=part, found=type(tree).__name__)
+        return tree
+
 
 @dataclass(frozen=True, slots=True)
 class Laying:
@@ -111,19 +123,16 @@ class Laying:
         Raises:
             UnsupportedStateError: None of them does.
         """
-        apart = [axis for axis in ("pp", "ep", "tp") if self.mesh.sizes[axis] > 1]
-        if dealt:
-            apart = [*(axis for axis in apart if axis != "ep"), "dp"]  # dp counts the ranks along ep, too
-        missing = [[axis for axis in apart if axis not in name.axes] for name in names]
-        if all(missing):
+        axes = [axis for axis in ("pp", "ep", "tp") if self.mesh.sizes[axis] > 1]
+        apart = {*axes, "dp"} - {"ep"} if dealt else {*axes}  # dp counts the ranks along ep, too
+        name = next((name for name in names if apart <= name.axes), None)
+        if name is None:
             raise UnsupportedStateError(
-                f"there is no place for what ranks along {' and '.join(missing[0])} have of their own: names of files "
-                "do not tell them apart",
+                f"there is no place for what ranks along {', '.join(sorted(apart - names[-1].axes))} have of their own",
                 expected=f"ranks that {names[-1].template} tells apart",
                 found=str(self.mesh),
                 hint="Save in the native format, which holds any state and loads on any topology.",
             )
-        name = names[missing.index([])]
         return name.of(RankAt(**{axis: self.at[axis] for axis in apart})), ("cp",) if dealt else SHARING
 
     def shared(self, names: Sequence[RankName], tree: Any, part: str, *, dealt: bool = False) -> list[FilePlan]:

@@ -28,6 +28,7 @@ class RankWriting(Writing):
 
     layout: RankLayout
     description: Description
+    laying: Laying
     rank_state: RankState
     """This rank's state, without its trees."""
 
@@ -35,7 +36,7 @@ class RankWriting(Writing):
 
     @property
     def whole(self) -> frozenset[str]:
-        return frozenset(self.rank_state.tensors)
+        return frozenset(self.laying.tensors)
 
     @property
     def marks(self) -> Mapping[str, bytes]:
@@ -44,12 +45,6 @@ class RankWriting(Writing):
     @cached_property
     def plan(self) -> SavePlan:
         return SavePlan((*self.native.plan.files, *self.layout.files_of(self.state, self.laying)))
-
-    @property
-    def laying(self) -> Laying:
-        """Lays out this rank's files."""
-        placement, first = self.description.placement, self.description.replicas == "first"
-        return Laying(placement.mesh, placement.rank, self.rank_state.tensors, first)
 
     @cached_property
     def state(self) -> RankState:
@@ -96,10 +91,10 @@ class RankWriting(Writing):
             experts=state.experts,
         )
         check_rows(rank_state, mesh, state.zero1 or (), name)
+        laying = Laying(mesh, description.placement.rank, arrays, description.replicas == "first")
+        laying.place(layout.names, dealt=rank_state.zero1)
         native = NativeWriting(description, native_leaves)
-        writing = cls(layout=layout, description=description, rank_state=rank_state, native=native, **more)
-        writing.laying.place(layout.names, dealt=rank_state.zero1)
-        return writing
+        return cls(layout=layout, description=description, laying=laying, rank_state=rank_state, native=native, **more)
 
 
 def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:

@@ -97,13 +97,13 @@ class FolderFiles(TensorFiles):
         mesh = mesh_of(grids.values())
         hints = self.hints(model, mesh, hints)
         optimizers = grids[OPTIM].sizes if OPTIM in grids else None
-        content = content_of(self, hints, model, optimizers, lambda: self.optimizers(grids[OPTIM]), mesh)
+
+        def optim() -> dict[RankAt, RankOptimizer]:
+            return {at: stored_optimizer(tree) for at, tree in trees(self, grids[OPTIM]).items()}
+
+        content = content_of(self, hints, model, optimizers, optim, mesh)
         content.parts.update(self.parts())
         return content
-
-    def optimizers(self, grid: RankGrid) -> dict[RankAt, RankOptimizer]:
-        """What each rank file of the optimizer holds."""
-        return {at: stored_optimizer(tree) for at, tree in trees(self, grid).items()}
 
     def misfit(self, name: str, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
         return mixed_adapters(self, copies, mesh, hint) if lora.ADAPTER in name else None

@@ -13,7 +13,7 @@ from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.nxd.older import OLDER_FORM
-from xla_ckpt.layouts.nxd.tags import FOLDERS, RANK_FILES, TAG_MARKS, complete_tags, marked_tag
+from xla_ckpt.layouts.nxd.tags import FOLDERS, RANK_FILES, TAG_MARKS, by_time, marked_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.storage.base import Directory, Store
@@ -72,12 +72,11 @@ class NeuronxDistributed(RankLayout):
         return f"neuronx-distributed's files. {self.saved_over(store, tag)}"
 
     def tag_at(self, store: Store, name: str) -> RankTag | None:
-        if (marked := marked_tag(store, name)) is not None:
-            return marked
-        return super().tag_at(store, name)
+        return marked_tag(store, name) or super().tag_at(store, name)
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        return [tag.entry() for tag in complete_tags(self, store, names)]
+        tags = (self.tag_at(store, name) for name in names) if self.origin else ()
+        return [tag.entry() for tag in sorted((t for t in tags if t is not None and t.complete), key=by_time)]
 
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
         from xla_ckpt.layouts.nxd.files import LegacyFiles, NxdFiles

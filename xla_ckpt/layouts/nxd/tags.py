@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from xla_ckpt.layouts.by_rank.grid import RankName
-from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag, modified
 from xla_ckpt.storage.base import Store
 
 TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
 """Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
+
+_DIGITS = re.compile(r"(\d+)")
 
 FOLDERS = ("model", "optim")
 """The folders of such a tag in which the ranks have their files."""
@@ -38,19 +38,7 @@ def marked_tag(store: Store, tag: str, below: str = "") -> RankTag | None:
     return RankTag(tag=tag, complete=done is not None, time=done or begun or 0, below=below)
 
 
-_DIGITS = re.compile(r"(\d+)")
-
-
-def complete_tags(layout: RankLayout, store: Store, names: Sequence[str]) -> list[RankTag]:
-    """The complete tags among some names, the older one first; of equally old ones that with the smaller number.
-
-    Raises:
-        StorageError: The root cannot be read.
-    """
-
-    def by_time(tag: RankTag) -> tuple[int, list[tuple[int, str]]]:
-        parts = _DIGITS.split(tag.tag)
-        return tag.time, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-    tags = (layout.tag_at(store, name) for name in names) if layout.origin else ()
-    return sorted((tag for tag in tags if tag is not None and tag.complete), key=by_time)
+def by_time(tag: RankTag) -> tuple[int, list[tuple[int, str]]]:
+    """A key that puts the older tag first; of equally old ones that whose name has the smaller number."""
+    parts = _DIGITS.split(tag.tag)
+    return tag.time, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

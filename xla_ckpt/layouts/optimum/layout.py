@@ -8,7 +8,6 @@ instead. With the metadata that lie in ``shards`` and ``adapter_shards`` no mode
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import HuggingFaceModel
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.tags import RankTag
-from xla_ckpt.layouts.foreign_tags import merged_by_time
-from xla_ckpt.layouts.nxd.tags import complete_tags, marked_tag
+from xla_ckpt.layouts.nxd.tags import marked_tag
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
@@ -46,13 +44,6 @@ class OptimumNeuron(RankLayout):
         if any(METADATA_FILE.fullmatch(file) for file in store.names(name)):
             return marked_tag(store, name)
         return None
-
-    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        tags = complete_tags(self, store, names)
-        # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
-        numbered = sorted((t for t in tags if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: int(t.tag.split("-")[1]))
-        merged = merged_by_time(numbered, (t for t in tags if t not in numbered), lambda t: t.time)
-        return [tag.entry() for tag in merged]
 
     def opened_tag(self, store: Store, name: str) -> RankTag:
         """See `RankLayout.opened_tag`.

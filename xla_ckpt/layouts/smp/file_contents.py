@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.plan import RankState, stem
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, by_number
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
@@ -121,13 +120,7 @@ def model_file(state: RankState, job: StoredJob, mesh: Mesh) -> dict[Any, Any]:
     Raises:
         UnsupportedStateError: The model is no dict.
     """
-    tree = state.parts[schema.MODEL]
-    if not isinstance(tree, Mapping):
-        raise UnsupportedStateError(
-            "the layout smp holds a model as a dict of its parameters",
-            leaf=schema.MODEL,
-            found=type(tree).__name__,
-        )
+    tree = state.members(schema.MODEL)
     tensors = {name: state.tensors[at.path] for name, at in tree.items() if isinstance(at, LeafAt)}
     ours = {
         SPECS: {name: tensor.spec for name, tensor in tensors.items()},
@@ -152,11 +145,7 @@ def optimizer_file(state: RankState, job: StoredJob) -> dict[Any, Any]:
     Raises:
         UnsupportedStateError: The optimizer's state is no dict.
     """
-    tree = state.parts[schema.OPTIMIZER]
-    if not isinstance(tree, Mapping):
-        raise UnsupportedStateError(
-            "the layout smp holds an optimizer's state as a dict", leaf=schema.OPTIMIZER, found=type(tree).__name__
-        )
+    tree = state.members(schema.OPTIMIZER)
     if not job.groups:
         return {**tree, IS_PARTIAL: True}
     number = job.number
@@ -169,13 +158,9 @@ def optimizer_file(state: RankState, job: StoredJob) -> dict[Any, Any]:
         IS_PARTIAL: True,
     }
     if state.zero1:
-        content[ADDED_KEY] = {SHAPES: {number[name]: list(shape) for name, shape in _own(state, number)}}
+        own = {number[name]: list(shape) for name, shape in state.shapes.items() if name in number}
+        content[ADDED_KEY] = {SHAPES: own}
     return content
-
-
-def _own(state: RankState, number: Mapping[Any, int]) -> Iterable[tuple[Any, tuple[int, ...]]]:
-    """Names of the parameters of this stage, and their local shapes."""
-    return ((name, shape) for name, shape in state.shapes.items() if name in number)
 
 
 def _group(group: Mapping[str, Any], names: Sequence[Any], number: Mapping[Any, int]) -> dict[str, Any]:
