@@ -11,10 +11,17 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.layouts.writing import as_kwargs, save_as_job, toy
+from tests.same import differences
+from tests.topology.state import differences as unlike_toy
+from xla_ckpt import Mesh
 from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, RankOptimizer, numbered_optimizer
 from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.registry import register_layout, remove_layout
+from xla_ckpt.layouts.by_rank.plan import RankState
+from xla_ckpt.layouts.opening import open_tag
+from xla_ckpt.layouts.registry import layout_of, register_layout, remove_layout
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.tree import schema
 
 Stages = tuple[tuple[str, ...], ...]
@@ -33,16 +40,36 @@ def optimizer_in(tree: Mapping[Any, Any]) -> RankOptimizer:
     return replace(stored, masters=dict(enumerate(tree["masters"])))
 
 
+def tree_of(state: RankState) -> dict[str, Any]:
+    """The way back."""
+    optimizer = state.members(schema.OPTIMIZER)
+    names = schema.grouped_names(optimizer)
+    inner = schema.renamed_parameters(optimizer, {name: i for i, name in enumerate(names)})
+    return {
+        "model": state.members(schema.MODEL),
+        "optim": {
+            "inner": {key: inner[key] for key in (schema.STATE, schema.GROUPS)},
+            "masters": [optimizer[schema.MASTER][name] for name in names if schema.MASTER in optimizer],
+        },
+        **state.parts.get(schema.USER_CONTENT, {}),  # of a job that saves only rank 0 has it
+    }
+
+
 class Trainer(RankLayout):
     name = origin = "trainer"
-    converts = False
+    saves = True
     form = RankForm(
-        names=[RankName("mp_rank_{tp:02}_{pp:03}/state.pt"), RankName("mp_rank_{tp:02}/state.pt")],
+        names=[RankName("mp_rank_{tp:02}/state.pt"), RankName("mp_rank_{tp:02}_{pp:03}/state.pt")],
         content=lambda tree: RankContent(
             model=tree["model"], optimizer=tree["optim"], parts={schema.USER_CONTENT: {"step": tree["step"]}}
         ),
         optimizer=optimizer_in,
+        tree=tree_of,
     )
+
+
+def rank_files(tag: Path) -> list[str]:
+    return sorted(str(path.relative_to(tag)) for path in tag.glob("mp_rank_*/state.pt"))
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +145,43 @@ def test_it_converts_and_its_master_weights_go_along(tmp_path: Path) -> None:
     xla_ckpt.convert(tmp_path, tmp_path / "native", "a", model=other, optimizer=fresh, shardings=RULES)
     tree = xla_ckpt.restore(tmp_path / "native").tree
     assert torch.equal(tree["optimizer"]["master"]["down.weight"], model.down.weight.double())
+
+
+@pytest.mark.parametrize("stages", [(STAGES,), tuple((stage,) for stage in STAGES)], ids=["pp=1", "pp=2"])
+def test_what_is_converted_to_it_are_the_files_of_such_a_trainer(tmp_path: Path, stages: Stages) -> None:
+    model, optimizer = trained()
+    write(tmp_path / "a", model, optimizer, 7, stages)
+    xla_ckpt.convert(tmp_path, tmp_path / "native", "a", model=model, optimizer=optimizer, shardings=RULES)
+    mesh, cuts = Mesh(pp=len(stages), dp=2, tp=TP), ["up"] * (len(stages) - 1)
+    xla_ckpt.convert(tmp_path / "native", tmp_path / "b", to="trainer", mesh=mesh, pipeline_cuts=cuts)
+    files = rank_files(tmp_path / "b/a")
+    assert files == rank_files(tmp_path / "a")
+    assert layout_of(open_tag(store_at(tmp_path / "b"), "a").manifest).name == "trainer"
+    for name in files:
+        ours, theirs = (torch.load(root / "a" / name, weights_only=True) for root in (tmp_path / "b", tmp_path))
+        assert not differences(theirs, ours, name)
+
+
+def test_a_job_saves_in_it_what_ranks_of_other_jobs_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    states = [toy(mesh, rank) for rank in range(mesh.size)]
+    content = {"user_content": {"step": 7}, "layout": "trainer"}
+    save_as_job(monkeypatch, mesh, tmp_path, "a", lambda rank: as_kwargs(states[rank]), **content)
+    assert rank_files(tmp_path / "a") == [f"mp_rank_{tp:02d}_{pp:03d}/state.pt" for tp in range(2) for pp in range(2)]
+    assert xla_ckpt.verify(tmp_path, "a").ok
+    loaded, optimizer = toy(Mesh(), 0, blank=True)
+    assert xla_ckpt.load_checkpoint(tmp_path, "a", loaded, optimizer).user_content == {"step": 7}
+    assert unlike_toy(optimizer, loaded.by_name, Mesh(), 0) == []
+
+
+def test_a_job_whose_ranks_the_names_do_not_tell_apart_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(dp=2)
+    states = [toy(mesh, rank, zero=True) for rank in range(mesh.size)]
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"no place for what ranks along dp have of their own"):
+        save_as_job(monkeypatch, mesh, tmp_path, "a", lambda rank: as_kwargs(states[rank]), layout="trainer")
+    assert xla_ckpt.list_tags(tmp_path) == []
 
 
 def test_a_tag_without_the_file_of_a_rank_is_damaged(tmp_path: Path) -> None:
