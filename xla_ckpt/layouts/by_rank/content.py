@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError
-from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.files import RankFiles, stored_leaf
 from xla_ckpt.layouts.by_rank.form import RankOptimizer, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, largest_of, listed_names
 from xla_ckpt.layouts.by_rank.optimizer import NAMELESS, optimizer_of
@@ -176,9 +176,8 @@ def _plain(files: RankFiles, value: Any) -> Any:
     Mappings without tensors stay as they are, with their classes.
     """
 
-    def recorded(_: Keys, leaf: Any) -> Any:
-        if isinstance(leaf, TensorAt):
-            leaf = StoredTensor.lying_at(leaf)
+    def recorded(keys: Keys, leaf: Any) -> Any:
+        leaf = stored_leaf(keys, leaf)
         if not isinstance(leaf, StoredTensor):
             return leaf
         at = files.place(leaf)

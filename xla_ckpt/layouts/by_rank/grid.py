@@ -10,6 +10,8 @@ from itertools import product
 
 from xla_ckpt.errors import CorruptCheckpointError
 
+_AXES = ("pp", "dp", "ep", "tp")
+
 LISTED = 6
 """How many names an error lists before it says how many more there are."""
 
@@ -100,8 +102,7 @@ class RankGrid:
     @classmethod
     def of(cls, paths: Mapping[RankAt, str]) -> RankGrid:
         """As large as the numbers in the names say."""
-        pp, dp, ep, tp = (1 + max(getattr(at, axis) for at in paths) for axis in ("pp", "dp", "ep", "tp"))
-        return cls(paths, RankAt(pp=pp, dp=dp, ep=ep, tp=tp))
+        return cls(paths, RankAt(**{axis: 1 + max(getattr(at, axis) for at in paths) for axis in _AXES}))
 
     @property
     def count(self) -> int:
@@ -114,15 +115,14 @@ class RankGrid:
         Raises:
             CorruptCheckpointError: They are so many that the numbers in the names are none of ranks.
         """
-        count, size = self.count, self.sizes
+        count = self.count
         if len(self.paths) == count:
             return []
         # A single file with a number in the millions must not make a list of all those before it.
         if count > 100 * len(self.paths) + 1000:
             raise CorruptCheckpointError("the numbers of the parts make no grid", file=kind, found=len(self.paths))
-        places = product(range(size.pp), range(size.dp), range(size.ep), range(size.tp))
-        ranks = (RankAt(pp=pp, dp=dp, ep=ep, tp=tp) for pp, dp, ep, tp in places)
-        return [at for at in ranks if at not in self.paths]
+        places = product(*(range(getattr(self.sizes, axis)) for axis in _AXES))
+        return [at for place in places if (at := RankAt(**dict(zip(_AXES, place, strict=True)))) not in self.paths]
 
     def check(self, kind: str, lost: str) -> None:
         """Check that every rank has its file.
@@ -148,8 +148,7 @@ class RankGrid:
 def largest_of(grids: Iterable[RankGrid]) -> RankAt:
     """The largest number of files along each axis."""
     sizes = [grid.sizes for grid in grids] or [RankAt(pp=1, dp=1, ep=1, tp=1)]
-    pp, dp, ep, tp = (max(getattr(size, axis) for size in sizes) for axis in ("pp", "dp", "ep", "tp"))
-    return RankAt(pp=pp, dp=dp, ep=ep, tp=tp)
+    return RankAt(**{axis: max(getattr(size, axis) for size in sizes) for axis in _AXES})
 
 
 def listed_names(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from xla_ckpt.tree import path as paths
 if TYPE_CHECKING:
     from xla_ckpt.engine.writing import Writing
     from xla_ckpt.layouts.by_rank.files import RankFiles
-    from xla_ckpt.layouts.by_rank.plan import Laying, RankState
+    from xla_ckpt.layouts.by_rank.plan import Laying
     from xla_ckpt.state.describe import Description
 
 
@@ -46,14 +46,14 @@ class RankLayout(Layout):
         """What a file is called that a rank writes: the first one counts that tells the ranks of the job apart."""
         return self.form.names
 
-    def files_of(self, state: RankState, laying: Laying) -> list[FilePlan]:
-        """The files that a rank writes of what it has.
+    def files_of(self, laying: Laying) -> list[FilePlan]:
+        """The files that a rank writes of what it has (`laying.state`).
 
         Raises:
             UnsupportedStateError: There is no place for something in it.
         """
         assert self.form.tree is not None, f"{self.name} is only read"
-        return laying.shared(self.names, self.form.tree(state), paths.ROOT, dealt=state.zero1)
+        return laying.shared(self.names, self.form.tree(laying.state), paths.ROOT, dealt=laying.state.zero1)
 
     def wrote(self, manifest: Manifest) -> bool:
         names = self.names if self.converts else ()

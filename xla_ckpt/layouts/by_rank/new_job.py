@@ -279,16 +279,13 @@ class NewJob:
 
     def _shapes(self) -> dict[Any, tuple[int, ...]]:
         """Local shape of each parameter that the optimizer has."""
-        if not self._by_name():
-            return {}
-        shapes = {}
-        for group in self.trees[schema.OPTIMIZER][schema.GROUPS]:
-            for name in group[schema.PARAMS]:
-                leaf = self._leaf_of_shape(name)
-                record = self.manifest.array(leaf)
-                if record is not None:
-                    shapes[name] = even(self._sharding(leaf), record.shape, self.mesh)[1]
-        return shapes
+        names = schema.grouped_names(self.trees[schema.OPTIMIZER]) if self._by_name() else ()
+        leaves = {name: self._leaf_of_shape(name) for name in names}
+        return {
+            name: even(self._sharding(leaf), record.shape, self.mesh)[1]
+            for name, leaf in leaves.items()
+            if (record := self.manifest.array(leaf)) is not None
+        }
 
     def _experts(self) -> frozenset[str]:
         """Names of the optimizer's parameters that are split over ep."""

@@ -100,11 +100,11 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Laying:
-    """Lays out files with tensors of one rank in them."""
+    """Lays out files of what one rank has."""
 
     mesh: Mesh
     rank: int
-    tensors: Mapping[str, RankTensor]
+    state: RankState
     first: bool = False
     """Whether the first of the ranks that share a file writes all of its tensors: they may not be equal."""
 
@@ -159,7 +159,7 @@ class Laying:
         tensors: list[tuple[str, RankTensor]] = []
 
         def in_file(leaf: str) -> InFile:
-            tensor = self.tensors[leaf]
+            tensor = self.state.tensors[leaf]
             tensors.append((leaf, tensor))
             return InFile(len(tensors) - 1, tensor.dtype, tensor.shape)
 
@@ -244,24 +244,3 @@ def check_common(skeleton: Mapping[str, Any], layout: str) -> None:
             leaf=schema.own_states(),
             hint="Save in the native format, which holds any state.",
         )
-
-
-def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], layout: str) -> None:
-    """Refuse a ZeRO-1 optimizer that files which are numbered by dp have no place for.
-
-    Args:
-        axes: Mesh axes over which ZeRO-1 deals rows out.
-
-    Raises:
-        UnsupportedStateError: Its states would be lost.
-    """
-    over = [axis for axis in axes if mesh.sizes[axis] > 1]
-    if not state.zero1 or ((over or mesh.dp == 1) and {"dp", "edp"} >= set(over)):
-        return
-    dealt = f"are dealt out over {' and '.join(over)}" if over else "are not dealt out over dp"
-    raise UnsupportedStateError(
-        f"the layout {layout} cannot hold this optimizer: files are named by dp, and these ZeRO-1 shards {dealt}",
-        leaf=schema.OPTIMIZER,
-        found=str(mesh),
-        hint="Save in the native format, which holds any state and loads on any topology.",
-    )

@@ -32,7 +32,7 @@ def new_job(layout: RankLayout, stored: StoredState, to: Topology) -> NewJob:
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
     check_common(skeleton, layout.name)
     zero1 = bool(to.zero1)
-    Laying(to.mesh, 0, {}).place(layout.names, dealt=zero1)
+    Laying(to.mesh, 0, RankState(parts={}, tensors={})).place(layout.names, dealt=zero1)
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in parts}
     return NewJob(
         manifest=stored.manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=zero1
@@ -43,7 +43,7 @@ def rewritten(
     layout: RankLayout,
     job: NewJob,
     to: Topology,
-    files_of: Callable[[RankState, Laying], Sequence[FilePlan]] | None = None,
+    files_of: Callable[[Laying], Sequence[FilePlan]] | None = None,
 ) -> Rewriting:
     """The files of a conversion: those of the layout, and native ones for what it has no place for.
 
@@ -56,8 +56,7 @@ def rewritten(
     native, specs = native_files(manifest, [p for p in manifest.arrays if schema.member_of(p) not in job.trees], to)
     files = []
     for rank in range(to.mesh.size):
-        state = job.state(rank)
-        plan = SavePlan(tuple(files_of(state, Laying(to.mesh, rank, state.tensors))))
+        plan = SavePlan(tuple(files_of(Laying(to.mesh, rank, job.state(rank)))))
         files.append((*native[rank], *plan.minus(job.of_earlier_stages(rank)).files))
     specs |= {path: job.spec(path) for path in manifest.arrays if path not in specs}
     return Rewriting(files, specs, layout.marks)

@@ -148,11 +148,7 @@ def _of_stage(names: Sequence[str], hints: Hints, model: Mapping[str, Any] | Non
 
 def _present(name: str, hints: Hints, model: Mapping[str, Any] | None) -> str:
     """The name under which a stage's model has a parameter; its first name if the model does not have it."""
-    if model is not None:
-        for other in (name, *hints.aliases.get(name, ())):
-            if other in model:
-                return other
-    return name
+    return next((other for other in (name, *hints.aliases.get(name, ())) if other in (model or ())), name)
 
 
 def in_stage(names: Sequence[str], called: Mapping[str, str], order: Mapping[str, int]) -> list[str]:

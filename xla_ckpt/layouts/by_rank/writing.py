@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -10,7 +10,7 @@ from typing import Any, Self
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, RankState, RankTensor, check_common, check_rows, with_experts
+from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, RankState, RankTensor, check_common, with_experts
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.leaf import Leaf
@@ -28,7 +28,6 @@ class RankWriting(Writing):
 
     layout: RankLayout
     description: Description
-    laying: Laying
     rank_state: RankState
     """This rank's state, without its trees."""
 
@@ -36,7 +35,7 @@ class RankWriting(Writing):
 
     @property
     def whole(self) -> frozenset[str]:
-        return frozenset(self.laying.tensors)
+        return frozenset(self.rank_state.tensors)
 
     @property
     def marks(self) -> Mapping[str, bytes]:
@@ -44,15 +43,16 @@ class RankWriting(Writing):
 
     @cached_property
     def plan(self) -> SavePlan:
-        return SavePlan((*self.native.plan.files, *self.layout.files_of(self.state, self.laying)))
+        return SavePlan((*self.native.plan.files, *self.layout.files_of(self.laying)))
 
     @cached_property
-    def state(self) -> RankState:
-        """This rank's state."""
+    def laying(self) -> Laying:
+        """This rank's state, to be laid out."""
         about = self.description
         members = about.structure or {}
         trees = {part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in members}
-        return replace(self.rank_state, parts=trees)
+        state, placement = replace(self.rank_state, parts=trees), about.placement
+        return Laying(placement.mesh, placement.rank, state, about.replicas == "first")
 
     @classmethod
     def of(cls, layout: RankLayout, description: Description, **more: Any) -> Self:
@@ -90,11 +90,24 @@ class RankWriting(Writing):
             shapes=shapes,
             experts=state.experts,
         )
-        check_rows(rank_state, mesh, state.zero1 or (), name)
-        laying = Laying(mesh, description.placement.rank, arrays, description.replicas == "first")
-        laying.place(layout.names, dealt=rank_state.zero1)
+        _check_rows(state.zero1, mesh, name)
+        Laying(mesh, description.placement.rank, rank_state).place(layout.names, dealt=rank_state.zero1)
         native = NativeWriting(description, native_leaves)
-        return cls(layout=layout, description=description, laying=laying, rank_state=rank_state, native=native, **more)
+        return cls(layout=layout, description=description, rank_state=rank_state, native=native, **more)
+
+
+def _check_rows(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> None:
+    """Refuse a ZeRO-1 optimizer whose rows are dealt out over axes that files do not number: it would be lost."""
+    over = [axis for axis in axes or () if mesh.sizes[axis] > 1]
+    if axes is None or ((over or mesh.dp == 1) and {"dp", "edp"} >= set(over)):
+        return
+    dealt = f"are dealt out over {' and '.join(over)}" if over else "are not dealt out over dp"
+    raise UnsupportedStateError(
+        f"the layout {layout} cannot hold this optimizer: files are named by dp, and these ZeRO-1 shards {dealt}",
+        leaf=schema.OPTIMIZER,
+        found=str(mesh),
+        hint="Save in the native format, which holds any state and loads on any topology.",
+    )
 
 
 def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:

@@ -22,7 +22,7 @@ from xla_ckpt.tags.roots import root_of
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.by_rank.files import RankFiles
-    from xla_ckpt.layouts.by_rank.plan import Laying, RankState
+    from xla_ckpt.layouts.by_rank.plan import Laying
 
 
 class NeuronxDistributed(RankLayout):
@@ -83,10 +83,10 @@ class NeuronxDistributed(RankLayout):
 
         return NxdFiles(directory, store) if tag.marked else LegacyFiles(directory, self.form)
 
-    def files_of(self, state: RankState, laying: Laying) -> list[FilePlan]:
+    def files_of(self, laying: Laying) -> list[FilePlan]:
         from xla_ckpt.layouts.nxd.writing import files_of_rank
 
-        return files_of_rank(state, laying, xser=self.xser)
+        return files_of_rank(laying, xser=self.xser)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         from xla_ckpt.layouts.nxd.writing import with_zero1

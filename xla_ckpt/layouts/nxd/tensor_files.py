@@ -151,7 +151,7 @@ def lay_apart(
     def reference(leaf: str) -> Reference:
         stand_in = Reference()
         stand_in.tid = len(tensors)
-        tensors.append((leaf, laying.tensors[leaf]))
+        tensors.append((leaf, laying.state.tensors[leaf]))
         return stand_in
 
     pickled = dumps_referring(tree, part, reference)

@@ -15,7 +15,7 @@ from functools import partial
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Topology
 from xla_ckpt.layouts.by_rank.new_job import deals_rows
-from xla_ckpt.layouts.by_rank.plan import Laying, RankState
+from xla_ckpt.layouts.by_rank.plan import Laying
 from xla_ckpt.layouts.nxd.folders import MODEL, OPTIM
 from xla_ckpt.layouts.nxd.optimizer import numbered
 from xla_ckpt.layouts.nxd.tags import RANK_FILES
@@ -50,7 +50,7 @@ def with_zero1(to: Topology, manifest: Manifest, *, xser: bool) -> Topology:
     return replace(to, zero1=deals_rows(manifest) or has_masters if to.zero1 is None else to.zero1)
 
 
-def files_of_rank(state: RankState, laying: Laying, *, xser: bool) -> list[FilePlan]:
+def files_of_rank(laying: Laying, *, xser: bool) -> list[FilePlan]:
     """The files that one rank writes.
 
     Args:
@@ -59,7 +59,7 @@ def files_of_rank(state: RankState, laying: Laying, *, xser: bool) -> list[FileP
     Raises:
         UnsupportedStateError: Something in its state cannot be pickled.
     """
-    lay = partial(lay_apart, laying) if xser else laying.shared
+    state, lay = laying.state, partial(lay_apart, laying) if xser else laying.shared
     plans: list[FilePlan] = []
     if schema.MODEL in state.parts:
         tree = in_dicts_and_lists(state.parts[schema.MODEL])

@@ -67,7 +67,7 @@ class ZeroFiles:
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
             state = RankState(parts={schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors=tensors, zero1=True)
-            files += files_of_rank(state, Laying(mesh, rank, tensors), xser=self.xser)
+            files += files_of_rank(Laying(mesh, rank, state), xser=self.xser)
         if dp is not None:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]

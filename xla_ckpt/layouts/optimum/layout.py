@@ -79,8 +79,8 @@ class OptimumNeuron(RankLayout):
 def _checkpoint(store: Store, tag: str) -> RankTag | None:
     """A checkpoint of the trainer: its rank files, or those of its only adapter."""
     adapters = _adapters(store, tag)
-    found = marked_tag(store, tag, f"{_SHARDS}/") or next(iter(adapters), None)
-    return replace(found, note=f"with {', '.join(_folders(adapters))}") if found and adapters else found
+    of_ranks = marked_tag(store, tag, f"{_SHARDS}/") or next(iter(adapters), None)
+    return replace(of_ranks, note=f"with {', '.join(_folders(adapters))}") if of_ranks and adapters else of_ranks
 
 
 def _adapters(store: Store, tag: str) -> list[RankTag]:

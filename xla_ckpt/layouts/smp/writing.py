@@ -12,7 +12,7 @@ import torch
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.new_job import NewJob
-from xla_ckpt.layouts.by_rank.plan import Laying, RankState, stem
+from xla_ckpt.layouts.by_rank.plan import Laying, stem
 from xla_ckpt.layouts.by_rank.rewriting import new_job, rewritten
 from xla_ckpt.layouts.by_rank.writing import RankWriting
 from xla_ckpt.layouts.smp.file_contents import (
@@ -52,7 +52,8 @@ class SmpWriting(RankWriting):
 
     @property
     def _stage(self) -> dict[str, Any]:
-        return told(self.state.parts, modules_of(self.description.state.model, self.state.parts.get(schema.MODEL)))
+        parts = self.laying.state.parts
+        return told(parts, modules_of(self.description.state.model, parts.get(schema.MODEL)))
 
     @property
     def told(self) -> Any:
@@ -72,7 +73,7 @@ class SmpWriting(RankWriting):
         return self.plan if united is None else self._plan_of(united)
 
     def _plan_of(self, stages: Sequence[Any]) -> SavePlan:
-        files = files_of(self.state, stored_job_of(stages, self.given.partitions), self.laying, self.given)
+        files = files_of(stored_job_of(stages, self.given.partitions), self.laying, self.given)
         return SavePlan((*self.native.plan.files, *files))
 
 
@@ -99,18 +100,19 @@ def smp_writing(layout: RankLayout, description: Description) -> SmpWriting:
     return SmpWriting.of(layout, description, given=given(extras))
 
 
-def files_of(state: RankState, job: StoredJob, laying: Laying, known: Given) -> list[FilePlan]:
+def files_of(job: StoredJob, laying: Laying, known: Given) -> list[FilePlan]:
     """The files of SMP's that one rank writes.
 
     Raises:
         UnsupportedStateError: Something cannot be pickled, or is no dict.
     """
-    mesh, zero1, optimizer = laying.mesh, state.zero1, written_names(OPTIMIZER_SETS[-1])
+    mesh, state, zero1 = laying.mesh, laying.state, laying.state.zero1
     plans: list[FilePlan] = []
     if schema.MODEL in state.parts:
         plans += laying.shared(written_names(MODEL_SET), model_file(state, job, mesh), schema.MODEL)
     if schema.OPTIMIZER in state.parts:
-        plans += laying.shared(optimizer, optimizer_file(state, job), schema.OPTIMIZER, dealt=zero1)
+        names = written_names(OPTIMIZER_SETS[-1])
+        plans += laying.shared(names, optimizer_file(state, job), schema.OPTIMIZER, dealt=zero1)
         if has_masters(state):
             masters = masters_file(state, job, known.fp16)
             plans += laying.shared(written_names(FP16_SET), masters, schema.OPTIMIZER, dealt=zero1)
@@ -131,7 +133,7 @@ def smp_rewriting(layout: RankLayout, stored: StoredState, to: Topology) -> Rewr
     has_extras = schema.EXTRAS in stored.manifest.skeleton
     known = given(stored.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if has_extras else {})
     job = _job(target)
-    return rewritten(layout, target, to, lambda state, laying: files_of(state, job, laying, known))
+    return rewritten(layout, target, to, lambda laying: files_of(job, laying, known))
 
 
 def _job(target: NewJob) -> StoredJob:
