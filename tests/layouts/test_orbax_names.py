@@ -176,9 +176,24 @@ def test_what_no_rule_gives_is_named(tmp_path: Path) -> None:
         "No rule of register_names gives model/0.bias: add one. "
         "No rule is for these arrays of the tag: params/dense/bias."
     )
-    xla_ckpt.register_names([*rules, ("params/dense/bias", "0.bias", "out -> out")])
+    bias = ("params/dense/bias", "0.bias", "out -> out")
+    xla_ckpt.register_names([("params/dense/kernel", "0.weight", "in out -> in out"), bias])
+    with pytest.raises(
+        xla_ckpt.IncompatibleCheckpointError, match="pattern of a rule of register_names orders the dims"
+    ):
+        xla_ckpt.load_checkpoint(tmp_path, model=model)
+    xla_ckpt.register_names([*rules, bias])
     xla_ckpt.load_checkpoint(tmp_path, model=model)
     assert (model[0].weight.tolist(), model[0].bias.tolist()) == (weight.T.tolist(), [1, 1, 1])
+
+
+def test_a_model_of_jax_is_recognised_in_an_item_of_any_name(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as manager:
+        state = ocp.args.StandardSave({"params": {"kernel": np.ones((4, 3), np.float32)}, "step": 1})
+        manager.save(1, args=ocp.args.Composite(state=state, meta=ocp.args.JsonSave({"lr": 0.1})))
+    xla_ckpt.register_names([])
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"state, meta \(are they those of a model of jax\?"):
+        xla_ckpt.load_checkpoint(tmp_path, model=torch.nn.Linear(4, 3))
 
 
 def test_rules_of_which_none_fits_are_named(saved: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -145,7 +145,8 @@ def _what_others_are(others: Sequence[tuple[str, Layout, TagEntry]]) -> Iterator
         yield f"Files are missing in {_some(damaged)}: xla-ckpt verify says which."
     if unmarked := [(n, layout.origin) for n, layout, entry in others if not entry.complete and entry.damage is None]:
         names = _some([name for name, _ in unmarked])
-        yield f"{unmarked[-1][1]}'s mark that a save ended is missing in {names}: name a tag to take it anyway."
+        origin = unmarked[-1][1]
+        yield f"{origin}'s mark that a save ended is missing in {names}: name a tag to see what of it can be loaded."
 
 
 def writers_at(path: PathLike) -> tuple[str, list[str]] | None:

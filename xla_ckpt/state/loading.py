@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
@@ -330,7 +331,9 @@ def absent_part(stored: Stored, what: str) -> Loading:
     )
     if stored.manifest.head.sequence and set(below).isdisjoint(schema.MEMBERS):
         members += " (a tree of save's is given back by restore)"
-    elif not {"params", "token_embedder", "base"}.isdisjoint(below):
+    elif not {"params", "token_embedder", "base"}.isdisjoint(
+        chain(below, *(children(b) or () for b in below.values()))
+    ):
         of_jax = "are they those of a model of jax? xla_ckpt.register_names, with rules for such paths"
         members += f" ({of_jax}; of MaxText? maxtext_names(rope=...))"
     elif what in schema.MEMBERS and (extras := [*(children(below.get(schema.EXTRAS)) or ())]):

@@ -71,6 +71,8 @@ def incompatible(
     ungiven = [p.leaf for p in problems if p.text == ABSENT and is_under(p.leaf, schema.MODEL)] if without_rule else []
     if ungiven:
         hints.append(f"No rule of register_names gives {listed(ungiven)}: add one. {without_rule}")
+    elif without_rule and all(p.text.startswith("shape") and is_under(p.leaf, schema.MODEL) for p in problems):
+        hints.append("The pattern of a rule of register_names orders the dims: 'in out -> out in' transposes an array.")
     elif any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
         target = "the model" if optional else "like="
         hints.append(misfit or f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")

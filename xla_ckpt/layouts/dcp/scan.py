@@ -85,7 +85,9 @@ def existing_contents(files: DcpFiles) -> Contents:
     contents = files.contents()
     if contents is None:
         raise CorruptCheckpointError(
-            "a file is missing", file=METADATA, hint="The save has not ended: DCP writes this file last."
+            "a file is missing",
+            file=METADATA,
+            hint="The save has not ended: DCP writes this file last, and nothing can be loaded without it.",
         )
     return contents
 
