@@ -207,3 +207,27 @@ def test_a_directory_without_such_files_is_no_tag(tmp_path: Path) -> None:
     (tmp_path / "a/mp_rank_00").mkdir(parents=True)
     (tmp_path / "a/mp_rank_00/other.pt").write_bytes(b"")
     assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_equal_names_of_two_stages_are_refused_unless_their_arrays_are_equal(tmp_path: Path) -> None:
+    """The array of the later stage was dropped without a word."""
+
+    def save(tag: str, values: tuple[float, float]) -> None:
+        for pp, value in enumerate(values):
+            folder = tmp_path / tag / f"mp_rank_00_{pp:03d}"
+            folder.mkdir(parents=True)
+            optimizer = {"inner": {"state": {}, "param_groups": []}, "masters": []}
+            model = {"0.weight": torch.full((2, 2), value)}
+            torch.save({"model": model, "optim": optimizer, "step": 1}, folder / "state.pt")
+
+    save("a", (1.0, 2.0))
+    save("b", (3.0, 3.0))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    with pytest.raises(
+        xla_ckpt.IncompatibleCheckpointError, match=r"pipeline stages hold different arrays.*pp 1 differs"
+    ):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model)
+    xla_ckpt.load_checkpoint(tmp_path, "a", model, shardings=[("0.weight", (None, None))])
+    assert model[0].weight[0, 0] == 1.0
+    xla_ckpt.load_checkpoint(tmp_path, "b", model)
+    assert model[0].weight[0, 0] == 3.0

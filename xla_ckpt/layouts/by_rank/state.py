@@ -86,10 +86,14 @@ class ScannedState:
     def model(self) -> dict[str, Any]:
         """The model by name, with a record or an `UnknownArray` for each tensor."""
         members: dict[str, Any] = {}
-        for _, stage in sorted(self.stages.items()):
+        first: dict[str, tuple[int, Copies]] = {}
+        for number, stage in sorted(self.stages.items()):
             for name, copies in stage.copies.items():
-                if name not in members:
+                earlier, of_earlier = first.setdefault(name, (number, copies))
+                if earlier == number:
                     members[name] = self._parameter(schema.weight(name), name, copies)
+                elif not self.hints.hint(name).ruled and not self._same(of_earlier, copies):
+                    members[name] = _of_two_stages(earlier, number)
             names = dict.fromkeys(name for plain in stage.plain.values() for name in plain)
             members = {**{name: in_common(self.files, stage.plain, name) for name in names}, **members}
         return members
@@ -199,3 +203,14 @@ def _global_shape(sharding: Sharding, array: RankArray) -> tuple[int, ...] | Non
         return sharding.place(array.local, array.mesh, 0).shape
     except ValueError:
         return None
+
+
+def _of_two_stages(one: int, other: int) -> UnknownArray:
+    """What stands for a name under which two pipeline stages hold other tensors: one of them would be lost."""
+    return UnknownArray(
+        problem="pipeline stages hold different arrays under this name, and nothing says which of them is meant",
+        expected="the same in all stages, or names that differ",
+        found=f"pp {other} differs from pp {one}",
+        hint="A weight that stages share has come apart, or each stage numbers its layers from 0. If that of the first "
+        "stage is meant, give a rule for it: shardings= (--sharding).",
+    )
