@@ -261,9 +261,9 @@ def test_a_job_of_two_ranks(root: str, tmp_path: Path, s3: S3Server) -> None:
 
 
 def test_a_directory_and_a_bucket_are_needed(root: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="local= is a directory"):
+    with pytest.raises(UsageError, match=r"tags go from a directory \(local\) to an object store"):
         save(str(tmp_path), tmp_path, "a")
-    with pytest.raises(UsageError, match="local= is a directory"):
+    with pytest.raises(UsageError, match=r"tags go from a directory \(local\) to an object store"):
         xla_ckpt.restore(root, options=LoadOptions(local=root))
 
 
