@@ -16,7 +16,7 @@ from tests.same import differences
 from tests.topology.state import differences as unlike_toy
 from xla_ckpt import Mesh
 from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, RankOptimizer, numbered_optimizer
-from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.plan import RankState
 from xla_ckpt.layouts.opening import open_tag
@@ -40,7 +40,7 @@ def optimizer_in(tree: Mapping[Any, Any]) -> RankOptimizer:
     return replace(stored, masters=dict(enumerate(tree["masters"])))
 
 
-def tree_of(state: RankState) -> dict[str, Any]:
+def tree_of(state: RankState, _: RankAt) -> dict[str, Any]:
     """The way back."""
     optimizer = state.members(schema.OPTIMIZER)
     names = schema.grouped_names(optimizer)
@@ -60,11 +60,28 @@ class Trainer(RankLayout):
     saves = True
     form = RankForm(
         names=[RankName("mp_rank_{tp:02}/state.pt"), RankName("mp_rank_{tp:02}_{pp:03}/state.pt")],
-        content=lambda tree: RankContent(
+        content=lambda tree, _: RankContent(
             model=tree["model"], optimizer=tree["optim"], parts={schema.USER_CONTENT: {"step": tree["step"]}}
         ),
         optimizer=optimizer_in,
         tree=tree_of,
+    )
+
+
+def numbered(model: Mapping[Any, Any], more: int) -> dict[str, Any]:
+    """The parts of a model under names with other numbers of layers."""
+    return {f"{int(layer) + more}.{name}": part for key, part in model.items() for layer, name in [key.split(".")]}
+
+
+class FromZero(RankLayout):
+    """Of a trainer whose pipeline stages, of one layer each, number their layers from 0."""
+
+    name = origin = "from_zero"
+    saves = True
+    form = RankForm(
+        names=[RankName("stage_{pp}.pt")],
+        content=lambda tree, at: RankContent(model=numbered(tree, at.pp)),
+        tree=lambda state, at: numbered(state.members(schema.MODEL), -at.pp),
     )
 
 
@@ -231,3 +248,21 @@ def test_equal_names_of_two_stages_are_refused_unless_their_arrays_are_equal(tmp
     assert model[0].weight[0, 0] == 1.0
     xla_ckpt.load_checkpoint(tmp_path, "b", model)
     assert model[0].weight[0, 0] == 3.0
+
+
+def test_stages_may_number_their_layers_from_zero(tmp_path: Path) -> None:
+    layout = register_layout(FromZero())
+    try:
+        (tmp_path / "a").mkdir()
+        for pp in range(2):
+            torch.save({"0.weight": torch.full((2, 2), 1.0 + pp)}, tmp_path / f"a/stage_{pp}.pt")
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+        xla_ckpt.load_checkpoint(tmp_path, "a", model)
+        assert [layer.weight[0, 0].item() for layer in model] == [1.0, 2.0]
+        xla_ckpt.convert(tmp_path, tmp_path / "native", "a", model=model)
+        xla_ckpt.convert(tmp_path / "native", tmp_path / "b", to="from_zero", mesh="pp=2", pipeline_cuts=["0"])
+        for pp in range(2):
+            (weight,) = torch.load(tmp_path / f"b/a/stage_{pp}.pt", weights_only=True).items()
+            assert (weight[0], weight[1].tolist()) == ("0.weight", [[1.0 + pp] * 2] * 2)
+    finally:
+        remove_layout(layout)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.tree import schema
 
 if TYPE_CHECKING:
@@ -92,11 +92,14 @@ class RankForm:
     """What the file of a rank is called, in each of the ways that the program has. Of a file that is written the first
     one counts that tells the ranks of the job apart."""
 
-    content: Callable[[Mapping[Any, Any]], RankContent]
-    """Makes of the dict in a file what it means. It raises a `CheckpointError` if that is no state of the program's."""
+    content: Callable[[Mapping[Any, Any], RankAt], RankContent]
+    """Makes of the dict in a file, and of the place of its rank, what it means. Names are those in the whole model: if
+    the stages of a program number their layers from 0, they are numbered anew here. It raises a `CheckpointError` if
+    the dict is no state of the program's."""
 
     optimizer: Callable[[Mapping[Any, Any]], RankOptimizer] = numbered_optimizer
     """Makes of the state of an optimizer what it means. It is not asked where nobody wants it."""
 
-    tree: Callable[[RankState], Mapping[str, Any]] | None = None
-    """Makes of what a rank has the dict in its file, with a `LeafAt` for each array. None where none is written."""
+    tree: Callable[[RankState, RankAt], Mapping[str, Any]] | None = None
+    """Makes of what a rank has, and of its place, the dict in its file, with a `LeafAt` for each array. None where none
+    is written."""

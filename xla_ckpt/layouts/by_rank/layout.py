@@ -9,7 +9,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.form import RankForm
-from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.by_rank.tags import RankTag, named_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.file_plan import FilePlan
@@ -53,7 +53,9 @@ class RankLayout(Layout):
             UnsupportedStateError: There is no place for something in it.
         """
         assert self.form.tree is not None, f"{self.name} is only read"
-        return laying.shared(self.names, self.form.tree(laying.state), paths.ROOT, dealt=laying.state.zero1)
+        at = laying.at
+        tree = self.form.tree(laying.state, RankAt(pp=at["pp"], dp=at["dp"], ep=at["ep"], tp=at["tp"]))
+        return laying.shared(self.names, tree, paths.ROOT, dealt=laying.state.zero1)
 
     def wrote(self, manifest: Manifest) -> bool:
         names = self.names if self.converts else ()

@@ -39,7 +39,7 @@ class OneFileEach(RankFiles):
     def content(self, hints: Hints) -> Content:
         grid = self.grids()[TAG]
         grid.check(TAG, self.lost(grid.sizes))
-        of_ranks = {at: self._meaning(tree, grid.paths[at]) for at, tree in trees(self, grid).items()}
+        of_ranks = {at: self._meaning(tree, at, grid.paths[at]) for at, tree in trees(self, grid).items()}
         # All dp ranks have the same model, and the same optimizer if its rows are not dealt out.
         models = {at: has.model for at, has in of_ranks.items() if has.model is not None and not at.dp}
         stored = {at: has.optimizer for at, has in of_ranks.items() if has.optimizer is not None}
@@ -55,14 +55,14 @@ class OneFileEach(RankFiles):
         content.parts.update(of_ranks[min(of_ranks)].parts)
         return content
 
-    def _meaning(self, tree: Mapping[Any, Any], path: str) -> RankContent:
+    def _meaning(self, tree: Mapping[Any, Any], at: RankAt, path: str) -> RankContent:
         """What a rank file means.
 
         Raises:
             CorruptCheckpointError: It is not as the program writes it.
         """
         try:
-            return self.form.content(tree)
+            return self.form.content(tree, at)
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(
                 f"a rank file does not hold what such files have: {type(error).__name__}: {error}",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, StoredTensor
-from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.nxd.optimizer import stored_optimizer
 from xla_ckpt.tree import schema
 
@@ -18,7 +18,7 @@ _NAMES = tuple(
 """Names of a rank's file in the older layout, in which some versions gave each rank a directory."""
 
 
-def _content(tree: Mapping[Any, Any]) -> RankContent:
+def _content(tree: Mapping[Any, Any], _: RankAt) -> RankContent:
     if "model" not in tree and all(isinstance(value, StoredTensor) for value in tree.values()):
         return RankContent(model=tree)  # the program saved a bare state dict of its model
     model, optimizer = ((tree[key] if isinstance(tree.get(key), Mapping) else None) for key in ("model", "optimizer"))
