@@ -288,7 +288,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpointError, match="its groups are not those of this optimizer"):
         xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=other)
     net.extra = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(IncompatibleCheckpointError, match="its model has. It has no extra"):
+    with pytest.raises(IncompatibleCheckpointError, match="the stored model has. It has no extra"):
         xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=torch.optim.AdamW(net.parameters()))
 
 

@@ -79,7 +79,10 @@ def incompatible(
     if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
     if any(p.leaf.startswith(schema.state(UNNAMED)) for p in problems):
-        hints.append("Pass the optimizer's model, too (model=): the names of its parameters are those in the model.")
+        hints.append(
+            "Pass the optimizer's model, too (model=): the names of its parameters are those in the model. If the "
+            "model was made anew after the optimizer, make that anew, too."
+        )
     if any(p.castable for p in problems):
         if masters:
             hints.append(

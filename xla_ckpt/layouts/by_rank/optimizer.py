@@ -70,6 +70,7 @@ class _StageOptimizer:
             model=self.model.copies if state.stages else None,
             shapes={number: self.local_shape(number) for number in numbers},
             is_expert=self.is_expert,
+            pp=pp if len(state.stages) > 1 else None,
         )
         self.nameless = names is None
         """Whether nobody can tell which parameters the numbers are."""

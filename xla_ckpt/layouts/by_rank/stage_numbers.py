@@ -24,6 +24,7 @@ def names_of_stage(
     model: Mapping[str, Mapping[Any, StoredTensor]] | None,
     shapes: Mapping[int, tuple[int, ...] | None],
     is_expert: Callable[[str], bool],
+    pp: int | None = None,
 ) -> dict[int, Any] | None:
     """The name of each number of one pipeline stage's optimizer; None if nobody can tell.
 
@@ -34,6 +35,7 @@ def names_of_stage(
         experts_apart: Whether the last groups are of experts only.
         model: The stage's own model, by name; None if no model is stored.
         shapes: Local shape of each number, where known.
+        pp: Which of several pipeline stages it is.
 
     Raises:
         IncompatibleCheckpointError: Numbers or shapes differ.
@@ -55,10 +57,8 @@ def names_of_stage(
         # A group may have nothing in this stage, and groups without parameters are not always stored.
         of_stage = [names for names in of_stage if names]
         stored = [numbers for numbers in stored if numbers]
-    missing = []
-    if model is not None and hints.mesh.pp == 1:  # what one stage does not have, another one has
-        missing = [name for name in chain(*hints.groups) if _present(name, hints, model) not in model]
-    _check_sizes([len(numbers) for numbers in stored], [len(names) for names in of_stage], missing)
+    missing = [] if model is None else [n for n in chain(*hints.groups) if _present(n, hints, model) not in model]
+    _check_sizes([len(numbers) for numbers in stored], [len(names) for names in of_stage], missing, pp)
     by_number = names_by_number(stored, of_stage)
     for number, name in by_number.items():
         copies = (model or {}).get(_present(name, hints, model))
@@ -101,16 +101,17 @@ def with_ties(
     return replace(hints, groups=[[called.get(n, n) for n in names if n not in first] for names in groups])
 
 
-def _check_sizes(counts: list[int], present: list[int], missing: Sequence[str]) -> None:
+def _check_sizes(counts: list[int], present: list[int], missing: Sequence[str], pp: int | None) -> None:
     """Compare the sizes of the groups; `missing` are the program's parameters that the stored model does not have."""
     if counts != present:
         named = [name for name in missing if not name.startswith("#")]  # without a model, names are places
-        others = f". It has no {listed(named)}" if named else ""
+        others = f". It has no {listed(named)}" if named and pp is None else ""  # another stage may have them
+        whose = "the stored model" if pp is None else f"the stored model of pipeline stage {pp}"
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
             leaf=schema.group(),
             expected=f"groups of {counts} parameters, as stored",
-            found=f"groups of {present}, counting parameters whose names its model has{others}",
+            found=f"groups of {present}, counting parameters whose names {whose} has{others}",
             hint="Give the model, as it was in training, and make the optimizer with the same groups in their order.",
         )
 
