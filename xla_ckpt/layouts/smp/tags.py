@@ -32,7 +32,6 @@ JOB_CONFIG = "smp_config.pt"
 """Written when all parts are there: the configuration of the job."""
 
 USER_CONTENT_FILE = "user_content.pt"
-
 SCHEDULER_FILE = "scheduler.pt"
 """What this library writes beside them; SMP has no place for it."""
 
