@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,9 @@ class RankFiles(ScannedFiles):
             CheckpointError: It is missing or damaged, or is of a kind that is not read.
         """
         return read(self.directory, file, reference, self.storages)
+
+    def look_up(self, tensors: Iterable[StoredTensor]) -> None:  # for derived classes
+        """Read where many tensors lie, before `place` is asked for each."""
 
     def place(self, tensor: StoredTensor) -> TensorAt:  # for derived classes
         """Where exactly a tensor lies.

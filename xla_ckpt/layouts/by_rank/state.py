@@ -20,6 +20,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import leaves
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ def trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[Ra
             contents[at] = files.tree(path, at)
             if not isinstance(contents[at], Mapping):
                 raise CorruptCheckpointError("a rank file holds no dict", file=path, found=type(contents[at]).__name__)
+    files.look_up(leaf for tree in contents.values() for leaf in leaves(tree) if isinstance(leaf, StoredTensor))
     return contents
 
 

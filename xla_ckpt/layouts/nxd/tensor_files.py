@@ -97,13 +97,10 @@ class TensorFiles(RankFiles):
                 tensors[tid] = self._referenced(path, at, tid, described.get(tid))
             return tensors[tid]
 
-        tree = replaced_leaves(self.read(path, reference), stored_leaf)
-        self._look_up(tensors.values())
-        return tree
+        return replaced_leaves(self.read(path, reference), stored_leaf)
 
-    def _look_up(self, tensors: Iterable[StoredTensor]) -> None:
-        """Read where tensors lie, several files at a time: `place` waits for each look at a slow storage."""
-
+    def look_up(self, tensors: Iterable[StoredTensor]) -> None:
+        # Several files at a time: `place` waits for each look at a slow storage.
         def look(file: str, _: memoryview) -> None:
             with contextlib.suppress(CheckpointError):  # `place` meets it again, and whoever asks names the array
                 self._places[file] = self.read(file)
