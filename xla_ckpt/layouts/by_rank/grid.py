@@ -28,6 +28,11 @@ class RankAt:
     ep: int = 0
     tp: int = 0
 
+    @classmethod
+    def of(cls, coordinates: Mapping[str, int], axes: Iterable[str] = _AXES) -> RankAt:
+        """Some coordinates of a rank in a mesh; the others are 0."""
+        return cls(**{axis: coordinates[axis] for axis in axes})
+
 
 @dataclass(frozen=True)
 class RankName:

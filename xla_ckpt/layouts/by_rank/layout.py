@@ -53,8 +53,7 @@ class RankLayout(Layout):
             UnsupportedStateError: There is no place for something in it.
         """
         assert self.form.tree is not None, f"{self.name} is only read"
-        at = laying.at
-        tree = self.form.tree(laying.state, RankAt(pp=at["pp"], dp=at["dp"], ep=at["ep"], tp=at["tp"]))
+        tree = self.form.tree(laying.state, RankAt.of(laying.at))
         return laying.shared(self.names, tree, paths.ROOT, dealt=laying.state.zero1)
 
     def wrote(self, manifest: Manifest) -> bool:

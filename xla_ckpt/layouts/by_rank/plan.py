@@ -6,7 +6,7 @@ them writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -123,17 +123,8 @@ class Laying:
         Raises:
             UnsupportedStateError: None of them does.
         """
-        axes = [axis for axis in ("pp", "ep", "tp") if self.mesh.sizes[axis] > 1]
-        apart = {*axes, "dp"} - {"ep"} if dealt else {*axes}  # dp counts the ranks along ep, too
-        name = next((name for name in names if apart <= name.axes), None)
-        if name is None:
-            raise UnsupportedStateError(
-                f"there is no place for what ranks along {', '.join(sorted(apart - names[-1].axes))} have of their own",
-                expected=f"ranks that {names[-1].template} tells apart",
-                found=str(self.mesh),
-                hint="Save in the native format, which holds any state and loads on any topology.",
-            )
-        return name.of(RankAt(**{axis: self.at[axis] for axis in apart})), ("cp",) if dealt else SHARING
+        name, axes = name_in_job(names, self.mesh, dealt=dealt)
+        return name.of(RankAt.of(self.at, axes)), ("cp",) if dealt else SHARING
 
     def shared(self, names: Sequence[RankName], tree: Any, part: str, *, dealt: bool = False) -> list[FilePlan]:
         """The file of this rank, if it is the first of the ranks that have it in common (see `place`)."""
@@ -229,6 +220,28 @@ def stem(path: str) -> str:
     'rank_00'
     """
     return path.rpartition("/")[2].removesuffix(".pt")
+
+
+def name_in_job(names: Sequence[RankName], mesh: Mesh, *, dealt: bool) -> tuple[RankName, Set[str]]:
+    """The first of the names that tells the ranks of a job apart, and the mesh axes along which it has to.
+
+    Args:
+        dealt: Whether each dp rank has rows of its own, which ZeRO-1 has dealt out.
+
+    Raises:
+        UnsupportedStateError: None of them does.
+    """
+    axes = {axis for axis in ("pp", "ep", "tp") if mesh.sizes[axis] > 1}
+    apart = (axes | {"dp"}) - {"ep"} if dealt else axes  # dp counts the ranks along ep, too
+    name = next((name for name in names if apart <= name.axes), None)
+    if name is None:
+        raise UnsupportedStateError(
+            f"there is no place for what ranks along {', '.join(sorted(apart - names[-1].axes))} have of their own",
+            expected=f"ranks that {names[-1].template} tells apart",
+            found=str(mesh),
+            hint="Save in the native format, which holds any state and loads on any topology.",
+        )
+    return name, apart
 
 
 def check_common(skeleton: Mapping[str, Any], layout: str) -> None:

@@ -9,7 +9,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.new_job import NewJob
-from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, RankState, check_common
+from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, check_common, name_in_job
 from xla_ckpt.layouts.native import native_files
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.file_plan import FilePlan
@@ -32,7 +32,7 @@ def new_job(layout: RankLayout, stored: StoredState, to: Topology) -> NewJob:
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
     check_common(skeleton, layout.name)
     zero1 = bool(to.zero1)
-    Laying(to.mesh, 0, RankState(parts={}, tensors={})).place(layout.names, dealt=zero1)
+    name_in_job(layout.names, to.mesh, dealt=zero1)
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in parts}
     return NewJob(
         manifest=stored.manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=zero1

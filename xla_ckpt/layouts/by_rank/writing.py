@@ -10,7 +10,15 @@ from typing import Any, Self
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, RankState, RankTensor, check_common, with_experts
+from xla_ckpt.layouts.by_rank.plan import (
+    PARTS,
+    Laying,
+    RankState,
+    RankTensor,
+    check_common,
+    name_in_job,
+    with_experts,
+)
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.leaf import Leaf
@@ -91,7 +99,7 @@ class RankWriting(Writing):
             experts=state.experts,
         )
         _check_rows(state.zero1, mesh, name)
-        Laying(mesh, description.placement.rank, rank_state).place(layout.names, dealt=rank_state.zero1)
+        name_in_job(layout.names, mesh, dealt=rank_state.zero1)
         native = NativeWriting(description, native_leaves)
         return cls(layout=layout, description=description, rank_state=rank_state, native=native, **more)
 
