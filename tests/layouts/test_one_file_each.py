@@ -90,10 +90,11 @@ def rank_files(tag: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def trainer() -> Iterator[None]:
-    layout = register_layout(Trainer())
+def trainers() -> Iterator[None]:
+    layouts = [register_layout(Trainer()), register_layout(FromZero())]
     yield
-    remove_layout(layout)
+    for layout in layouts:
+        remove_layout(layout)
 
 
 class Net(torch.nn.Module):
@@ -226,7 +227,9 @@ def test_a_directory_without_such_files_is_no_tag(tmp_path: Path) -> None:
     assert xla_ckpt.list_tags(tmp_path) == []
 
 
-def test_equal_names_of_two_stages_are_refused_unless_their_arrays_are_equal(tmp_path: Path) -> None:
+def test_equal_names_of_two_stages_are_refused_unless_their_arrays_are_equal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The array of the later stage was dropped without a word."""
 
     def save(tag: str, values: tuple[float, float]) -> None:
@@ -246,23 +249,20 @@ def test_equal_names_of_two_stages_are_refused_unless_their_arrays_are_equal(tmp
         xla_ckpt.load_checkpoint(tmp_path, "a", model)
     xla_ckpt.load_checkpoint(tmp_path, "a", model, shardings=[("0.weight", (None, None))])
     assert model[0].weight[0, 0] == 1.0
+    assert "A rule of shardings= (--sharding) makes them replicas" in caplog.text
     xla_ckpt.load_checkpoint(tmp_path, "b", model)
     assert model[0].weight[0, 0] == 3.0
 
 
 def test_stages_may_number_their_layers_from_zero(tmp_path: Path) -> None:
-    layout = register_layout(FromZero())
-    try:
-        (tmp_path / "a").mkdir()
-        for pp in range(2):
-            torch.save({"0.weight": torch.full((2, 2), 1.0 + pp)}, tmp_path / f"a/stage_{pp}.pt")
-        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
-        xla_ckpt.load_checkpoint(tmp_path, "a", model)
-        assert [layer.weight[0, 0].item() for layer in model] == [1.0, 2.0]
-        xla_ckpt.convert(tmp_path, tmp_path / "native", "a", model=model)
-        xla_ckpt.convert(tmp_path / "native", tmp_path / "b", to="from_zero", mesh="pp=2", pipeline_cuts=["0"])
-        for pp in range(2):
-            (weight,) = torch.load(tmp_path / f"b/a/stage_{pp}.pt", weights_only=True).items()
-            assert (weight[0], weight[1].tolist()) == ("0.weight", [[1.0 + pp] * 2] * 2)
-    finally:
-        remove_layout(layout)
+    (tmp_path / "a").mkdir()
+    for pp in range(2):
+        torch.save({"0.weight": torch.full((2, 2), 1.0 + pp)}, tmp_path / f"a/stage_{pp}.pt")
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+    xla_ckpt.load_checkpoint(tmp_path, "a", model)
+    assert [layer.weight[0, 0].item() for layer in model] == [1.0, 2.0]
+    xla_ckpt.convert(tmp_path, tmp_path / "native", "a", model=model)
+    xla_ckpt.convert(tmp_path / "native", tmp_path / "b", to="from_zero", mesh="pp=2", pipeline_cuts=["0"])
+    for pp in range(2):
+        (weight,) = torch.load(tmp_path / f"b/a/stage_{pp}.pt", weights_only=True).items()
+        assert (weight[0], weight[1].tolist()) == ("0.weight", [[1.0 + pp] * 2] * 2)

@@ -94,8 +94,12 @@ class ScannedState:
                 earlier, of_earlier = first.setdefault(name, (number, copies))
                 if earlier == number:
                     members[name] = self._parameter(schema.weight(name), name, copies)
-                elif not self.hints.hint(name).ruled and not self._same(of_earlier, copies):
-                    members[name] = _of_two_stages(earlier, number)
+                elif not self._same(of_earlier, copies):
+                    if not self.hints.hint(name).ruled:
+                        members[name] = _of_two_stages(earlier, number)
+                    elif isinstance(record := members[name], ArrayRecord):
+                        # As in `record`: a rule is taken at its word, the first counts, and that others differ is told.
+                        members[name] = record.changed(divergent=True)
             names = dict.fromkeys(name for plain in stage.plain.values() for name in plain)
             members = {**{name: in_common(self.files, stage.plain, name) for name in names}, **members}
         return members
