@@ -12,6 +12,7 @@ from pathlib import Path
 
 from drawings_of_saves import products, retention, sharing
 from shapes import cut_off, drawing, line, rect, text
+from written import write_or_check
 
 FOLDER = Path(__file__).parents[1] / "drawings"
 
@@ -268,13 +269,7 @@ def main() -> str | None:
     texts = {name: made() for name, made in DRAWINGS.items()}
     if cut := [f"{name}: {words}" for name, made in texts.items() for words in cut_off(made)]:
         return "\n".join(["words reach past the edge of a drawing:", *cut])
-    if "--check" in sys.argv[1:]:
-        old = [n for n, made in texts.items() if not (FOLDER / n).exists() or (FOLDER / n).read_text() != made]
-        return f"not up to date: {', '.join(old)}; run python docs/site/drawings.py" if old else None
-    FOLDER.mkdir(exist_ok=True)
-    for name, made in texts.items():
-        (FOLDER / name).write_text(made)
-    return None
+    return write_or_check({FOLDER / name: made for name, made in texts.items()}, "drawings.py")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from written import write_or_check
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "modules.md"
 HEAD = """# All modules
@@ -47,14 +49,5 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def main() -> str | None:
-    """Write the page, or with `--check` say that it is not what this script makes."""
-    if "--check" in sys.argv[1:]:
-        fresh = PAGE.exists() and PAGE.read_text() == page()
-        return None if fresh else "docs/modules.md is not up to date: run python docs/site/modules.py"
-    PAGE.write_text(page())
-    return None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({PAGE: page()}, "modules.py"))
