@@ -131,6 +131,21 @@ def test_schedulers_resume_exactly(tmp_path: Path, scheduler: str) -> None:
     check_resume(tmp_path, OPTIMIZERS["sgd"], SCHEDULERS[scheduler])
 
 
+@pytest.mark.parametrize("layout", ["native", "smp", "pt"])
+def test_a_scheduler_of_another_class_is_told(tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved = Run(OPTIMIZERS["sgd"], SCHEDULERS["multistep"])
+    xla_ckpt.save_checkpoint(tmp_path, "a", **saved.parts, layout=layout)
+    other = Run(OPTIMIZERS["sgd"], SCHEDULERS["cosine"])
+    xla_ckpt.load_checkpoint(tmp_path, "a", **saved.parts)
+    assert not caplog.messages
+    xla_ckpt.load_checkpoint(tmp_path, "a", **other.parts)
+    for name in ("milestones", "gamma"):
+        assert f"tag a: not loaded: scheduler/{name}: the tag has it, and {type(other.scheduler).__name__} has not" in (
+            caplog.text
+        )
+    assert f"scheduler/T_max: {type(other.scheduler).__name__} has it, and the tag has not" in caplog.text
+
+
 def test_a_scheduler_or_optimizer_left_behind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(OPTIMIZERS["sgd"], SCHEDULERS["multistep"])
     xla_ckpt.save_checkpoint(tmp_path, "a", **run.parts)

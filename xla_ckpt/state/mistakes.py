@@ -91,7 +91,7 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
         return
     if acts_as_optimizer(model):
         raise _in_the_place_of("a model", "an optimizer", model)
-    if _is_scheduler(model):
+    if is_scheduler(model):
         raise _in_the_place_of("a model", "a scheduler", model)
     if strict:
         raise UsageError(
@@ -146,7 +146,7 @@ def _check_optimizer(optimizer: Any) -> None:
         return
     if is_module(optimizer) and not acts_as_optimizer(optimizer):
         raise _in_the_place_of("an optimizer", "a module", optimizer)
-    if _is_scheduler(optimizer):
+    if is_scheduler(optimizer):
         raise _in_the_place_of("an optimizer", "a scheduler", optimizer)
     if isinstance(optimizer, list | tuple):
         raise UsageError(
@@ -258,7 +258,7 @@ def _kind(value: Any) -> str:
     return f"the class {value.__qualname__}" if isinstance(value, type) else type(value).__name__
 
 
-def _is_scheduler(value: Any) -> bool:
+def is_scheduler(value: Any) -> bool:
     """Whether it is a learning rate scheduler. One that steps the parameters, too, is an optimizer."""
     if acts_as_optimizer(value) or hasattr(value, "zero_grad"):
         return False

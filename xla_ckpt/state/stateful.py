@@ -8,10 +8,12 @@ from typing import Any
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_freely, refused_alone
-from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful
+from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful, is_scheduler
 from xla_ckpt.state.module import load_dict
+from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.rng import RNGState
-from xla_ckpt.tree.skeleton import is_array
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.skeleton import children, is_array
 
 
 class _ByGetState:
@@ -58,7 +60,10 @@ def load(stored: Stored, member: Any) -> Loading:
     if is_array(stored.skeleton) and not hasattr(member, "load_state_dict"):
         return refused_alone(stored)  # `tree_of` would say to pass a dict, which does not take it either
     loading = Loading()
-    plan_freely(stored, loading, tree_of(member, stored.prefix))
+    own = tree_of(member, stored.prefix)
+    plan_freely(stored, loading, own)
+    if is_scheduler(member):
+        loading.problems += _of_another_class(stored, type(member).__name__, own)
 
     def take(arrays: Mapping[str, Any]) -> None:
         member.load_state_dict(stored.build(lambda path, _: arrays[path]))
@@ -68,3 +73,20 @@ def load(stored: Stored, member: Any) -> Loading:
     else:
         loading.handover = Handover(leaf=stored.prefix, take=take, keep=lambda: kept_state(member))
     return loading
+
+
+def _of_another_class(stored: Stored, own_class: str, own: Any) -> list[Problem]:
+    """The values that one of two schedulers has and the other has not.
+
+    torch's `load_state_dict` takes any scheduler's state without a word, and the learning rate would go on as in
+    neither run. Versions of one class differ in names that begin with an underscore, and in `verbose`, which torch has
+    dropped.
+    """
+    names = {paths.unescape(part) for part in children(stored.skeleton) or ()}
+    differ = names.symmetric_difference(own if isinstance(own, Mapping) else ()) - {"verbose"}
+    problems = []
+    for name in sorted(str(name) for name in differ if not str(name).startswith("_")):
+        has, lacks = ("the tag", own_class) if name in names else (own_class, "the tag")
+        text = f"{has} has it, and {lacks} has not: the stored scheduler is probably of another class"
+        problems.append(Problem(paths.join(stored.prefix, paths.escape(name)), text, stays=True))
+    return problems
