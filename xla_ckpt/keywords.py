@@ -200,7 +200,7 @@ def meant(word: Any, known: Sequence[Any]) -> str:
 
 def closest(word: str, known: Sequence[str]) -> str:
     """The known word that is most like this one, or the only one of the same letters but for one, in whatever order, or
-    of three of which one is another; nothing if there is none.
+    of three of which one is another, or the only one that has more behind an underscore; nothing if there is none.
 
     >>> closest("runz", ["notes", "runs"]), closest("x", ["runs"])
     ('runs', '')
@@ -208,9 +208,13 @@ def closest(word: str, known: Sequence[str]) -> str:
     ('tiny', '')
     >>> closest("rum", ["run", "std"]), closest("rum", ["run", "sum"])
     ('run', '')
+    >>> closest("s3", ["s2_partial", "s3_partial"])
+    's3_partial'
     """
     if near := difflib.get_close_matches(word, known, 1, LIKE):
         return near[0]
+    if len(longer := [k for k in known if k.startswith(f"{word}_")]) == 1:
+        return longer[0]
     if len(word) < SHORTEST:
         return ""
     # Of longer words with one other letter more than `LIKE` is equal.

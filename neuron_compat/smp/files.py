@@ -219,7 +219,7 @@ def _full(f: str, reading: Reading) -> Any:
     """A whole checkpoint, which each rank reads for itself."""
     if not os.path.isfile(f):
         parts = parts_at(f)
-        hint = f"There are {len(parts)} partial files of this name: pass partial=True." if parts else read_otherwise(f)
+        hint = f"Partial files of this name: {len(parts)}. Pass partial=True." if parts else read_otherwise(f)
         raise NoCheckpointError("there is no such file", file=f, hint=hint)
     value = reading.value(f)
     for pp, tp in _degrees_in(value):

@@ -142,7 +142,7 @@ def test_a_missing_checkpoint(tmp_path: Path, alone: Any) -> None:
     with pytest.raises(smp.SMPCheckpointError, match="pass partial=False"):
         alone.load(f"{tmp_path}/c.pt")
     write_parts(tmp_path, "documents", name="d.pt")
-    with pytest.raises(FileNotFoundError, match=r"4 partial files of this name: pass partial=True"):
+    with pytest.raises(FileNotFoundError, match="Partial files of this name: 4. Pass partial=True"):
         alone.load(f"{tmp_path}/d.pt", partial=False)
 
 

@@ -94,8 +94,9 @@ class Load:
             try:
                 value, report = load._one(is_near, tag, self.job.exchange.within(f"{len(changed)}/{tag}/{is_near}"))
             except CorruptCheckpointError as error:
-                passed = "read from the other place" if todo and todo[0][0] == tag else "passed over"
-                logger.error("tag %s is damaged and %s: %s", tag, passed, error)  # noqa: TRY400
+                if todo:  # else the error itself is raised
+                    passed = "read from the other place" if todo[0][0] == tag else "passed over"
+                    logger.error("tag %s is damaged and %s: %s", tag, passed, error)  # noqa: TRY400
                 damaged[tag, is_near] = error
             except (ChangedTagError, NoCheckpointError) as error:
                 changed.append(error)

@@ -84,12 +84,12 @@ def incompatible(
             "model was made anew after the optimizer, make that anew, too."
         )
     if any(p.castable for p in problems):
+        hints.append("cast=True converts floating-point values to the type that is wanted.")
         if masters:
             hints.append(
                 "Where a tag has master weights, a model of their type gets them if its optimizer is loaded with it "
                 "(optimizer=)."
             )
-        hints.append("cast=True converts floating-point values to the type that is wanted.")
     if any(p.text.startswith(OTHER_BASE) for p in problems):
         hints.append("Load the base model first, from where it was when the adapters were trained.")
     if (named := _renamed(problems)) is not None:
