@@ -54,14 +54,11 @@ def get_grad_norm(
     parameters = _as_list(parameters)
     order = float(norm_type)
     if not parameters:
-        raise UsageError("there are no parameters, so nothing says where the norm should be")
+        raise UsageError("there are no parameters", hint="An iterator is used up once: call model.parameters() again.")
     if not order > 0:
         raise UsageError("norm_type has to be above 0", found=norm_type)
     if zero1_optimizer_groups is not None and not zero1_optimizer:
-        raise UsageError(
-            "zero1_optimizer_groups is given, and zero1_optimizer is False",
-            hint="A ZeRO-1 optimizer clips its own gradients.",
-        )
+        raise UsageError("zero1_optimizer_groups= needs zero1_optimizer=True")
     operation = MAX if math.isinf(order) else SUM
     total, experts = own_part(parameters, order, force_spmd)
     everywhere = zero1_optimizer and zero1_optimizer_groups is None

@@ -23,6 +23,7 @@ from neuron_compat.emulated.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from neuron_compat.emulated.partition import Device, PartitionedModule, padding, parallel_parameter, true_device
+from neuron_compat.nxd.instead import SEQUENCES
 from xla_ckpt import UsageError
 
 Init = Callable[[torch.Tensor], Any]
@@ -35,7 +36,7 @@ def check_supported(sequence_parallel: bool, group: Any = None) -> None:
         xla_ckpt.UsageError: Sequence parallelism, or a group that is not parallel_state's.
     """
     if sequence_parallel:
-        raise UsageError("sequence_parallel_enabled=True is not there yet")
+        raise UsageError("sequence_parallel_enabled=True is not there", hint=SEQUENCES)
     if group is not None and group is not parallel_state.process_group("tp"):
         raise UsageError("a tensor_model_parallel_group other than parallel_state's is not supported")
 

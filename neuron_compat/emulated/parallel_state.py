@@ -232,7 +232,8 @@ def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
     """The arrangement of so many ranks; what the sizes leave of them is data parallelism."""
     sizes = f"tensor {tp} x pipeline {pp} x context {cp} parallel"
     if min(tp, pp, cp, ep) < 1 or world % (tp * pp * cp):
-        raise RuntimeError(f"{world} ranks cannot be divided into {sizes}")
+        start = f"start a multiple of {tp * pp * cp} (torchrun --nproc_per_node)"
+        raise RuntimeError(f"{world} ranks cannot be divided into {sizes}: {start}")
     try:
         return Mesh(pp=pp, dp=world // (tp * pp * cp), ep=ep, cp=cp, tp=tp)
     except ValueError as error:

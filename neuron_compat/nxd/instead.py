@@ -27,7 +27,11 @@ CONTEXT = "Context parallelism needs ring attention, which is a kernel for Train
 SEQUENCES = "Sequences are not split here: leave out sequence parallelism, the results are the same up to rounding."
 OWN = "It is a part of neuronx-distributed's own works: write what you need of it into your program."
 XLA = "Ask torch_xla: torch_xla.sync(), torch_xla.device(), torch_xla.core.xla_model.master_print."
-EXPERTS = "Give experts an optimizer of their own, with sharding_groups over the expert-data-parallel groups."
+EXPERTS = (
+    "Give experts a ZeroRedundancyOptimizer of torch_xla's, with parallel_state's "
+    "sharding_groups=get_expert_data_parallel_replica_groups(), and save and load it as "
+    "extras={'experts': xla_ckpt.PerRank(optimizer)}."
+)
 
 _BY_ADVICE: dict[str, dict[str, str]] = {
     FINALIZE: {"": "CheckpointIOState", "trainer.checkpoint": "CheckpointIOState"},

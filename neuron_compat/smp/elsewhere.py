@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from xla_ckpt.facade import PARTIAL, path_meant, writers_at
 
 MAX_LISTED = 10
@@ -17,8 +19,10 @@ def read_otherwise(path: str) -> str | None:
         near = path_meant(path)
         return f"Nothing lies there{near}" if near else None
     writer, tags = there
-    partial = any(name.endswith(PARTIAL) for name in tags or (path.rstrip("/"),))
+    root, name = os.path.split(path.rstrip("/"))
+    partial = any(each.endswith(PARTIAL) for each in tags or (name,))
     call = "smp.resume_from_checkpoint" if partial else "xla_ckpt.load_checkpoint(..., model=model)"
     if not tags:
+        call = f"{call}({root or '.'!r}, tag={name.removesuffix(PARTIAL)!r})" if partial else call
         return f"A checkpoint of {writer} lies there: {call} reads it."
     return f"Checkpoints of {writer} lie there, oldest first: {', '.join(tags[-MAX_LISTED:])}. {call} reads them."

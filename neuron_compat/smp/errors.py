@@ -153,6 +153,9 @@ class RdpSizeError(SMPCheckpointError, AssertionError):
         )
 
 
+UNCHANGED = "Pass what smp.load() returned, unchanged: it knows all files of the set, and loads them on any ranks."
+"""What to do with a part of a set that does not fit."""
+
 # What cannot be done.
 
 

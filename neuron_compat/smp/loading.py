@@ -12,6 +12,7 @@ import torch
 from neuron_compat.smp import comm, job, wire
 from neuron_compat.smp.entries import Entry, without_marks
 from neuron_compat.smp.errors import (
+    UNCHANGED,
     IncompatibleCheckpointFoundError,
     MissingKeysInCheckpointError,
     SMPCheckpointError,
@@ -80,7 +81,9 @@ def check_names(entries: Sequence[Entry], names: Mapping[str, Any], strict: bool
     missing = [entry.name for entry in entries if entry.name not in names]
     unexpected = [name for name in names if name not in own]
     if strict and missing:
-        raise MissingKeysInCheckpointError.of(missing, job.tp_rank()).at(leaf=missing[0])
+        inside = next((k for k, v in names.items() if isinstance(v, Mapping) and any(n in v for n in missing)), None)
+        hint = None if inside is None else f"They are in its entry {inside!r}: pass that."
+        raise MissingKeysInCheckpointError.of(missing, job.tp_rank()).at(leaf=missing[0], hint=hint)
     if strict and unexpected:
         raise SMPCheckpointError(
             f"Loaded checkpoint contains parameter {unexpected[0]} that does not exist in the current model!",
@@ -205,7 +208,7 @@ def _other_ranks(info: Any) -> SMPCheckpointError:
         "a partial state of other ranks or other partitions",
         expected=f"pipeline_parallel_degree {job.pp_size()}, tensor_parallel_degree {job.tp_size()}",
         found=f"{said.get('pipeline_parallel_degree')}, {said.get('tensor_parallel_degree')}",
-        hint="Pass what smp.load() returned, unchanged: it knows all files of the set, and loads them on any ranks.",
+        hint=UNCHANGED,
     )
 
 

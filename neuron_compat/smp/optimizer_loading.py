@@ -11,7 +11,7 @@ import torch
 
 from neuron_compat.smp import comm, job, wire
 from neuron_compat.smp.entries import Entry
-from neuron_compat.smp.errors import RdpSizeError, SMPCheckpointError, SMPInvalidArgumentError
+from neuron_compat.smp.errors import UNCHANGED, RdpSizeError, SMPCheckpointError, SMPInvalidArgumentError
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, Description, described
@@ -250,7 +250,7 @@ def _load_partial(optimizer: Any, given: Incoming, strict_partitions: bool) -> N
     inventories = [_Inventory(**said) for said in together("mp", CALL, prepare, guard=guard())]
     try:
         if not all(inventory.fits for inventory in inventories):
-            raise SMPCheckpointError("a partial state of other ranks or other partitions")
+            raise SMPCheckpointError("a partial state of other ranks or other partitions", hint=UNCHANGED)
         if job.state.cfg.shard_optimizer_state and given.rdp not in (None, job.rdp_size()):
             raise RdpSizeError.of(given.rdp or 0, job.rdp_size())
         _check(entries, inventories)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from torch_xla.utils.serialization import TensorReference
 
 import neuron_compat
@@ -88,6 +89,17 @@ def with_master_weights(rank: int, root: str) -> list[Any]:
         NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, save_master_weights=True, lr=0.1)
     with pytest.raises(xla_ckpt.UsageError, match=r'model\.to\("xla"\)'):
         NeuronZero1Optimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.AdamW, lr=0.1)
+    experts = ZeroRedundancyOptimizer(  # what the error says works
+        model.get_submodule("0").parameters(), torch.optim.AdamW, lr=0.1, pin_layout=False,
+        save_master_weights=True, sharding_groups=ps.get_expert_data_parallel_replica_groups(),
+    )  # fmt: skip
+    step(model, experts)
+    want = frozen(model, experts)
+    nxd.save_checkpoint(root, "experts", model, extras={"experts": xla_ckpt.PerRank(experts)})
+    experts.step()
+    torch_xla.sync()
+    nxd.load_checkpoint(root, "experts", model, extras={"experts": xla_ckpt.PerRank(experts)})
+    assert same(frozen(model, experts), want)
     return [*told, str(caught.value)]
 
 

@@ -94,6 +94,11 @@ def test_kernels_can_be_imported_and_not_called() -> None:
     [
         (["--convert_to_full_state"], "xla-ckpt export a b --config c.json"),
         (["--convert_from_full_state", "--tp_size=2", "--save_xser=1"], "xla-ckpt convert a b --to xser --mesh pp=1,"),
+        (["--convert_to_full_state", "--input_dir=run/a b/model"], "xla-ckpt export 'run/a b' b --config c.json"),
+        (
+            ["--convert_to_xser", "--ep_size=2", "--kv_size_multiplier=4"],
+            "xla-ckpt convert a b --to xser --mesh pp=1,dp=2,ep=2,tp=1 --config c.json --kv-size-multiplier 4",
+        ),
     ],
 )
 def test_a_converter_of_weights_says_which_command_does_it(options: list[str], command: str) -> None:

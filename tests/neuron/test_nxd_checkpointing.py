@@ -164,7 +164,14 @@ def test_bad_input(tmp_path: Path) -> None:
         load(tmp_path / "pt", master_dp_only=False)
     with pytest.raises(xla_ckpt.StorageError):
         save(weight, tmp_path / "pt", save_xser=True)  # the name is a directory there
-    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"expected optim.*found model"):
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="sharded=True"):
+        load(tmp_path / "pt", torch.nn.Linear(1, 1), sharded=False)
+    optimizer = torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())
+    with pytest.raises(
+        xla_ckpt.IncompatibleCheckpointError, match="no state of an optimizer.*found w.*model_key=.*'model'"
+    ):
+        load(tmp_path / "pt", model_or_optimizer=optimizer)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"expected optim.*found model.*model_key="):
         load(tmp_path / "pt", model_or_optimizer=torch.nn.Linear(1, 1), model_key="optim")
     with pytest.raises(RuntimeError, match="Missing key"):
         load(tmp_path / "pt", torch.nn.Linear(1, 1))

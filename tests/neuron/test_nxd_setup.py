@@ -73,6 +73,15 @@ def test_what_cannot_be_done_is_an_error_that_says_what_to_do(asked: dict[str, A
             nxd.initialize_parallel_model(config, torch.nn.Linear, False, 2, 2)
 
 
+def test_likely_mistakes_of_the_setup_are_told_from_each_other() -> None:
+    with pytest.raises(TypeError, match="did you mean 'tensor_parallel_size'"):
+        nxd.neuronx_distributed_config(tensor_model_parallel_size=2)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="lambda: model"):
+        nxd.initialize_parallel_model(nxd.neuronx_distributed_config(), torch.nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"start a multiple of 2 \(torchrun"):
+        ps.initialize_model_parallel(tensor_model_parallel_size=2)
+
+
 def test_a_model_goes_to_the_device_with_its_ties_and_attributes() -> None:
     config = nxd.neuronx_distributed_config(activation_checkpoint_config=[RowParallelLinear])
     model = nxd.initialize_parallel_model(config, Model, False, config=Config())

@@ -54,7 +54,7 @@ def refused(rank: int, root: str, folder: str, state: Any) -> None:
     own = f"optim.dp_rank_{ps.get_data_parallel_rank():02d}.tp_rank_{ps.get_tensor_model_parallel_rank():02d}"
     assert min(os.listdir(folder)) == "optim.dp_rank_00.tp_rank_00"
     mine: Any = torch.load(f"{folder}/{own}", weights_only=True)
-    with pytest.raises(NoCheckpointError):
+    with pytest.raises(NoCheckpointError, match="on as many ranks"):
         optimizer.load_sharded_state_dict(root)
     with pytest.raises(UsageError, match="num_workers_per_step=0"):
         optimizer.save_sharded_state_dict(folder, 0)

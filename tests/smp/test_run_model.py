@@ -184,6 +184,8 @@ def loads(rank: int, config: dict[str, Any], kind: type[torch.nn.Module]) -> Non
     held = {n: v for n, v in full.items() if n != name}
     with pytest.raises(smp.MissingKeysInCheckpointError, match=rf"len of missing keys greater than 0, \['{name}"):
         model.load_state_dict(held)
+    with pytest.raises(smp.MissingKeysInCheckpointError, match="They are in its entry 'model': pass that"):
+        model.load_state_dict({"model": full, "step": 3})
     assert name in model.load_state_dict(held, strict=False).missing_keys
     with pytest.raises(smp.SMPCheckpointError, match=r"parameter other that does not exist in the current mod"):
         model.load_state_dict({**full, "other": torch.zeros(1)})

@@ -69,7 +69,11 @@ def test_a_checkpoint_of_another_library(tmp_path: Path) -> None:
             lambda: smp.load(f"{tmp_path}/own"),
             r"Checkpoints of xla_ckpt lie there, oldest first: step_2\. xla_ckpt.load",
         ),
-        (lambda: smp.load(f"{tmp_path}/smp/step_3_partial"), "smp.resume_from_checkpoint reads it"),
+        (
+            lambda: smp.load(f"{tmp_path}/smp/step_3_partial"),
+            r"resume_from_checkpoint\('/.*/smp', tag='step_3'\) reads it",
+        ),
+        (lambda: smp.resume_from_checkpoint(tmp_path / "smp/step_3_partial"), "/smp', tag='step_3'\\) reads it"),
         (lambda: smp.load(f"{tmp_path}/smp"), "smp.resume_from_checkpoint reads them"),
         (lambda: smp.resume_from_checkpoint(tmp_path / "dcp"), "Checkpoints of torch.distributed.checkpoint lie there"),
         (lambda: smp.resume_from_checkpoint(tmp_path / "dcp", "step_1"), "lie there, oldest first: step_1"),

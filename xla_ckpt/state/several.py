@@ -89,7 +89,8 @@ _ALONE = "Give it to extras, by a name of its own."
 
 def _check_member(called: Any, member: Any, tree: Any) -> None:
     if zero1.is_zero1(member) or schema_of(member).per_rank:
-        raise _refused(called, "it has state that every rank has its own of", _ALONE)
+        own = f"Give it to extras, by a name of its own: extras={{{called!r}: xla_ckpt.PerRank(optimizer)}}."
+        raise _refused(called, "it has state that every rank has its own of", own)
     if not optimizers.is_by_name(member, tree) or tree.keys() != {schema.STATE, schema.GROUPS}:
         raise _refused(called, "its state has another structure than that of torch's optimizers", _ALONE)
 

@@ -16,10 +16,12 @@ from neuron_compat.emulated.nxd.model import NxDModel
 from neuron_compat.emulated.nxd.optimizer import NxDOptimizer
 from neuron_compat.lazy import imported
 from xla_ckpt import UsageError
+from xla_ckpt.keywords import known_names
 
 logger = logging.getLogger(__name__)
 
 
+@known_names()
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
@@ -115,12 +117,13 @@ def initialize_parallel_model(
             ``param_init_fn`` left parameters without values.
     """
     configuration.check(nxd_config)
+    if isinstance(model_fn, torch.nn.Module):
+        raise UsageError("model_fn makes the model, and is none itself", hint="Pass lambda: model.")
     if not isinstance(include_buffers, bool):
         raise UsageError(
             "the argument after model_fn is include_buffers, a bool",
             found=type(include_buffers).__name__,
-            hint="Arguments for model_fn come after it: initialize_parallel_model(nxd_config, model_fn, False, ...). "
-            "Older versions of neuronx-distributed had no include_buffers.",
+            hint="Arguments for model_fn come after it: initialize_parallel_model(nxd_config, model_fn, False, ...).",
         )
     _arrange(nxd_config)
     model_init = nxd_config["model_init_config"]

@@ -10,6 +10,7 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 
 from neuron_compat.emulated import grads, parallel_state
 from neuron_compat.groups import rank_groups
+from neuron_compat.nxd.instead import EXPERTS
 from neuron_compat.nxd.optimizer.shard_files import ShardFiles
 from xla_ckpt import Mesh, UsageError
 
@@ -65,7 +66,7 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
         if parallel_state.size("ep") > 1 and any(getattr(p, "expert_model_parallel", False) for p in parameters):
             raise UsageError(
                 "NeuronZero1Optimizer does not shard experts: their replicas are fewer than the data-parallel ranks",
-                hint="Give them an optimizer of their own, with sharding_groups over the expert-data-parallel groups.",
+                hint=EXPERTS,
             )
         return super()._shard_parameters()
 

@@ -165,12 +165,12 @@ def _check_world(cfg: ModelParallelConfig, world: int) -> None:
     """Refuse a number of processes that does not fit the degrees."""
     product = cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree
     degrees = f"the product of the specified pipeline parallelism and tensor parallelism degrees ({product})"
+    must, there = "The number of processes must be", f"{world} processes"
+    hint = "Start as many with torchrun --nproc_per_node."
     if product > world:
-        raise WorkerSizeError(f"The number of processes must be at least {degrees}.", found=f"{world} processes")
+        raise WorkerSizeError(f"{must} at least {degrees}", found=there, hint=hint)
     if world % product:
-        raise WorkerSizeError(
-            f"The number of processes must be an integer multiple of {degrees}.", found=f"{world} processes"
-        )
+        raise WorkerSizeError(f"{must} an integer multiple of {degrees}", found=there, hint=hint)
     if world > product and not cfg.ddp:
         raise WorkerSizeError(
             f"If the number of processes is larger than {degrees}, then 'horovod':True (for TensorFlow) or 'ddp':True "

@@ -78,7 +78,7 @@ class ShardFiles:
         state: Any = None
         try:
             path = _shard_path(output_dir)
-            state = read(path, trust_pickle=False)
+            state = read(path, trust_pickle=False, absent=_AS_SAVED)
             self._check_fits(state, path)
         except Exception as problem:
             error = problem
@@ -89,7 +89,7 @@ class ShardFiles:
         """Refuse the state of another optimizer before anything is changed."""
 
         def refused(problem: str, expected: object, was: object) -> IncompatibleCheckpointError:
-            return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was)
+            return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was, hint=_AS_SAVED)
 
         keys = {"state", "param_groups", "base_state", "shape_info"}
         if not isinstance(saved, Mapping) or not keys <= saved.keys():
@@ -119,6 +119,12 @@ class ShardFiles:
                         list(shards[i].shape),
                         list(tensor.shape),
                     )
+
+
+_AS_SAVED = (
+    "These files load from the directory of the save, into the same optimizer and on as many ranks. Tags of "
+    "nxd.save_checkpoint load on any."
+)
 
 
 def _own_ranks() -> dict[str, int]:

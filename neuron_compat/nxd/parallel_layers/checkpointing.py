@@ -145,9 +145,13 @@ def load(
     checkpoint, error = None, None
     try:
         if not sharded and not isinstance(target, torch.nn.Module):
-            raise UsageError("sharded=False needs the module that says how its parameters are split")
+            raise UsageError(
+                "sharded=False needs the module that says how its parameters are split",
+                hint="Pass model_or_optimizer=.",
+            )
         path = _rank_path(chkpt_path, master_dp_only) if sharded else os.fspath(chkpt_path)
-        checkpoint = read(path if load_xser or not sharded else f"{path}/checkpoint.pt", trust_pickle=trust_pickle)
+        file = path if load_xser or not sharded else f"{path}/checkpoint.pt"
+        checkpoint = read(file, trust_pickle=trust_pickle, absent=_OF_THIS_RANK if sharded else _WHOLE)
     except Exception as problem:
         error = problem
     meet(error, "loading")
@@ -158,6 +162,13 @@ def load(
         error = problem
     meet(error, "loading")
     return checkpoint
+
+
+_OF_THIS_RANK = (
+    "chkpt_path, load_xser and master_dp_only have to be as in the save, and so have the numbers of ranks: on others, "
+    "xla_ckpt.load_checkpoint loads it."
+)
+_WHOLE = "With sharded=False chkpt_path is a single file of whole parameters; a directory of save() needs sharded=True."
 
 
 # -- ranks
@@ -256,8 +267,20 @@ def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, 
     """Load the entry `key` of a checkpoint, or all of it; the rest."""
     if key is not None and (not isinstance(checkpoint, dict) or key not in checkpoint):
         there = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
-        raise IncompatibleCheckpointError("the checkpoint has no such entry", expected=key, found=there[:200])
+        raise IncompatibleCheckpointError(
+            "the checkpoint has no such entry",
+            expected=key,
+            found=there[:200],
+            hint="Name the entry by model_key=; None if the checkpoint is the state itself.",
+        )
     state = checkpoint if key is None else checkpoint[key]
+    if isinstance(target, torch.optim.Optimizer) and not (isinstance(state, Mapping) and "param_groups" in state):
+        raise IncompatibleCheckpointError(
+            "this is no state of an optimizer",
+            expected="state, param_groups",
+            found=(", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__)[:200],
+            hint=f"Name the entry of the optimizer by model_key=, which is {key!r}.",
+        )
     if isinstance(target, torch.nn.Module):
         target.load_state_dict(state if sharded else _part(target, dict(state)), strict=strict)
     else:

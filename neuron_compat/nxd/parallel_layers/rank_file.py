@@ -77,8 +77,8 @@ def _narrow(tree: Any) -> Any:
     return changed_tensors(tree, one)
 
 
-def read(path: str, *, trust_pickle: bool) -> Any:
-    """What was written to a path, in either way.
+def read(path: str, *, trust_pickle: bool, absent: str) -> Any:
+    """What was written to a path, in either way. `absent` says what to do where no file is.
 
     Raises:
         xla_ckpt.NoCheckpointError: There is no such file.
@@ -96,11 +96,11 @@ def read(path: str, *, trust_pickle: bool) -> Any:
     try:
         return load_whole_file(path, trust_pickle=trust_pickle, reference=tensor)
     except NoCheckpointError as error:
-        error.hint = (
-            "load_xser and master_dp_only have to be as in the save, and so have the numbers of ranks: on others, "
-            "xla_ckpt.load_checkpoint loads it."
-        )
+        error.hint = absent
         raise
+
+
+_DAMAGED = "Load another checkpoint, or restore this file from a copy."
 
 
 def _tensor(path: str, trust_pickle: bool) -> torch.Tensor:
@@ -110,7 +110,8 @@ def _tensor(path: str, trust_pickle: bool) -> torch.Tensor:
     try:
         tensor = load_whole_file(path, trust_pickle=trust_pickle)
     except NoCheckpointError as error:
-        raise CorruptCheckpointError("the file of a tensor is missing", file=path) from error
+        raise CorruptCheckpointError("the file of a tensor is missing", file=path, hint=_DAMAGED) from error
     if not isinstance(tensor, torch.Tensor):
-        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=type(tensor).__name__)
+        kind = type(tensor).__name__
+        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=kind, hint=_DAMAGED)
     return tensor.to(torch_xla.device())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
 from xla_ckpt import UsageError
@@ -34,11 +35,18 @@ class CheckpointConverterBase:
         Raises:
             xla_ckpt.UsageError: Always.
         """
-        config = f" --config {args.config}" if args.config else ""
-        if args.convert_to_full_state:
-            command = f"xla-ckpt export {args.input_dir} {args.output_dir}{config}"
-        else:
+        # Scripts name the folder of the model in a tag, and the commands read the tag.
+        source = args.input_dir if args.convert_from_full_state else args.input_dir.rstrip("/").removesuffix("/model")
+        command = ["xla-ckpt", "export", source, args.output_dir]
+        if not args.convert_to_full_state:
             layout = "xser" if args.save_xser or args.convert_to_xser else "pt"
-            mesh = ",".join(f"{axis}={getattr(args, f'{axis}_size')}" for axis in ("pp", "ep", "tp"))
-            command = f"xla-ckpt convert {args.input_dir} {args.output_dir} --to {layout} --mesh {mesh}{config}"
-        raise UsageError(f"{type(self).__name__} is not there to convert checkpoints", hint=f"Run: {command}")
+            sizes = {"pp": args.pp_size, "dp": args.ep_size, "ep": args.ep_size, "tp": args.tp_size}  # ep divides dp
+            mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+            command = ["xla-ckpt", "convert", source, args.output_dir, "--to", layout, "--mesh", mesh]
+        if args.config:
+            command += ["--config", args.config]
+        if args.kv_size_multiplier > 1:
+            command += ["--kv-size-multiplier", str(args.kv_size_multiplier)]
+        raise UsageError(
+            f"{type(self).__name__} is not there to convert checkpoints", hint=f"Run: {shlex.join(command)}"
+        )
