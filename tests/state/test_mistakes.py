@@ -103,7 +103,10 @@ MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
     "module for optimizer": (module_for_optimizer, "a module was given in the place of an optimizer.*Linear"),
     "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*a dict, each by a name"),
     "parameters": (optimizer_class, r"no optimizer.*state_dict\(\) and load_state_dict\(\).*found generator"),
-    "list of models": (list_of_models, "no model.*found list"),
+    "list of models": (
+        list_of_models,
+        "a list of modules is no model.*found 2 values.*a name, in the save and in each",
+    ),
     "extras without names": (extras_without_names, "extras have names.*a dict of objects.*found list"),
     "before the move": (
         made_before_the_move,

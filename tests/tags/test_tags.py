@@ -58,6 +58,13 @@ def test_everything_else_is_refused_with_a_reason(tmp_path: Path, tag: Any) -> N
     assert not (tmp_path / "root").exists()
 
 
+def test_a_path_in_the_place_of_a_tag_is_told_its_name(tmp_path: Path) -> None:
+    put(tmp_path, "a", 1)
+    for call in (lambda: xla_ckpt.restore(tmp_path, f"{tmp_path}/a/"), lambda: put(Path("a"), f"{tmp_path}/a")):
+        with pytest.raises(xla_ckpt.InvalidTagError, match="A tag is a name in its root, such as 'a'"):
+            call()
+
+
 @given(st.text(max_size=30))
 def test_tag_names_never_leave_their_directory(tag: str) -> None:
     if is_tag_name(tag):

@@ -72,7 +72,11 @@ class LlamaJob:
         if count is not None and (type(count) is not int or count < 1):
             raise UsageError("kv_size_multiplier is a number of at least 1", found=count)
         if not self.qkv_linear and (self.fuse_qkv or (count or 1) > 1):
-            raise UsageError("without qkv_linear the projections are separate, and keys are held once")
+            raise UsageError(
+                "without qkv_linear the projections are separate, and keys are held once",
+                hint="Leave out qkv_linear=False (--no-qkv-linear); or fuse_qkv= (--fuse-qkv) and kv_size_multiplier= "
+                "(--kv-size-multiplier).",
+            )
 
     @property
     def says_form(self) -> bool:
@@ -178,6 +182,8 @@ def _form_not_wanted() -> UsageError:
     return UsageError(
         "fuse_qkv and qkv_linear say how a job has the arrays of a model of Hugging Face's",
         expected="a conversion of a directory with model.safetensors, or model.safetensors.index.json",
+        hint="Of other checkpoints they keep their form: leave out fuse_qkv= (--fuse-qkv) and qkv_linear= "
+        "(--no-qkv-linear).",
     )
 
 

@@ -93,6 +93,14 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
         raise _in_the_place_of("a model", "an optimizer", model)
     if is_scheduler(model):
         raise _in_the_place_of("a model", "a scheduler", model)
+    if isinstance(model, list | tuple) and any(map(is_module, model)):
+        raise UsageError(
+            f"a {_kind(model)} of modules is no model",
+            leaf=schema.MODEL,
+            expected="a torch.nn.Module, or a dict of them",
+            found=f"{len(model)} values",
+            hint="Give each a name, in the save and in each load: model={'first': ..., 'second': ...}.",
+        )
     if strict:
         raise UsageError(
             "this is no model",

@@ -60,10 +60,13 @@ def check_tag(tag: object, path: str | None = None) -> str:
     False
     """
     tag = check_is_text(tag, path)
+    hint = "A tag names a directory: use letters, digits and characters such as '_', '-' or '.'."
     if not tag:
         reason = "it is empty"
     elif forbidden := next((c for c in tag if c in "/\\\0"), None):
         reason = f"it contains {forbidden!r}"
+        if last := tag.rstrip("/").rpartition("/")[2]:
+            hint = f"A tag is a name in its root, such as {last!r}: a path goes into another argument."
     elif not tag.isprintable():
         reason = "it contains a control character"
     elif tag.startswith("."):
@@ -76,11 +79,7 @@ def check_tag(tag: object, path: str | None = None) -> str:
         reason = f"it is longer than {MAX_BYTES} bytes"
     else:
         return tag
-    raise InvalidTagError(
-        f"{tag!r} cannot be a tag: {reason}",
-        path=path,
-        hint="A tag names a directory: use letters, digits and characters such as '_', '-' or '.'.",
-    )
+    raise InvalidTagError(f"{tag!r} cannot be a tag: {reason}", path=path, hint=hint)
 
 
 def is_tag_name(name: str) -> bool:
