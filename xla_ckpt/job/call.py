@@ -140,10 +140,13 @@ def different_calls(calls: Sequence[Call]) -> UsageError | None:
     >>> different_calls([a, a])
     >>> print(different_calls([a, b, a]).found)
     save('/root', 'b') on rank 1
+    >>> print(different_calls([Call.of("save", layout="pt"), Call.of("load", strict=True)]).details)
+    None
     """
     if all(call == calls[0] for call in calls):
         return None
-    names = {name: None for call in calls for name in call.options}
+    alike = all(call.doing == calls[0].doing for call in calls)  # else their options have other names, and say no more
+    names = {name: None for call in calls for name in call.options if alike}
     said = [[str(call) for call in calls]]
     said += [[f"{name}={call.options.get(name, 'nothing')}" for call in calls] for name in names]
     differing = [

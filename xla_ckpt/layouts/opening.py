@@ -6,13 +6,21 @@ own tools wrote, and that layout opens it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, NoCheckpointError, UsageError, naming
+from xla_ckpt.errors import (
+    ChangedTagError,
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    UsageError,
+    naming,
+)
 from xla_ckpt.extras import naming_extras
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.listing import find_foreign, has_manifest
@@ -21,6 +29,7 @@ from xla_ckpt.layouts.registry import all_layouts, layout_of
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
@@ -50,6 +59,13 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None, *, as_stored: b
         raise with_hint(error, store) from None
     try:
         reader = TagReader(directory, store.path, tag)
+    except CorruptCheckpointError as error:
+        if error.file == MANIFEST and store.file_system is not None and (other := _readable_as(store, tag)):
+            error.hint = (
+                f"{error.hint} Or remove {MANIFEST} and {COMMITTED} from the tag: then it is read as {other}'s, "
+                "without our digests."
+            )
+        raise
     except ChangedTagError:
         if store.object_store is None:
             raise
@@ -68,6 +84,13 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None, *, as_stored: b
     except BaseException:
         reader.close()  # nobody else will
         raise
+
+
+def _readable_as(store: Store, tag: str) -> str:
+    """The library as whose tag one of ours can be read without its manifest; empty if there is none."""
+    with contextlib.suppress(CheckpointError, OSError):  # it is only for a hint
+        return next((layout.origin for layout in all_layouts() if layout.find(store, tag) is not None), "")
+    return ""
 
 
 def _tell_beside(store: Store, tag: str, others: Sequence[Layout]) -> None:

@@ -60,7 +60,7 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
         arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
         hint = (
-            "Name another part of it: export_hf(part=...) (xla-ckpt export --part). "
+            "Name another part of it, or '' for all: export_hf(part=...) (xla-ckpt export --part). "
             f"Leaf paths of its arrays begin with: {paths.tops(manifest.arrays)}."
             if manifest.arrays
             else "It has plain values alone."
