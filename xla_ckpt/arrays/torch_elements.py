@@ -137,8 +137,7 @@ def check_writable(value: torch.Tensor) -> None:
             "elements of this tensor share memory with each other, so that nothing can be loaded into it",
             expected="memory for each element",
             found=f"shape {list(value.shape)}, strides {list(value.stride())}",
-            hint="Give it memory of its own, with clone() or contiguous(). To load into all arrays but this one, leave "
-            "it out of the target.",
+            hint="Give it memory of its own, with clone() or contiguous().",
         )
 
 

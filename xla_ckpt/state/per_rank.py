@@ -18,6 +18,7 @@ from xla_ckpt.state.rng import RNGState
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import Reshard
+from xla_ckpt.tree.skeleton import children
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +92,16 @@ def load(stored: Stored, member: Any) -> Loading:
         mesh = as_mesh(stored.skeleton.get(schema.MESH))
         alike = schema.same_ranks(stored.skeleton, where.world, str(where.mesh))
         parts = {r: part for r in range(saved_by) if (part := stored.at(schema.of_rank(paths.ROOT, r))) is not None}
+    own = parts.get(where.rank)
+    if isinstance(inner, RNGState) and own is not None and "python" not in (children(own.skeleton) or ()):
+        # Its generators would be set last, when all other objects have their new state.
+        return _refused(stored, "another object's state is stored under this name, and none of random generators")
     wrapped = member if isinstance(member, PerRank) else PerRank(member)
     if alike and where.rank in parts:
         return stateful.load(parts[where.rank], inner)
     if (reshard := wrapped.reshard) is not None:
         return _load_made(list(parts.values()), inner, lambda states: reshard(states, where.rank, where.world))
     if isinstance(inner, RNGState):
-        own = parts.get(where.rank)
         return _left_alone(stored, where.rank, saved_by) if own is None else stateful.load(own, inner)
     deal = deal_of(wrapped.member, wrapped.position)
     replicas = [] if mesh is None else [parts[r] for i in range(mesh.dp) if (r := mesh.rank({"dp": i})) in parts]
