@@ -142,7 +142,10 @@ def config_differences(root: str, name: str, current: Mapping[str, Any], *, refu
             f"The following features changes are not allowed for loading partial: \n{''.join(refused)}"
         )
     if differing:
-        logger.warning("Warning: Found mismatched features between save and load: \n%s", "".join(differing.values()))
+        logger.warning(
+            "Warning: Found mismatched features between save and load: \n%sThe checkpoint is loaded all the same.",
+            "".join(differing.values()),
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

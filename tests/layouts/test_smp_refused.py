@@ -50,7 +50,7 @@ def loads(path: Path) -> None:
 def test_a_missing_part(generation: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = write_set(tmp_path / "c.pt", MESHES.get(generation, PP2TP2), generation)[number]
     lost.unlink()
-    error = refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, r"1 of \d parts are missing")
+    error = refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, r"parts are missing: 1 of \d")
     assert error.file == lost.name
     report = xla_ckpt.verify(tmp_path / "c.pt")
     assert [problem.file for problem in report.problems] == [lost.name]
@@ -81,7 +81,7 @@ def test_a_last_stage_that_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     for file in write_set(tmp_path / "c.pt", Mesh(pp=3, tp=2), "1.12"):
         if "_2_" in file.name:
             file.unlink()
-    error = refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "2 of 6 parts are missing")
+    error = refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "parts are missing: 2 of 6")
     assert "c.pt_2_0.pt, c.pt_2_1.pt" in str(error.found)
 
 

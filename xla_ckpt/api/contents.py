@@ -236,8 +236,12 @@ def _place(leaf: str) -> int:
 
 
 def _unplaced(group: Mapping[str, UnknownArray]) -> UnplacedArrays:
-    """Arrays of which it is not known, for the same reason, how they were split."""
-    first_leaf, first = next(iter(group.items()))
+    """Arrays of which it is not known, for the same reason, how they were split.
+
+    The advice has a rule for an array that each rank has all of: of those with the fewest dims, such as the weight of
+    a norm, that is likely.
+    """
+    example, first = min(group.items(), key=lambda item: len(item[1].shape or ()))
     arrays = tuple(
         UnplacedArray(
             leaf=leaf,
@@ -250,4 +254,4 @@ def _unplaced(group: Mapping[str, UnknownArray]) -> UnplacedArrays:
         )
         for leaf, array in group.items()
     )
-    return UnplacedArrays(problem=first.problem, hint=first.advice(first_leaf), arrays=arrays)
+    return UnplacedArrays(problem=first.problem, hint=first.advice(example), arrays=arrays)

@@ -171,7 +171,7 @@ def _check_grid(
     # The classic mistake: SMP counts tp within dp, so that `if smp.dp_rank() == 0` is true on tp rank 0 only.
     never = tp > 1 and not any(at.tp for at in by_rank) and all(at.tp for at in missing)
     raise CorruptCheckpointError(
-        "the parts of all ranks tp > 0 are missing" if never else f"{len(missing)} of {total} parts are missing",
+        "the parts of all ranks tp > 0 are missing" if never else f"parts are missing: {len(missing)} of {total}",
         file=name(missing[0]),
         expected=f"{total} parts: pp {pp}, tp {tp}" + (f", rdp {named.dp}" * (named.dp > 1)),
         found=f"{len(by_rank)}; missing: {listed_names([name(at) for at in missing])}",
