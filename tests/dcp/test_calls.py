@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ def test_what_stock_programs_make_themselves(tmp_path: Path) -> None:
         dcp.save(held, storage_writer=dcp.FileSystemWriter(tmp_path / "a", overwrite=False))
     with pytest.raises(xla_ckpt.UsageError, match="extensions"):
         dcp.FileSystemWriter(tmp_path / "a", _extensions=[object()])
+    with pytest.raises(xla_ckpt.UsageError, match="serialization format"):
+        dcp.FileSystemWriter(tmp_path / "a", serialization_format="safetensors")
+    options = xla_ckpt.SaveOptions(replicas="first")
+    with pytest.raises(xla_ckpt.UsageError, match="options= has no effect beside storage_writer="):
+        dcp.save(held, storage_writer=dcp.StorageWriter(tmp_path / "a"), options=options)
 
 
 def test_signatures_are_those_of_stock() -> None:
@@ -167,6 +173,19 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
         dcp.load(target, checkpoint_id=tmp_path / "a")
     assert isinstance(caught.value.__cause__, dcp.CheckpointException)
     assert str(caught.value.hint).startswith("Stored there: w, n. ")
+    dcp.save({"model": target}, checkpoint_id=tmp_path / "below")
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"more: did you mean 'model\.more'\?"):
+        dcp.load({"more": torch.zeros(2)}, checkpoint_id=tmp_path / "below")
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="a tensor is stored under this key") as caught:
+        dcp.load({"w": 0}, checkpoint_id=tmp_path / "a")
+    assert caught.value.leaf == "w"
+    with (
+        warnings.catch_warnings(action="ignore"),  # stock's own, of a function that it calls
+        pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="meta device has no memory.*to_empty"),
+    ):
+        dcp.load({"w": torch.empty(4, device="meta")}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="a Tensor is no plain array"):
+        dcp.save({"w": torch.eye(3).to_sparse()}, checkpoint_id=tmp_path / "sparse")
     assert not target["w"].any()
     dcp.load(target, checkpoint_id=tmp_path / "a", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert target["w"].all()
@@ -418,12 +437,22 @@ def test_values_of_unknown_classes_need_trust(tmp_path: Path, saver: Any) -> Non
     dcp.load(target, checkpoint_id=tmp_path / "a", trust_pickle=True)
     assert target["own"] == Harmless()
     assert target["plain"] == {"a": [1, "b"]}
+    with pytest.raises(
+        xla_ckpt.UsageError, match=r"trust_pickle= has no effect.*StorageReader\(path, trust_pickle=True\)"
+    ):
+        dcp.load(target, storage_reader=dcp.StorageReader(tmp_path / "a"), trust_pickle=True)
+    target["own"] = None
+    dcp.load(target, storage_reader=dcp.StorageReader(tmp_path / "a", trust_pickle=True))
+    assert target["own"] == Harmless()
 
 
 def test_there_is_no_checkpoint(tmp_path: Path) -> None:
     target = {"w": torch.zeros(3)}
     with pytest.raises(xla_ckpt.NoCheckpointError):
         dcp.load(target, checkpoint_id=tmp_path / "none")
+    (tmp_path / "file.pt").touch()
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="there is a file, .*load_checkpoint"):
+        dcp.load(target, checkpoint_id=tmp_path / "file.pt")
     (tmp_path / "half").mkdir()
     with pytest.raises(xla_ckpt.NoCheckpointError, match="no .metadata"):
         dcp.load(target, checkpoint_id=tmp_path / "half")
@@ -434,6 +463,8 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
         dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "steps" / f"step-{step}")
     with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Checkpoints beside it: step-1, step-2\."):
         dcp.load(target, checkpoint_id=tmp_path / "steps" / "step-3")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"did you mean .*/steps/step-2\?"):
+        dcp.load(target, checkpoint_id=tmp_path / "step" / "step-2")
     with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Checkpoints lie in it: .* one, step-1, step-2\."):
         dcp.load(target, checkpoint_id=tmp_path / "steps")
     with pytest.raises(xla_ckpt.NoCheckpointError, match="This is a checkpoint by itself: pass it without a tag"):

@@ -160,6 +160,18 @@ def test_mistakes(tmp_path: Path) -> None:
     run_on_ranks(mistakes, 2, tmp_path)
 
 
+def test_other_things_in_the_place_of_the_arguments() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(xla_ckpt.UsageError, match="no state dict"):
+        dcp.sharded(model, model)
+    with pytest.raises(xla_ckpt.UsageError, match="no model"):
+        dcp.sharded(model.state_dict(), model.state_dict())
+    with pytest.raises(xla_ckpt.UsageError, match="no model"):
+        dcp.sharded(model.state_dict(), optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(xla_ckpt.UsageError, match="does not fit the job.*init_process_group"):
+        dcp.sharded(model.state_dict(), model, "tp=2")
+
+
 def saves_zero1(rank: int, root: Path, world: int, loads: bool) -> None:
     import torch_xla
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer

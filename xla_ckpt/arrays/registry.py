@@ -88,7 +88,9 @@ class Adapters:
         """
         adapter = self.of(value)
         if adapter is None:
-            raise UnsupportedStateError(f"{type(value).__name__} is no array", leaf=path)
+            raise UnsupportedStateError(
+                f"a {type(value).__name__} is no plain array", leaf=path, hint="Give a dense tensor in its place."
+            )
         return adapter
 
 

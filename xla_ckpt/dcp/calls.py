@@ -212,6 +212,11 @@ def load(
         reader: StockReader = StorageReader(required_id(checkpoint_id), trust_pickle=trust_pickle)
     else:
         reader = storage_for(storage_reader, checkpoint_id)
+        if trust_pickle:
+            raise UsageError(
+                "trust_pickle= has no effect beside storage_reader=",
+                hint="Give it to the reader: StorageReader(path, trust_pickle=True).",
+            )
     path = path_of_storage(reader)
     _check(state_dict, path, no_dist)
     wait_for(path)
@@ -290,6 +295,11 @@ def _planning(storage: StockReader | StockWriter) -> Iterator[None]:
 def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:
     if writer is None:
         return StorageWriter(required_id(checkpoint_id), options=options)
+    if options is not None:
+        raise UsageError(
+            "options= has no effect beside storage_writer=",
+            hint="Give it to the writer: StorageWriter(path, options=...).",
+        )
     return storage_for(writer, checkpoint_id)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, RankFailedError
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.keywords import nearest
 from xla_ckpt.tree.path import listed
 
 _MISSING = re.compile(r"Missing key in checkpoint state_dict: (?P<key>.*?)\.?", re.DOTALL)
@@ -21,6 +22,14 @@ _SIZE = re.compile(
     r"(?P<wanted>\[.*?\])\)? for (?P<key>.*)",
     re.DOTALL,
 )
+_KIND = re.compile(r"Invalid checkpoint metadata for (?P<key>.*), expected BytesStorageMetadata but found ", re.DOTALL)
+_NO_GROUP = "Default process group has not been initialized"
+_OTHER_SIZE = (
+    "Make the model as it was at the save. If it is a part of a tensor-parallel rank, give the call "
+    "xla_ckpt.dcp.sharded(state_dict, model, mesh)."
+)
+_NO_TENSOR = "Give a tensor of its shape to load into, as the state_dict() of the model has it."
+_NO_MEMORY = "Give it some before the load: model.to_empty(device=...)."
 _COLLECTIVE = re.compile(r"gloo|ProcessGroup|[Cc]onnection (closed|reset|refused)|[Ss]ocket|Broken pipe")
 """What stands in the errors of collectives, which are plain RuntimeErrors."""
 
@@ -102,11 +111,17 @@ def _of_stock(error: BaseException, stored: Iterable[str]) -> CheckpointError | 
     text = str(error)
     facts: dict[str, Any] = {}
     if (match := _MISSING.fullmatch(text)) is not None:
-        partial = "DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."
-        facts = {"hint": f"{_beside(match['key'], stored)}{partial}"}
-        text = f"Missing key in checkpoint state_dict: {match['key']}"
+        keys = [*stored]
+        partial = "planner=DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."
+        facts = {"hint": f"{_beside(match['key'], keys)}{partial}"}
+        text = f"Missing key in checkpoint state_dict: {match['key']}{nearest(match['key'], keys)}"
     elif (match := _SIZE.fullmatch(text)) is not None:
-        facts = {"expected": match["stored"], "found": match["wanted"]}
+        facts = {"expected": match["stored"], "found": match["wanted"], "hint": _OTHER_SIZE}
+    elif (match := _KIND.match(text)) is not None:
+        text, facts = "a tensor is stored under this key, and the state dict has none there", {"hint": _NO_TENSOR}
+    elif text.startswith(_NO_GROUP):
+        # Stock makes a tensor for one on the meta device, on the device of the process group.
+        return IncompatibleCheckpointError("a tensor on the meta device has no memory to load into", hint=_NO_MEMORY)
     else:
         return None
     problem = IncompatibleCheckpointError(text, leaf=match["key"], **facts)

@@ -53,7 +53,7 @@ def _joined(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[H
             leaf=key,
             expected=f"{everything.size} elements",
             found=elements,
-            hint="Give dcp.sharded(state_dict), or use torch_xla's SPMDSavePlanner.",
+            hint="Give planner=SPMDSavePlanner(), of torch_xla.experimental.distributed_checkpoint.",
         )
     element = torch_type(require(value).dtype(value), value)
     tensor = torch.empty(everything.shape, dtype=element)

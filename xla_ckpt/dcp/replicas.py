@@ -23,8 +23,9 @@ Place = tuple[str, tuple[int, ...]]
 
 _HINT = (
     "Tensor parallelism that nobody declared is the likely cause, or pipeline stages that use the same keys: give "
-    "xla_ckpt.dcp.sharded(state_dict, model=model) to the call, or DTensors. If the ranks have really drifted apart, "
-    "options=SaveOptions(replicas='first') stores the first one, and says of which tensors."
+    "DTensors, or xla_ckpt.dcp.sharded(state_dict, model, mesh), with shardings= where the model does not say it. "
+    "If the ranks have really drifted apart, options=SaveOptions(replicas='first') of xla_ckpt.dcp.save or "
+    "of StorageWriter stores the first one, and says of which tensors."
 )
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

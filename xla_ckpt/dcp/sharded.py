@@ -60,6 +60,13 @@ def sharded(
         UsageError: Nobody says how the ranks are arranged, or a rule does not fit.
         UnsupportedStateError: The attributes of a parameter contradict each other.
     """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(
+            "this is no state dict",
+            expected="a dict",
+            found=type(state_dict).__name__,
+            hint="It comes before the model.",
+        )
     return _Views(model, mesh, shardings, optimizer).of(state_dict)
 
 
@@ -77,10 +84,22 @@ class _Views:
         job_mesh = job_mesh or Mesh(dp=world)
         if job_mesh.size != world:
             raise UsageError(
-                "the mesh does not fit the job", expected=f"{world} ranks", found=f"{job_mesh.size} ({job_mesh})"
+                "the mesh does not fit the job",
+                expected=f"{world} rank{'s' * (world > 1)}",
+                found=f"{job_mesh.size} ({job_mesh})",
+                hint="Start the job with torchrun, and call torch.distributed.init_process_group first."
+                if world == 1
+                else "Start the job with as many ranks, or correct mesh=.",
             )
         placement = Placement(rank, world, job_mesh)
         model, self.optimizer = unwrapped_model(model), unwrapped_optimizer(optimizer)
+        if not hasattr(model, "named_parameters") and (model is not None or optimizer is not None):
+            raise UsageError(
+                "this is no model",
+                expected="a torch.nn.Module as model=",
+                found=type(model).__name__,
+                hint="The state dict comes first, and then the model itself, which knows how its parameters are split.",
+            )
         self.rules = parse_rules(shardings)
         self.placement = placement
         self.parameters: dict[str, Parameter] = {

@@ -12,6 +12,7 @@ from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, Untrusted
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
 from xla_ckpt.layouts.dcp.metadata import METADATA, DcpTensor
+from xla_ckpt.layouts.no_tag import path_meant
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.strided import shards_at
@@ -99,7 +100,9 @@ class Opened(DcpFiles):
                 zipped = Zip(ahead, span.offset, span.nbytes)
                 torch.save(zipped.value(strided=True, tensor=ZipTensors(zipped, ahead.source).of), buffer)
             except UntrustedObjectError as error:
-                error.hint = "Pass trust_pickle=True if you trust whoever wrote this checkpoint."
+                error.hint = (
+                    "Pass trust_pickle=True to xla_ckpt.dcp.load, or to StorageReader, if you trust whoever wrote it."
+                )
                 raise
             return buffer.getvalue()
 
@@ -197,7 +200,12 @@ def _found(store: Store, name: str) -> Directory:
             return store.open(root_of(store).place_of(name))
         except (FileNotFoundError, NotADirectoryError):
             continue
-    raise NoCheckpointError("there is no such checkpoint", hint=_beside(store))
+    if store.has(name):
+        raise NoCheckpointError(
+            "there is a file, and a checkpoint of DCP's is a directory",
+            hint="If torch.save wrote it, use torch.load or xla_ckpt.load_checkpoint.",
+        )
+    raise NoCheckpointError(f"there is no such checkpoint{path_meant(f'{store.path}/{name}')}", hint=_beside(store))
 
 
 def _beside(store: Store) -> str | None:

@@ -85,7 +85,7 @@ def _copied(value: Any, keys: Keys, copies: dict[int, Any]) -> Any:
         raise UnsupportedStateError(
             f"a {type(value).__name__} cannot be copied: {error}",
             leaf=".".join(map(str, keys)),
-            hint="Give plain values, tensors, or its state_dict(); or save it with dcp.save, which copies nothing.",
+            hint="Give plain values, tensors, or its state_dict().",
         ) from error
 
 

@@ -333,7 +333,7 @@ class FileSystemWriter(StorageWriter):
                 path=str(path),
                 hint="Save without them, or with torch.distributed.checkpoint.FileSystemWriter, which has no digests.",
             )
-        if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+        if str(getattr(serialization_format, "value", serialization_format)) not in ("None", "torch_save"):
             raise UsageError(
                 "this serialization format is not supported",
                 path=str(path),
