@@ -139,7 +139,7 @@ def test_what_is_no_root_of_tags_is_told_so(root: Path, tmp_path: Path, capsys: 
             True,
         )
         code, out, err = call(capsys, command, tmp_path / "x.pt", *more)
-        assert (code, out, "torch wrote this" in err) == (2, "", True)
+        assert (code, out, "torch wrote this file, which is no root of this library's tags" in err) == (2, "", True)
     for words in (["rm", tmp_path / "x.pt", "--yes"], ["pin", tmp_path / "x.pt"]):
         code, _, err = call(capsys, *words)
         assert (code, "torch wrote this file, which this library neither pins nor deletes" in err) == (2, True)

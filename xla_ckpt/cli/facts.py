@@ -150,8 +150,14 @@ def targets(name: str | None) -> tuple[Any, Any]:
         built = None if build is None else build()
     except Exception as error:
         # It is the user's code, and may raise anything.
+        hint = None
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            hint = "It is looked for in this directory and in those of PYTHONPATH, by its name without .py."
         raise UsageError(
-            f"the model could not be made: {type(error).__name__}: {error}", expected="MODULE:FUNCTION", found=name
+            f"the model could not be made: {type(error).__name__}: {error}",
+            expected="MODULE:FUNCTION, a function that takes no arguments",
+            found=name,
+            hint=hint,
         ) from error
     finally:
         sys.path.remove("")
@@ -168,7 +174,8 @@ def nbytes(text: str) -> int:
     >>> nbytes("5GB"), nbytes("1.5 mb"), nbytes("4096")
     (5000000000, 1500000, 4096)
     """
-    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)b?", text.strip().lower())
-    if match is None:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([kmgt]?)b?", text.strip().lower())
+    size = 0 if match is None else int(float(match[1]) * 1000 ** " kmgt".index(match[2] or " "))
+    if not size:
         raise ValueError(f"{text!r} is no size; write 5GB or 500MB")
-    return int(float(match.group(1)) * 1000 ** " kmgt".index(match.group(2) or " "))
+    return size

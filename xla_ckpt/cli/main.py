@@ -199,7 +199,14 @@ COMMANDS: dict[str, _Command] = {
 }
 
 
-_ELSEWHERE = {"repair": "verify --repair", "mend": "verify --repair", "fix": "verify --repair"}
+_ELSEWHERE = {
+    **dict.fromkeys(("repair", "mend", "fix"), "verify --repair"),
+    **dict.fromkeys(("list", "dir"), "ls"),
+    **dict.fromkeys(("inspect", "info", "cat"), "show"),
+    **dict.fromkeys(("delete", "remove", "del"), "rm"),
+    "check": "verify",
+    "compare": "diff",
+}
 """Words that somebody may take for commands -> what does that."""
 
 

@@ -42,12 +42,17 @@ def view(args: argparse.Namespace) -> int:
     if args.html is not None:
         _check_may_be_written(Path(args.html))
         page = site.one_document(address)
-        with storage_errors("writing the page", path=args.html):
+        with storage_errors("writing the page", path=args.html, hint="Name a file in a directory that is there."):
             Path(args.html).write_bytes(page)
         print(f"{args.html}: {size(len(page))}")
         return 0
     if address:
-        raise UsageError("pages that are served ask for this themselves", expected="--html FILE with it")
+        named = [option for option in ("leaf", "mesh", "against") if getattr(args, option) is not None]
+        raise UsageError(
+            "pages that are served ask for this themselves",
+            expected="--html FILE with it",
+            found=", ".join(f"--{option}" for option in named),
+        )
     return _serve(site, args.port)
 
 

@@ -56,16 +56,19 @@ def check_is_own(store: Store, tag: str) -> None:
         UsageError: Another library wrote it, or it is a single file.
     """
     if (foreign := find_foreign(store, tag)) is not None:
-        layout, _ = foreign
-        kind = "tag" if layout.tagged else "file" if layout.one_file else "directory"
         raise UsageError(
-            f"{layout.origin or layout.name} wrote this {kind}, which this library neither pins nor deletes",
+            f"{_writing(foreign[0])}, which this library neither pins nor deletes",
             path=store.path,
             tag=tag,
-            hint="Retention never deletes it. Remove its files yourself.",
+            hint="Retention never deletes it. To delete it, remove its files.",
         )
     if root_of(store).entry(tag) is None:
         raise no_tag(store, tag)
+
+
+def _writing(layout: Layout) -> str:
+    kind = "tag" if layout.tagged else "file" if layout.one_file else "directory"
+    return f"{layout.origin or layout.name} wrote this {kind}"
 
 
 def root_named(path: PathLike) -> Root:
@@ -78,6 +81,12 @@ def root_named(path: PathLike) -> Root:
     store = door.store_at(path).look()
     if (inside := named_itself(store)) is not None:
         above, name = inside
+        if (foreign := find_foreign(above, name)) is not None:
+            raise UsageError(
+                f"{_writing(foreign[0])}, which is no root of this library's tags",
+                path=store.path,
+                hint="Pass a root of this library's tags. xla-ckpt convert makes a tag of what other libraries wrote.",
+            )
         check_is_own(above, name)
         raise UsageError("this is a tag, and no root of tags", path=store.path, hint=f"Pass {above.path}.")
     if not store.is_directory(""):

@@ -126,7 +126,11 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
 def repair_stored(store: Store, tag: str, workers: int = READERS) -> list[str]:
     """Give a tag with parity back what it has lost (see `xla_ckpt.repair`)."""
     if find_foreign(store, tag) is not None:
-        raise UsageError("the tag has no parity, so it cannot be repaired: another library wrote it", tag=tag)
+        raise UsageError(
+            "the tag has no parity, so it cannot be repaired: another library wrote it",
+            tag=tag,
+            hint="Load another tag, or restore its files from a copy.",
+        )
     try:
         directory = root_of(store).open(tag)
     except NoCheckpointError as error:

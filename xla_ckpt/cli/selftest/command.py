@@ -92,7 +92,8 @@ def _check_root(store: Store) -> None:
             hint="Name a directory or a bucket.",
         )
     if store.object_store is None and not store.is_directory(""):
-        raise StorageError("there is no such directory", path=store.path, hint="Make it, or name the one above.")
+        hint = "It is a file: name a directory." if store.has("") else "Make it, or name the one above."
+        raise StorageError("there is no such directory", path=store.path, hint=hint)
     root_of(store).check_commits()
 
 
