@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import xla_ckpt
+import xla_ckpt.dcp as our_dcp
 from tests.jobs import run_alone, run_on_ranks
 from tests.topology.kinds import build, emulate, pairs, possible
 from tests.topology.state import GROUPS, WHOLE, known, whole
@@ -285,6 +286,8 @@ def test_a_tag_that_stock_dcp_saved_over_is_not_loaded_as_it_was(tmp_path: Path)
     stock(lambda: dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "a", no_dist=True))
     with pytest.raises(CorruptCheckpointError, match=r"remove manifest\.json and commit_success\.txt"):
         xla_ckpt.restore(tmp_path, "a")
+    with pytest.raises(CorruptCheckpointError, match=r"remove manifest\.json and commit_success\.txt"):
+        stock(lambda: our_dcp.load({"model": {"w": torch.zeros(3)}}, checkpoint_id=tmp_path / "a", no_dist=True))
     os.remove(tmp_path / "a" / "manifest.json")
     os.remove(tmp_path / "a" / "commit_success.txt")
     assert torch.equal(xla_ckpt.restore(tmp_path / "a").tree["model"]["w"], torch.ones(3))

@@ -84,6 +84,10 @@ def test_a_file_of_any_name_is_a_model(tmp_path: Path) -> None:
     assert xla_ckpt.list_tags(file) == xla_ckpt.list_tags(tmp_path) == []
     with pytest.raises(xla_ckpt.NoCheckpointError, match=r"lie there, weights\.safetensors: pass the path"):
         xla_ckpt.restore(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"of a directory of Hugging Face's, model\.safetensors or"):
+        xla_ckpt.restore(tmp_path / "empty")
     xla_ckpt.convert(file, tmp_path / "run")
     assert xla_ckpt.list_tags(tmp_path / "run") == ["weights"]
     assert torch.equal(xla_ckpt.restore(tmp_path / "run").tree["model"]["weight"], model.weight)

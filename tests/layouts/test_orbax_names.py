@@ -225,7 +225,7 @@ def test_layers_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
-        (("a", "b"), "expected 3"),
+        (("a", "b"), "no (path, name, pattern)"),
         (("a", "b", "x y"), "one arrow"),
         (("a", "b", "x y -> y z"), "stands before it"),
         (("a", "b", "x x -> x"), "none stands twice"),
@@ -233,7 +233,7 @@ def test_layers_of_their_own(tmp_path: Path) -> None:
         (("a", "{n}", "x -> x"), "'n'"),
         (("a", "b", "() x -> x"), "without axes"),
         (("a", "b", "3 x -> x"), "no axis"),
-        (3, "cannot unpack"),
+        (3, "no (path, name, pattern)"),
     ],
 )
 def test_rules_that_make_no_sense(rule: Any, problem: str) -> None:

@@ -57,6 +57,8 @@ def test_it_is_a_layout_like_the_others(layout: Npy, tmp_path: Path) -> None:
     assert "toy" in saved()
     with pytest.raises(xla_ckpt.UsageError, match="a name of its own"):
         register_layout(layout)
+    with pytest.raises(xla_ckpt.UsageError, match="pass an object of it"):
+        register_layout(type(layout))
     with pytest.raises(xla_ckpt.UsageError, match="no such layout"):
         xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, layout="toys")
 

@@ -230,7 +230,7 @@ def scanned_file(directory: ReadDirectory, file: str) -> tuple[FileRecord, bytes
         source = directory.open(file)
     except FileNotFoundError:
         raise CorruptCheckpointError("a file of the index is missing", file=file, hint=DAMAGED) from None
-    with closing(source), naming(file=file):
+    with closing(source), naming(file=file, hint=DAMAGED):
         start = bytearray(min(8, source.size))
         got = source.read_into(memoryview(start), 0)
         head = bytearray(header_bytes(bytes(start[:got]), source.size))

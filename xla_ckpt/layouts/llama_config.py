@@ -10,6 +10,9 @@ from typing import Any
 from xla_ckpt.errors import UsageError, naming
 from xla_ckpt.tree.json_object import json_object
 
+OTHER_CONFIG = "Give the config.json of the model in this checkpoint."
+"""What to do about a configuration that does not fit what is stored."""
+
 CONFIG = "config.json"
 """Its name in a directory of Hugging Face's."""
 
@@ -132,7 +135,7 @@ class _Sizes:
                 path=self.file,
                 expected="a number of at least 1",
                 found=repr(value)[:80],
-                hint="Give the config.json of the model in this checkpoint.",
+                hint=OTHER_CONFIG,
             )
         return value
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
-from xla_ckpt.layouts.llama_config import LlamaConfig
+from xla_ckpt.layouts.llama_config import OTHER_CONFIG, LlamaConfig
 from xla_ckpt.layouts.llama_names import Form, Projection, hf_names, query_dim
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.stored_shardings import sharding_of
@@ -60,6 +60,7 @@ def stored_form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConf
             "the checkpoint says otherwise how often keys and values are held",
             expected=_called(count, adjacent),
             found=_called(copies.count, copies.adjacent),
+            hint="Leave kv_size_multiplier and hardware of LlamaJob(...) (--kv-size-multiplier, --hardware) out.",
         )
     ranks = Mesh.parse(manifest.mesh or "").tp
     if stored is not None and ranks > 1 and (config.heads % ranks or config.kv_heads * (count or 1) % ranks):
@@ -68,7 +69,7 @@ def stored_form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConf
             leaf=leaves[forms[projection]],
             expected=f"heads, and key-value heads with {count} copies, that divide over tp={ranks}",
             found=f"{config.heads} heads and {config.kv_heads} key-value heads",
-            hint="Give the config.json of the model in this checkpoint.",
+            hint=OTHER_CONFIG,
         )
     if count is None and config.group > 1:
         raise IncompatibleCheckpointError(
@@ -108,7 +109,7 @@ def check_heads(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
     if config.heads % ranks:
         raise UsageError(
             "the attention heads do not divide over the tensor-parallel ranks",
-            expected=config.heads,
+            expected=f"a tp in mesh= (--mesh) that divides {config.heads} heads",
             found=f"tp={ranks}",
         )
     if config.kv_heads * copies % ranks:
@@ -118,7 +119,7 @@ def check_heads(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
             found=f"a kv_size_multiplier of {copies}",
             hint=f"Give LlamaJob(kv_size_multiplier={ranks // config.kv_heads}) (--kv-size-multiplier)."
             if ranks % config.kv_heads == 0
-            else "Choose another tp.",
+            else "Choose another tp in mesh= (--mesh).",
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.array_links import ArrayLink, query_runs
-from xla_ckpt.layouts.llama_config import LlamaConfig
+from xla_ckpt.layouts.llama_config import OTHER_CONFIG, LlamaConfig
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding
@@ -216,7 +216,7 @@ def check_shape(name: str, shape: tuple[int, ...], config: LlamaConfig, leaf: st
             f"key-value heads of {config.head_dim}, intermediate_size {config.intermediate}, vocab_size "
             f"{config.vocab})",
             found=list(shape),
-            hint="Give the config.json of the model in this checkpoint.",
+            hint=OTHER_CONFIG,
         )
 
 
@@ -257,8 +257,9 @@ def check_names(names: Iterable[str], config: LlamaConfig) -> None:
             raise IncompatibleCheckpointError(
                 "the checkpoint has a layer that config.json does not have",
                 leaf=name,
-                expected=f"{config.layers} layers",
+                expected=f"{config.layers} layer{'s' * (config.layers != 1)}, counted from 0",
                 found=f"layer {layer[1]}",
+                hint=OTHER_CONFIG,
             )
         attention = re.search(r"self_attn\.[qkvo]_proj\.bias$", name)
         mlp = re.search(r"mlp\.(gate|up|down)_proj\.bias$", name)
@@ -267,6 +268,7 @@ def check_names(names: Iterable[str], config: LlamaConfig) -> None:
                 "the checkpoint has a bias that config.json says there is not",
                 leaf=name,
                 expected="attention_bias false" if attention else "mlp_bias false",
+                hint=OTHER_CONFIG,
             )
 
 

@@ -10,6 +10,9 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.stored_shardings import local_array_of, rule_for, sharding_of
 
+CORRECT = "Give another rule of shardings= (--sharding) for it, or choose another mesh."
+"""What to do about an array that cannot be split over a mesh as it is said to be."""
+
 
 def leaves_of_ranks(
     manifest: Manifest, paths: Iterable[str], to: Topology
@@ -47,5 +50,8 @@ def leaves_of_ranks(
 
 def _unfit(path: str, manifest: Manifest, to: Topology, error: ValueError) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(
-        f"it cannot be split over {to.mesh}: {error}", leaf=path, found=list(manifest.arrays[path].shape)
+        f"it cannot be split over {to.mesh}: {error}",
+        leaf=path,
+        found=list(manifest.arrays[path].shape),
+        hint=CORRECT,
     )

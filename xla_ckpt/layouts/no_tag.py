@@ -9,7 +9,9 @@ from xla_ckpt.keywords import closest, meant
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.hugging_face import ADAPTER_ARRAYS
 from xla_ckpt.layouts.listing import all_tags, beside_tags, find_foreign, named_itself, roots_below, tag_names
+from xla_ckpt.layouts.llama_config import CONFIG
 from xla_ckpt.layouts.peft import ADAPTER_CONFIG
+from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
@@ -122,6 +124,8 @@ def with_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.problem += meant(error.tag, [name for name, _, _ in beside]) if error.tag else ""
     elif not tags and error.tag is None and store.has(ADAPTER_CONFIG):
         error.hint = f"{ADAPTER_CONFIG} is there: of a directory of PEFT's, {ADAPTER_ARRAYS} is missing."
+    elif not tags and error.tag is None and store.has(CONFIG):
+        error.hint = f"{CONFIG} is there: of a directory of Hugging Face's, {SINGLE} or {WEIGHT_INDEX} is missing."
     return error
 
 

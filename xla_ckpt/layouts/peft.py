@@ -130,7 +130,10 @@ def parsed_config(text: bytes) -> dict[str, Any]:
     other = next((k for k in _BEYOND if content.get(k)), None)
     if kind != "LORA" or other is not None:
         raise UnsupportedStateError(
-            "neuronx-distributed has no such adapters", expected="LORA of one rank", found=other or kind
+            "neuronx-distributed has no such adapters",
+            expected="LORA of one rank",
+            found=other or kind,
+            hint="Load them with PEFT: PeftModel.from_pretrained.",
         )
     rank = content.get("r", content.get("lora_rank"))
     fields = {"lora_rank": rank, "r": rank, **{k: content[k] for k in _SHARED if k in content}}

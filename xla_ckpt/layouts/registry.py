@@ -51,7 +51,7 @@ def register_layout(layout: L) -> L:
     Raises:
         UsageError: There is a layout of that name, or this is no layout.
     """
-    if not isinstance(getattr(layout, "name", None), str):
+    if isinstance(layout, type) or not isinstance(getattr(layout, "name", None), str):
         hint = "Derive a class from xla_ckpt.Layout, and pass an object of it (docs/adding-a-layout.md)."
         raise UsageError("layout is none", expected="an object with a name", found=reprlib.repr(layout), hint=hint)
     taken = {name for known in _layouts for name in (known.name, *known.other_names)}

@@ -11,6 +11,7 @@ from typing import Any
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, with_experts
 from xla_ckpt.layouts.by_rank.stage_numbers import in_stage
+from xla_ckpt.layouts.new_ranks import CORRECT
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
@@ -66,9 +67,11 @@ class NewJob:
         """
         if len(self.cuts) != self.mesh.pp - 1:
             raise UsageError(
-                f"{self.mesh.pp} pipeline stages need {self.mesh.pp - 1} cut{'s' if self.mesh.pp > 2 else ''}",
+                f"{self.mesh.pp} pipeline stages need {self.mesh.pp - 1} cut{'s' * (self.mesh.pp != 2)}",
                 found=list(self.cuts) or "none",
-                hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...] (--cut for each).",
+                hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...] (--cut for each)."
+                if len(self.cuts) < self.mesh.pp - 1
+                else "The mesh says how many stages there are: mesh='pp=2,tp=4' (--mesh pp=2,tp=4).",
             )
         model = self.trees.get(schema.MODEL)
         names = [str(name) for name in model] if isinstance(model, Mapping) else []
@@ -175,7 +178,7 @@ class NewJob:
             try:
                 self._shardings[path] = without_axes(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
             except ValueError as error:
-                raise IncompatibleCheckpointError(str(error), leaf=path) from error
+                raise IncompatibleCheckpointError(str(error), leaf=path, hint=CORRECT) from error
         return self._shardings[path]
 
     def _tensor(self, path: str, rank: int) -> RankTensor:
@@ -190,7 +193,7 @@ class NewJob:
                 f"it cannot be split over {self.mesh}: {error}",
                 leaf=path,
                 found=f"shape {list(record.shape)}, split like {self._sharding(path).spec}",
-                hint="Say with a sharding rule how it is split.",
+                hint=CORRECT,
             ) from error
         alike = placed.group[1] if isinstance(placed.group, tuple) else AXES
         return RankTensor(

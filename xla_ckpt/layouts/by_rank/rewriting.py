@@ -14,6 +14,7 @@ from xla_ckpt.layouts.native import native_files
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,12 @@ def new_job(layout: RankLayout, stored: StoredState, to: Topology) -> NewJob:
     skeleton = stored.manifest.skeleton if isinstance(stored.manifest.skeleton, dict) else {}
     parts = [part for part in PARTS if part in skeleton]
     if not parts:
-        raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
+        raise UsageError(
+            f"the tag holds nothing that the layout {layout.name} has a place for",
+            expected=", ".join(PARTS),
+            found=paths.listed([*map(str, skeleton)]) or "no dict",
+            hint='Convert it to another layout: to="dcp" (--to dcp), for instance.',
+        )
     check_common(skeleton, layout.name)
     zero1 = bool(to.zero1)
     name_in_job(layout.names, to.mesh, dealt=zero1)

@@ -73,7 +73,10 @@ class RankWriting(Writing):
         members = description.structure if isinstance(description.structure, dict) else {}
         has_nothing = description.structure == {}  # of user content alone only rank 0 has anything
         if not has_nothing and not any(part in members for part in PARTS):
-            raise UnsupportedStateError(f"the layout {name} holds {', '.join(PARTS)}, and nothing of it is here")
+            raise UnsupportedStateError(
+                f"the layout {name} holds {', '.join(PARTS)}, and nothing of it is here",
+                hint="Save in the native format, which holds any state.",
+            )
         check_common(members, name)
         arrays_of_parts = {
             leaf.path: _tensor(leaf, array, description, name)

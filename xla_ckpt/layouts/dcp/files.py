@@ -38,7 +38,7 @@ from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.storage.small_files import read_whole
-from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST
 
 
 class DcpFiles(ScannedFiles):
@@ -64,8 +64,9 @@ class DcpFiles(ScannedFiles):
     @property
     def saved_over(self) -> str:
         """What to do about digests that contradict what they lie beside."""
+        files = f"{MANIFEST} and {COMMITTED}" if self.digests_in == MANIFEST else self.digests_in
         return (
-            f"The directory is damaged, or another program has saved over it. If one has, remove {self.digests_in}: "
+            f"The directory is damaged, or another program has saved over it. If one has, remove {files}: "
             "then it is read without digests, as DCP reads it."
         )
 

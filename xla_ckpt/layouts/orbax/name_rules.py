@@ -127,7 +127,7 @@ def _parsed(rule: tuple[str, str, str]) -> NameRule:
         path, name, pattern = rule
         hash((path, name, pattern))
     except (ValueError, TypeError) as error:
-        raise _senseless(rule, str(error)) from error
+        raise _senseless(rule, "it is no (path, name, pattern), of which there is a list") from error
     return _rule(path, name, pattern)
 
 

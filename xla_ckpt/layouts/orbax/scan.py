@@ -207,8 +207,8 @@ def _item_of(directory: ReadDirectory, below: str, names: Sequence[str]) -> Orba
         return OrbaxItem()
     leaves, zarr3, together = metadata.leaves_of(read(below + TREE_METADATA))
     if together and below + OCDBT not in names:
-        hint = "The save has not ended, or the file was removed."
-        raise CorruptCheckpointError(f"a checkpoint of orbax's has no {OCDBT}", hint=hint)
+        hint = "The save has not ended, or the file was removed: take another tag, or restore the file from a copy."
+        raise CorruptCheckpointError("a file is missing", file=below + OCDBT, hint=hint)
     texts = metadata.texts_of(read(below + metadata.TEXTS)) if below + metadata.TEXTS in names else {}
     random_keys: dict[str, str] = {}
     for path in names:

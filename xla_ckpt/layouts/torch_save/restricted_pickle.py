@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from xla_ckpt.engine.tag_reader import DAMAGED
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
 from xla_ckpt.files.pickle_bounds import FEW_VALUES, MAX_SHARING, check
 from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES
@@ -128,7 +129,7 @@ def loads(
             raise error.at(file=file) from None
         except Exception as error:
             # Damaged pickles raise whatever the operation that they describe by accident raises.
-            raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
+            raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file, hint=DAMAGED) from error
 
 
 def tensor_alone(data: bytes) -> TensorView | None:

@@ -137,8 +137,9 @@ class Zip:
         self.start = start
         self.nbytes = nbytes
         if nbytes < 1 or start < 0 or start + nbytes > ahead.size:
+            expected = f"{start + nbytes} bytes" if start + nbytes > 0 else "a zip of torch.save"
             raise CorruptCheckpointError(
-                "the file is cut off", file=self.file, expected=f"{start + nbytes} bytes", found=ahead.size
+                "the file is cut off", file=self.file, expected=expected, found=ahead.size, hint=DAMAGED
             )
         # The first bytes are taken before the last ones, because the last ones are read together with the first ones
         # of the next zip.
