@@ -118,7 +118,7 @@ def check_heads(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
             expected=f"{config.kv_heads} heads, each held by {ranks // config.kv_heads or 1} of {ranks} ranks",
             found=f"a kv_size_multiplier of {copies}",
             hint=f"Give LlamaJob(kv_size_multiplier={ranks // config.kv_heads}) (--kv-size-multiplier)."
-            if ranks % config.kv_heads == 0
+            if ranks % config.kv_heads == 0 and form.projection in (Projection.LINEAR, Projection.FUSED)
             else "Choose another tp in mesh= (--mesh).",
         )
 

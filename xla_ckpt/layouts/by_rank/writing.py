@@ -11,6 +11,7 @@ from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.plan import (
+    NATIVE,
     PARTS,
     Laying,
     RankState,
@@ -75,7 +76,7 @@ class RankWriting(Writing):
         if not has_nothing and not any(part in members for part in PARTS):
             raise UnsupportedStateError(
                 f"the layout {name} holds {', '.join(PARTS)}, and nothing of it is here",
-                hint="Save in the native format, which holds any state.",
+                hint=NATIVE,
             )
         check_common(members, name)
         arrays_of_parts = {
@@ -117,7 +118,7 @@ def _check_rows(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> None:
         f"the layout {layout} cannot hold this optimizer: files are named by dp, and these ZeRO-1 shards {dealt}",
         leaf=schema.OPTIMIZER,
         found=str(mesh),
-        hint="Save in the native format, which holds any state and loads on any topology.",
+        hint=NATIVE,
     )
 
 
@@ -143,7 +144,8 @@ def _tensor(leaf: Leaf, array: HeldArray, description: Description, layout: str)
             f"the layout {layout} holds what each rank has as one tensor, and this array is spread by its own rules "
             "(DTensor, SPMD, jax)",
             leaf=path,
-            hint=f"Save in the native format, and convert it: xla-ckpt convert SRC DST --to {layout} --mesh ...",
+            hint="Save it by xla_ckpt.save_checkpoint in the layout native, and convert it: "
+            f"xla-ckpt convert SRC DST --to {layout} --mesh ...",
         )
     return RankTensor(
         leaf=path,

@@ -92,7 +92,12 @@ def scan_optimizer(files: FolderFiles, tag: str) -> ZeroFiles:
     """
     grid = files.whole_grids().get(OPTIM)
     if grid is None:
-        raise UsageError("there are no optimizer files of neuronx-distributed", file="optim", found="nothing")
+        raise UsageError(
+            "there are no optimizer files of neuronx-distributed",
+            file="optim",
+            found="nothing",
+            hint="Pass the directory of a tag, in which the folder optim lies.",
+        )
     names = [posixpath.basename(path) for path in grid.paths.values()]
     full = [name for name in names if name.startswith("full_")]
     if full and len(full) < len(names):

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import DAMAGED, TagReader
 from xla_ckpt.engine.verified import VerifiedDirectory
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
 from xla_ckpt.layouts.digests import records_in
@@ -70,7 +70,7 @@ class _Scan(ScannedFiles):
             metadata = said_of_items(read_whole(directory, ITEMS_METADATA, limit=MAX_JSON, what="the metadata"))
         said = {path: form for about in metadata.values() for path, form in about.files.values()}
         if lost := sorted(said.keys() - names):
-            raise CorruptCheckpointError("a file is missing that the metadata name", file=lost[0])
+            raise CorruptCheckpointError("a file is missing that the metadata name", file=lost[0], hint=DAMAGED)
         by_name = items_by_name(names - said.keys() - {ITEMS_METADATA})
         self.directory = directory
         self.is_verified = bool(records)

@@ -42,6 +42,8 @@ _ELSEWHERE = (
     "Save in the native layout, and convert it without a mesh: xla-ckpt convert SRC DST --to torch_checkpointing"
 )
 
+_DICT = "Save a dict, of which each value becomes an item: {'state': ...}."
+
 MAX_CHUNKS_OF_DIM = 1 << 16
 """Chunks of a dim, at most: so many numbers are tried of a part that may be no chunk."""
 
@@ -60,12 +62,19 @@ def trees_of(members: Mapping[str, Any], rank: int, world: int) -> ItemTrees:
     for name, value in extras.items():
         item = str(name)
         if item in items:
-            raise UnsupportedStateError("two members would be one item of torch_checkpointing", leaf=item)
+            raise UnsupportedStateError(
+                "two members would be one item of torch_checkpointing", leaf=item, hint="Rename the key in extras."
+            )
         is_own = isinstance(value, Mapping) and schema.saved_by(dict(value)) == world
         items[item] = value[schema.RANKS][str(rank)] if is_own and str(rank) in value[schema.RANKS] else value
     for item in items:
         if not item or not all(letter.isalnum() or letter in "-_." for letter in item) or item.startswith("."):
-            raise UnsupportedStateError("an item of torch_checkpointing has to be called as a file can be", leaf=item)
+            raise UnsupportedStateError(
+                "an item of torch_checkpointing has to be called as a file can be",
+                leaf=item,
+                expected="letters, digits, and - _ . inside of the name",
+                hint="Rename the key.",
+            )
     return items
 
 
@@ -231,7 +240,7 @@ def _members(about: Description) -> dict[str, Any]:
         UnsupportedStateError: It has none.
     """
     if not isinstance(about.structure, dict):
-        raise UnsupportedStateError("torch_checkpointing saves dicts of items only")
+        raise UnsupportedStateError("torch_checkpointing saves dicts of items only", hint=_DICT)
     return {part: about.tree(part, lambda path, _: LeafAt(path)) for part in map(str, about.structure)}
 
 
@@ -245,7 +254,7 @@ def rewritten_items(stored: StoredState, to: Topology) -> Rewriting:
     manifest = stored.manifest
     tree = stored.tree(stored.part, lambda path, _: LeafAt(path))
     if not isinstance(tree, dict):
-        raise UnsupportedStateError("torch_checkpointing saves dicts of items only", leaf=stored.part)
+        raise UnsupportedStateError("torch_checkpointing saves dicts of items only", leaf=stored.part, hint=_DICT)
     if stored.part != paths.ROOT:
         tree = {paths.split(stored.part)[-1]: tree}
     ranks, specs = leaves_of_ranks(manifest, manifest.arrays, to)
