@@ -365,6 +365,7 @@ def test_no_damaged_tag_takes_the_place_of_a_good_one(root: Path, at: int, capsy
         ([], "nothing says which tags are kept"),
         (["--best", "loss:0"], "--best makes no sense"),
         (["--best", "loss:x"], "--best makes no sense"),
+        (["--best", ":2"], "--best makes no sense"),
         (["--best", "loss:2:most"], "--best makes no sense"),
         (["--last", "7y"], "--last is no time"),
     ],

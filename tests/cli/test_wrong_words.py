@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -229,3 +230,14 @@ def test_warnings_speak_of_options(tmp_path: Path) -> None:
     assert "the stored optimizer numbers its parameters" in done.stderr
     assert "give the model and its optimizer, as they were at the save: --like\n" in done.stderr
     assert "optimizer=" not in done.stderr
+
+
+def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["view", str(tmp_path), "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"opening the port {port} failed" in said
+    assert "leave --port out" in said

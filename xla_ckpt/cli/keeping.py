@@ -180,6 +180,8 @@ def _best(text: str) -> Retention:
     from xla_ckpt.tags.retention import BestN
 
     match text.split(":"):
+        case ["", *_]:
+            pass
         case [name]:
             return BestN(name)
         case [name, count] if options.is_at_least_one(count):

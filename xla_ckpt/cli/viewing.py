@@ -87,7 +87,8 @@ def _check_may_be_written(file: Path) -> None:
 def _serve(site: ViewedRoot, port: int) -> int:
     from xla_ckpt.view.server import ViewServer
 
-    with storage_errors("opening the port"), ViewServer(site, port) as server:
+    hint = "Name another one, or leave --port out: then one is taken that is free."
+    with storage_errors(f"opening the port {port}", hint=hint), ViewServer(site, port) as server:
         print(f"{server.address}\nCtrl-C ends it.", flush=True)
         server.serve_forever()
     return 0

@@ -28,7 +28,7 @@ from xla_ckpt.tree import schema
 PARTS = (schema.MODEL, schema.OPTIMIZER, schema.SCHEDULER, schema.USER_CONTENT)
 """Members of a state that these layouts have a place for."""
 
-NATIVE = (
+ANY_STATE = (
     "The layout native holds any state, and loads on any topology: layout='native' of xla_ckpt.save_checkpoint, or "
     "to='native' (--to native) of a conversion."
 )
@@ -245,7 +245,7 @@ def name_in_job(names: Sequence[RankName], mesh: Mesh, *, dealt: bool) -> tuple[
             f"there is no place for what ranks along {', '.join(sorted(apart - names[-1].axes))} have of their own",
             expected=f"ranks that {names[-1].template} tells apart",
             found=str(mesh),
-            hint=NATIVE,
+            hint=ANY_STATE,
         )
     return name, apart
 
@@ -261,5 +261,5 @@ def check_common(skeleton: Mapping[str, Any], layout: str) -> None:
         raise UnsupportedStateError(
             f"the layout {layout} has no place for state that every rank has its own of",
             leaf=schema.own_states(),
-            hint=NATIVE,
+            hint=ANY_STATE,
         )

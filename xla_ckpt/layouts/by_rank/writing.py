@@ -11,7 +11,7 @@ from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.layout import RankLayout
 from xla_ckpt.layouts.by_rank.plan import (
-    NATIVE,
+    ANY_STATE,
     PARTS,
     Laying,
     RankState,
@@ -76,7 +76,7 @@ class RankWriting(Writing):
         if not has_nothing and not any(part in members for part in PARTS):
             raise UnsupportedStateError(
                 f"the layout {name} holds {', '.join(PARTS)}, and nothing of it is here",
-                hint=NATIVE,
+                hint=ANY_STATE,
             )
         check_common(members, name)
         arrays_of_parts = {
@@ -118,7 +118,7 @@ def _check_rows(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> None:
         f"the layout {layout} cannot hold this optimizer: files are named by dp, and these ZeRO-1 shards {dealt}",
         leaf=schema.OPTIMIZER,
         found=str(mesh),
-        hint=NATIVE,
+        hint=ANY_STATE,
     )
 
 
