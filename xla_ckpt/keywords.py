@@ -65,6 +65,19 @@ def known_names(*behind: Callable[..., Any]) -> Callable[[Callable[Parameters, R
     return lambda call: _checked(call, {}, kinds=False, further=further)
 
 
+def check_keywords(call: Callable[..., Any], names: Iterable[str]) -> None:
+    """Refuse keywords that are kept for a later call and that it does not have: it would come after hours of training.
+
+    >>> check_keywords(check_choice, ["nam"])
+    Traceback (most recent call last):
+    TypeError: check_choice() has no argument 'nam': did you mean 'name'?
+    """
+    known = list(inspect.signature(call).parameters)
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{call.__name__}() has no argument {name!r}{meant(name, known)}")
+
+
 def known_fields(kind: type[Value], more: str = "") -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant.
 

@@ -145,6 +145,22 @@ def test_stateful_objects(tmp_path: Path) -> None:
     assert caught.value.leaf == "counter"
 
 
+def test_an_optimizer_without_state_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its state dict asks for no moments before the first step, and stock's load says nothing of it."""
+    model = torch.nn.Linear(3, 2)
+    stepped, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    stepped.step()
+    dcp.save({"model": model.state_dict(), "optimizer": stepped}, checkpoint_id=tmp_path)
+    dcp.load({"model": model.state_dict(), "optimizer": stepped}, checkpoint_id=tmp_path)
+    assert "was not loaded" not in caplog.text
+    dcp.load({"model": model.state_dict(), "optimizer": fresh}, checkpoint_id=tmp_path)
+    assert "stored of the state of optimizer was not loaded" in caplog.text
+    assert not fresh.state
+    xla_ckpt.load_checkpoint(tmp_path, model=model, optimizer=fresh)  # what the warning names
+    assert same(fresh.state_dict()["state"], stepped.state_dict()["state"])
+
+
 def test_another_element_type_is_converted_as_stock_does(tmp_path: Path) -> None:
     dcp.save({"w": torch.tensor([1.5, 2.5])}, checkpoint_id=tmp_path / "a")
     found = []

@@ -28,6 +28,8 @@ def trainer(folder: Path, callbacks: list[Any], **arguments: Any) -> Any:
 def test_a_trainer_that_would_not_go_on_from_its_tags(tmp_path: Path) -> None:
     from xla_ckpt.integrations.transformers import CheckpointCallback
 
+    with pytest.raises(TypeError, match=r"no argument 'asinc_save': did you mean 'async_save'\?"):
+        CheckpointCallback(tmp_path / "tags", asinc_save=True)  # the first save would be hours away
     callback = CheckpointCallback(tmp_path / "tags")
     with pytest.raises(xla_ckpt.UsageError, match="has not got this callback"):
         callback.resume(trainer(tmp_path, []))
@@ -92,6 +94,9 @@ def test_lightning(tmp_path: Path) -> None:
 
     with pytest.raises(xla_ckpt.UsageError, match="every_n_steps"):
         CheckpointCallback(tmp_path, every_n_steps=0)
+    for adapter in (CheckpointCallback, TagIO):
+        with pytest.raises(TypeError, match=r"no argument 'asinc_save': did you mean 'async_save'\?"):
+            adapter(*([tmp_path] * (adapter is CheckpointCallback)), asinc_save=True)
     with pytest.raises(xla_ckpt.UsageError, match="storage_options"):
         TagIO().save_checkpoint({"w": torch.ones(1)}, tmp_path / "a.ckpt", storage_options={"fast": True})
     for told in run_on_ranks(one_file_of_two_ranks, 2, str(tmp_path)):

@@ -7,6 +7,7 @@ are this library's, and what fails on one rank is raised on all of them, as one 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -29,7 +30,7 @@ from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
 from xla_ckpt.dcp.named import CheckpointId, Named, path_of_storage, required_id, storage_for
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
-from xla_ckpt.dcp.states import FailingLoad, FailingSave, install, reads_once, states_of
+from xla_ckpt.dcp.states import FailingLoad, FailingSave, fresh_optimizers, install, reads_once, states_of
 from xla_ckpt.dcp.states import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.engine.garbage_collection import collector_paused
@@ -41,6 +42,9 @@ from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import known_options, taking_values
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.undisturbed import Undisturbed
+from xla_ckpt.tree.path import listed
+
+logger = logging.getLogger(__name__)
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -248,6 +252,12 @@ def load(
             raise own_problem
         if (first := next((p for p in problems if p is not None), None)) is not None:
             raise from_json(first) from own_problem
+    if ranks.rank == 0 and (fresh := [*fresh_optimizers(states, stored())]):
+        logger.warning(
+            "what is stored of the state of %s was not loaded: an optimizer has none before its first step, and so its "
+            "state dict asked for none. xla_ckpt.load_checkpoint(path, model=..., optimizer=...) loads it",
+            listed(fresh),
+        )
 
 
 def _saving(path: str | None, writer: StockWriter) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -51,6 +51,23 @@ def install(state_dict: dict[str, Any], states: Mapping[str, Any], rank: int) ->
             doing = f"{type(value).__name__}.load_state_dict()"
             return as_checkpoint_error(error, doing, rank, LoadError, leaf=key)
     return None
+
+
+def fresh_optimizers(states: Mapping[str, Any], stored: Collection[str], above: str = "") -> Iterator[str]:
+    """Optimizers of a state dict that have no state yet, where some is stored: the keys of it are not asked for.
+
+    >>> [*fresh_optimizers({"o": {"state": {}, "param_groups": []}}, ["o.state.w.step"])]
+    ['o']
+    """
+    for key, value in states.items():
+        if not isinstance(value, Mapping):
+            continue
+        name, state = f"{above}{key}", value.get("state")
+        if "param_groups" in value and isinstance(state, Mapping):
+            if not state and any(of_state.startswith(f"{name}.state.") for of_state in stored):
+                yield name
+        else:
+            yield from fresh_optimizers(value, stored, f"{name}.")
 
 
 def reads_once(value: Any) -> bool:
