@@ -295,6 +295,21 @@ def test_names_stay_in_the_native_layout(tmp_path: Path) -> None:
     assert not differences({k: v for k, v in model.state_dict().items() if k in held}, held, order=False)
 
 
+def test_fused_projections_and_a_model_without_them_name_what_makes_one_of_the_other(tmp_path: Path) -> None:
+    directory, model = saved(tmp_path)
+    fused = xla_ckpt.LlamaJob(fuse_qkv=True)
+    xla_ckpt.convert(directory, tmp_path / "run", llama=fused, as_tag="a")  # what the second error names
+    target = {name: torch.empty_like(t) for name, t in xla_ckpt.restore(tmp_path / "run").tree["model"].items()}
+    cases = ((tmp_path / "run", model, "export_hf"), (directory, target, "xla_ckpt.convert"))
+    for path, into, named in cases:
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=named) as caught:
+            xla_ckpt.load_checkpoint(path, model=into)
+        assert "strict=False" not in str(caught.value)
+    xla_ckpt.load_checkpoint(tmp_path / "run", model=target)
+    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory, kv_size_multiplier=1))
+    same_model(tmp_path / "back", model)
+
+
 def test_a_configuration_that_is_given_counts_alone(tmp_path: Path) -> None:
     """An export read the one beside the model, too."""
     directory, model = saved(tmp_path)

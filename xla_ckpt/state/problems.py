@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ UNNAMED = "#"
 
 OTHER_BASE = "the adapters belong to another base model"
 """How the text of a problem begins with what a tag leaves out."""
+
+_FUSED = re.compile(r"\.(?:qkv|gate_up)_proj\.")
+_SEPARATE = re.compile(r"\.(?:q|gate)_proj\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ def incompatible(
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
         shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
+    forms = _other_projections(problems)
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
     ungiven = [p.leaf for p in problems if p.text == ABSENT and is_under(p.leaf, schema.MODEL)] if without_rule else []
@@ -75,7 +80,7 @@ def incompatible(
         hints.append("The pattern of a rule of register_names orders the dims: 'in out -> out in' transposes an array.")
     elif any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
         target = "the model" if optional else "like="
-        hints.append(misfit or f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
+        hints.append(misfit or forms or f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
     if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
     if any(p.leaf.startswith(schema.state(UNNAMED)) for p in problems):
@@ -94,7 +99,7 @@ def incompatible(
         hints.append("Load the base model first, from where it was when the adapters were trained.")
     if (named := _renamed(problems)) is not None:
         hints.append(named)
-    if fits and optional and not ungiven and not all(p.says_cure for p in problems):
+    if fits and optional and not ungiven and forms is None and not all(p.says_cure for p in problems):
         hints.append("strict=False loads what fits.")
     nothing = "" if fits or not optional else ", and no array of it fits"
     return IncompatibleCheckpointError(
@@ -103,6 +108,29 @@ def incompatible(
         hint=" ".join(hints) or None,
         details="\n".join(shown),
     )
+
+
+def _other_projections(problems: Sequence[Problem]) -> str | None:
+    """What to do where one of tag and target has fused projections, as neuronx-distributed's Llama has them.
+
+    What fits would be no model: attention would be that of new weights.
+
+    >>> _other_projections([Problem("model/a.q_proj.w", ABSENT), Problem("model/a.qkv_proj.w_q", UNWANTED)])[:36]
+    'The tag has projections as neuronx-d'
+    """
+    wanted = " ".join(p.leaf for p in problems if p.text == ABSENT)
+    stored = " ".join(p.leaf for p in problems if p.text == UNWANTED)
+    if _FUSED.search(stored) and _SEPARATE.search(wanted):
+        return (
+            "The tag has projections as neuronx-distributed's models do, and the target has those of Hugging Face's: "
+            "xla_ckpt.export_hf(..., llama=LlamaJob('config.json')) (xla-ckpt export --config) writes such files."
+        )
+    if _FUSED.search(wanted) and _SEPARATE.search(stored):
+        return (
+            "The tag has projections as Hugging Face's models do, and the target has those of neuronx-distributed's: "
+            "xla_ckpt.convert(..., llama=LlamaJob(fuse_qkv=...)) (xla-ckpt convert --fuse-qkv) makes a tag of it."
+        )
+    return None
 
 
 def _renamed(problems: Sequence[Problem]) -> str | None:
