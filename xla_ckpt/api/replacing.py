@@ -118,7 +118,7 @@ def _check_is_no_other_checkpoint(store: Store) -> None:
             if layout.tagged
             else f"this is a checkpoint itself (layout {layout.name!r}), and no root of tags",
             path=store.path,
-            hint=f"Pass {above.path}, and the name of the new tag; or a new directory.",
+            hint=f"Pass {above.path}, and the name of the new tag (convert: as_tag= (--as)); or a new directory.",
         )
 
 

@@ -27,7 +27,7 @@ def check_is_no_tag(path: str, root_of: Callable[[Store], Root]) -> None:
         raise UsageError(
             "this is a tag, and no root of tags",
             path=path,
-            hint=f"Pass {store.path}, and the name of the new tag.",
+            hint=f"Pass {store.path}, and the name of the new tag (convert: as_tag= (--as)).",
         )
 
 
