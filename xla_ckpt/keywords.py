@@ -65,17 +65,18 @@ def known_names(*behind: Callable[..., Any]) -> Callable[[Callable[Parameters, R
     return lambda call: _checked(call, {}, kinds=False, further=further)
 
 
-def check_keywords(call: Callable[..., Any], names: Iterable[str]) -> None:
-    """Refuse keywords that are kept for a later call and that it does not have: it would come after hours of training.
+def check_passed_on(names: Iterable[str], call: Callable[..., Any], later: Callable[..., Any]) -> None:
+    """Refuse keywords that `call` keeps for a later one, which does not have them: hours of training may lie between.
 
-    >>> check_keywords(check_choice, ["nam"])
+    >>> check_passed_on(["nam"], meant, check_choice)
     Traceback (most recent call last):
-    TypeError: check_choice() has no argument 'nam': did you mean 'name'?
+    TypeError: meant() has no argument 'nam': did you mean 'name'?
     """
-    known = list(inspect.signature(call).parameters)
+    passed_on = list(inspect.signature(later).parameters)
+    own = [name for name, p in inspect.signature(call).parameters.items() if p.kind is not p.VAR_KEYWORD]
     for name in names:
-        if name not in known:
-            raise TypeError(f"{call.__name__}() has no argument {name!r}{meant(name, known)}")
+        if name not in passed_on:
+            raise TypeError(f"{call.__name__}() has no argument {name!r}{meant(name, [*own, *passed_on])}")
 
 
 def known_fields(kind: type[Value], more: str = "") -> type[Value]:

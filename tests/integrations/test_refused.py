@@ -97,6 +97,8 @@ def test_lightning(tmp_path: Path) -> None:
     for adapter in (CheckpointCallback, TagIO):
         with pytest.raises(TypeError, match=r"no argument 'asinc_save': did you mean 'async_save'\?"):
             adapter(*([tmp_path] * (adapter is CheckpointCallback)), asinc_save=True)
+    with pytest.raises(TypeError, match=r"CheckpointCallback\(\) has no argument.*did you mean 'every_n_steps'\?"):
+        CheckpointCallback(tmp_path, every_n_step=2)
     with pytest.raises(xla_ckpt.UsageError, match="storage_options"):
         TagIO().save_checkpoint({"w": torch.ones(1)}, tmp_path / "a.ckpt", storage_options={"fast": True})
     for told in run_on_ranks(one_file_of_two_ranks, 2, str(tmp_path)):

@@ -22,7 +22,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.rounds import TIMEOUT
-from xla_ckpt.keywords import check_keywords
+from xla_ckpt.keywords import check_passed_on
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.door import PathLike, full_path
 
@@ -69,7 +69,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
         """The newest save."""
 
         self._root, self._every, self._guard = root, every_n_steps, guard
-        check_keywords(save_checkpoint, save_options)
+        check_passed_on(save_options, CheckpointCallback, save_checkpoint)
         self._extras, self._options = dict(extras or {}), save_options
         self._saved_at = -1
         self._random = RandomMoment()
@@ -199,7 +199,7 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
     """
 
     def __init__(self, **save_options: Any) -> None:
-        check_keywords(save, save_options)
+        check_passed_on(save_options, TagIO, save)
         self._options = save_options
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:

@@ -157,7 +157,7 @@ def _renamed(problems: Sequence[Problem]) -> str | None:
 
 
 def _prefix(longer: Set[str], shorter: Set[str]) -> str | None:
-    """What stands before each of the shorter names among the longer ones; None if there is no such prefix.
+    """What stands before each of the shorter names among the longer ones; None if there is not one such prefix.
 
     >>> _prefix({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
     'm.'
@@ -166,7 +166,9 @@ def _prefix(longer: Set[str], shorter: Set[str]) -> str | None:
         return None
     member, _, name = min(shorter).partition("/")
     candidates = {leaf[len(member) + 1 : -len(name)] for leaf in longer if leaf.endswith(f".{name}")}
-    for prefix in sorted(candidates, key=len):
-        if all(f"{member}/{prefix}{leaf.removeprefix(f'{member}/')}" in longer for leaf in shorter):
-            return prefix
-    return None
+    prefixes = [
+        prefix
+        for prefix in candidates
+        if all(f"{member}/{prefix}{leaf.removeprefix(f'{member}/')}" in longer for leaf in shorter)
+    ]
+    return prefixes[0] if len(prefixes) == 1 else None  # of several layers of such names none is meant

@@ -189,8 +189,8 @@ def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int
             f"the sharding {sharding.spec} does not fit to what is stored: {error}",
             leaf=array.leaf,
             found=f"{list(array.local if array.rows else tensor.shape)} on each rank of {array.mesh}",
-            hint="Correct the rule of shardings= (--sharding), or the attributes of the parameter; docs/parallelism.md "
-            "has rules for fused arrays and for experts.",
+            hint="Correct the rule of shardings= (--sharding), the attributes of the parameter, or the config.json it "
+            "comes from; docs/parallelism.md has rules for fused arrays and for experts.",
         ) from error
 
 
