@@ -84,7 +84,7 @@ def without_buffer() -> Any:
             "--part is for a single file, and the layout native is none",
         ),
         ("convert TMP/run TMP/out --to safetensors --part b", "xla-ckpt export --part writes a part as safetensors."),
-        ("convert TMP/run TMP/out --to safetensors", "Name another part of it: xla-ckpt export --part."),
+        ("convert TMP/run TMP/out --to safetensors", "Name another part of it, or '' for all: xla-ckpt export --part."),
         ("convert TMP/run TMP/out --to orbax-manager", "by --as 5; or take --to orbax, which has tags of any name."),
         (
             "convert NXD TMP/out --to native --config CONFIG",

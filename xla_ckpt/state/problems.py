@@ -143,32 +143,35 @@ def _renamed(problems: Sequence[Problem]) -> str | None:
     """
     wanted = {p.leaf for p in problems if p.text == ABSENT}
     stored = {p.leaf for p in problems if p.text == UNWANTED}
-    if (prefix := _prefix(wanted, stored)) is not None:
+    if of_target := _prefixes(wanted, stored):
         return (
-            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into "
-            f"model.{prefix[:-1]}."
+            f"The names of the target begin with {_either(of_target)}, which those that are stored lack: load into "
+            f"{' or '.join(f'model.{prefix[:-1]}' for prefix in of_target)}."
         )
-    if (prefix := _prefix(stored, wanted)) is not None:
+    if of_stored := _prefixes(stored, wanted):
         return (
-            f"The names that are stored begin with {prefix!r}, which those of the target lack: load into the module "
-            f"that has the target as its {prefix[:-1]}."
+            f"The names that are stored begin with {_either(of_stored)}, which those of the target lack: load into the "
+            f"module that has the target as its {' or '.join(prefix[:-1] for prefix in of_stored)}."
         )
     return None
 
 
-def _prefix(longer: Set[str], shorter: Set[str]) -> str | None:
-    """What stands before each of the shorter names among the longer ones; None if there is not one such prefix.
+def _either(prefixes: Sequence[str]) -> str:
+    return " or ".join(map(repr, prefixes))
 
-    >>> _prefix({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
-    'm.'
+
+def _prefixes(longer: Set[str], shorter: Set[str]) -> list[str]:
+    """What may stand before each of the shorter names among the longer ones: one of these.
+
+    >>> _prefixes({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
+    ['m.']
     """
     if not shorter or len(shorter) == 1 < len(longer):  # one name may end like another one by chance
-        return None
+        return []
     member, _, name = min(shorter).partition("/")
     candidates = {leaf[len(member) + 1 : -len(name)] for leaf in longer if leaf.endswith(f".{name}")}
-    prefixes = [
+    return sorted(
         prefix
         for prefix in candidates
         if all(f"{member}/{prefix}{leaf.removeprefix(f'{member}/')}" in longer for leaf in shorter)
-    ]
-    return prefixes[0] if len(prefixes) == 1 else None  # of several layers of such names none is meant
+    )
