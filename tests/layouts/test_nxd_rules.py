@@ -82,6 +82,62 @@ def test_the_rule_that_the_error_proposes_is_the_right_one(case: str, rules: Any
     assert not loaded.differences()
 
 
+class Attention(torch.nn.Module):
+    """Queries of 16 rows, keys and values of 4, in one array or in three."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        sizes = {"weight_qkv": 24, "weight_q": 16, "weight_k": 4, "weight_v": 4}
+        self.qkv_proj = torch.nn.Module()
+        for name in names:
+            weight = torch.arange(sizes[name] * 4.0).reshape(-1, 4)
+            self.qkv_proj.register_parameter(name, torch.nn.Parameter(weight))
+
+
+def of_four_ranks(tmp_path: Path, model: torch.nn.Module, rules: Any) -> Path:
+    """The model in neuronx-distributed's files for 4 tp ranks."""
+    xla_ckpt.save_checkpoint(tmp_path / "native", "a", model)
+    xla_ckpt.convert(tmp_path / "native", tmp_path / "nxd", "a", to="pt", mesh="tp=4", shardings=rules)
+    for ours in ("manifest.json", "commit_success.txt"):
+        (tmp_path / "nxd/a" / ours).unlink()  # else it says how it was split
+    return tmp_path / "nxd"
+
+
+def test_for_sections_of_unknown_sizes_no_numbers_are_proposed(tmp_path: Path) -> None:
+    """Three blocks of one size were, and fit other sizes, too: the rows of queries, keys and values came back mixed."""
+    sizes = [("weight_qkv", (("tp", [16, 4, 4]), None))]
+    model = Attention("weight_qkv")
+    root = of_four_ranks(tmp_path, model, sizes)
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(root, model=Attention("weight_qkv"))
+    assert "(('tp', [Q, K, V]), None)" in str(caught.value)
+    assert "'tp:Q+K+V,_'), with the rows that the whole array has of queries, keys and values" in str(caught.value)
+    loaded = Attention("weight_qkv")
+    torch.nn.init.zeros_(loaded.qkv_proj.weight_qkv)
+    xla_ckpt.load_checkpoint(root, model=loaded, shardings=sizes)
+    assert torch.equal(loaded.qkv_proj.weight_qkv, model.qkv_proj.weight_qkv)
+
+
+@pytest.mark.parametrize("wrong", [[], [("weight_k", ("tp", None))]])
+def test_of_keys_that_several_ranks_hold_the_copies_are_proposed(wrong: list[Any], tmp_path: Path) -> None:
+    """A split was, which makes twice the rows that are wanted."""
+    names = ("weight_q", "weight_k", "weight_v")
+    model = Attention(*names)
+    root = of_four_ranks(tmp_path, model, [("weight_q", ("tp", None)), ("weight_[kv]", (("tp", ["x2"]), None))])
+    loaded, rules = Attention(*names), list[Any]()
+    for parameter in loaded.parameters():
+        torch.nn.init.zeros_(parameter)
+    for leaf in ("weight_k", "weight_v"):
+        with pytest.raises(IncompatibleCheckpointError) as caught:
+            xla_ckpt.load_checkpoint(root, model=loaded, shardings=[*rules, *wrong])
+        python, typed = said_by(caught.value)
+        assert python == [(rf"qkv_proj\.{leaf}", (("tp", ("x2",)), None))]
+        assert typed == [(rf"qkv_proj\.{leaf}", (("tp", ["x2"]), None))]
+        rules += python
+    xla_ckpt.load_checkpoint(root, model=loaded, shardings=rules)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+
+
 def test_without_a_model_a_rule_is_taken_at_its_word_and_the_log_says_what_it_leaves_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -146,7 +146,10 @@ def global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
             )
         return sum(sizes)
     if len(sections) > 1 and n % sum(copies_held):
-        raise ValueError(f"a dim of {n} elements on each rank does not consist of {len(sections)} strided blocks")
+        raise ValueError(
+            f"a dim of {n} elements on each rank does not consist of {len(sections)} strided blocks; sections of other "
+            "sizes are ('tp', [Q, K, V]), or tp:Q+K+V at the command line"
+        )
     if n * ranks * len(sections) % sum(copies_held):
         raise ValueError(f"{ranks} times {n} elements are not {copies_held[0]} copies of anything")
     return n * ranks * len(sections) // sum(copies_held)

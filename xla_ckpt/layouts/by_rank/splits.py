@@ -67,16 +67,23 @@ def resolve(
 
 
 def _proposed(name: str, ndim: int, fitting: Sequence[Sharding]) -> str:
-    """The first rule of those that make the shape of the model, as a hint; where there are none, one of that form."""
+    """The first rule of those that make the shape of the model, as a hint; where there are none, one of that form.
+
+    For queries, keys and values in one array it has no numbers: three parts of one size would fit other sizes, too, and
+    mix their rows without an error.
+    """
     sharding = next((split for split in fitting if split.axes), Sharding((Split(("tp",)),)))
-    dims = sharding.over(ndim)
-    fused = "tp" in sharding.axes and _is_fused(name)
-    parts = 3 if _THREE.search(name) else 2
-    if fused:
-        dims = tuple(Split.strided(s.axes, parts) if s is not None and "tp" in s.axes else s for s in dims)
-    spec, words = replace(sharding, dims=dims).spec, ",".join(map(_typed, dims))
-    where = f", if each rank has a part of each of {parts} fused arrays" if fused else ""
-    rule = f"shardings=[(r'{OWN_NAME}', {spec})] (--sharding '{OWN_NAME}' '{words}')"
+    dims, where = list(sharding.over(ndim)), ""
+    specs, words = [*map(repr, replace(sharding, dims=tuple(dims)).spec)], [*map(_typed, dims)]
+    dim = next((d for d, split in enumerate(dims) if split == Split(("tp",))), None)
+    if dim is not None and _is_fused(name) and _THREE.search(name):
+        specs[dim], words[dim] = "('tp', [Q, K, V])", "tp:Q+K+V"
+        where = ", with the rows that the whole array has of queries, keys and values"
+    elif dim is not None and _is_fused(name):
+        specs[dim], words[dim] = "('tp', 2)", "tp*2"
+        where = ", if each rank has a part of each of 2 fused arrays"
+    spec = f"({', '.join(specs)}{',' * (ndim == 1)})"
+    rule = f"shardings=[(r'{OWN_NAME}', {spec})] (--sharding '{OWN_NAME}' '{','.join(words)}')"
     return f"Give a rule such as {rule}{where}; {_DOCUMENT}"
 
 
@@ -84,7 +91,10 @@ def _typed(split: Split | None) -> str:
     """How a tensor dim is split, as a person types it."""
     if split is None:
         return "_"
-    return "+".join(split.axes) + ("" if split.plain else f"*{len(split.sections)}")
+    axes = "+".join(split.axes)
+    if split.named:
+        return f"{axes}:{'+'.join(str(section.spec) for section in split.sections)}"
+    return axes + ("" if split.plain else f"*{len(split.sections)}")
 
 
 def _contradicted(
@@ -103,7 +113,7 @@ def _contradicted(
         return None  # it is refused, with the numbers, where the parts are put together
     if shape == hint.shape:
         return None
-    fitting = _fitting(local, mesh, expert, hint.shape)
+    fitting = _fitting(local, mesh, expert, hint.shape) or _copied(name, local, mesh, hint.shape)
     return UnknownArray(
         problem=f"the rule {hint.rule} makes {list(shape)} of what the ranks have, the model has {list(hint.shape)}",
         hint=_proposed(name, len(local), fitting)
@@ -204,7 +214,8 @@ def _inferred(
     # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
     if len(fitting) == 1 and not ("tp" in fitting[0].axes and _is_fused(name)):
         return fitting[0]
-    hint = _proposed(name, len(local), fitting)
+    copied = [] if fitting else _copied(name, local, mesh, wanted)
+    hint = _proposed(name, len(local), fitting or copied)
     if not fitting:
         return UnknownArray(
             problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
@@ -234,6 +245,15 @@ def _fitting(local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tu
         for tp in of_tp
         if ep is None or ep != tp
     ]
+    return [sharding for sharding in candidates if sharding.place(local, mesh, 0).shape == wanted]
+
+
+def _copied(name: str, local: tuple[int, ...], mesh: Mesh, wanted: tuple[int, ...]) -> list[Sharding]:
+    """The split of keys or values of which several tp ranks hold each row, if it makes the wanted shape."""
+    if not _KEYS.search(name) or len(wanted) != len(local):
+        return []
+    dims = [_with_counted_copies(Split(("tp",)), n, mesh.tp, total) for n, total in zip(local, wanted, strict=True)]
+    candidates = [Sharding((*[None] * dim, split)) for dim, split in enumerate(dims) if split.copies]
     return [sharding for sharding in candidates if sharding.place(local, mesh, 0).shape == wanted]
 
 
