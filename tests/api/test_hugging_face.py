@@ -445,7 +445,7 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
         ("export_hf", tmp_path / "own", {"tag": "a", "config": {**good, "num_hidden_layers": 3}},
          xla_ckpt.IncompatibleCheckpointError, "layers.2.self_attn.q_proj.weight and 8 more"),
         ("export_hf", tmp_path / "own", {"tag": "a", "config": {**good, "num_hidden_layers": 1}},
-         xla_ckpt.IncompatibleCheckpointError, "1 layers"),
+         xla_ckpt.IncompatibleCheckpointError, "1 layer, counted from 0"),
         ("export_hf", tmp_path / "own", {"tag": "a", "config": {**good, "attention_bias": True}},
          xla_ckpt.IncompatibleCheckpointError, "q_proj.bias"),
         ("export_hf", tmp_path / "own", {"tag": "a", "config": {**good, "num_key_value_heads": 3}}, xla_ckpt.UsageError,
