@@ -166,8 +166,8 @@ def test_it_is_said_in_one_of_two_ways() -> None:
 def test_a_number_that_no_tag_has_is_the_reason_why_all_stay() -> None:
     facts = [TagFact("a", 1), TagFact("b", 2)]
     assert why_kept(facts, BestN("los")) == {
-        "a": ("no tag has the number los",),
-        "b": ("the newest", "no tag has the number los"),
+        "a": ("no tag has the number los in its user_content",),
+        "b": ("the newest", "no tag has the number los in its user_content"),
     }
 
 

@@ -138,7 +138,7 @@ class BestN(Retention):
         return f"of the {self.n} with the {'smallest' if self.mode == 'min' else 'largest'} {self.metric}"
 
     def reason(self, facts: Sequence[TagFact]) -> str:
-        return str(self) if self._numbers(facts)[0] else f"no tag has the number {self.metric}"
+        return str(self) if self._numbers(facts)[0] else f"no tag has the number {self.metric} in its user_content"
 
     def is_unknown(self, facts: Sequence[TagFact]) -> bool:
         """Whether the number is in none of these tags, so that nothing is deleted for it: it may be misspelt."""
