@@ -210,8 +210,8 @@ class Round:
                     raise given_up from None
                 if not warned:
                     logger.warning(
-                        "rank %d has been waiting for rank %d for %g s, and will for %.0f s more. Do all ranks make "
-                        "this call? It must not stand under `if rank == 0`",
+                        "rank %d has been waiting for rank %d for %g s, and will for %.0f s more. Is it "
+                        "alive, and do all ranks make this call? It must not stand under `if rank == 0`",
                         self.rank,
                         whose,
                         PATIENCE,
