@@ -159,7 +159,7 @@ def main() -> None:
                 num_kept_ckpts=3, async_save=True, extras=extras,
             )  # fmt: skip
             line["stall_ms"] = 1000 * (time.perf_counter() - began)
-        stall = f"  saved step_{step}, {line['stall_ms']:.1f} ms" if "stall_ms" in line else ""
+        stall = f"  save of step_{step} begun in {line['stall_ms']:.1f} ms" if "stall_ms" in line else ""
         print(f"step {step:4d}  loss {loss.item():.6f}{stall}", flush=True)
         if args.log:
             with args.log.open("a") as log:

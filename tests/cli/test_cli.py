@@ -168,6 +168,7 @@ def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["view", "ROOT", "--leaf", "model"], 2, "expected --html FILE with it, found --leaf"),
         (["view", "ROOT", "--html", "/nowhere/x.html"], 1, "Name a file in a directory that is there"),
         (["show", "ROOT", "--like", "gc:enable"], 2, "the function returns nothing"),
+        (["show", "ROOT", "--like", "builtins:dict"], 2, "the function returns a dict"),
         (["verify", "ROOT", "--tag", "../x"], 2, "cannot be a tag"),
         (["verify", "/nowhere", "--all"], 1, "Nothing lies there"),
     ],

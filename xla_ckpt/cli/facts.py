@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.api.summaries import (
@@ -165,6 +165,9 @@ def targets(name: str | None) -> tuple[Any, Any]:
         raise UsageError(f"{module} has no function {function}{nearest(function, dir(program))}", found=name)
     if built is None:
         raise UsageError("the function returns nothing", expected="the model, or (model, optimizer)", found=name)
+    if isinstance(built, Mapping) and built.keys() <= {"model", "optimizer", "scheduler"}:
+        # It would be a model whose parameters have other names, and no array of the tag would be found in it.
+        raise UsageError("the function returns a dict", expected="the model, or (model, optimizer)", found=name)
     return (built[0], built[1]) if isinstance(built, tuple) else (built, None)
 
 
