@@ -9,7 +9,7 @@ import functools
 import inspect
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 from xla_ckpt.errors import UsageError
@@ -46,8 +46,25 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
     Args:
         values: Dataclasses, by the names of the arguments that take them.
     """
-    fields = {field.name: (name, kind) for name, kind in values.items() for field in dataclasses.fields(kind)}
-    return lambda call: _checked(call, fields)
+    return lambda call: _checked(call, _fields_of(values))
+
+
+def keeping_for(
+    later: Callable[..., Any], **values: type[Any]
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """`taking_values` for a function that keeps its ``**more`` for a call of `later`, hours of training away.
+
+    >>> keeping_for(check_choice)(meant)(nam="a")
+    Traceback (most recent call last):
+    TypeError: meant() has no argument 'nam': did you mean 'name'?
+    """
+    kept = list(inspect.signature(later).parameters)
+    return lambda call: _checked(call, _fields_of(values), kinds=False, kept=kept)
+
+
+def _fields_of(values: Mapping[str, type[Any]]) -> dict[str, tuple[str, type[Any]]]:
+    """Name of each field -> the argument whose value has it, and that one's class."""
+    return {field.name: (name, kind) for name, kind in values.items() for field in dataclasses.fields(kind)}
 
 
 def known_names(*behind: Callable[..., Any]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -63,20 +80,6 @@ def known_names(*behind: Callable[..., Any]) -> Callable[[Callable[Parameters, R
     """
     further = [name for call in behind for name in inspect.signature(call).parameters]
     return lambda call: _checked(call, {}, kinds=False, further=further)
-
-
-def check_passed_on(names: Iterable[str], call: Callable[..., Any], later: Callable[..., Any]) -> None:
-    """Refuse keywords that `call` keeps for a later one, which does not have them: hours of training may lie between.
-
-    >>> check_passed_on(["nam"], meant, check_choice)
-    Traceback (most recent call last):
-    TypeError: meant() has no argument 'nam': did you mean 'name'?
-    """
-    passed_on = list(inspect.signature(later).parameters)
-    own = [name for name, p in inspect.signature(call).parameters.items() if p.kind is not p.VAR_KEYWORD]
-    for name in names:
-        if name not in passed_on:
-            raise TypeError(f"{call.__name__}() has no argument {name!r}{meant(name, [*own, *passed_on])}")
 
 
 def known_fields(kind: type[Value], more: str = "") -> type[Value]:
@@ -167,11 +170,12 @@ def _checked(
     kinds: bool = True,  # a dataclass knows more of its fields than their kinds, and checks them itself
     otherwise: str = "",
     further: Sequence[str] = (),
+    kept: Sequence[str] = (),
 ) -> Callable[Parameters, Result]:
     parameters = {n: p for n, p in inspect.signature(call).parameters.items() if p.kind is not p.VAR_KEYWORD}
-    known = list(parameters)
+    known = [*parameters, *kept]
     ordered = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    others = [name for name in known if name not in ordered]
+    others = [name for name in parameters if name not in ordered]
     otherwise = otherwise or f": it has {', '.join(name for name in known if name != 'self')}"
     annotations = {name: p.annotation for name, p in parameters.items() if kinds and isinstance(p.annotation, str)}
     flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}

@@ -22,7 +22,8 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.rounds import TIMEOUT
-from xla_ckpt.keywords import check_passed_on
+from xla_ckpt.keywords import keeping_for
+from xla_ckpt.options import SaveOptions
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.door import PathLike, full_path
 
@@ -54,6 +55,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
         save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
     """
 
+    @keeping_for(save_checkpoint, options=SaveOptions)
     def __init__(
         self,
         root: PathLike,
@@ -69,7 +71,6 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
         """The newest save."""
 
         self._root, self._every, self._guard = root, every_n_steps, guard
-        check_passed_on(save_options, CheckpointCallback, save_checkpoint)
         self._extras, self._options = dict(extras or {}), save_options
         self._saved_at = -1
         self._random = RandomMoment()
@@ -198,8 +199,8 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
         save_options: Keywords of `xla_ckpt.save`, such as ``async_save``. Lightning says itself which are deleted.
     """
 
+    @keeping_for(save, options=SaveOptions)
     def __init__(self, **save_options: Any) -> None:
-        check_passed_on(save_options, TagIO, save)
         self._options = save_options
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:

@@ -29,7 +29,8 @@ from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
-from xla_ckpt.keywords import check_passed_on
+from xla_ckpt.keywords import keeping_for
+from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.door import PathLike
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
     """
 
+    @keeping_for(save_checkpoint, options=SaveOptions)
     def __init__(
         self,
         root: PathLike,
@@ -74,7 +76,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.handle: SaveHandle | None = None
         """The newest save."""
 
-        check_passed_on(save_options, CheckpointCallback, save_checkpoint)
         self._root, self._guard, self._extras, self._options = root, guard, dict(extras or {}), save_options
         self._trainer: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None

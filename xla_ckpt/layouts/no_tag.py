@@ -89,7 +89,6 @@ def root_named(path: PathLike) -> Root:
                 path=store.path,
                 hint="Pass a root of this library's tags. xla-ckpt convert makes a tag of what other libraries wrote.",
             )
-        check_is_own(above, name)
         raise UsageError("this is a tag, and no root of tags", path=store.path, hint=f"Pass {above.path}.")
     if not store.is_directory(""):
         raise no_tag(store, None)

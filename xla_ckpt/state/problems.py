@@ -70,7 +70,9 @@ def incompatible(
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
         shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
-    forms = _other_projections(problems)
+    wanted = {p.leaf for p in problems if p.text == ABSENT}
+    unwanted = {p.leaf for p in problems if p.text == UNWANTED}
+    forms = _other_projections(wanted, unwanted)
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
     ungiven = [p.leaf for p in problems if p.text == ABSENT and is_under(p.leaf, schema.MODEL)] if without_rule else []
@@ -97,7 +99,7 @@ def incompatible(
             )
     if any(p.text.startswith(OTHER_BASE) for p in problems):
         hints.append("Load the base model first, from where it was when the adapters were trained.")
-    if (named := _renamed(problems)) is not None:
+    if (named := _renamed(wanted, unwanted)) is not None:
         hints.append(named)
     if fits and optional and not ungiven and forms is None and not all(p.says_cure for p in problems):
         hints.append("strict=False loads what fits.")
@@ -110,22 +112,20 @@ def incompatible(
     )
 
 
-def _other_projections(problems: Sequence[Problem]) -> str | None:
+def _other_projections(wanted: Set[str], stored: Set[str]) -> str | None:
     """What to do where one of tag and target has fused projections, as neuronx-distributed's Llama has them.
 
     What fits would be no model: attention would be that of new weights.
 
-    >>> _other_projections([Problem("model/a.q_proj.w", ABSENT), Problem("model/a.qkv_proj.w_q", UNWANTED)])[:36]
+    >>> _other_projections({"model/a.q_proj.w"}, {"model/a.qkv_proj.w_q"})[:36]
     'The tag has projections as neuronx-d'
     """
-    wanted = " ".join(p.leaf for p in problems if p.text == ABSENT)
-    stored = " ".join(p.leaf for p in problems if p.text == UNWANTED)
-    if _FUSED.search(stored) and _SEPARATE.search(wanted):
+    if any(map(_FUSED.search, stored)) and any(map(_SEPARATE.search, wanted)):
         return (
             "The tag has projections as neuronx-distributed's models do, and the target has those of Hugging Face's: "
             "xla_ckpt.export_hf(..., llama=LlamaJob('config.json')) (xla-ckpt export --config) writes such files."
         )
-    if _FUSED.search(wanted) and _SEPARATE.search(stored):
+    if any(map(_FUSED.search, wanted)) and any(map(_SEPARATE.search, stored)):
         return (
             "The tag has projections as Hugging Face's models do, and the target has those of neuronx-distributed's: "
             "xla_ckpt.convert(..., llama=LlamaJob(fuse_qkv=...)) (xla-ckpt convert --fuse-qkv) makes a tag of it."
@@ -133,16 +133,14 @@ def _other_projections(problems: Sequence[Problem]) -> str | None:
     return None
 
 
-def _renamed(problems: Sequence[Problem]) -> str | None:
+def _renamed(wanted: Set[str], stored: Set[str]) -> str | None:
     """What to do where the names that are wanted are those that are stored, but for a prefix; None if they are not.
 
     Of the longer names there may be others besides: a part of what was saved is wanted, or a part is stored.
 
-    >>> _renamed([Problem("model/module.w", ABSENT), Problem("model/w", UNWANTED)])
+    >>> _renamed({"model/module.w"}, {"model/w"})
     "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
     """
-    wanted = {p.leaf for p in problems if p.text == ABSENT}
-    stored = {p.leaf for p in problems if p.text == UNWANTED}
     if of_target := _prefixes(wanted, stored):
         return (
             f"The names of the target begin with {_either(of_target)}, which those that are stored lack: load into "

@@ -47,7 +47,7 @@ def DistributedOptimizer(  # noqa: N802  # SMP's name
             "smp.DistributedModel call must take place before smp.DistributedOptimizer."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SMPInvalidArgumentError("a DistributedOptimizer wraps a torch.optim.Optimizer", found=repr(optimizer))
+        raise SMPInvalidArgumentError("DistributedOptimizer wraps a torch.optim.Optimizer", found=f"{optimizer!r:.60}")
     if isinstance(optimizer, Distributed):
         raise SMPValidationError("this optimizer is a DistributedOptimizer already")
     _check_parameters(optimizer, model)

@@ -266,11 +266,10 @@ def _exchanged(word: _Word) -> list[_Word]:
 def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
     """Load the entry `key` of a checkpoint, or all of it; the rest."""
     if key is not None and (not isinstance(checkpoint, dict) or key not in checkpoint):
-        there = ", ".join(map(str, checkpoint)) if isinstance(checkpoint, dict) else type(checkpoint).__name__
         raise IncompatibleCheckpointError(
             "the checkpoint has no such entry",
             expected=key,
-            found=there[:200],
+            found=_entries_of(checkpoint),
             hint="Name the entry by model_key=; None if the checkpoint is the state itself.",
         )
     state = checkpoint if key is None else checkpoint[key]
@@ -278,7 +277,7 @@ def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, 
         raise IncompatibleCheckpointError(
             "this is no state of an optimizer",
             expected="state, param_groups",
-            found=(", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__)[:200],
+            found=_entries_of(state),
             hint=f"Name the entry of the optimizer by model_key=, which is {key!r}.",
         )
     if isinstance(target, torch.nn.Module):
@@ -286,6 +285,10 @@ def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, 
     else:
         target.load_state_dict(state)
     return None if key is None else {k: v for k, v in checkpoint.items() if k != key}
+
+
+def _entries_of(value: Any) -> str:
+    return (", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__)[:200]
 
 
 def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,10 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 _THREE = re.compile(r"qkv|query_key_value|w_pack|c_attn", re.IGNORECASE)
 """Of the fused ones those of three arrays: queries, keys and values. The others are of two."""
 
+_OF_THREE = "('tp', [Q, K, V])", "tp:Q+K+V", ", with the rows that the whole array has of queries, keys and values"
+_OF_TWO = "('tp', 2)", "tp*2", ", if each rank has a part of each of 2 fused arrays"
+"""How the split of a fused dim is said in Python and at the command line, and what is said of it."""
+
 _DOCUMENT = "docs/parallelism.md has those for fused arrays and for experts."
 
 HINT = (
@@ -72,16 +76,13 @@ def _proposed(name: str, ndim: int, fitting: Sequence[Sharding]) -> str:
     For queries, keys and values in one array it has no numbers: three parts of one size would fit other sizes, too, and
     mix their rows without an error.
     """
-    sharding = next((split for split in fitting if split.axes), Sharding((Split(("tp",)),)))
-    dims, where = list(sharding.over(ndim)), ""
-    specs, words = [*map(repr, replace(sharding, dims=tuple(dims)).spec)], [*map(_typed, dims)]
-    dim = next((d for d, split in enumerate(dims) if split == Split(("tp",))), None)
-    if dim is not None and _is_fused(name) and _THREE.search(name):
-        specs[dim], words[dim] = "('tp', [Q, K, V])", "tp:Q+K+V"
-        where = ", with the rows that the whole array has of queries, keys and values"
-    elif dim is not None and _is_fused(name):
-        specs[dim], words[dim] = "('tp', 2)", "tp*2"
-        where = ", if each rank has a part of each of 2 fused arrays"
+    plain = Split(("tp",))
+    sharding = next((split for split in fitting if split.axes), Sharding((plain,)))
+    dims, where = sharding.over(ndim), ""
+    specs, words = [*map(repr, Sharding(dims).spec)], [*map(_typed, dims)]
+    if plain in dims and _is_fused(name):
+        dim = dims.index(plain)
+        specs[dim], words[dim], where = _OF_THREE if _THREE.search(name) else _OF_TWO
     spec = f"({', '.join(specs)}{',' * (ndim == 1)})"
     rule = f"shardings=[(r'{OWN_NAME}', {spec})] (--sharding '{OWN_NAME}' '{','.join(words)}')"
     return f"Give a rule such as {rule}{where}; {_DOCUMENT}"
@@ -214,8 +215,7 @@ def _inferred(
     # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
     if len(fitting) == 1 and not ("tp" in fitting[0].axes and _is_fused(name)):
         return fitting[0]
-    copied = [] if fitting else _copied(name, local, mesh, wanted)
-    hint = _proposed(name, len(local), fitting or copied)
+    hint = _proposed(name, len(local), fitting or _copied(name, local, mesh, wanted))
     if not fitting:
         return UnknownArray(
             problem=f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of what each has",
