@@ -275,3 +275,42 @@ def test_the_directory_of_another_root_is_refused(root: str, tmp_path: Path) -> 
         xla_ckpt.save(f"{root}2", "b", {"w": torch.ones(3)}, options=options)
     assert xla_ckpt.list_tags(tmp_path) == xla_ckpt.list_tags(root) == ["a"]
     assert xla_ckpt.list_tags(f"{root}2") == []
+
+
+@pytest.mark.parametrize(
+    "damage_journal",
+    [
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(bytes(200)),
+        lambda file: (file.unlink(), file.symlink_to("elsewhere")),
+    ],
+    ids=["empty", "zeros", "link"],
+)
+def test_a_damaged_journal_says_nothing_of_where_the_files_are(
+    damage_journal: Callable[[Path], object], root: str, tmp_path: Path, s3: S3Server,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    options = LoadOptions(local=tmp_path)
+    save(root, tmp_path, "sent", 1).uploaded(SOON)
+    away = Away(s3)
+    handle = save(root, tmp_path, "here", 2)
+    with pytest.raises(StorageError):
+        handle.uploaded(SOON)
+    for tag in ("sent", "here"):
+        damage_journal(tmp_path / tag / "upload.json")
+    away.is_back()
+    assert listed(root, tmp_path, capsys) == {"sent": "both", "here": "local"}
+    assert is_number(root, 1, options=options), "the newest whose files are known"
+    assert "passed over" in caplog.text
+    with pytest.raises(CorruptCheckpointError, match=r"upload\.json"):
+        xla_ckpt.restore(root, "here", options=options)
+    after = save(root, tmp_path, "after", 3)
+    after.uploaded(SOON)
+    with pytest.raises(CorruptCheckpointError, match="journal"):
+        handle.uploaded(SOON)
+    assert xla_ckpt.list_tags(root) == ["sent", "after"]
+    assert xla_ckpt.list_tags(tmp_path) == ["sent", "here", "after"]
+    # What the error advises.
+    assert xla_ckpt.verify(tmp_path, "here").ok
+    (tmp_path / "here" / "upload.json").unlink()
+    assert is_number(root, 2, "here", options=options)

@@ -12,6 +12,8 @@ import pytest
 from tests.crash import matrix, power, recorder, report
 from tests.crash.operations import saving
 from tests.runs import environment, names_in
+from xla_ckpt.tags.entry import UPLOAD
+from xla_ckpt.tags.upload_rules import Journal, parse_journal
 
 pytestmark = [
     pytest.mark.crash,
@@ -107,6 +109,36 @@ def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
     assert states[6] == {frozenset({("old", b"2")})}
     unsure = [(effect.name, effect.to is None) for effect in played.open_at(played.told)]
     assert unsure == [("new", False), ("new", True), ("old", False)]
+
+
+JOURNAL = """
+import sys
+from pathlib import Path
+from tests.crash.recorder import Fault, Recorder
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags.local_first import write_journal
+from xla_ckpt.tags.upload_rules import Journal
+root, log = sys.argv[1:]
+directory = LocalStore(root).open("a")
+Recorder().arm(Path(root), Path(log), 0, Fault())
+for sent in ({"x": 1}, {"x": 1, "y": 2}):
+    write_journal(directory, Journal(address="s3://b/r", sent=sent, disks=("one", "other")))
+"""
+
+
+def test_a_loss_of_power_leaves_a_whole_journal_of_an_upload(tmp_path: Path) -> None:
+    library, log = recorder.compiled(tmp_path), tmp_path / "log"
+    for folder in ("start", "root"):
+        (tmp_path / folder / "a").mkdir(parents=True)
+        (tmp_path / folder / "a" / UPLOAD).write_bytes(Journal(address="s3://b/r", disks=("one", "other")).to_json())
+    program = [sys.executable, "-c", JOURNAL, str(tmp_path / "root"), str(log)]
+    subprocess.run(program, env=environment({"LD_PRELOAD": str(library)}), check=True)
+    calls = recorder.read_log(log)
+    played = power.replay(tmp_path / "start", tmp_path / "root", calls)
+    trees = [tree for point in range(len(calls) + 1) for _, tree in played.states(point)]
+    found = [parse_journal(tree[f"a/{UPLOAD}"], "s3://b/r") for tree in trees]
+    assert {journal.disks for journal in found} == {("one", "other")}
+    assert {len(journal.sent) for journal in found} == {0, 1, 2}
 
 
 def test_a_rename_before_the_fsync_is_found_out(tmp_path: Path) -> None:

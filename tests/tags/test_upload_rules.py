@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.upload_rules import Journal, newest_first, parse_journal, step_of, whereabouts
 
@@ -19,15 +22,24 @@ def test_a_journal_survives_its_file() -> None:
     assert parse_journal(journal.to_json(), HERE) == journal
 
 
+def test_without_a_journal_nothing_is_there() -> None:
+    assert parse_journal(None, HERE) == Journal(address=HERE)
+
+
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"{", b"[]", b"null", b'{"sent": 1}', b'{"sent": {"a": "b"}, "address": "s3://bucket/run"}',
-        b'{"sent": {}, "address": "s3://bucket/run", "later": 1}', Journal(address="s3://other", nbytes=1).to_json(),
-    ],
+    "data", [b"", b"\0" * 300, b"{", b"[]", b"null", b'{"sent": 1}', b'{"sent": {"a": "b"}, "address": "s3://bucket/run"}',
+             b'{"sent": {}}', Journal(address=HERE, disks=("a", "b")).to_json()[:-1]],
 )  # fmt: skip
-def test_any_other_file_says_that_nothing_is_there(data: bytes) -> None:
-    assert parse_journal(data, HERE) == Journal(address=HERE)
+def test_a_damaged_journal_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="journal of the upload is damaged"):
+        parse_journal(data, HERE)
+
+
+def test_the_disks_of_a_tag_are_read_from_each_journal_that_has_them() -> None:
+    elsewhere = Journal(address="s3://other", nbytes=1, sent={"f": 1}, is_remote=True, disks=("a", "b"))
+    later = {**json.loads(Journal(address=HERE, disks=("a", "b")).to_json()), "later": 1}
+    for data in (elsewhere.to_json(), json.dumps(later).encode()):
+        assert parse_journal(data, HERE) == Journal(address=HERE, disks=("a", "b"))
 
 
 @pytest.mark.parametrize(

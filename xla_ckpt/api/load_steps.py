@@ -113,8 +113,12 @@ class Load:
 
     def _one(self, is_near: bool, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
         """Load one tag: open it, check it against the targets, plan, read and verify, install."""
-        store = self.near.store if is_near and self.near is not None and not self.several else self.store
+        near = self.near if is_near and not self.several else None
+        store = self.store if near is None else near.store
         with self.phases.timed("open"):
+            if near is not None:
+                with agreed(exchange, "reading the journal of the upload"):
+                    near.check_whole(tag)
             reader, hints = self._open(store, tag, exchange)
             if is_near and self.near is not None and self.several:
                 reader.directory = self.near.nearer(reader.directory, tag, reader.manifest.head)

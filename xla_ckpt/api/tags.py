@@ -15,7 +15,7 @@ from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.local_first import journal_of
+from xla_ckpt.tags.local_first import journals_of
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.upload_rules import whereabouts
@@ -71,7 +71,7 @@ def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectSto
 def both_places(near: FileSystem, far: ObjectStore) -> list[tuple[TagEntry, bool, str]]:
     """All tags of a directory and the object store where they go: see `xla_ckpt.tags.upload_rules.whereabouts`."""
     local, remote = root_of(near).entries(), [entry for _, entry in all_tags(far)]
-    return whereabouts(local, remote, {entry.tag: journal_of(near, entry, far.path) for entry in local})
+    return whereabouts(local, remote, journals_of(near, local, far.path))
 
 
 @known_options

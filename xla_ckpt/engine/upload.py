@@ -176,11 +176,12 @@ class Uploader:
         entries = self.root.entries()
         listed = {entry.sequence for entry in entries}
         self._waiting = {n: tag for n, tag in self._waiting.items() if n in listed}  # others were deleted
-        unsent = [e for e in entries if e.sequence not in self._dropped and not self.root.journal(e).is_remote]
+        unsent = [e for e in entries if e.sequence not in self._dropped and not self.root.is_sent(e)]
         if unsent:
             self.root.remote.hold(WITHIN, self._check_ends)
         for entry in unsent:  # before one is begun, which would give up those of a job that was killed
-            if not absent_disks(self.root.journal(entry), self._present):
+            journal = self.root.readable_journal(entry)
+            if journal is not None and not absent_disks(journal, self._present):
                 self.root.remote.upload(entry.tag, uploaded_as(entry), begins=False)
         for entry in entries:
             if entry in unsent:

@@ -149,10 +149,10 @@ class LocalFiles(Directory, Protocol):
         Its parents are made. Who reads the old file keeps it.
         """
 
-    def replace(self, path: str, data: bytes) -> None:
+    def replace(self, path: str, data: bytes, *, durable: bool = False) -> None:
         """Have a small file with these bytes, in one step: a reader finds them, or what was there before.
 
-        A loss of power may take it away.
+        With `durable`, so it is after a loss of power, too. Otherwise that may leave an empty file, or none.
         """
 
 

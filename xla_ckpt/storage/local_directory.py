@@ -79,11 +79,13 @@ class LocalDirectory:
                 pass  # another writer of the same save was here first
         return paths
 
-    def replace(self, path: str, data: bytes) -> None:
+    def replace(self, path: str, data: bytes, *, durable: bool = False) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(f"{path}.new", flags, 0o666, dir_fd=self._fd)
         try:
             written = os.write(fd, data)
+            if durable:
+                os.fsync(fd)
         finally:
             os.close(fd)
         if written < len(data):

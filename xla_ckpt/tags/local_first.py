@@ -6,9 +6,9 @@ import contextlib
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.manifest.records import Head
 from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source
 from xla_ckpt.storage.small_files import write_small
@@ -84,9 +84,22 @@ class LocalFirst(DirectoryRoot):
         return draft
 
     def whole_entries(self) -> list[TagEntry]:
-        """The tags of which this disk has all files, oldest first: the other ones can be read from here by nobody."""
-        disk = self.disk(anew=False)
-        return [entry for entry in self.entries() if self.journal(entry).is_whole_on(disk)]
+        """The tags of which this disk has all files, oldest first: the other ones can be read from here by nobody.
+
+        Those with a damaged journal are among them: a load of one raises what is wrong (`check_whole`).
+        """
+        disk, entries = self.disk(anew=False), self.entries()
+        journals = journals_of(self.store, entries, self.remote.path)
+        return [e for e in entries if e.tag not in journals or journals[e.tag].is_whole_on(disk)]
+
+    def check_whole(self, tag: str) -> None:
+        """Refuse a tag whose journal is damaged: the disk may have a part of its files.
+
+        Raises:
+            CorruptCheckpointError: It is.
+        """
+        if (entry := self.entry(tag)) is not None:
+            self.journal(entry)
 
     def nearer(self, far: ReadDirectory, tag: str, head: Head) -> ReadDirectory:
         """The files of a tag in the object store, of which those are read from this disk that it has."""
@@ -130,7 +143,7 @@ class LocalFirst(DirectoryRoot):
 
         Others are refused: they would come here, too, and be taken for newer ones.
         """
-        addresses = {entry.tag: address_in(_journal_data(self.store, entry)) for entry in self.entries()}
+        addresses = {entry.tag: _address_of(self.store, entry) for entry in self.entries()}
         for tag, address in addresses.items():
             if address not in (None, self.remote.path):
                 raise UsageError(
@@ -161,9 +174,7 @@ class LocalFirst(DirectoryRoot):
 
     def retire_sent(self, tag: str, retention: Retention | None) -> None:
         """Retire what is in the object store, and not to be kept since this tag is there. That it fails is logged."""
-        retire_older(
-            self.store, tag, retention, lambda old: self.journal(old).is_remote and not self.is_written(old.tag)
-        )
+        retire_older(self.store, tag, retention, lambda old: self.is_sent(old) and not self.is_written(old.tag))
         try:
             self.clean()
         except OSError as error:
@@ -191,20 +202,49 @@ class LocalFirst(DirectoryRoot):
             move_to_trash(self.store, old)
 
     def journal(self, entry: TagEntry) -> Journal:
-        """What a tag says of its upload."""
-        return journal_of(self.store, entry, self.remote.path)
+        """What a tag says of its upload.
+
+        Raises:
+            CheckpointError: It is damaged, or cannot be read.
+        """
+        return _journal_of(self.store, entry, self.remote.path)
+
+    def readable_journal(self, entry: TagEntry) -> Journal | None:
+        """The same; None if it is damaged, or cannot be read."""
+        return journals_of(self.store, [entry], self.remote.path).get(entry.tag)
+
+    def is_sent(self, entry: TagEntry) -> bool:
+        """Whether a tag says that it was committed in the object store."""
+        journal = self.readable_journal(entry)
+        return journal is not None and journal.is_remote
 
 
-def journal_of(store: FileSystem, entry: TagEntry, address: str) -> Journal:
-    """What a tag in a directory says of its upload to an address."""
-    return parse_journal(_journal_data(store, entry), address)
+def journals_of(store: FileSystem, entries: Iterable[TagEntry], address: str) -> dict[str, Journal]:
+    """What tags in a directory say of their upload to an address, but for those whose journals are damaged."""
+    journals = {}
+    for entry in entries:
+        with contextlib.suppress(CheckpointError):  # whoever uploads or loads the tag meets the error
+            journals[entry.tag] = _journal_of(store, entry, address)
+    return journals
 
 
-def _journal_data(store: FileSystem, entry: TagEntry) -> bytes:
+def _journal_of(store: FileSystem, entry: TagEntry, address: str) -> Journal:
+    with naming(path=store.path, tag=entry.tag), storage_errors("reading the journal of an upload"):
+        return parse_journal(_journal_data(store, entry), address)
+
+
+def _address_of(store: FileSystem, entry: TagEntry) -> str | None:
+    try:
+        return address_in(_journal_data(store, entry))
+    except OSError:
+        return None
+
+
+def _journal_data(store: FileSystem, entry: TagEntry) -> bytes | None:
     try:
         return store.start_of(f"{entry.directory}/{UPLOAD}", MAX_JOURNAL, links=False)
-    except OSError:
-        return b""  # no upload was begun, or the tag is gone
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # no upload was begun, or the tag is gone
 
 
 class NearerFiles:
@@ -236,5 +276,8 @@ class NearerFiles:
 
 
 def write_journal(directory: LocalFiles, journal: Journal) -> None:
-    """Keep what is known of the upload of a tag, in its directory, which may have lost its name meanwhile."""
-    directory.replace(UPLOAD, journal.to_json())
+    """Keep what is known of the upload of a tag, in its directory, which may have lost its name meanwhile.
+
+    A loss of power leaves the old journal or the new one: nothing else says on which disks the files of the tag are.
+    """
+    directory.replace(UPLOAD, journal.to_json(), durable=True)

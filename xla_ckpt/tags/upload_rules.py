@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.fingerprint import text_fingerprint
-from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.entry import UPLOAD, TagEntry
 
 UploadStep = Literal["send", "nothing", "drop"]
 """What is to be done with a tag: it goes up; it is there; or there is a newer one of its name, and it stays here."""
@@ -65,19 +66,36 @@ class Journal:
         return 100 * sum(self.sent.values()) // max(self.nbytes, 1)
 
 
-def parse_journal(data: bytes, address: str) -> Journal:
-    """The journal in a file. One that is damaged, or of an upload to another place, says that nothing is there yet."""
+def parse_journal(data: bytes | None, address: str) -> Journal:
+    """Return the journal in a file. Without one (None), no upload was begun. One of an upload to another place says
+    only which disks have the files; members that a later version has added are ignored.
+
+    Raises:
+        CorruptCheckpointError: It is damaged. Nothing else says on which disks the files are.
+    """
+    if data is None:
+        return Journal(address=address)
     try:
         raw: Any = json.loads(data)
+        known = {field.name: raw[field.name] for field in fields(Journal) if field.name in raw}
         sent = {str(path): int(size) for path, size in raw["sent"].items()}
-        journal = Journal(**{**raw, "sent": sent, "disks": tuple(map(str, raw.get("disks", ())))})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Journal(address=address)
-    return journal if journal.address == address else Journal(address=address)
+        journal = Journal(**{**known, "sent": sent, "disks": tuple(map(str, raw.get("disks", ())))})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            "the journal of the upload is damaged, so it is not known on which disks the files of this tag are",
+            file=UPLOAD,
+            expected="a JSON object with the members address, sent and disks",
+            found=f"{len(data)} bytes: {data[:40]!r}",
+            hint=f"Where xla-ckpt verify finds all files of the tag in this directory, remove its {UPLOAD}: the tag is "
+            "uploaded anew. If the object store has the tag, remove it here with xla-ckpt rm.",
+        ) from error
+    return journal if journal.address == address else Journal(address=address, disks=journal.disks)
 
 
-def address_in(data: bytes) -> str | None:
-    """Where the tag with this journal goes; None if it does not say so."""
+def address_in(data: bytes | None) -> str | None:
+    """Where the tag with this journal goes; None if it does not say so, or there is none."""
+    if data is None:
+        return None
     try:
         address = json.loads(data)["address"]
     except (ValueError, TypeError, KeyError, RecursionError):
