@@ -203,3 +203,19 @@ def test_ranks_say_the_same_policy(tmp_path: Path) -> None:
         assert len(told) == 3
         assert "expected retention=LatestN(n=1) on rank 0, found retention=LatestN(n=2) on rank 1" in told[0]
         assert left == ["step_1", "step_3"]
+
+
+def test_the_step_of_the_user_content_counts_where_the_name_has_none(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = SaveOptions(retention=EveryNSteps(200) | LatestN(1), stale="ignore")
+    for number, name in enumerate(["a", "b", "c", "d", "e", "best"], 1):
+        content = {"step": 100 * number} if name != "best" else {"loss": 0.5}
+        xla_ckpt.save_checkpoint(root, name, {"w": torch.ones(3)}, user_content=content, options=policy)
+    for name in ("step_700", "step_801"):
+        xla_ckpt.save_checkpoint(root, name, {"w": torch.ones(3)}, options=policy)
+    assert xla_ckpt.list_tags(root) == ["b", "d", "best", "step_801"]
+    (warning,) = [message for message in caplog.messages if "EveryNSteps keeps" in message]
+    assert "such as best" in warning
+    kept = {summary.tag: summary.kept for summary in xla_ckpt.Checkpoints(root).summaries()}
+    assert kept["best"] == ("its step is not known",)

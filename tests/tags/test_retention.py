@@ -90,9 +90,62 @@ def test_what_each_policy_keeps() -> None:
     assert why_kept(listed, LatestN(1) | BestN("loss"))["step_700"] == ("the newest", "of the newest 1")
 
 
-def test_a_name_without_a_number_has_the_step_of_its_commit() -> None:
-    listed = [fact("a", 1), fact("b", 2), fact("epoch_1-step_4", 3), fact("step_5", 4)]
-    assert kept(listed, EveryNSteps(2)) == ["b", "epoch_1-step_4"]
+NAMES = [
+    "{}", "{:08}", "step_{}", "step_{:08}", "step-{}", "step={}", "step{}", "Step {}", "STEP_{:06}",
+    "global_step{}", "global_step_{}", "GlobalStep{}", "iter_{:07}", "iter-{:06}-ckpt", "iteration_{}", "iter={}",
+    "checkpoint-{}", "checkpoint_{}", "ckpt-{}", "ckpt_{}", "checkpoint_3_{}", "update_{}", "epoch=0-step={}",
+    "epoch=0-step={}-v1", "epoch=3-step={}.ckpt", "step={}-val=0.25", "step={}-val_loss=1.5-last",
+    "epoch=3-step={}-v2.ckpt", "step={}-epoch=12", "epoch_12_step_{}", "best-epoch=2-step={}",
+    "megatron_gpt--val_loss=1.23-step={}-consumed_samples=64000.0", "gpt--step={}-consumed_samples=640-last",
+    "ep0-ba{}-rank0", "ep12-ba{}", "step{}-unsharded", "step-{}-max_steps=90000", "warmup_steps=100-step={}",
+    "{}.ckpt", "{}.pt", "model_{}.pth", "step_{}.dcp", "{}.h5", "{}-best", "{}_steps", "{}steps-best",
+    "checkpoint-{}-merged", "llama-7b_step_{}", "step_{}_7b", "iter_{:07}_hf", "run2-step-{}", "step_{}-v3",
+    "best_{}", "exp12-checkpoint-{}", "2026-01-31_{}", "2026-01-31T12:30:00-step{}", "step{}_20260131-123000",
+    "run_2026-01-31_12-30-00_{}", "0-{}", "{}_epoch3",
+]  # fmt: skip
+"""How people, Lightning, transformers, Megatron, NeMo, fairseq, Composer, OLMo, orbax, MaxText and torchtitan name the
+tag of a step."""
+
+WITHOUT = [
+    "best", "last", "last-v1", "final", "run-a", "7b", "llama3-8b", "step_500k", "llama-3-step-500k", "9f86d081",
+    "step_1.5", "2026-01-31", "20260131-123000", "2026-01-31T12:30:00", "epoch=3-val=0.25", "weights.05-0.32",
+    "ckpt-500k", "max_steps=900", "model--val_loss=2.00-epoch=1-consumed_samples=4000", "1-500-final", "v1.2.3",
+    "best-loss=3", "seed=1",
+]  # fmt: skip
+"""Names that say no step, although numbers are in some."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_step_is_found_wherever_it_is_in_a_name(name: str) -> None:
+    steps = [0, 7, 300, 1000, 123400]
+    assert [TagFact(name.format(step), 1).step for step in steps] == steps
+    listed = [fact(name.format(step), n) for n, step in enumerate([100, 250, 500, 750, 900, 1000, 1100])]
+    assert kept(listed, EveryNSteps(500)) == [name.format(500), name.format(1000)]
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_name_without_a_step_has_that_of_the_user_content_or_is_kept(name: str) -> None:
+    assert TagFact(name, 7).step is None
+    for key in ("step", "global_step", "iteration"):
+        assert TagFact(name, 7, metric={key: 500}.get).step == 500
+        assert TagFact(name, 7, metric={key: 500.5}.get).step is None
+    listed = [fact("step_1", 1), fact("step_2", 2), fact(name, 3), fact("step_4", 4), fact("step_5", 5)]
+    assert why_kept(listed, EveryNSteps(2)) == {
+        "step_1": (), "step_2": ("of every 2 steps",), name: ("its step is not known",),
+        "step_4": ("of every 2 steps",), "step_5": ("the newest",),
+    }  # fmt: skip
+
+
+@given(st.text(max_size=40))
+def test_any_name_has_a_step_that_is_in_it_or_none(name: str) -> None:
+    step = TagFact(name, 7).step
+    assert step is None or str(step) in name
+
+
+def test_a_number_that_names_no_step_yields_to_the_user_content() -> None:
+    assert TagFact("run2", 7).step == 2
+    assert TagFact("run2", 7, metric={"step": 500}.get).step == 500
+    assert TagFact("step_2", 7, metric={"step": 500}.get).step == 2
 
 
 def test_a_tag_without_the_number_is_not_among_the_best_unless_none_has_it() -> None:

@@ -22,7 +22,7 @@ from xla_ckpt.storage.door import PathLike, above, full_path, store_at
 from xla_ckpt.tags.deleting import retire_superfluous
 from xla_ckpt.tags.facts import facts_of
 from xla_ckpt.tags.marked import mark, retire_marked
-from xla_ckpt.tags.retention import Retention, TagFact, check_policy
+from xla_ckpt.tags.retention import Retention, check_policy
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
@@ -44,9 +44,9 @@ class Product:
         to: Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old
             one; for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``.
         layout: What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it.
-        every_n_steps: Of which tags: those whose step is a multiple of this. It counts steps and not saves, as
-            `EveryNSteps` does: of a run that saves each 100 steps, 200 takes each second tag. The step is the number at
-            the end of the tag's name, or the number of its commit.
+        every_n_steps: Of which tags: those whose step is a multiple of this. It counts steps and not saves: of a run
+            that saves each 100 steps, 200 takes each second tag. The step is found as `EveryNSteps` finds it. A tag
+            without one gets a product, which is logged.
         dtype: For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`.
         mesh: For other layouts: the topology that the files are for, as in `convert`.
         llama: A `LlamaJob`, as in `convert` and `export_hf`.
@@ -143,7 +143,7 @@ def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int
     products = [replace(product, to=full_path(product.to)) for product in products]
 
     def follow(sequence: int) -> None:
-        step = TagFact(tag, sequence).step
+        step = _step_of(root, tag, sequence) if any(product.every_n_steps > 1 for product in products) else 0
         for product in products:
             if step % product.every_n_steps == 0:
                 directory: Directory | None = None
@@ -155,6 +155,24 @@ def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int
                 ERRANDS.add(doing, partial(_make, root, tag, product, directory))
 
     return follow
+
+
+def _step_of(root: Root, tag: str, sequence: int) -> int:
+    """Return the step of a committed tag; 0, of which each number is a divisor, if there is none."""
+    try:
+        facts = facts_of(root.store, filter(None, [root.entry(tag)]))
+        step = next((fact.step for fact in facts if fact.sequence == sequence), None)
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s: the step of tag %s is not known: %s", root.path, tag, error)
+        return 0
+    if step is None:
+        logger.warning(
+            "%s: tag %s has no step in its name or in user_content, so products are made of it whatever their "
+            "every_n_steps= is",
+            root.path,
+            tag,
+        )
+    return step or 0
 
 
 def _make(root: Root, tag: str, product: Product, directory: Directory | None) -> None:

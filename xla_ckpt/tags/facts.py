@@ -18,7 +18,7 @@ from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.kept import superfluous
-from xla_ckpt.tags.retention import BestN, Retention, TagFact
+from xla_ckpt.tags.retention import BestN, EveryNSteps, Retention, TagFact
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.schema import USER_CONTENT
@@ -53,13 +53,27 @@ def facts_of(store: Store, entries: Iterable[TagEntry]) -> list[TagFact]:
 
 
 def tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Retention) -> list[str]:
-    """Which of these tags a policy does not keep, oldest first. That none has a number that it goes by is logged."""
+    """Which of these tags a policy does not keep, oldest first. That tags lack what it goes by is logged."""
     facts = facts_of(store, entries)
     retired = superfluous(facts, policy)
+    if any(isinstance(part, EveryNSteps) for part in policy.parts):
+        without = [fact.tag for fact in facts if fact.readable and fact.step is None]
+        if without and store.path not in _told_of_steps:  # once, and not with every save
+            _told_of_steps.add(store.path)
+            logger.warning(
+                "%s: EveryNSteps keeps tags without a step in their names or in user_content, such as %s: name tags "
+                "like step_100, or save user_content={'step': 100, ...}",
+                store.path,
+                without[0],
+            )
     for part in policy.parts if not retired else ():  # a number that no tag has keeps all
         if isinstance(part, BestN) and part.is_unknown(facts):
             _tell_unknown(store.path, part.metric)
     return retired
+
+
+_told_of_steps: set[str] = set()
+"""The roots whose tags without a step were told of."""
 
 
 @functools.cache  # once, and not with every save

@@ -101,7 +101,7 @@ def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tu
         kept = part.keeps(live)
         reason = part.reason(live)
         for fact in kept:
-            reasons[fact.tag].append(reason)
+            reasons[fact.tag].append(part.unknown(fact) or reason)
     if policy is None:
         for fact in live:
             reasons[fact.tag].append("all are kept")

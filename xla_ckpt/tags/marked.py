@@ -11,7 +11,7 @@ from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import clean, move_to_trash, remove
 from xla_ckpt.tags.kept import superfluous
-from xla_ckpt.tags.retention import BestN, Retention, TagFact
+from xla_ckpt.tags.retention import BestN, EveryNSteps, Retention, TagFact
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ def mark(store: Store, name: str, fact: TagFact, retention: Retention) -> None:
         OSError: The storage refused.
     """
     metrics = {part.metric: fact.metric(part.metric) for part in retention.parts if isinstance(part, BestN)}
+    if any(isinstance(part, EveryNSteps) for part in retention.parts):
+        metrics |= {"step": fact.step}
     about = {"tag": fact.tag, "sequence": fact.sequence, "created": fact.created, "metrics": metrics}
     with contextlib.closing(directory_in(store, name)) as directory:
         write_small(directory, MARK, json.dumps(about).encode())

@@ -18,6 +18,66 @@ PERIODS = {3600: "hour", 86400: "day"}
 
 Extreme = Literal["min", "max"]
 
+STEP_NAMES = ("step", "global_step", "iteration")
+"""What programs call the step in ``user_content``."""
+
+_END = r"(?![0-9a-z])"
+"""Ends a number that is no size (``7b``) and no part of a hash (``5f3a``), in lower case."""
+
+_LABELS = (r"step", r"steps", r"(?<![a-z])(?:iter|iters|iteration|iterations)", r"(?<![a-z])(?:updates?|ba)")
+"""Words that say that the number behind or before them is the step, the clearest first."""
+
+_LABELLED = (
+    *(re.compile(rf"{label}[-_=: .]*([0-9]+){_END}") for label in _LABELS),
+    *(re.compile(rf"(?<![0-9a-z.])([0-9]+)[-_ ]?{label}(?![a-z]|[-_=: .]*[0-9])") for label in _LABELS),
+    re.compile(r"^(?:checkpoint|ckpt)?[-_=]?([0-9]+)$"),
+)
+
+_NOT_COUNTED = re.compile(
+    r"\.(?:[a-z_]+|h5)$"  # the ending of the name of a file
+    r"|[-_.]v[0-9]+(?=$|\.[a-z_]+$)"  # the version of a file whose name was taken
+    r"|(?<![0-9])(?:19|20)[0-9]{2}-[0-9]{2}-[0-9]{2}(?:t[0-9:.-]+z?|[-_ ][0-9]{2}[-:][0-9]{2}[-:][0-9]{2})?"  # a date
+    r"|(?<![0-9])20[0-9]{6}[-_t]?[0-9]{6}(?![0-9])"
+    r"|(?<![a-z])(?:samples|tokens|loss|acc|accuracy|score|ppl|lr|seed|rank|fold|val)[-_=: .]*[0-9]+(?:\.[0-9]+)*"
+    r"|(?:max|total|num|warmup|every|every_n)_steps?[-_=: ]*[0-9]+"
+    r"|(?<![0-9])[0-9]+(?:\.[0-9]+)+"  # a decimal
+)
+"""What of a name in lower case counts no steps, although it may be a number."""
+
+
+def _counting(tag: str) -> str:
+    return _NOT_COUNTED.sub(" ", tag.lower()).strip()
+
+
+def labelled_step(tag: str) -> int | None:
+    """Return the step in the name of a tag that says so: ``step_400``, ``iter_0000400``, ``checkpoint-400``, ``400``.
+
+    >>> [labelled_step(tag) for tag in ("epoch=1-step=400-v1", "400.ckpt", "ep0-ba400-rank0", "run-7b", "epoch_4")]
+    [400, 400, 400, None, None]
+    """
+    name = _counting(tag)
+    found = (numbers[-1] for pattern in _LABELLED if (numbers := pattern.findall(name)))
+    return next(map(int, found), None)
+
+
+def bare_number(tag: str) -> int | None:
+    """Return the number at the end of the name of a tag, or at its start, if it is the only one there.
+
+    Dates, versions, decimals and numbers that count something else than steps are passed over, and so are those of
+    epochs where there are others.
+
+    >>> [bare_number(tag) for tag in ("epoch_4", "checkpoint_3_400", "400-best", "last-v2", "llama3-8b")]
+    [4, 400, 400, None, None]
+    """
+    name = _counting(tag)
+    found = re.findall(rf"(?<![0-9a-z])([a-z]*)[-_=.]?(?<![0-9])([0-9]+){_END}", name)
+    steps = [(word, number) for word, number in found if word not in ("epoch", "ep")] or found
+    if not steps:
+        return None
+    word, number = steps[-1]
+    is_only = len(steps) == 1 and word in ("", "checkpoint", "ckpt")
+    return int(number) if is_only or name.endswith(number) else None
+
 
 @dataclass(frozen=True, slots=True)
 class TagFact:
@@ -39,14 +99,23 @@ class TagFact:
     """Whether its manifest can be read, as far as somebody has looked."""
 
     @property
-    def step(self) -> int:
-        """The number at the end of the name; the commit number where there is none.
+    def step(self) -> int | None:
+        """The step in the name; else the one that the program saved with the tag, in ``user_content``, as one of
+        `STEP_NAMES`; else a number of which the name does not say what it counts. None if there is none of these.
 
-        >>> TagFact("step_400", 7).step, TagFact("best", 7).step
-        (400, 7)
+        >>> TagFact("epoch=0-step=500-v1", 7).step, TagFact("run2", 7, metric={"step": 400}.get).step
+        (500, 400)
+        >>> TagFact("run2", 7).step, TagFact("best", 7).step
+        (2, None)
         """
-        number = re.search(r"[0-9]+$", self.tag)
-        return int(number[0]) if number else self.sequence
+        if (step := labelled_step(self.tag)) is not None:
+            return step
+        try:
+            saved = [self.metric(name) for name in STEP_NAMES]
+        except CheckpointError:
+            return None  # whoever looked it up has told of the error
+        steps = [int(number) for number in saved if number is not None and number == number // 1]
+        return steps[0] if steps else bare_number(self.tag)
 
     @property
     def time(self) -> datetime.datetime | None:
@@ -73,6 +142,10 @@ class Retention(ABC):
     def reason(self, facts: Sequence[TagFact]) -> str:  # of derived classes one depends on the tags
         """Why it keeps those of these tags that it keeps."""
         return str(self)
+
+    def unknown(self, fact: TagFact) -> str:
+        """What it does not know of a tag, and keeps it for; empty if it knows all that it asks for."""
+        return ""
 
     @property
     def parts(self) -> tuple[Retention, ...]:
@@ -170,8 +243,10 @@ class BestN(Retention):
 class EveryNSteps(Retention):
     """Keep each tag whose step is a multiple of `interval_steps`.
 
-    The step is the number at the end of the tag's name: 400 for ``step_400``. Where there is none, it is the number of
-    its commit.
+    The step is the number in the tag's name that says so, as in ``step_400``, ``epoch=1-step=400-v1``,
+    ``iter_0000400``, ``checkpoint-400`` and ``400``. Where there is none, it is the number ``step`` (or
+    ``global_step``, ``iteration``) in ``user_content``; else the only number in the name, or the one at its end. A tag
+    without any of these is kept.
 
     Raises (on construction):
         UsageError: `interval_steps` is no number of steps.
@@ -185,8 +260,11 @@ class EveryNSteps(Retention):
     def __str__(self) -> str:
         return f"of every {self.interval_steps} steps"
 
+    def unknown(self, fact: TagFact) -> str:
+        return "its step is not known" if fact.step is None else ""
+
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
-        return [fact for fact in facts if fact.step % self.interval_steps == 0]
+        return [fact for fact in facts if (step := fact.step) is None or step % self.interval_steps == 0]
 
 
 @known_fields
@@ -207,6 +285,9 @@ class EveryNSeconds(Retention):
 
     def __str__(self) -> str:
         return f"the first of a {PERIODS.get(self.interval_secs, f'period of {self.interval_secs} s')}"
+
+    def unknown(self, fact: TagFact) -> str:
+        return "its time is not known" if fact.time is None else ""
 
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
         firsts, undated = dict[int, TagFact](), list[TagFact]()
@@ -241,6 +322,9 @@ class LatestDuration(Retention):
 
     def __str__(self) -> str:
         return f"of the last {str(self.duration).removesuffix(', 0:00:00')}"
+
+    def unknown(self, fact: TagFact) -> str:
+        return "its time is not known" if fact.time is None else ""
 
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
         times = [fact.time for fact in facts]
