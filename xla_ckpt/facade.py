@@ -53,6 +53,7 @@ from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.state.model_view import ModelView, NamesOnly
 from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.cleaning import retire_each
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree.nested import leaves, replaced_leaves
 
@@ -106,7 +107,7 @@ __all__ = [
     "parts_at",
     "path_meant",
     "read_whole_file",
-    "remove_directory",
+    "remove_directories",
     "renew_file",
     "replaced_leaves",
     "root_at",
@@ -139,14 +140,15 @@ def compute(values: Sequence[torch.Tensor]) -> None:
         materialize(values)
 
 
-def remove_directory(root: str, name: str) -> None:
-    """Have a directory of a root disappear in one step, durably; its files are deleted then, unless somebody reads it.
+def remove_directories(root: str, names: Sequence[str]) -> None:
+    """Have directories of a root disappear, each in one step, durably; their files are deleted then, unless somebody
+    reads them. One that cannot be moved is told of once, and stays.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage refused to clean up.
     """
     tags = root_of(store_at(root))
-    tags.retire(name)
+    retire_each(tags.store, names, tags.retire)
     tags.clean()
 
 

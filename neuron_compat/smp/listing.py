@@ -6,7 +6,7 @@ import logging
 import threading
 
 import xla_ckpt
-from xla_ckpt.facade import NEWEST, oldest_beyond, remove_directory, renew_file, root_at, storage_errors
+from xla_ckpt.facade import NEWEST, oldest_beyond, remove_directories, renew_file, root_at, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ def list_newest(root: str, kept: int | None = None) -> None:
     # First the list, then the directories: it never names one that is half deleted.
     if list(listing.lines or ()) != lines:
         renew_file("".join(f"{name}\n" for name in lines).encode(), f"{root}/{NEWEST}")
-    for name in gone:
-        with storage_errors("deleting an old checkpoint", path=root, tag=name):
-            remove_directory(root, name)
+    if gone:
+        with storage_errors("deleting old checkpoints", path=root):
+            remove_directories(root, gone)
 
 
 def list_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | None) -> None:

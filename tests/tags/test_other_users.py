@@ -135,3 +135,40 @@ def test_a_tag_that_may_not_be_read_is_not_called_damaged_and_the_others_are_ver
     payload.chmod(0)
     code, out = run_alone(verify_all_as_somebody, str(root))
     assert (code, "COULD NOT BE READ" in out, "DAMAGED" in out, "sound  b in" in out) == (1, True, False, True), out
+
+
+def retire_as_somebody(root: str) -> dict[str, Any]:
+    """Save and retain as a user to whom some of the tags do not belong."""
+    names = [f"mine_{number}" for number in range(6)]
+    saved = as_somebody_keeping(root, names[:4], 2)
+    kept = xla_ckpt.list_tags(root)
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main(["retain", root, "--newest", "1", "--yes"])
+    return {"told": saved, "kept": kept, "code": code, "retained": xla_ckpt.list_tags(root)}
+
+
+def as_somebody_keeping(root: str, tags: list[str], count: int) -> list[str]:
+    told = Told()
+    logging.getLogger("xla_ckpt").addHandler(told)
+    with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(io.StringIO()):
+        for tag in ("a", "b"):
+            xla_ckpt.save(own, tag, {"w": torch.ones(3)}, num_kept_ckpts=1)
+        main(["retain", own, "--newest", "1", "--yes"])
+    told.lines.clear()
+    os.setgroups([])
+    os.setgid(SOMEBODY)
+    os.setuid(SOMEBODY)
+    for tag in tags:
+        xla_ckpt.save(root, tag, {"w": torch.ones(3)}, num_kept_ckpts=count)
+    xla_ckpt.finalize_checkpoint()
+    return told.lines
+
+
+def test_a_tag_of_another_user_does_not_keep_retention_from_the_others(root: Path) -> None:
+    run_alone(save_theirs, str(root))
+    seen = run_alone(retire_as_somebody, str(root))
+    assert seen["kept"] == ["theirs", "mine_2", "mine_3"]
+    assert len([line for line in seen["told"] if "could not remove theirs " in line]) == 1, seen["told"]
+    assert seen["code"] != 0, "what stays that was to go is an error of the command"
+    assert seen["retained"] == ["theirs", "mine_3"]
+    assert ok(str(root), "theirs")

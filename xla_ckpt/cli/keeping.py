@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_each
-from xla_ckpt.errors import UsageError, storage_errors
+from xla_ckpt.errors import StorageError, UsageError, storage_errors
 
 if TYPE_CHECKING:
     from xla_ckpt.api.checkpoints import Checkpoints
@@ -150,13 +150,20 @@ def retain(args: argparse.Namespace) -> int:
             return "would be deleted"
         if tag in refused:
             return f"stays ({refused[tag].problem})"
-        retire(root, tag)
+        try:
+            retire(root, tag)
+        except StorageError as error:  # another user's, perhaps: the others go
+            failed.append(error)
+            return f"stays ({error.problem})"
         return "deleted"
 
+    failed: list[StorageError] = []
     print_each(args, [*reasons], act)
     if not args.dry_run:
         with storage_errors("deleting tags", path=args.path):
             root.clean()
+    if failed:
+        raise failed[0]
     return 0
 
 

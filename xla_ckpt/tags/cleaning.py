@@ -6,10 +6,10 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.storage.base import FileSystem
+from xla_ckpt.storage.base import FileSystem, Store
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import tags_to_retire
@@ -96,7 +96,7 @@ def _left_to_others(store: FileSystem, name: str) -> Iterator[None]:
         _tell(store, name, error)
 
 
-def _tell(store: FileSystem, name: str, error: OSError) -> None:
+def _tell(store: Store, name: str, error: OSError) -> None:
     if (store.path, name) not in _told:
         _told.add((store.path, name))
         logger.warning("could not remove %s in %s: %s", name or "it", store.path, error)
@@ -128,20 +128,31 @@ def retire_older(
 ) -> float:
     """Retire what is not to be kept since this tag came, but for tags that somebody reads; how long that took (s).
 
-    Only those are counted, and go, of which `among` says so. That one cannot be deleted is logged, and no error: the
-    new tag is there.
+    Only those are counted, and go, of which `among` says so. That one cannot be deleted, or all of them, is logged, and
+    no error: the new tag is there.
     """
     if retention is None:
         return 0.0  # a root of 10,000 tags takes a third of a second to look through
     began = time.perf_counter()
     try:
-        for old in tags_to_retire(store, filter(among, listing.entries(store)), retention):
-            if not store.in_use(old):
-                with contextlib.suppress(FileNotFoundError):  # another job has retired it
-                    move_to_trash(store, old)
+        doomed = tags_to_retire(store, filter(among, listing.entries(store)), retention)
+        retire_each(store, doomed, lambda old: store.in_use(old) or move_to_trash(store, old))
     except (OSError, CheckpointError) as error:
         logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, error)
     return time.perf_counter() - began
+
+
+def retire_each(store: Store, names: Iterable[str], retire: Callable[[str], object]) -> None:
+    """Retire tags, or what else has these names. One that this user may not move, or that the storage refuses to move,
+    is told of once, and stays: the others go.
+    """
+    for name in names:
+        try:
+            retire(name)
+        except FileNotFoundError:
+            logger.debug("%s in %s: another job has retired it", name, store.path)
+        except OSError as error:
+            _tell(store, name, error)
 
 
 def remove_unused(store: FileSystem, name: str) -> None:

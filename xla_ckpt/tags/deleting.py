@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Sequence
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
+from xla_ckpt.tags.cleaning import retire_each
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.facts import tags_to_retire
 from xla_ckpt.tags.listing import looked_into
@@ -81,16 +81,20 @@ def refusals(root: Root, tags: Collection[str], *, force: bool) -> dict[str, Usa
 
 
 def retire_superfluous(root: Root, retention: Retention) -> None:
-    """Delete the tags that a policy does not keep, but for those that somebody reads.
+    """Delete the tags that a policy does not keep, but for those that somebody reads. One that cannot be moved is told
+    of once.
 
     Raises:
-        StorageError: The storage refused.
+        StorageError: The storage refused to list them, or to clean up.
     """
+
+    def retire_unread(tag: str) -> None:
+        if not root.is_read(tag):
+            root.retire(tag)
+
     with storage_errors("deleting older tags", path=root.path):
-        for tag in tags_to_retire(root.store, root.entries(), retention):
-            with contextlib.suppress(FileNotFoundError):  # another job has retired it
-                if not root.is_read(tag):
-                    root.retire(tag)
+        doomed = tags_to_retire(root.store, root.entries(), retention)
+        retire_each(root.store, doomed, retire_unread)
         root.clean()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import write_small
-from xla_ckpt.tags.cleaning import clean, move_to_trash, remove
+from xla_ckpt.tags.cleaning import clean, move_to_trash, remove, retire_each
 from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.retention import BestN, EveryNSteps, Retention, TagFact
 
@@ -45,15 +45,16 @@ def retire_marked(store: Store, name_of: Callable[[str], str], retention: Retent
         OSError: The storage refused.
     """
     facts = [fact for name in store.names() if (fact := _marked(store, name)) is not None and name == name_of(fact.tag)]
-    for tag in superfluous(facts, retention):
-        name = name_of(tag)
+
+    def retire(name: str) -> None:
         if store.object_store is not None:
             store.object_store.remove(name)
         elif store.file_system is not None:
-            with contextlib.suppress(FileNotFoundError):  # another job has deleted it
-                # By one rename: nobody is to find a half of it under its name.
-                remove(store.file_system, move_to_trash(store.file_system, name))
+            # By one rename: nobody is to find a half of it under its name.
+            remove(store.file_system, move_to_trash(store.file_system, name))
             clean(store.file_system, name)
+
+    retire_each(store, map(name_of, superfluous(facts, retention)), retire)
 
 
 def _marked(store: Store, name: str) -> TagFact | None:
