@@ -19,7 +19,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.nursery import Call, Program, bear
 from tests.runs import environment
-from xla_ckpt import BestN, LatestN, Product, SaveOptions, StorageError, UsageError
+from xla_ckpt import BestN, EveryNSteps, LatestN, Product, SaveOptions, StorageError, UsageError
 from xla_ckpt.api import export
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.directory_draft import DirectoryDraft
@@ -244,3 +244,66 @@ def test_ranks_say_the_same_and_the_first_makes_it(tmp_path: Path) -> None:
     said = run_on_ranks(saves_with_products, 2, tmp_path)
     assert all("products=()" in text for text in said)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory"])
+@pytest.mark.parametrize("second", ["the run begins anew", "another run"])
+def test_the_product_that_was_made_last_is_the_newest(tmp_path: Path, kind: str, second: str) -> None:
+    """Each was deleted as soon as it was made: the first run had the larger numbers of commits."""
+    hf = tmp_path / "hf" if kind == "directory" else f"memory://{tmp_path}/hf"
+    product = Product(to=f"{hf}/{{tag}}", keep=LatestN(2))
+    for step in range(1, 5):
+        save(tmp_path / "run", step, product)
+    xla_ckpt.finalize_checkpoint()
+    assert store_at(hf).names() == ["step_3", "step_4"]
+    if second == "the run begins anew":
+        shutil.rmtree(tmp_path / "run")
+    left = []
+    for step in (101, 102, 103):
+        save(tmp_path / ("run" if second == "the run begins anew" else "other"), step, product)
+        xla_ckpt.finalize_checkpoint()
+        left.append(store_at(hf).names())
+    assert left == [["step_101", "step_4"], ["step_101", "step_102"], ["step_102", "step_103"]]
+
+
+def test_products_of_steps_that_no_name_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = SaveOptions(products=(Product(to=tmp_path / "hf/{tag}", every_n_steps=200, keep=EveryNSteps(400)),))
+    contents: dict[str, Any] = {
+        "a": {"step": 100},
+        "b": {"step": 200},
+        "c": {"step": 400},
+        "best": {},
+        "d": {"step": 600},
+    }
+    for tag, content in contents.items():
+        xla_ckpt.save_checkpoint(tmp_path / "run", tag, torch.nn.Linear(2, 2), user_content=content, options=options)
+    xla_ckpt.finalize_checkpoint()
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["best", "c", "d"]
+    assert "tag best has no step" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [None, LatestN(1)])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("to", ["bucket", "below", "near", "linked", "dotted", "named", "beside"])
+def test_a_product_lies_outside_of_each_root_of_the_run(tmp_path: Path, to: str, local: bool, keep: Any) -> None:
+    root, near = f"memory://{tmp_path}/run", tmp_path / "near"
+    near.mkdir()
+    (tmp_path / "link").symlink_to(near)
+    places = {
+        "bucket": root, "below": f"{root}/dcp", "near": near, "linked": tmp_path / "link", "dotted": near / "a" / "..",
+        "named": f"memory://{tmp_path}/{{tag}}", "beside": f"memory://{tmp_path}/runs",
+    }  # fmt: skip
+    layout = "safetensors" if to == "named" else "dcp"
+    product = Product(to=places[to], layout=layout, keep=keep)
+    options = SaveOptions(products=(product,), local=near if local else None)
+
+    def saves() -> None:
+        xla_ckpt.save(root, "run", {"model": {"w": torch.ones(3)}}, options=options)
+
+    if to in ("bucket", "below", "named") or (local and to != "beside"):
+        with pytest.raises(UsageError, match="outside of the root directory"):
+            saves()
+        assert not xla_ckpt.list_tags(root)
+    else:
+        saves()
+    xla_ckpt.finalize_checkpoint()

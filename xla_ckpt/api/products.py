@@ -17,7 +17,7 @@ from xla_ckpt.layouts.listing import tag_names
 from xla_ckpt.layouts.registry import layout_named
 from xla_ckpt.options import ConvertOptions, check_number
 from xla_ckpt.sharding.mesh import as_mesh
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import PathLike, above, full_path, store_at
 from xla_ckpt.tags.deleting import retire_superfluous
 from xla_ckpt.tags.facts import facts_of
@@ -110,29 +110,36 @@ class Product:
         as_mesh(self.mesh)
 
 
-def check_products(products: Sequence[Product], path: str, only: Sequence[str] = ()) -> None:
-    """Refuse products that could not be made of the tags of a root directory.
+def check_products(products: Sequence[Product], tag: str, roots: Sequence[Store], only: Sequence[str] = ()) -> None:
+    """Refuse products that could not be made of a tag, or would be among its own kind, where retention would mix them.
 
     Args:
         products: The products.
-        path: The root directory.
+        tag: The tag.
+        roots: Where it is: the root, and with ``local=`` that directory, too.
         only: What of the model is saved alone; nothing stands for all.
 
     Raises:
         UsageError: One could not.
     """
     for product in products:
-        layout, to = layout_named(product.layout), full_path(product.to)
+        layout, to = layout_named(product.layout), full_path(product.to).replace(PLACE, tag)
         if only and layout.model_names is ModelNames.HUGGING_FACE:
             raise UsageError(
                 f"a product in the layout {layout.name} is a whole model, and the save has a part of its model alone",
                 found=f"only={', '.join(only)}",
                 hint="Leave only= out; or take layout='peft' for the product, which is for adapters.",
             )
-        if f"{to}/".startswith(f"{path}/"):
-            raise UsageError(
-                "a product lies outside of the root directory of its tag", expected=f"not in {path}", found=to
-            )
+        for root in roots:
+            if _below(store_at(to)).startswith(_below(root)):
+                raise UsageError(
+                    "a product lies outside of the root directory of its tag", expected=f"not in {root.path}", found=to
+                )
+
+
+def _below(store: Store) -> str:
+    """How the addresses begin of all that is in a root, with links followed."""
+    return f"{store.address('').rstrip('/')}/"
 
 
 def follower(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int], None]:
@@ -194,10 +201,10 @@ def _make(root: Root, tag: str, product: Product, directory: Directory | None) -
             if layout.tagged:
                 retire_superfluous(root_of(store_at(to)), product.keep)
                 return
-            store, name = above(to)
+            (store, name), name_of = above(to), partial(above(pattern)[1].replace, PLACE)
             for fact in facts_of(root.store, filter(None, [root.entry(tag)])):
-                mark(store, name, fact, product.keep)
-            retire_marked(store, partial(above(pattern)[1].replace, PLACE), product.keep)
+                mark(store, name, fact, product.keep, name_of)
+            retire_marked(store, name_of, product.keep)
     finally:
         if directory is not None:
             directory.close()

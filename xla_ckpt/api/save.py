@@ -292,7 +292,8 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
     for layout in wish.layouts:
         layout.check_findable(order.root.store, order.tag)
     policy_of(order.num_kept, order.options.retention)
-    check_products(order.options.products, order.root.path, content.only)
+    roots = [order.root.store, *([] if order.uploader is None else [order.uploader.root.remote.store])]
+    check_products(order.options.products, order.tag, roots, content.only)
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0 or order.uploader is not None:  # with local=, each host may have a disk of its own

@@ -22,8 +22,11 @@ MAX_MARK = 1 << 16
 """No more bytes of a mark are read."""
 
 
-def mark(store: Store, name: str, fact: TagFact, retention: Retention) -> None:
+def mark(store: Store, name: str, fact: TagFact, retention: Retention, name_of: Callable[[str], str]) -> None:
     """Say in a directory of which tag it was made, and what `retention` will have to know of that tag.
+
+    It is the newest of those whose names are `name_of` of their tags: the number of the tag's commit says nothing where
+    a run has begun anew, or another one has its products here, too.
 
     Raises:
         CheckpointError: A number cannot be read.
@@ -32,7 +35,8 @@ def mark(store: Store, name: str, fact: TagFact, retention: Retention) -> None:
     metrics = {part.metric: fact.metric(part.metric) for part in retention.parts if isinstance(part, BestN)}
     if any(isinstance(part, EveryNSteps) for part in retention.parts):
         metrics |= {"step": fact.step}
-    about = {"tag": fact.tag, "sequence": fact.sequence, "created": fact.created, "metrics": metrics}
+    sequence = 1 + max((other.sequence for other in _marked_in(store, name_of)), default=0)
+    about = {"tag": fact.tag, "sequence": sequence, "created": fact.created, "metrics": metrics}
     with contextlib.closing(directory_in(store, name)) as directory:
         write_small(directory, MARK, json.dumps(about).encode())
         directory.sync()
@@ -44,7 +48,6 @@ def retire_marked(store: Store, name_of: Callable[[str], str], retention: Retent
     Raises:
         OSError: The storage refused.
     """
-    facts = [fact for name in store.names() if (fact := _marked(store, name)) is not None and name == name_of(fact.tag)]
 
     def retire(name: str) -> None:
         if store.object_store is not None:
@@ -54,7 +57,13 @@ def retire_marked(store: Store, name_of: Callable[[str], str], retention: Retent
             remove(store.file_system, move_to_trash(store.file_system, name))
             clean(store.file_system, name)
 
-    retire_each(store, map(name_of, superfluous(facts, retention)), retire)
+    retire_each(store, map(name_of, superfluous(_marked_in(store, name_of), retention)), retire)
+
+
+def _marked_in(store: Store, name_of: Callable[[str], str]) -> list[TagFact]:
+    """What the marks say of the directories that have the names of their tags."""
+    found = ((name, _marked(store, name)) for name in store.names())
+    return [fact for name, fact in found if fact is not None and name == name_of(fact.tag)]
 
 
 def _marked(store: Store, name: str) -> TagFact | None:
