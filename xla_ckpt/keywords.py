@@ -184,7 +184,7 @@ def _checked(
     @functools.wraps(call)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
-            if name in known or (further and closest(name, [*known, *further]) not in known):
+            if name in known or name in further or (further and closest(name, [*known, *further]) not in known):
                 continue
             hint = meant(name, [*known, *fields]) or (f": {_OWNERS[name]} has it" if name in _OWNERS else otherwise)
             if name in fields:
@@ -207,12 +207,14 @@ def _checked(
 
 
 def meant(word: Any, known: Sequence[Any]) -> str:
-    """The end of a sentence that says which of the known words was probably meant; nothing if none is like it.
+    """Return the end of a sentence that names the known word closest to `word`, or an empty string.
 
-    >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"])
-    (": did you mean 'async_save'?", '')
+    The string is also empty if `word` itself is known: then the caller refuses it for another reason than its spelling.
+
+    >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"]), meant("mesh", ["mesh"])
+    (": did you mean 'async_save'?", '', '')
     """
-    near = closest(str(word), [k for k in known if isinstance(k, str)])
+    near = "" if word in known else closest(str(word), [k for k in known if isinstance(k, str)])
     return f": did you mean {near!r}?" if near else ""
 
 
@@ -263,6 +265,8 @@ def nearest(leaf: str, leaves: Sequence[str]) -> str:
     (": did you mean 'model'?", ": did you mean 'model/a/w'?")
     >>> nearest("wieght", ["model/a.weight"]), nearest("a", ["model/a.weight"])
     (": did you mean 'model/a.weight'?", ": did you mean 'model/a'?")
+    >>> nearest("model", ["model/a.weight"]), nearest("model/a", ["model/a.weight"])  # nothing is misspelt
+    ('', '')
     >>> nearest("a.*", ["model/a.weight"]), nearest("model/b*", ["model/a.weight"])
     (": did you mean 'model/a.*'?", '')
     """
@@ -270,6 +274,8 @@ def nearest(leaf: str, leaves: Sequence[str]) -> str:
         tops = sorted({path.partition("/")[0] for path in leaves})
         fitting = (f"{top}/{leaf}" for top in tops if fnmatch.filter(leaves, f"{top}/{leaf}"))
         return next((f": did you mean {pattern!r}?" for pattern in fitting), "")
+    if any(path == leaf or path.startswith((f"{leaf}/", f"{leaf}.")) for path in leaves):
+        return ""  # the path is known, and refused for another reason
     longest = 2 * len(leaf)  # less than `LIKE` of a longer word is equal; all parts of a long path take its square
     parts = {path[:end] for path in leaves for end, letter in enumerate(path[: longest + 1]) if letter == "/"}
     if whole := meant(leaf, [*leaves, *sorted(parts)]):

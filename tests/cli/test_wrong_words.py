@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import xla_ckpt
+import xla_ckpt.dcp
 from tests.runs import environment
 from xla_ckpt.cli.main import main
 from xla_ckpt.cli.words import in_options
@@ -216,6 +217,20 @@ def test_what_was_meant(tmp_path: Path, words: str, says: str, capsys: pytest.Ca
     with contextlib.suppress(SystemExit):
         main(words.replace("TMP", str(tmp_path)).split())
     assert says.replace("TMP", str(tmp_path)) in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_what_was_given_is_not_suggested(tmp_path: Path) -> None:
+    """A name that is spelt correctly is refused for another reason: it is no array, or not complete."""
+    xla_ckpt.save(tmp_path / "run", "step_1", {"k": {"a": torch.ones(2)}, "n": 1})
+    for leaf in ("k", "n"):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="no such array") as refused:
+            xla_ckpt.Checkpoints(tmp_path / "run").sample(leaf, "step_1")
+        assert "did you mean" not in str(refused.value)
+    xla_ckpt.dcp.save({"k": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="Missing key") as missing:
+        xla_ckpt.dcp.load({"k": torch.zeros(2)}, checkpoint_id=tmp_path / "dcp")
+    assert "did you mean" not in str(missing.value)
 
 
 def test_warnings_speak_of_options(tmp_path: Path) -> None:
