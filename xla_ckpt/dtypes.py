@@ -21,7 +21,8 @@ class DType:
     """Bytes of one element."""
 
     safetensors: str | None
-    """Its code in a safetensors header; None where the format has none, and payloads then hold raw ``U8``."""
+    """Its code in a safetensors header; None where the format has none. Native payloads have raw ``U8`` then, and for
+    codes that came later than the native layout (see `xla_ckpt.files.safetensors`)."""
 
     packed: bool = False
     """Whether an element is a byte with two values in it, for which numpy has no type."""
@@ -57,9 +58,9 @@ _TABLE = {
         DType("complex128", 16, None),
         DType("float8_e4m3fn", 1, "F8_E4M3"),
         DType("float8_e5m2", 1, "F8_E5M2"),
-        DType("float8_e4m3fnuz", 1, None),
-        DType("float8_e5m2fnuz", 1, None),
-        DType("float8_e8m0fnu", 1, None),
+        DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ"),
+        DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
+        DType("float8_e8m0fnu", 1, "F8_E8M0"),
         # JAX's (ml_dtypes) without a torch twin; sub-byte ones take a byte each in host memory.
         DType("float8_e4m3", 1, None),
         DType("float8_e3m4", 1, None),
@@ -71,7 +72,7 @@ _TABLE = {
         DType("uint4", 1, None),
         DType("int2", 1, None),
         DType("uint2", 1, None),
-        DType("float4_e2m1fn_x2", 1, None, packed=True),
+        DType("float4_e2m1fn_x2", 1, "F4", packed=True),
     )
 }
 

@@ -127,13 +127,6 @@ def test_shards_without_their_index(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(tensor, held[leaf]) for leaf, tensor in model.state_dict().items())
 
 
-def test_an_element_type_that_is_not_known(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf/model.safetensors").write_bytes(file_of({"a": entry(0, 4, dtype="F4")}, bytes(4)))
-    with pytest.raises(xla_ckpt.UnsupportedStateError, match=r"leaf a.*found F4"):
-        xla_ckpt.convert(tmp_path / "hf", tmp_path / "run")
-
-
 @given(st.binary(max_size=200))
 def test_any_bytes_are_tensors_or_an_error(data: bytes) -> None:
     try:

@@ -110,7 +110,7 @@ class TagContents:
     """Parts of the state, each with `part`, `arrays` and `nbytes`."""
 
     unknown: tuple[UnplacedArrays, ...]
-    """Arrays of which nothing says how the ranks had them split, by reason (`problem`, `hint`)."""
+    """Arrays that cannot be read, by reason (`problem`, `hint`)."""
 
     layout: str
     """Name of the layout, or of the library that wrote it."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from xla_ckpt.dtypes import DType, of_safetensors
-from xla_ckpt.errors import FormatError, UnsupportedStateError
+from xla_ckpt.errors import FormatError
 from xla_ckpt.files.codec import Glue, record_with_regions
 from xla_ckpt.files.regions import Region, Regions
 from xla_ckpt.manifest import digest
@@ -32,6 +32,16 @@ MAX_HEADER = 100_000_000
 """What the safetensors package refuses to read."""
 
 DIGESTS_KEY = "xla_ckpt_digests"
+
+NEWER_CODES = frozenset({"F4", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+"""Codes that older versions of safetensors do not know. They refuse a whole file for one of them, so payload files have
+``U8`` in their place."""
+
+VALUES_PER_BYTE = 2
+"""Of packed element types."""
+
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of the elements that are smaller than a byte, and follow one another without gaps."""
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
@@ -98,15 +108,28 @@ def saved_offset(region: Region) -> dict[str, object]:
 def entry(region: Region, at: int) -> dict[str, object]:
     """What the header says of a region that begins at `at`, counted from the end of the header (bytes)."""
     return {
-        "dtype": region.dtype.safetensors or "U8",
+        "dtype": "U8" if _is_raw(region.dtype) else region.dtype.safetensors,
         "shape": [*region.box.shape, *_tail(region)],
         "data_offsets": [at, at + region.nbytes],
     }
 
 
-def _entries(regions: Regions, names: Sequence[str]) -> str:
-    """What the header says of all regions, as JSON: `entry` of each, in which all but the place is that of its form."""
-    facts = [_JSON.encode(entry(Region("", *form), 0)).partition('"data_offsets"')[0] for form in regions.forms]
+def plain_entry(region: Region, at: int) -> dict[str, object]:
+    """The same in a file that leaves the library, whose element types all have codes of their own.
+
+    A byte with two values in it counts as two elements of the last dim there.
+    """
+    shape = region.box.shape
+    return {
+        "dtype": region.dtype.safetensors,
+        "shape": [*shape[:-1], shape[-1] * VALUES_PER_BYTE] if region.dtype.packed else [*shape],
+        "data_offsets": [at, at + region.nbytes],
+    }
+
+
+def _entries(regions: Regions, names: Sequence[str], of: Callable[[Region, int], dict[str, object]] = entry) -> str:
+    """What the header says of all regions, as JSON: `of` each, in which all but the place is that of its form."""
+    facts = [_JSON.encode(of(Region("", *form), 0)).partition('"data_offsets"')[0] for form in regions.forms]
     nbytes = regions.nbytes
     stops = np.cumsum(nbytes)
     columns = zip(names, regions.form.tolist(), (stops - nbytes).tolist(), stops.tolist(), strict=True)
@@ -130,9 +153,13 @@ def padded_header(about: dict[str, str], entries: str, missing: int = 0) -> byte
 
 
 def _tail(region: Region) -> list[int]:
-    """The last dim of an array that is stored as bytes because safetensors has no name for its elements."""
-    raw = region.dtype.safetensors is None
-    return [region.dtype.itemsize] if raw and region.dtype.itemsize > 1 else []
+    """The last dim of an array that is stored as bytes: of its elements' size."""
+    return [region.dtype.itemsize] if _is_raw(region.dtype) and region.dtype.itemsize > 1 else []
+
+
+def _is_raw(dtype: DType) -> bool:
+    """Whether payload files have bytes in the place of such elements."""
+    return dtype.safetensors is None or dtype.safetensors in NEWER_CODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +181,9 @@ class Safetensors:
     def __post_init__(self) -> None:
         if self.plain:
             names = list(map(_JSON.encode, self.regions.names))
-            template = HeaderTemplate(padded_header({"format": "pt"}, _entries(self.regions, names)), b"", 0)
+            template = HeaderTemplate(
+                padded_header({"format": "pt"}, _entries(self.regions, names, plain_entry)), b"", 0
+            )
         else:
             template = header_template(self.regions, digested=self.digested)
         nbytes = self.regions.nbytes
@@ -196,10 +225,14 @@ class PlainTensor:
     """A whole array in a file that any program wrote."""
 
     name: str
-    dtype: DType
+    dtype: DType | None
+    """None for a type that is not known here."""
     shape: tuple[int, ...]
+    """In elements of `dtype`; as the header has it where that is None."""
     offset: int
     """Of its first byte in the file."""
+    code: str
+    """The element type as the header has it."""
 
 
 def header_bytes(start: bytes, size: int) -> int:
@@ -225,7 +258,6 @@ def plain_tensors(head: bytes, size: int) -> list[PlainTensor]:
 
     Raises:
         FormatError: The header is broken, or does not fit to the file.
-        UnsupportedStateError: An element type is not known.
     """
     entries = json_object(head[8:], "the header of a safetensors file", pairs=_distinct)
     tensors = []
@@ -285,17 +317,21 @@ def _plain_tensor(name: str, entry: object, head: int) -> tuple[PlainTensor, tup
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"a broken entry in the header of a safetensors file: {error}", leaf=name) from error
     dtype = of_safetensors(code)
-    if dtype is None:
-        raise UnsupportedStateError("an element type of a safetensors file is not known", leaf=name, found=code[:80])
-    expected = Box.whole(shape).size * dtype.itemsize
-    if expected != nbytes:
+    bits = _BITS.get(code, 0 if dtype is None else 8 * dtype.itemsize)
+    expected, rest = divmod(Box.whole(shape).size * bits, 8)
+    if bits and (expected != nbytes or rest):
         raise FormatError(
             "an array of a safetensors file does not have the bytes of its shape",
             leaf=name,
             expected=expected,
             found=nbytes,
         )
-    return PlainTensor(name, dtype, tuple(shape), head + first), (head + first, head + last)
+    if dtype is not None and dtype.packed:
+        if not shape or shape[-1] % VALUES_PER_BYTE:
+            dtype = None  # its rows begin inside of bytes: no library has such arrays
+        else:
+            shape = [*shape[:-1], shape[-1] // VALUES_PER_BYTE]
+    return PlainTensor(name, dtype, tuple(shape), head + first, code[:80]), (head + first, head + last)
 
 
 _PLACES = re.compile(rb'"data_offsets":\[(\d+),(\d+)\]')

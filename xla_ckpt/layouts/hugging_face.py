@@ -152,9 +152,9 @@ def scanned_model(
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or the index is not true of the files.
-        UnsupportedStateError: An element type is not known.
     """
     arrays: dict[str, ArrayRecord] = {}
+    unknown: dict[str, UnknownArray] = {}
     files: list[FileRecord] = []
     for number, (file, wanted) in enumerate(_files_of(directory, single).items()):
         record, _, tensors = scanned_file(directory, file)
@@ -168,9 +168,24 @@ def scanned_model(
                 found=f"{len(names)}; the first that differs is {min(names ^ wanted)}",
             )
         for tensor in tensors:
+            if tensor.dtype is None:
+                unknown[tensor.name] = of_unknown_type(tensor)
+                continue
             shards = [Shard(Box.whole(tensor.shape), number, tensor.offset)]
             arrays[tensor.name] = array_record(tensor.dtype, tensor.shape, shards)
-    return arrays | quantized(arrays), files
+    return arrays | quantized(arrays) | unknown, files
+
+
+def of_unknown_type(tensor: PlainTensor) -> UnknownArray:
+    """What stands for an array whose element type is not known here. The others of its file are read."""
+    return UnknownArray(
+        problem="an array of a safetensors file has elements that cannot be read here",
+        found=f"{tensor.code} of shape {list(tensor.shape)}",
+        hint="Load the others without it, or load it with the program that wrote it and save it there as elements of "
+        "whole bytes.",
+        shape=tensor.shape,
+        tensors=1,
+    )
 
 
 _SCALES = "_scale_inv"
@@ -224,7 +239,6 @@ def scanned_file(directory: ReadDirectory, file: str) -> tuple[FileRecord, bytes
 
     Raises:
         CorruptCheckpointError: It is missing or damaged.
-        UnsupportedStateError: An element type is not known.
     """
     try:
         source = directory.open(file)

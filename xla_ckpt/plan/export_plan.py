@@ -55,8 +55,8 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
         name = ".".join(paths.unescape(component) for component in below)
         cast = dtype if dtype is not None and record.dtype.floating and record.dtype != dtype else None
         written = cast or record.dtype
-        if written.safetensors is None:
-            raise UnsupportedStateError(f"safetensors has no element type {written.name}", leaf=leaf)
+        if written.safetensors is None or (written.packed and not record.shape):
+            raise UnsupportedStateError(f"safetensors has no element type {written.name} for it", leaf=leaf)
         arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
         hint = (

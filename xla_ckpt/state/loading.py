@@ -255,13 +255,18 @@ def plan_arrays(
     *,
     owned: bool = False,
     new: Callable[[str, ArrayRecord, str], Target | None] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Want every array of a stored part: over the program's own where `current` has one, else as a new one.
 
     `new` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host memory. It is
     asked, too, where the program's own has another shape: state of an optimizer may have grown since.
+
+    The leaf paths of `without` are not wanted, and need not be readable.
     """
-    paths_and_kinds = array_paths(stored.skeleton, stored.prefix)
+    paths_and_kinds = {
+        path: kind for path, kind in array_paths(stored.skeleton, stored.prefix).items() if path not in without
+    }
     usual = stored.over_whole({path: current[path] for path in paths_and_kinds if path in current}, owned=owned)
     if new is None:
         usual |= stored.new_whole({path: kind for path, kind in paths_and_kinds.items() if path not in current})

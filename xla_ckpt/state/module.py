@@ -89,12 +89,10 @@ def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
     if not whole:
         compare_keys(stored, loading, target, stored_entries)
     current = arrays_of(target, stored.prefix)
-    plan_arrays(stored, loading, current)
-    before = {p.leaf for p in loading.problems}
     keys = [k for k in stored_entries if whole or k in target]
-    for left in leaves([stored_entries[k] for k in stored_entries.keys() - set(keys)]):
-        if isinstance(left, ArrayAt):
-            loading.targets.pop(left.path, None)  # or it would be read for nothing
+    left = leaves([stored_entries[k] for k in stored_entries.keys() - set(keys)])
+    plan_arrays(stored, loading, current, without={leaf.path for leaf in left if isinstance(leaf, ArrayAt)})
+    before = {p.leaf for p in loading.problems}
 
     def finish(arrays: Mapping[str, Any]) -> None:
         tree = stored.build(lambda path, _: arrays.get(path, current.get(path)))

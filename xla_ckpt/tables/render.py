@@ -122,13 +122,13 @@ def plain(values: Mapping[str, Any]) -> Rows:
 
 
 def _unknown(group: dict[str, Any]) -> list[RenderableType]:
-    """Arrays of which it is not known how they were split, and once the reason and the way out."""
+    """Arrays that cannot be read, and once the reason and the way out."""
     why = Text.from_markup(f"[yellow]why:[/yellow] {escape(group['problem'])}. {escape(group['hint'] or '')}")
     if not any(a["tensors"] for a in group["arrays"]):
         names = ", ".join(a["leaf"] for a in group["arrays"])
         return [Text(f"\n{names}: not known what is in it", style="bold"), why]
     number = count(len(group["arrays"]), "array")
-    title = Text(f"\n{number} of which it is not known how the ranks had them split", style="bold")
+    title = Text(f"\n{number} that cannot be read", style="bold")
     differ = any(a["found"] or a["expected"] for a in group["arrays"])
     rows = []
     for a in group["arrays"]:

@@ -16,7 +16,7 @@ from xla_ckpt.files.safetensors import told_offsets
 from xla_ckpt.layouts.dcp.files import DcpFiles
 from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
-from xla_ckpt.layouts.hugging_face import quantized, scanned_file
+from xla_ckpt.layouts.hugging_face import of_unknown_type, quantized, scanned_file
 from xla_ckpt.layouts.places import program_names
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
@@ -38,11 +38,15 @@ def sharded_arrays(files: DcpFiles, hints: Hints) -> list[tuple[KeyPath, ArrayRe
     names = safetensors_shards(files.names)
     _check_names(names)
     parts: dict[str, tuple[DType, list[Shard]]] = {}
+    foreign: dict[str, UnknownArray] = {}
     for name in names:
         with naming(file=name):
             record, head, tensors = scanned_file(files.directory, name)
             starts, number = told_offsets(head), files.add(record)
             for tensor in tensors:
+                if tensor.dtype is None:
+                    foreign[tensor.name] = of_unknown_type(tensor)
+                    continue
                 start = starts.get(tensor.name, (0,) * len(tensor.shape))
                 dtype, shards = parts.setdefault(tensor.name, (tensor.dtype, []))
                 if len(start) != len(tensor.shape) or dtype != tensor.dtype:
@@ -68,7 +72,7 @@ def sharded_arrays(files: DcpFiles, hints: Hints) -> list[tuple[KeyPath, ArrayRe
             len(names),
         )
     unknown = quantized(arrays) | short
-    return [((key,), unknown.get(key, record)) for key, record in arrays.items()]
+    return [((key,), record) for key, record in (arrays | unknown | foreign).items()]
 
 
 def _check_names(names: list[str]) -> None:

@@ -11,7 +11,7 @@ from xla_ckpt.engine.tag_reader import DAMAGED, TagReader
 from xla_ckpt.engine.verified import VerifiedDirectory
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
 from xla_ckpt.layouts.digests import records_in
-from xla_ckpt.layouts.hugging_face import scanned_file
+from xla_ckpt.layouts.hugging_face import of_unknown_type, scanned_file
 from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import stored_tree
 from xla_ckpt.layouts.saved_files import SavedFiles
@@ -137,9 +137,12 @@ class _Scan(ScannedFiles):
         record, _, tensors = scanned_file(self.directory, path)
         self.add(FileRecord(path=path, size=record.size))
         keys_of = {".".join(map(str, keys)): keys for keys in cuttings}
-        items = []
+        items: list[tuple[Keys, Any]] = []
         for t in tensors:
             keys = keys_of.get(t.name, (t.name,))
+            if t.dtype is None:
+                items.append((keys, of_unknown_type(t)))
+                continue
             part = cuttings.get(keys)
             items.append((keys, TensorAt(file=path, offset=t.offset, dtype=t.dtype, shape=t.shape, part=part)))
         return nested(items)
