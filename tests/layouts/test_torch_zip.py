@@ -219,10 +219,15 @@ def test_a_record_that_is_not_what_its_checksum_says_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag]
+    ("value", "kind"),
+    [
+        (torch.ones(2, dtype=torch.complex64).conj(), "torch:conj"),
+        (torch._neg_view(torch.ones(2)), "torch:neg"),
+        (torch.eye(2).to_sparse(), "torch:sparse_coo"),
+    ],
 )
-def test_a_lazily_changed_tensor_is_refused(value: torch.Tensor) -> None:
-    with pytest.raises(xla_ckpt.UnsupportedStateError, match="stored lazily"):
+def test_a_tensor_that_is_no_array_is_refused_where_arrays_alone_can_be(value: torch.Tensor, kind: str) -> None:
+    with pytest.raises(xla_ckpt.UntrustedObjectError, match=f"tensor of the kind {kind}.*save plain tensors"):
         scan(saved(value))
 
 

@@ -121,6 +121,13 @@ _KINDS = {
 }
 
 
+_LAZY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "torch:conj": lambda stored: stored.conj().resolve_conj(),
+    "torch:neg": torch.neg,
+}
+"""Tensors that torch.save stores before they are conjugated or negated. Saves of this library store their values."""
+
+
 def name_of(value: torch.Tensor) -> str | None:
     """How a tensor is taken apart: the name of a kind, or ``module:class``; None for one that is an array itself."""
     if value.layout is torch.jagged:
@@ -163,7 +170,7 @@ def class_of(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
         IncompatibleCheckpointError: It is gone.
         UntrustedObjectError: It is not imported.
     """
-    return None if composite.name in _KINDS else resolve(composite.name, torch.Tensor)
+    return None if composite.name in _KINDS or composite.name in _LAZY else resolve(composite.name, torch.Tensor)
 
 
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
@@ -185,6 +192,8 @@ def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     try:
         if name in _KINDS:
             return _KINDS[name].compose(members, about)
+        if name in _LAZY:
+            return _LAZY[name](members["stored"])
         kind = class_of(composite, resolve)
         return kind.__tensor_unflatten__(
             dict(members), about["context"], torch.Size(about["size"]), tuple(about["stride"])

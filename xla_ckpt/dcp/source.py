@@ -16,7 +16,7 @@ from xla_ckpt.layouts.no_tag import path_meant
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.strided import shards_at
-from xla_ckpt.layouts.torch_save.whole import ZipTensors
+from xla_ckpt.layouts.torch_save.whole import ZipTensors, composed
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
@@ -98,7 +98,8 @@ class Opened(DcpFiles):
             buffer = io.BytesIO()
             try:
                 zipped = Zip(ahead, span.offset, span.nbytes)
-                torch.save(zipped.value(strided=True, tensor=ZipTensors(zipped, ahead.source).of), buffer)
+                tensors = ZipTensors(zipped, ahead.source)
+                torch.save(zipped.value(strided=True, tensor=tensors.of, parts=composed), buffer)
             except UntrustedObjectError as error:
                 error.hint = (
                     "Pass trust_pickle=True to xla_ckpt.dcp.load, or to StorageReader, if you trust whoever wrote it."

@@ -8,6 +8,8 @@ from typing import Any
 
 from xla_ckpt.errors import UntrustedObjectError
 
+TRUST_IT = "Pass trust_pickle=True (--trust-pickle) if you trust whoever wrote this file."
+
 
 class UntrustedObject:  # no dataclass: a state that holds one is flattened, and dataclasses are taken apart
     """Stands for such an object in a scanned state.
@@ -18,15 +20,23 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
         read: Makes the object. This may run code.
         path: The keys and numbers that lead to it in what the file holds; empty for all of that.
         kind: The name of its class, as far as that is known.
+        hint: What to do about it.
     """
 
     def __init__(
-        self, problem: str, file: str, read: Callable[[], Any], path: tuple[Any, ...] = (), kind: str = "object"
+        self,
+        problem: str,
+        file: str,
+        read: Callable[[], Any],
+        path: tuple[Any, ...] = (),
+        kind: str = "object",
+        hint: str = TRUST_IT,
     ) -> None:
         self.problem = problem
         self.file = file
         self.path = path
         self.kind = kind
+        self.hint = hint
         self._read = read
 
     def __eq__(self, other: object) -> bool:
@@ -45,12 +55,7 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
             UntrustedObjectError: `trust` is False. Nothing of it has run.
         """
         if not trust:
-            raise UntrustedObjectError(
-                self.problem,
-                leaf=leaf,
-                file=self.file,
-                hint="Pass trust_pickle=True (--trust-pickle) if you trust whoever wrote this file.",
-            )
+            raise UntrustedObjectError(self.problem, leaf=leaf, file=self.file, hint=self.hint)
         return self._read()
 
 

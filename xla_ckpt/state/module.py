@@ -10,7 +10,9 @@ from xla_ckpt.arrays.torch_objects import is_module
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, refused_alone
 from xla_ckpt.state.problems import UNWANTED, Problem
+from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.nested import leaves
 from xla_ckpt.tree.skeleton import ABSENT
 
@@ -95,8 +97,11 @@ def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
     before = {p.leaf for p in loading.problems}
 
     def finish(arrays: Mapping[str, Any]) -> None:
-        tree = stored.build(lambda path, _: arrays.get(path, current.get(path)))
-        target.update({k: tree[k] for k in keys if paths.join(stored.prefix, paths.escape(str(k))) not in before})
+        for key in keys:
+            path = paths.join(stored.prefix, paths.escape(str(key)))
+            part = stored.at(component(CODEC.encode(key)))
+            if path not in before and part is not None:
+                target[key] = part.build(lambda path, _: arrays.get(path, current.get(path)))
 
     loading.finish = finish
     return loading

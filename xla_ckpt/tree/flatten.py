@@ -129,7 +129,7 @@ class _Flattener:
 
     def instance(self, value: Any, path: str) -> Json:
         """An instance of a class that comes apart, or that the skeleton names; a pickle if it is of any other class."""
-        if (composite := self.codec.apart(value)) is not None:
+        if (composite := value if isinstance(value, Composite) else self.codec.apart(value)) is not None:
             return self.composite(composite, path)
         name = class_name(type(value))
         if is_namedtuple(value):

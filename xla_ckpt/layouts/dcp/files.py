@@ -31,6 +31,7 @@ from xla_ckpt.layouts.dcp.tags import ranks_metadata
 from xla_ckpt.layouts.digests import DIGESTS, MAX_DIGESTS
 from xla_ckpt.layouts.scanned import ScannedFiles
 from xla_ckpt.layouts.torch_save.ahead import Ahead
+from xla_ckpt.layouts.torch_save.stand_ins import TensorParts
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable
@@ -183,14 +184,20 @@ class DcpFiles(ScannedFiles):
         if tuple(digester.digests) != expected:
             raise CorruptCheckpointError("a value is damaged", file=span.file, hint=self.saved_over)
 
-    def zipped(self, ahead: Ahead, span: Span, tensor: Callable[[TensorAt], Any] = lambda place: place) -> Any:
-        """What the zip in a span holds, with what `tensor` makes of each tensor (see `Zip.value`).
+    def zipped(
+        self,
+        ahead: Ahead,
+        span: Span,
+        tensor: Callable[[TensorAt], Any] = lambda place: place,
+        parts: Callable[[TensorParts], Any] | None = None,
+    ) -> Any:
+        """What the zip in a span holds, with what `tensor` and `parts` make of each tensor (see `Zip.value`).
 
         Raises:
             CheckpointError: There is no whole zip, or it is of a kind that is not read.
         """
         archive = Zip(ahead, span.offset, span.nbytes)
-        value = archive.value(strided=True, tensor=tensor)
+        value = archive.value(strided=True, tensor=tensor, parts=parts)
         self.storages[span.file] += archive.met_storages()
         return value
 

@@ -22,7 +22,7 @@ from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, is_scanned_array, scanned_manifest
 from xla_ckpt.layouts.torch_save.ahead import Ahead
-from xla_ckpt.layouts.torch_save.strided import record_at, shards_at
+from xla_ckpt.layouts.torch_save.strided import composite_of, record_at, shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
@@ -172,7 +172,7 @@ def _value(files: DcpFiles, ahead: Ahead, span: Span) -> Any:
         return record_at(at, files.number_inside(at.file))
 
     try:
-        value = files.zipped(ahead, span, record)
+        value = files.zipped(ahead, span, record, composite_of)
     except UntrustedObjectError as error:
         return _on_trust(files, span, error.problem)
     if type(value) in _PLAIN:

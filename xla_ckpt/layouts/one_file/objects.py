@@ -10,6 +10,7 @@ import types
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.torch_save.ahead import Ahead
-from xla_ckpt.layouts.torch_save.stand_ins import STORAGES, Opaque, StorageType
-from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt, Zip
-from xla_ckpt.layouts.untrusted import UntrustedObject
+from xla_ckpt.layouts.torch_save.stand_ins import QUANTIZED, STORAGES, Opaque, StorageType, TensorParts
+from xla_ckpt.layouts.torch_save.zip_reader import KIND_OF_TENSOR, StorageAt, TensorAt, Zip
+from xla_ckpt.layouts.untrusted import TRUST_IT, UntrustedObject
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree.nested import leaves
 
@@ -35,12 +36,15 @@ def stored_tree(
     more: Mapping[str, Any] = types.MappingProxyType({}),
     *,
     compared: bool = True,
+    parts: Callable[[TensorParts], Any] | None = None,
 ) -> Any:
     """What a file holds: something for each tensor, and an `UntrustedObject` for what is read on trust only.
 
     Args:
         more: See `loads`.
         compared: Whether `files` compares its storages with their CRC-32s from now on.
+        parts: Makes something of a tensor that consists of several, for each of which `tensor` has made something. None
+            has such tensors read on trust only.
 
     Raises:
         CorruptCheckpointError: It is cut off or damaged, or torch.save did not write it.
@@ -51,21 +55,41 @@ def stored_tree(
     if compared:
         files.storages[ahead.file] = storages
     objects = FileObjects(files, ahead.file, archive.pickled, storages)
-    return _Walk(objects, tensor).visit(archive.value(strided=True, tolerant=True, more=more), ())
+    kept = None if parts is None else (lambda value: value)
+    value = archive.value(strided=True, tolerant=True, parts=kept, more=more)
+    return _Walk(objects, tensor, parts).visit(value, ())
+
+
+_OF_TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild", KIND_OF_TENSOR)
+"""How the names of functions begin by which pickles make tensors."""
+
+_SAVE_PLAIN = (
+    "A model takes plain tensors: load the file with torch.load, and save value.as_subclass(torch.Tensor). Or pass "
+    "trust_pickle=True (--trust-pickle) to restore, which makes it as an object, if you trust whoever wrote this file."
+)
 
 
 class _Walk:
     """Puts something in place of tensors, and an `UntrustedObject` in place of whatever is no plain value."""
 
-    def __init__(self, objects: FileObjects, tensor: Callable[[TensorAt], Any]) -> None:
+    def __init__(
+        self,
+        objects: FileObjects,
+        tensor: Callable[[TensorAt], Any],
+        parts: Callable[[TensorParts], Any] | None,
+    ) -> None:
         self.objects = objects
         self.tensor = tensor
+        self.parts = parts
 
     def visit(self, value: Any, path: tuple[Step, ...]) -> Any:
         """A value of the file; `path` leads to it."""
         if isinstance(value, TensorAt):
             self.objects.read_by_others.add(value.offset)
             return self.tensor(value)
+        if isinstance(value, TensorParts) and self.parts is not None:
+            # Their storages stay with the objects: torch puts none of these kinds together on the device meta.
+            return self.parts(replace(value, members={k: self.tensor(at) for k, at in value.members.items()}))
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         kind = type(value)
@@ -83,11 +107,15 @@ class _Walk:
         return self._untrusted(path, value.called if isinstance(value, Opaque) else kind.__name__)
 
     def _untrusted(self, path: tuple[Step, ...], called: str) -> UntrustedObject:
-        problem = (
-            f"the file holds a {called}, which is neither a tensor nor a plain value; it was not loaded, and nothing "
-            "ran"
+        is_tensor = called.startswith(_OF_TENSORS)
+        what = (
+            f"a tensor of a class or kind that is read as no array ({called})"
+            if is_tensor
+            else f"a {called}, which is neither a tensor nor a plain value"
         )
-        return UntrustedObject(problem, self.objects.file, lambda: self.objects.at(path), path, called)
+        problem = f"the file holds {what}; it was not loaded, and nothing ran"
+        hint = _SAVE_PLAIN if is_tensor else TRUST_IT
+        return UntrustedObject(problem, self.objects.file, lambda: self.objects.at(path), path, called, hint)
 
     def _is_plain(self, value: Any) -> bool:
         if type(value) in (tuple, frozenset):
@@ -147,10 +175,6 @@ class FileObjects:
         return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.empty(0).untyped_storage()
 
 
-_QUANTIZED = {"QUInt8Storage": "quint8", "QInt8Storage": "qint8", "QInt32Storage": "qint32"}
-"""Storages of tensors that objects are made of here."""
-
-
 class _Trusting(pickle.Unpickler):
     """Runs a pickle of torch.save."""
 
@@ -159,10 +183,12 @@ class _Trusting(pickle.Unpickler):
         self.objects = objects
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in (known := STORAGES | _QUANTIZED):
+        if module == "torch" and name in (known := STORAGES | QUANTIZED):
             return StorageType(known[name])
         if name == "UntypedStorage":
             return StorageType(None)
+        if name == "_rebuild_device_tensor_from_cpu_tensor":  # of a device that this process may not have
+            return lambda data, dtype, *_: data.to(dtype)
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:

@@ -14,7 +14,7 @@ from xla_ckpt.layouts.saved_files import SavedFiles
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
-from xla_ckpt.layouts.torch_save.strided import record_at
+from xla_ckpt.layouts.torch_save.strided import composite_of, record_at
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord
@@ -84,7 +84,8 @@ def _tree(directory: SavedFiles, file: str, records: list[FileRecord]) -> Any:
     """What a file holds, with a record for each tensor. The file gets its own record behind those of others."""
     with closing(directory.open(file)) as source, naming(file=file):
         records.append(FileRecord(path=file, size=source.size))
-        return stored_tree(directory, Ahead(source, file, FEW_AHEAD), _Records(len(records) - 1).of)
+        of_file = _Records(len(records) - 1)
+        return stored_tree(directory, Ahead(source, file, FEW_AHEAD), of_file.of, parts=composite_of)
 
 
 class _Records:

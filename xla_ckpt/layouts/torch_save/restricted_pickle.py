@@ -14,7 +14,8 @@ import pickle
 import types
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what pickle itself applies to the names of old protocols
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, wraps
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,14 @@ from xla_ckpt.layouts.torch_save.stand_ins import (
     Buffer,
     Function,
     Namespace,
+    NestedBuffer,
     NumpyArray,
     NumpyDType,
     Opaque,
     Reference,
     Storage,
     StorageType,
+    TensorParts,
     TensorView,
 )
 from xla_ckpt.storage.undisturbed import undisturbed
@@ -49,6 +52,7 @@ def _or_opaque(make: Callable[..., Any], called: str) -> Callable[..., Any]:
     """A function of this file that makes an `Opaque` of what it would refuse."""
     refused = (CheckpointError, ValueError) if make in _OF_OTHER_CLASSES else CheckpointError
 
+    @wraps(make)
     def made(*args: Any, **options: Any) -> Any:
         try:
             return make(*args, **options)
@@ -161,6 +165,8 @@ MAX_PICKLE_DEPTH = 100
 def replaced(value: Any, leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
     """The same containers, of the same classes, with ``leaf(value)`` in place of every `TensorView` and `Reference`.
 
+    So it is with every `TensorParts`, whose members have been replaced by then, and with every `NestedBuffer`.
+
     Args:
         file: Where it comes from, for errors.
 
@@ -183,8 +189,10 @@ class _Walk:
             raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
         self.count(1)
         kind = type(value)
-        if kind is TensorView or kind is Reference:
+        if kind is TensorView or kind is Reference or kind is NestedBuffer:
             return self.leaf(value)
+        if kind is TensorParts:
+            return self.leaf(replace(value, members={k: self.visit(v, depth + 1) for k, v in value.members.items()}))
         if kind is NumpyArray:
             if value.value is None:
                 raise CorruptCheckpointError("a pickle names a numpy array that it does not describe", file=self.file)

@@ -7,7 +7,7 @@ that stands for a name, which the next file would find changed. So each of them 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -31,6 +31,9 @@ STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+
+QUANTIZED = {"QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32"}
+"""Storages of quantized numbers, of which an element is an integer."""
 
 _NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
 
@@ -78,6 +81,33 @@ class TensorView:
 
     part: Any = None
     """What it is a part of, where the pickle says so and a caller of `loads` understands it: a DTensor, say."""
+
+
+@stateless
+@dataclass(frozen=True, slots=True)
+class TensorParts:
+    """A tensor that consists of several: see `xla_ckpt.arrays.composite`, which puts it together."""
+
+    kind: str
+    """The name of a composite there; `META` for a tensor without bytes."""
+    members: Mapping[str, Any]
+    """A `TensorView` for each of its tensors, until `replaced` puts something else there."""
+    about: Any
+    """What else it takes."""
+
+
+META = "torch:meta"
+
+
+@stateless
+@dataclass(frozen=True, slots=True)
+class NestedBuffer:
+    """A nested tensor as a pickle describes it: `TensorView`s of all elements, and of what its parts are of them."""
+
+    buffer: TensorView
+    sizes: TensorView
+    strides: TensorView
+    offsets: TensorView
 
 
 class Reference:

@@ -7,12 +7,15 @@ from itertools import product
 from math import prod
 
 from xla_ckpt.errors import UnsupportedStateError, naming
+from xla_ckpt.layouts.torch_save.stand_ins import META, TensorParts
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.tree.codec import Composite
 
 MAX_BOXES = 1 << 16
 """Boxes of one tensor. Each is a read of its own: a tensor that falls into more of them would be read for hours."""
@@ -59,6 +62,19 @@ def shards_of_piece(at: TensorAt, piece: Piece, number: int) -> list[Shard]:
     if where.contiguous:
         return [Shard(piece.box, number, at.offset + where.offset)]
     return [Shard(piece.box, number, at.offset, piece.frame(at.shape))]
+
+
+def composite_of(parts: TensorParts) -> Composite | UnknownArray:
+    """A tensor that consists of several, with their records in it. If one of them cannot be read, the whole cannot."""
+    if parts.kind == META:
+        return UnknownArray(
+            problem="the file has no bytes of this tensor, which was on the meta device when it was saved",
+            hint="Load the others without it.",
+            shape=parts.about["size"],
+            tensors=1,
+        )
+    unknown = next((member for member in parts.members.values() if isinstance(member, UnknownArray)), None)
+    return unknown or Composite(parts.kind, parts.members, parts.about)
 
 
 def boxes(shape: tuple[int, ...], steps: tuple[int, ...], origin: tuple[int, ...]) -> Iterator[tuple[Box, int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from xla_ckpt.arrays.composite import compose
 from xla_ckpt.arrays.torch_elements import bytes_of, torch_dtype
 from xla_ckpt.errors import (
     CheckpointError,
@@ -20,11 +21,14 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.layouts.torch_save.ahead import AHEAD, Ahead
+from xla_ckpt.layouts.torch_save.stand_ins import META, TensorParts
 from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt, Zip
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Source
 from xla_ckpt.storage.door import above
+from xla_ckpt.tree.codec import Composite
 from xla_ckpt.tree.nested import replaced_leaves
+from xla_ckpt.tree.unflatten import resolve_nothing
 
 Put = Callable[[torch.Tensor], torch.Tensor]
 """The bytes of a storage (uint8, on the CPU) -> the same where they are wanted."""
@@ -55,7 +59,8 @@ def read_whole_file(
     with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
         archive = Zip(Ahead(source, path, AHEAD), 0, source.size)
         archive.check()
-        return archive.value(reference, strided=True, tensor=ZipTensors(archive, source, put).of, more=more)
+        tensors = ZipTensors(archive, source, put)
+        return archive.value(reference, strided=True, tensor=tensors.of, parts=composed, more=more)
 
 
 def load_whole_file(
@@ -121,6 +126,19 @@ def _opened(path: str) -> Source:
             return directory.open(name)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise NoCheckpointError("there is no such file", file=path) from error
+
+
+def composed(parts: TensorParts) -> torch.Tensor:
+    """A tensor that consists of several, which `ZipTensors` has made.
+
+    Raises:
+        FormatError: They make no such tensor.
+    """
+    if parts.kind == META:
+        about = parts.about
+        return torch.empty_strided(about["size"], about["stride"], dtype=about["dtype"], device="meta")
+    tensor: torch.Tensor = compose(Composite(parts.kind, parts.members, parts.about), resolve_nothing)
+    return tensor
 
 
 class ZipTensors:

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import DAMAGED
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
 from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
 from xla_ckpt.layouts.torch_save.ahead import AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced, tensor_alone
-from xla_ckpt.layouts.torch_save.stand_ins import TensorView
+from xla_ckpt.layouts.torch_save.stand_ins import NestedBuffer, Opaque, TensorParts, TensorView, sizes_in
 from xla_ckpt.layouts.torch_save.zip_directory import records_of
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
@@ -36,6 +38,12 @@ _EDGE = 4096
 FEW_BYTES, SHARED_BYTES = 1 << 30, 16
 """All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
 storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
+
+KIND_OF_TENSOR = "tensor of the kind"
+"""How a tensor that consists of several is called where it is no plain value."""
+
+_MAX_INTEGERS = 1 << 20
+"""Bytes of the sizes of a nested tensor's parts: more would be a part for each few elements."""
 
 _WITHOUT_ZIP, _EARLY = bytes.fromhex("6cfc9c46f9206aa85019"), 32
 """The number that is pickled first in a file of torch.save that is no zip, and up to which byte it has ended."""
@@ -160,13 +168,15 @@ class Zip:
         strided: bool = False,
         tolerant: bool = False,
         tensor: Callable[[TensorAt], Any] = lambda place: place,
+        parts: Callable[[TensorParts], Any] | None = None,
         more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Any:
         """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
 
-        `tensor` says what stands in the place of a tensor. With `tolerant`, an `Opaque` stands for what is no plain
-        value, and nothing is refused for it. `more` are names that the pickle may have besides, with what stands for
-        each.
+        `tensor` gives what stands in the place of a tensor, and `parts` the same of one that consists of several, of
+        what stands in their places; without `parts` it is no plain value. With `tolerant`, an `Opaque` stands for what
+        is no plain value, and nothing is refused for it. `more` are names that the pickle may have besides, with what
+        stands for each.
         """
         if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
@@ -174,8 +184,21 @@ class Zip:
         left = FEW_BYTES + SHARED_BYTES * self.nbytes
 
         def leaf(value: Any) -> Any:
+            nonlocal left
+            if isinstance(value, NestedBuffer):
+                value = TensorParts("torch:nested", {k: leaf(v) for k, v in self._nested(value).items()}, None)
+            if isinstance(value, TensorParts):
+                if parts is not None:
+                    return parts(value)
+                if tolerant:
+                    return Opaque.of(f"{KIND_OF_TENSOR} {value.kind}")()
+                raise UntrustedObjectError(
+                    f"the file holds a {KIND_OF_TENSOR} {value.kind}, which is neither an array nor a plain value; "
+                    "it was not loaded, and nothing ran",
+                    file=self.file,
+                    hint="Have the program that wrote it save plain tensors.",
+                )
             if isinstance(value, TensorView):
-                nonlocal left
                 place = self._place(value, strided)
                 left -= Box.whole(place.shape).size * place.dtype.itemsize
                 if left < 0:
@@ -298,6 +321,37 @@ class Zip:
         except ValueError as error:
             raise CorruptCheckpointError(f"the record {name} does not lie in the zip", file=self.file) from error
         return self.start + start, record.nbytes, record.crc
+
+    def _nested(self, nested: NestedBuffer) -> dict[str, TensorView]:
+        """The parts of a nested tensor."""
+        about = (nested.sizes, nested.strides, nested.offsets)
+        sizes, steps, offsets = (self._integers(view) for view in about)
+        return {
+            str(i): TensorView(
+                storage=nested.buffer.storage,
+                dtype=nested.buffer.dtype,
+                offset=nested.buffer.offset + offset,
+                shape=sizes_in(size),
+                strides=sizes_in(step),
+            )
+            for i, (size, step, offset) in enumerate(zip(sizes, steps, offsets, strict=True))
+        }
+
+    def _integers(self, view: TensorView) -> Any:
+        """The elements of a small tensor of integers, in lists.
+
+        Raises:
+            CorruptCheckpointError: It is no such tensor, or damaged.
+        """
+        at = self._place(view, False)
+        data = self._small(f"data/{view.storage.key}")
+        first, nbytes = view.offset * at.dtype.itemsize, Box.whole(at.shape).size * at.dtype.itemsize
+        if at.dtype.name != "int64" or nbytes > _MAX_INTEGERS:
+            raise CorruptCheckpointError("a nested tensor has no list of its sizes", file=self.file)
+        numbers = np.frombuffer(data[first : first + nbytes], np.int64).reshape(at.shape)
+        if (numbers < 0).any():
+            raise CorruptCheckpointError("a nested tensor has negative sizes", file=self.file)
+        return numbers.tolist()
 
     def _place(self, view: TensorView, strided: bool) -> TensorAt:
         """Where a tensor lies that the pickle describes as a part of a storage."""
