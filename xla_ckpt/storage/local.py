@@ -116,9 +116,9 @@ class LocalStore:
         return os.path.isdir(self._at(path))
 
     def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        fd, size = open_regular(self._at(path), links=links)
+        fd, status = open_regular(self._at(path), links=links)
         try:
-            return os.pread(fd, min(nbytes, size), 0)
+            return os.pread(fd, min(nbytes, status.st_size), 0)
         finally:
             os.close(fd)
 

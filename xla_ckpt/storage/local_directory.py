@@ -14,6 +14,7 @@ import os
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Directory, ReadDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource
+from xla_ckpt.storage.open_files import Descriptor, open_descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +26,14 @@ class LocalDirectory:
     streaming = None
 
     def __init__(self, path: str | os.PathLike[str], *, links: bool = False) -> None:
-        self._fd = -1
+        self._descriptor: Descriptor | None = None
         self._locked_by = 0
         """Which process has locked it with this descriptor; 0 if none has."""
         self.path = os.fspath(path)
         self._links = links
         self.name = os.path.basename(self.path)
         self._touched = {""}
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptor = Descriptor(open_descriptor(self.path, os.O_RDONLY | os.O_DIRECTORY))
 
     def __del__(self) -> None:
         # What a signal handler raises may take a directory from who has just opened it, before anybody can close it: it
@@ -41,31 +42,31 @@ class LocalDirectory:
 
     @property
     def fd(self) -> int:
-        """The descriptor."""
-        return self._fd
+        """The descriptor; -1 when it is closed."""
+        return -1 if self._descriptor is None else self._descriptor.fd
 
     def create(self, path: str, size: int) -> LocalSink:
         parents = self._make(path.split("/")[:-1])
-        sink = LocalSink(self._fd, path, size)
+        sink = LocalSink(self.fd, path, size)
         self._touched.update(parents)
         return sink
 
     def make(self, path: str) -> None:
         paths = self._make(path.split("/"))
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd))  # a file is no directory
+        os.close(open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd))  # a file is no directory
         self._touched.update(paths)
 
     def adopt(self, other: Directory, path: str) -> None:
         assert isinstance(other, LocalDirectory), "both are directories of one store"
         parents = self._make(path.split("/")[:-1])
         # By descriptors: another directory may have the name of this one by now, and must not get the file.
-        os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self._fd)
+        os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self.fd)
         self._touched.update(parents)
 
     def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, LocalDirectory), "both are directories of one store"
         parents = self._make(name.split("/")[:-1])
-        os.link(path, name, src_dir_fd=source.fd, dst_dir_fd=self._fd, follow_symlinks=False)
+        os.link(path, name, src_dir_fd=source.fd, dst_dir_fd=self.fd, follow_symlinks=False)
         self._touched.update(parents)
 
     def _make(self, parts: list[str]) -> list[str]:
@@ -74,14 +75,14 @@ class LocalDirectory:
         for part in parts:
             paths.append(f"{paths[-1]}/{part}" if paths else part)
             try:
-                os.mkdir(paths[-1], dir_fd=self._fd)
+                os.mkdir(paths[-1], dir_fd=self.fd)
             except FileExistsError:
                 pass  # another writer of the same save was here first
         return paths
 
     def replace(self, path: str, data: bytes, *, durable: bool = False) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(f"{path}.new", flags, 0o666, dir_fd=self._fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = open_descriptor(f"{path}.new", flags, 0o666, dir_fd=self.fd)
         try:
             written = os.write(fd, data)
             if durable:
@@ -90,20 +91,22 @@ class LocalDirectory:
             os.close(fd)
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        os.rename(f"{path}.new", path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        os.rename(f"{path}.new", path, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def open(self, path: str, size: int | None = None) -> LocalSource:
-        return LocalSource(self._fd, path, links=self._links)
+        if self._descriptor is None:
+            raise OSError(errno.EBADF, "the directory is closed", self.path)
+        return LocalSource(self._descriptor, path, links=self._links)
 
     def files(self) -> list[str]:
         paths = []
-        for parent, _, names, _ in os.fwalk(".", dir_fd=self._fd):
+        for parent, _, names, _ in os.fwalk(".", dir_fd=self.fd):
             paths += [os.path.normpath(f"{parent}/{name}") for name in names]
         return sorted(paths)
 
     def sync(self) -> None:
         for name in sorted(self._touched, reverse=True):  # children before parents
-            fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            fd = open_descriptor(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
             try:
                 os.fsync(fd)
             finally:
@@ -111,7 +114,7 @@ class LocalDirectory:
 
     def free(self) -> int | None:
         try:
-            status = os.fstatvfs(self._fd)
+            status = os.fstatvfs(self.fd)
         except OSError as error:
             logger.debug("%s does not say how much is free: %s", self.path, error)
             return None
@@ -119,24 +122,22 @@ class LocalDirectory:
 
     def is_at(self, name: str) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(os.path.join(os.path.dirname(self.path), name)))
+            return os.path.samestat(os.fstat(self.fd), os.stat(os.path.join(os.path.dirname(self.path), name)))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def lock(self, how: int) -> None:
         """Lock it until it is closed; raises `BlockingIOError` where somebody else has."""
-        fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+        fcntl.flock(self.fd, how | fcntl.LOCK_NB)
         self._locked_by = os.getpid()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+        # Files that were opened in it, and are not closed yet, share the descriptor.
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and self._locked_by == os.getpid():
+            # A process that was forked meanwhile, such as a data loader's worker, has a copy of the descriptor.
+            # It would keep the lock as long as it runs, and retention would leave the directory alone.
             try:
-                if self._locked_by == os.getpid():
-                    # A process that was forked meanwhile, such as a data loader's worker, has a copy of the descriptor.
-                    # It would keep the lock as long as it runs, and retention would leave the directory alone.
-                    fcntl.flock(fd, fcntl.LOCK_UN)
+                fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
             except OSError as error:
                 logger.debug("%s: its lock goes with its last descriptor: %s", self.path, error)
-            finally:
-                os.close(fd)

@@ -13,12 +13,15 @@ import mmap
 import os
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
-from xla_ckpt.errors import NotAFileError
+from xla_ckpt.errors import ChangedTagError, NotAFileError
 from xla_ckpt.storage.base import BLOCK
+from xla_ckpt.storage.open_files import IDLE, Descriptor, open_descriptor
 
 DIRECT_BYTES = 1 << 20
 """Files from this size on are written around the page cache, and read around it if they are not in it."""
@@ -53,8 +56,7 @@ class LocalSink:
 
     def __init__(self, directory: int, path: str, size: int) -> None:
         self._size = size
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o666, dir_fd=directory)
+        self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory)
         try:
             _allocate(self._fd, size)
         except OSError:
@@ -107,8 +109,8 @@ class LocalSink:
             os.close(fd)
 
 
-def open_regular(path: str, directory: int | None = None, *, links: bool = False) -> tuple[int, int]:
-    """A descriptor that reads a file, and the size of the file (bytes). All files of checkpoints are opened here.
+def open_regular(path: str, directory: int | None = None, *, links: bool = False) -> tuple[int, os.stat_result]:
+    """A descriptor that reads a file, and the status of the file. All files of checkpoints are opened here.
 
     With `links` it may be a link to a file elsewhere.
 
@@ -117,9 +119,9 @@ def open_regular(path: str, directory: int | None = None, *, links: bool = False
         OSError: The storage refused; FileNotFoundError if there is none.
     """
     # A pipe would block the opening until somebody writes to it.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
-        fd = os.open(path, flags, dir_fd=directory)
+        fd = open_descriptor(path, flags, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _no_file(path, "a link") from error
@@ -128,7 +130,7 @@ def open_regular(path: str, directory: int | None = None, *, links: bool = False
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise _no_file(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
-    return fd, status.st_size
+    return fd, status
 
 
 def _no_file(path: str, kind: str) -> NotAFileError:
@@ -141,25 +143,80 @@ def _no_file(path: str, kind: str) -> NotAFileError:
 
 
 class LocalSource:
-    """A file being read."""
+    """A file being read. It need not stay open between two reads: see `xla_ckpt.storage.open_files`."""
 
-    def __init__(self, directory: int, path: str, *, links: bool = False) -> None:
+    def __init__(self, directory: Descriptor, path: str, *, links: bool = False) -> None:
+        self._directory: Descriptor | None = directory
+        """Where it is opened again; None when it is closed."""
+        self._path = path
+        self._links = links
         self._lock = threading.Lock()
+        self._readers = 0
+        self._fd = -1
+        """Its descriptor; -1 while it is not open."""
         self._direct_fd: int | None = None
         """Descriptor for reads around the page cache; -1 where there is none."""
         self._pages: npt.NDArray[np.uint8] | None = None
-        self._fd, self.size = open_regular(path, directory, links=links)
+        self._fd, status = open_regular(path, directory.fd, links=links)
+        self._version = _version(status)
+        self.size = status.st_size
+        IDLE.add(self)
+        IDLE.suspend()
+
+    @contextmanager
+    def _open(self) -> Iterator[int]:
+        """Its descriptor, which stays open meanwhile.
+
+        Raises:
+            ChangedTagError: It is another file than it was.
+            FileNotFoundError: It is gone.
+        """
+        with self._lock:
+            if self._fd < 0:
+                self._open_again()
+            self._readers += 1
+            IDLE.discard(self)
+        try:
+            yield self._fd
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if not self._readers and self._fd >= 0:
+                    IDLE.add(self)
+            IDLE.suspend()
+
+    def _open_again(self) -> None:
+        if self._directory is None:
+            raise OSError(errno.EBADF, "the file is closed", self._path)
+        fd, status = open_regular(self._path, self._directory.fd, links=self._links)
+        if _version(status) != self._version:
+            os.close(fd)
+            raise ChangedTagError(
+                "a file was replaced while it was being read", file=self._path, hint="Load it again, or another one."
+            )
+        self._fd = fd
+
+    def suspend(self) -> None:
+        """Close the file until it is read again, unless somebody reads it."""
+        with self._lock:
+            if not self._readers:
+                self._release()
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         done = 0
-        while done < len(buffer):
-            got = os.preadv(self._fd, [buffer[done:]], offset + done)
-            if got == 0:
-                break
-            done += got
+        with self._open() as fd:
+            while done < len(buffer):
+                got = os.preadv(fd, [buffer[done:]], offset + done)
+                if got == 0:
+                    break
+                done += got
         return done
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        with self._open():
+            return self._read_once(buffer, offset, scratch)
+
+    def _read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
         fd = self._direct()
         if fd < 0 or self._mostly_cached(offset, len(buffer)):
             return self.read_into(buffer, offset)
@@ -210,12 +267,23 @@ class LocalSource:
             # Nothing is read through the mapping: it is what the system is asked about.
             self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ), np.uint8)
             # Not by its name, which another file may have by now.
-            self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._direct_fd = open_descriptor(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT)
         except (OSError, ValueError, AttributeError):
             self._pages = None  # tmpfs and others have no direct I/O, some systems no /proc
 
     def close(self) -> None:
-        for fd in (self._fd, self._direct_fd):
+        IDLE.discard(self)
+        with self._lock:
+            self._directory = None
+            self._release()
+
+    def _release(self) -> None:
+        fds, self._fd, self._direct_fd, self._pages = (self._fd, self._direct_fd), -1, None, None
+        for fd in fds:
             if fd is not None and fd >= 0:
                 os.close(fd)
-        self._fd, self._direct_fd, self._pages = -1, -1, None
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """What tells a file from one that took its name later: a number is given anew when its file is gone."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
