@@ -6,6 +6,7 @@ import errno
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,8 @@ def test_a_later_call_says_of_which_save_its_error_is(tmp_path: Path, monkeypatc
         ("d", xla_ckpt.finalize_checkpoint),
     ):
         handles.append(xla_ckpt.save_checkpoint(tmp_path, tag, model(), async_save=True))
-        message = "asynchronous save before this call has failed: .*free bytes"
+        consequence = ", and this call has not saved tag b" if tag == "a" else ""
+        message = f"asynchronous save before this call has failed{consequence}: .*free bytes"
         with pytest.raises(xla_ckpt.StorageError, match=message) as caught:
             later()
         assert (caught.value.errno, caught.value.tag) == (errno.ENOSPC, tag)
@@ -140,6 +142,109 @@ def saves_where_rank_1_has_no_room(rank: int, root: Path) -> tuple[str, int | No
 def test_all_ranks_hear_of_the_rank_without_room(tmp_path: Path) -> None:
     found = run_on_ranks(saves_where_rank_1_has_no_room, 3, tmp_path)
     assert found == [("StorageError", 1, ["b"])] * 3
+
+
+class Stateful:
+    """Raises from `state_dict` when it is told to."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.fails:
+            raise RuntimeError("no state now")
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing: the tests do not load it."""
+
+
+CAUSES = {"disk": "free bytes", "state_dict": "no state now", "replicas": "differ between ranks"}
+"""What fails one asynchronous save of a job -> what its error says."""
+
+TOLD = {"nobody": (), "rank 0": (0,), "the last rank": (-1,), "all": (0, 1, 2)}
+"""Ranks that ask the handle of the failed save for its error."""
+
+LONG = 60.0
+"""A timeout that no test comes near to."""
+
+
+def fails_once(rank: int, world: int, root: Path, cause: str, **options: Any) -> list[list[str]]:
+    """For each way to be told of a failed asynchronous save, what its handle and the two saves after it raise here."""
+    extras, lines = Stateful(), list[str]()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("xla_ckpt").addHandler(handler)
+    told = []
+    kept = xla_ckpt.SaveOptions(timeout=LONG, stale="ignore", **options)
+
+    def save(tag: str, *, fails: bool = False, async_save: bool = True) -> str:
+        odd = fails and rank == world - 1
+        extras.fails = odd and cause == "state_dict"
+        if odd and cause == "disk":
+            LocalDirectory.free = lambda self: 10  # type: ignore[method-assign]
+        else:
+            LocalDirectory.free = lambda self: None  # type: ignore[method-assign]
+        value = float(odd and cause == "replicas")
+        try:
+            handles.append(
+                xla_ckpt.save_checkpoint(
+                    root, tag, model(value), extras={"x": extras}, async_save=async_save, options=kept
+                )
+            )
+            handles[-1].wait()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    for name, ranks in TOLD.items():
+        for async_save in (True, False):
+            handles = list[xla_ckpt.SaveHandle]()
+            lines.clear()
+            tag = f"{name}-{async_save}".replace(" ", "-")
+            assert not save(f"bad-{tag}", fails=True)
+            logged = list(lines)
+            if rank in [n % world for n in ranks]:
+                with pytest.raises(CheckpointError, match=CAUSES[cause]):
+                    handles[-1].result()
+            second = save(f"left-out-{tag}", async_save=async_save)
+            third = save(f"good-{tag}", async_save=async_save)
+            told.append([second, third, *logged])
+    xla_ckpt.finalize_checkpoint()
+    return told
+
+
+def fails_once_on_ranks(rank: int, world: int, root: Path, cause: str) -> list[list[str]]:
+    return fails_once(rank, world, root, cause)
+
+
+@pytest.mark.parametrize(
+    ("world", "cause"), [(world, cause) for world in (1, 2, 3) for cause in CAUSES if (world, cause) != (1, "replicas")]
+)
+def test_a_failed_asynchronous_save_is_raised_once_by_the_next_save(tmp_path: Path, world: int, cause: str) -> None:
+    if world == 1 and cause == "state_dict":
+        pytest.skip("one rank alone raises it at once")
+    jobs = run_on_ranks(fails_once_on_ranks, world, world, tmp_path, cause)
+    names = [(name, async_save) for name in TOLD for async_save in (True, False)]
+    good = []
+    for ranks, (name, async_save) in zip(zip(*jobs, strict=True), names, strict=True):
+        tag = f"{name}-{async_save}".replace(" ", "-")
+        told_all = name == "all" or (world == 1 and name != "nobody")
+        assert [third for _, third, *_ in ranks] == [""] * world, name
+        assert len({second for second, *_ in ranks}) == 1, name
+        good += [f"left-out-{tag}"] * told_all + [f"good-{tag}"]
+        second = ranks[0][0]
+        if told_all:
+            assert not second
+        else:
+            assert f"save before this call has failed, and this call has not saved tag left-out-{tag}: " in second
+            assert CAUSES[cause] in second
+            assert f"[tag bad-{tag}, " in second
+        for _, _, *logged in ranks:
+            (line,) = logged
+            assert line.startswith(f"the asynchronous save of tag bad-{tag} in {tmp_path} failed: ")
+            assert CAUSES[cause] in line
+            assert cause == "replicas" or f"rank {world - 1}" in line
+    assert xla_ckpt.list_tags(tmp_path) == good
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import xla_ckpt
+from tests.jobs import run_on_ranks
 from tests.runs import names_in
 
 
@@ -57,6 +60,39 @@ def test_a_full_disk(small_disk: Path, async_save: bool) -> None:
     xla_ckpt.save_checkpoint(root, "next", model=fits, user_content=2, num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
     assert names_in(root) == ["next"]
+
+
+def saves_while_the_disk_is_full(rank: int, disk: Path) -> list[str]:
+    """Save asynchronously in steps, as a program does that asks no handle; the errors, by step."""
+    raised = []
+    filler = disk / f"filler.{rank}"
+    for step in range(5):
+        dist.barrier()
+        if step == 1 and rank == 0:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(b"\0" * 4096)
+        if step == 2 and rank == 0:
+            filler.unlink()
+        dist.barrier()
+        tree = {"w": torch.full((50_000,), float(step))}
+        try:
+            xla_ckpt.save(disk / "ckpts", f"step_{step}", tree, async_save=True).wait()
+        except xla_ckpt.CheckpointError as error:
+            raised.append(f"{step}: {error}")
+    xla_ckpt.finalize_checkpoint()
+    return raised
+
+
+def test_ranks_go_on_when_the_disk_has_room_again(small_disk: Path) -> None:
+    told, other = run_on_ranks(saves_while_the_disk_is_full, 2, small_disk)
+    assert told == other
+    (error,) = told
+    assert error.startswith("2: an asynchronous save before")
+    assert "this call has not saved tag step_2: " in error
+    assert "No space left on device" in error
+    assert "tag step_1" in error
+    assert xla_ckpt.list_tags(small_disk / "ckpts") == ["step_0", "step_3", "step_4"]
 
 
 def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -102,7 +103,7 @@ def calls_differ(rank: int, root: Path) -> dict[str, str]:
     for name, usually, oddly in (
         (
             "path",
-            lambda: save(),
+            lambda: save("p"),
             lambda: xla_ckpt.save(elsewhere, "t", tree, options=xla_ckpt.SaveOptions(timeout=LONG)),
         ),
         ("save and load", lambda: load(), lambda: save()),
@@ -259,8 +260,87 @@ def test_saves_in_flight_are_compared_too(tmp_path: Path) -> None:
     told = run_on_ranks(leaves_out_in_flight, RANKS, root)
     assert told == [told[0]] * RANKS
     assert "'left_out') on ranks 0, 1, 3, found save(" in told[0][0]
-    assert "finalize_checkpoint" in told[0][0]
+    assert "the next call that all of them make works" in told[0][0]
     assert xla_ckpt.list_tags(root) == ["together"]
+
+
+STEPS = 12
+"""Of a loop that saves in each of them."""
+
+
+def raises_between(rank: int, root: Path, world: int, odd: int, skipped: int, async_save: bool, meets: bool) -> Any:
+    """A loop of which one rank leaves saves out: the tags that were raised for here, the tags, and the first error."""
+    raised, errors = list[int](), list[str]()
+
+    def save(step: int) -> None:
+        tree = {"w": torch.full((3,), float(step))}
+        options = xla_ckpt.SaveOptions(timeout=LONG, stale="ignore")
+        try:
+            xla_ckpt.save(root, f"step_{step}", tree, async_save=async_save, options=options)
+        except xla_ckpt.UsageError as error:
+            raised.append(step)
+            errors.append(str(error))
+
+    for step in range(STEPS):
+        if meets:
+            dist.barrier()
+        if rank != odd or not 2 <= step < 2 + skipped:
+            save(step)
+    with contextlib.suppress(xla_ckpt.UsageError):
+        xla_ckpt.finalize_checkpoint()
+    return raised, xla_ckpt.list_tags(root), errors[0].partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("world", "odd", "skipped", "async_save", "meets"),
+    [
+        (2, 1, 1, True, True),  # a collective in each step
+        (3, 0, 1, True, True),
+        (2, 0, 1, True, False),
+        (3, 2, 2, True, False),
+        (2, 1, 1, False, False),
+        (3, 1, 2, False, False),
+        (4, 0, 3, False, False),
+    ],
+)
+def test_a_job_goes_on_after_a_rank_has_left_saves_out(
+    tmp_path: Path, world: int, odd: int, skipped: int, async_save: bool, meets: bool
+) -> None:
+    found = run_on_ranks(raises_between, world, tmp_path, world, odd, skipped, async_save, meets)
+    lost = 2 + 2 * skipped + async_save  # those that were left out, as many beside them, and one that tells of it
+    for rank, (raised, tags, error) in enumerate(found):
+        assert tags == ["step_0", "step_1", *(f"step_{step}" for step in range(lost, STEPS))]
+        assert raised, rank
+        assert set(raised) <= set(range(2, lost))
+        assert error == found[0][2], "the same on all ranks"
+        assert "works" in error
+
+
+def claims_what_another_rank_did_not_improve(rank: int, root: Path) -> tuple[list[str], list[str]]:
+    """Rank 1 alone saves the tag `best` at first; later all ranks do."""
+    raised = []
+
+    def save(tag: str, step: int) -> None:
+        dist.barrier()
+        options = xla_ckpt.SaveOptions(timeout=LONG, stale="ignore")
+        if tag == "best" and step == 0 and rank == 0:
+            return
+        try:
+            xla_ckpt.save(root, tag, {"w": torch.full((3,), float(step))}, async_save=True, options=options)
+        except xla_ckpt.UsageError:
+            raised.append(f"{tag} {step}")
+
+    for step in range(3):
+        save("best", step)
+        save("last", step)
+    xla_ckpt.finalize_checkpoint()
+    return raised, xla_ckpt.list_tags(root)
+
+
+def test_only_one_of_two_ranks_is_behind(tmp_path: Path) -> None:
+    found = run_on_ranks(claims_what_another_rank_did_not_improve, 2, tmp_path)
+    assert [sorted(tags) for _, tags in found] == [["best", "last"]] * 2
+    assert all("last 2" not in raised and "best 2" not in raised for raised, _ in found)
 
 
 def test_all_that_differs_is_named() -> None:

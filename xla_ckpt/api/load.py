@@ -256,8 +256,10 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     if trace is not None:
         job.exchange.waited = phases.waited
     try:
+        call = wish.call(store.path, tag, content, job)
+        job.leave_out_if_behind(call)
         with naming(path=store.path), job.taking_part():
-            several = _begin(job, wish.call(store.path, tag, content, job), store.path, uploader)
+            several = _begin(job, call, store.path, uploader)
             if job.exchange.size > 1 or store.path != full_path(path):
                 store = store.look()  # what others saved meanwhile was not there yet
             load = Load(

@@ -146,8 +146,10 @@ class PreemptionGuard:
         job = current_job("", self._mesh, doing="preemption", timeout=self._timeout)
         if job.exchange.size == 1:
             return self._notice()
+        call = Call.of("should_save", every=self._every)
+        job.leave_out_if_behind(call)
         with job.taking_part():
-            decided: str | None = job.begin(Call.of("should_save", every=self._every), self._notice, _first_noticed)
+            decided: str | None = job.begin(call, self._notice, _first_noticed)
             return decided
 
 

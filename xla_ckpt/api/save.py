@@ -121,7 +121,7 @@ def save_checkpoint(
         NotDurableError: The tag is committed, and a loss of power may undo that: the storage refused to make its name
             durable, and to take it back.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
-            path did. The tag is as it was before.
+            path did, and this call has saved nothing for that: make it again. The tag is as it was before.
     """
     return _save(
         path,
@@ -207,19 +207,25 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     root, uploader = _root_of(path, options)
     check_is_text(tag, root.path)
     install_exit_hook()
-    handle = SaveHandle(root.path, tag, cancellation, uploader=uploader)
+    handle = SaveHandle(root.path, tag, cancellation, in_background=not wish.waits, uploader=uploader)
     frozen: Frozen | CheckpointError | None = None
     save: Save | None = None
     refused: BaseException | None = None
     try:
         with SAVES.turn(root.path):
-            earlier_error = SAVES.before(root.path)
+            failed = SAVES.failed_before(root.path)
             phases.keep(WAIT, phases.origin, time.perf_counter(), about="for the save before")
             job = current_job(root.path, wish.mesh, doing="save", timeout=options.timeout)
             order = wish.order(path, tag, content, job, root=root, uploader=uploader)
-            frozen, refused = _frozen(order, content, job.placement, phases, wish, earlier_error)
+            earlier = None if failed is None else failed.take_error(tag)
+            job.leave_out_if_behind(order.call, earlier)
+            frozen, refused = _frozen(order, content, job.placement, phases, wish, earlier)
             timing = Timing(phases=phases, stall=_stalled(phases), trace=traced(file, "save", job.exchange))
-            save = Save(order=order, job=job, frozen=frozen, timing=timing, cancellation=cancellation)
+            save = Save(
+                order=order, job=job, frozen=frozen, timing=timing, cancellation=cancellation, began=handle.began
+            )
+            if refused is not None:
+                handle.mark_told()
             if refused is None or job.exchange.size > 1:
                 SAVES.start(handle, save, options.on_error)
                 frozen = save = None  # the state is in memory as long as its thread needs it
@@ -229,6 +235,8 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
             raise refused
         if wish.waits:
             handle.finish()
+        elif failed is not None and job.exchange.size > 1:
+            handle.finish_beginning()  # another rank may have the error to tell that was told to this one
         return handle
     except BaseException as error:
         handle.give_up(error)
@@ -238,12 +246,17 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
 
 
 def _frozen(
-    order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish, earlier: Exception | None
+    order: Order,
+    content: Objects | Tree,
+    placement: Placement,
+    phases: Phases,
+    wish: Wish,
+    earlier: CheckpointError | None,
 ) -> tuple[Frozen | CheckpointError, BaseException | None]:
     """What this rank saves; or why it cannot (see `_refusal`). `earlier` is the error of the save before."""
+    if earlier is not None:
+        return earlier, earlier
     try:
-        if earlier is not None:
-            raise earlier
         return _prepared(order, content, placement, phases, wish), None
     except BaseException as error:
         return _refusal(error, order, placement)

@@ -55,13 +55,18 @@ class SaveHandle:
         cancellation: Cancellation,
         *,
         error_heard: bool = False,
+        in_background: bool = False,
         uploader: Uploader | None = None,
     ) -> None:
-        self._cancellation, self._uploader = cancellation, uploader
+        self._cancellation, self._uploader, self._in_background = cancellation, uploader, in_background
         self._freezing: Freezing | None = None
         self.path = path
         """Root directory."""
         self.tag = tag
+        self._opened = threading.Event()
+        """All ranks have begun the save, or the outcome is known."""
+        self._is_begun = False
+        """Whether all ranks have begun it."""
         self._settled = threading.Event()
         """The outcome is known."""
         self._tidied = threading.Event()
@@ -70,6 +75,8 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._error_heard = error_heard
         """Whether somebody has heard of the error, or will hear of it elsewhere."""
+        self._is_for_next_call = not error_heard
+        """Whether the next save may have to raise the error, on this rank or on another one."""
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -156,6 +163,43 @@ class SaveHandle:
         if not self._error_heard:
             self.result()
 
+    def began(self) -> None:
+        """Note that all ranks have begun this save."""
+        self._is_begun = True
+        self._opened.set()
+
+    def finish_beginning(self) -> None:
+        """Wait until all ranks have begun this save.
+
+        Raises:
+            CheckpointError: They did not, and nobody has been told yet; the same error on every rank.
+        """
+        waited(self._opened.wait)
+        if not self._is_begun:
+            self.finish()
+
+    def mark_told(self) -> None:
+        """Note that the caller is told why the save fails."""
+        self._error_heard = True
+
+    def take_error(self, tag: str) -> CheckpointError | None:
+        """Return the error if nobody has been told yet, for a call to raise that does not save `tag` because of it."""
+        if not self._untold:
+            return None
+        assert self._error is not None
+        self._error_heard = True
+        return for_later_call(self._error, f", and this call has not saved tag {tag}")
+
+    def _fail(self, error: BaseException, on_error: OnError) -> None:
+        """Keep the error, which `handle.result()` raises, or the next call; and log it if no caller waits."""
+        self._error = error
+        if self._error_heard:
+            return
+        self._error_heard = tell_error(on_error, error)
+        self._is_for_next_call = not self._error_heard
+        if self._in_background and not self._error_heard:
+            logger.error("the asynchronous save of tag %s in %s failed: %s", self.tag, self.path, error)
+
     def give_up(self, cause: BaseException) -> None:
         """End the save without a tag, because its caller met an exception, which it raises next.
 
@@ -189,6 +233,11 @@ class SaveHandle:
     def _untold(self) -> bool:
         return self._error is not None and not self._error_heard
 
+    @property
+    def _is_failed(self) -> bool:
+        """Whether it failed, and the next save may have to raise its error."""
+        return self._error is not None and self._is_for_next_call
+
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
         assert self._thread is not None
@@ -219,21 +268,17 @@ class Saves:
         with self._lock:
             return self._turns.setdefault(path, threading.Lock())
 
-    def before(self, path: str) -> CheckpointError | None:
-        """The error of the last save on `path`, if nobody has been told yet; waits until that save has an outcome.
+    def failed_before(self, path: str) -> SaveHandle | None:
+        """Return the last save on `path` if it failed; wait until that save has an outcome.
 
-        For what it deletes then the thread of the next save waits. Whoever has the `turn` raises the error, on all
-        ranks: one that was told before would else go on to a save for which the others do not come.
+        What it deletes afterwards is left to the thread of the next save to wait for. The next save raises its error on
+        all ranks if one of them has not been told: so the ranks whose callers were told wait until all have begun.
         """
         with self._lock:
             last = self._latest.get(path)
         if last is not None and last._thread is not None and last._thread.is_alive():  # not so in a forked child
             last.wait()
-        if last is None or not last._untold or (error := last.error) is None:
-            return None
-        if isinstance(later := for_later_call(error), CheckpointError):
-            return later
-        raise later
+        return last if last is not None and last._is_failed else None
 
     def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
         """Run a save in the background, after all that the last one on the same path has left to do.
@@ -257,11 +302,10 @@ class Saves:
                     last._join()  # what it deletes may be the room that this save needs
                 handle._report = save.run()
             except BaseException as error:
-                # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
-                handle._error_heard = handle._error_heard or tell_error(on_error, error)
-                handle._error = error
+                handle._fail(error, on_error)
             finally:
                 handle._settled.set()
+                handle._opened.set()
                 try:
                     save.tidy(failed=handle._error is not None)
                 finally:
@@ -295,11 +339,9 @@ class Saves:
         """As `settle`.
 
         Raises:
-            CheckpointError: One of them failed, and nobody has been told yet. The errors of others are logged.
+            CheckpointError: One of them failed, and nobody has been told yet. The errors of others were logged.
         """
         untold = self.settle(path)
-        for other in untold[1:]:
-            logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other.error)
         if untold and (error := untold[0].error) is not None:
             raise for_later_call(error)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport, SaveReport
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError, from_json
+from xla_ckpt.errors import CheckpointError, InvalidTagError, SaveError, UnsupportedStateError, UsageError, from_json
 from xla_ckpt.keywords import known_options
 from xla_ckpt.options import OnError
 
@@ -23,10 +23,6 @@ Listener = Callable[[Report], object]
 
 MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
 """Errors of the program, which fail every save and not this one alone. They are raised in any case."""
-
-EARLIER = "an asynchronous save before this call has failed"
-"""Begins the error of a save that a later call raises."""
-
 
 class Listeners:
     """The functions that hear of each report of this process. Safe for several threads."""
@@ -112,13 +108,17 @@ def tell_error(on_error: OnError, error: BaseException) -> bool:
     return True
 
 
-def for_later_call(error: BaseException) -> BaseException:
-    """The error of a save for a later call to raise: it says so, and that of the save's handle stays what it was."""
-    # One of a save that did not begin, because of the save before it, says so already.
-    if not isinstance(error, CheckpointError) or error.problem.startswith(EARLIER):
-        return error
+def for_later_call(error: BaseException, consequence: str = "") -> CheckpointError:
+    """Return the error of a save for a later call to raise. That of the save's handle stays what it was.
+
+    Args:
+        error: The error of the save.
+        consequence: What the later call has not done for it.
+    """
+    problem = error if isinstance(error, CheckpointError) else SaveError(f"{type(error).__name__}: {error}")
     # Its tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
     # save out.
-    later = from_json(error.to_json() | {"problem": f"{EARLIER}: {error.problem}"})
+    text = f"an asynchronous save before this call has failed{consequence}: {problem.problem}"
+    later = from_json(problem.to_json() | {"problem": text})
     later.__cause__ = error
     return later

@@ -67,6 +67,9 @@ class Save:
     cancellation: Cancellation = field(default_factory=Cancellation)
     """How the caller gives it up."""
 
+    began: Callable[[], None] = lambda: None
+    """Is called when all ranks have begun it."""
+
     @property
     def freezing(self) -> Freezing | None:
         """When the program may write to what is saved; None if it could not be prepared."""
@@ -99,6 +102,7 @@ class Save:
         try:
             with self.job.taking_part():
                 agreed = open_save(self.order, self.job, self._ready, self.phases)
+                self.began()
                 with naming(path=self.order.root.path, tag=self.order.tag):
                     sequence, written = self._lead(agreed) if self.exchange.rank == 0 else self._follow(agreed)
             note_saved(self.order.root, self.order.tag, sequence, self._ready().fixed)

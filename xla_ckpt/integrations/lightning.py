@@ -20,8 +20,7 @@ from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
-from xla_ckpt.job.current import current_job
-from xla_ckpt.job.rounds import TIMEOUT
+from xla_ckpt.job.current import world_size
 from xla_ckpt.keywords import keeping_for
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.state.per_rank import PerRank
@@ -212,7 +211,7 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
         root, tag = _place(path)
         if storage_options is not None:
             raise UsageError("there are no storage_options", path=root, tag=tag, found=repr(storage_options))
-        if (world := current_job(root, None, doing="save", timeout=TIMEOUT).exchange.size) > 1:
+        if (world := world_size(root)) > 1:
             raise UsageError(
                 "a CheckpointIO saves on rank 0 alone",
                 path=root,

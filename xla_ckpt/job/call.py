@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
+from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError, from_json
 from xla_ckpt.job.messages import Message
 from xla_ckpt.job.round import Round
 from xla_ckpt.job.verdict import as_checkpoint_error
@@ -17,7 +19,8 @@ DIFFERENT = "the ranks make different calls"
 
 _HINT = (
     "All ranks make the same calls, in the same order, with the same arguments. If a rank has left a call out, this is "
-    "its next one beside theirs: wait for all saves on all ranks (xla_ckpt.finalize_checkpoint), and go on together."
+    "its next one beside theirs: go on on all ranks. Those that are behind leave out the calls that it has made "
+    "already, each with such an error, and the next call that all of them make works."
 )
 _END = "the end of the process"
 """In the place of a call: the rank makes none any more."""
@@ -53,6 +56,8 @@ class Word(Message):
 
     call: Call
     value: Any = None
+    """JSON; beside the error of ranks that make different calls, these calls, rank by rank."""
+
     error: CheckpointError | None = None
 
     @property
@@ -115,9 +120,10 @@ def _judged(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> W
             if said.error is not None:
                 raise said.error
             words.append(said)
-        different = different_calls([said.call for said in words])
+        calls = [said.call for said in words]
+        different = different_calls(calls)
         if different is not None:
-            raise different
+            return Word(call=word.call, value=[call.to_json() for call in calls], error=different)
         return Word(call=word.call, value=unite([said.value for said in words]))
     except CheckpointError as error:
         return _failed(word.call, error)
@@ -126,6 +132,74 @@ def _judged(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> W
 def _failed(call: Call, error: CheckpointError) -> Word:
     """The verdict that a call has failed. It says all that all ranks say: one with another call may not add to it."""
     return Word(call=call, error=error.at(path=call.path or None, tag=call.tag))
+
+
+class DifferentCalls:
+    """The calls of all ranks in the latest rounds if they differed, by which a rank finds out that it is behind.
+
+    A rank that has left calls out comes to the next one sooner than the others. They come to that one later, when it
+    has failed already, in the same round as theirs, and its caller goes on. So they leave it out, without a round: then
+    all of them are in the same round with the same call again. Of two ranks only one is behind the other: the first to
+    claim it. Safe for several threads.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._calls: dict[int, list[Call]] = {}
+        """Number of a round -> the calls, rank by rank."""
+        self._left_out = Counter[int]()
+        """Another rank -> how many of its calls in these rounds this one has left out."""
+        self._error: CheckpointError | None = None
+
+    def add(self, number: int, calls: list[Call], error: CheckpointError) -> None:
+        """Note the calls of a round that differed. Those that differ in options alone are as far as each other."""
+        if len({(call.doing, call.path, call.tag) for call in calls}) == 1:
+            self.clear(number)
+            return
+        with self._lock:
+            self._calls[number], self._error = calls, error
+
+    def clear(self, number: int) -> None:
+        """Forget all rounds before this one, in which the ranks were as far as each other."""
+        with self._lock:
+            self._calls = {other: calls for other, calls in self._calls.items() if other > number}
+            if not self._calls:
+                self._left_out.clear()
+
+    def left_out(self, call: Call, claims: Callable[[int, int], bool]) -> CheckpointError | None:
+        """Return the error of a call that this rank leaves out because others have made it; None if it makes it.
+
+        >>> a, b, c = (Call.of("save", "/root", tag) for tag in "abc")
+        >>> behind, ahead = DifferentCalls(0), DifferentCalls(1)
+        >>> for rank in (behind, ahead):
+        ...     rank.add(1, [a, b], UsageError(DIFFERENT))
+        >>> print(behind.left_out(b, lambda first, other: True))
+        the ranks make different calls, and this one leaves out save('/root', 'b'), which others have made already
+        >>> print(behind.left_out(c, lambda first, other: True), ahead.left_out(c, lambda first, other: True))
+        None None
+
+        Args:
+            call: The call.
+            claims: Given the first of the rounds and another rank: claims that this rank is behind the other one;
+                whether that one has not claimed the opposite.
+        """
+        with self._lock:
+            numbers = sorted(self._calls)
+            made = list(zip(*(self._calls[number] for number in numbers), strict=True))
+            ahead = [
+                rank
+                for rank, calls in enumerate(made)
+                if calls[0] != made[self._rank][0] and call in calls[self._left_out[rank] :][:1]
+            ]
+            error = self._error
+        ahead = [rank for rank in ahead if claims(numbers[0], rank)]
+        with self._lock:
+            self._left_out.update(ahead)
+        if not ahead or error is None:
+            return None
+        text = f"{error.problem}, and this one leaves out {call}, which others have made already"
+        return from_json(error.to_json() | {"problem": text})
 
 
 def is_missed(call: Call, verdict: Word) -> bool:

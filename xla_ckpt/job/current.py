@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UsageError, naming
 from xla_ckpt.job import peers
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.job import Job, rounds_over
@@ -35,6 +35,17 @@ class Played(threading.local):
 
 
 PLAYED = Played()
+
+
+def world_size(root: str) -> int:
+    """Return the number of ranks of this process's job, without beginning a call.
+
+    Raises:
+        UsageError: This rank cannot meet the others.
+    """
+    with naming(path=root):
+        peers.check_can_meet()
+    return (peers.channel() or _SOLO).size
 
 
 def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: float = TIMEOUT) -> Job:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, from_json
@@ -84,9 +85,28 @@ class Job:
         if verdict.ended is not None:
             self.rounds.ended = verdict.ended
             raise _of_call(verdict.ended, call)
+        number = self.exchange.number
         if verdict.error is not None:
+            if verdict.value is not None:
+                self.rounds.different.add(number, list(map(Call.from_json, verdict.value)), verdict.error)
             raise_as_told(verdict.error, word.error)
+        self.rounds.different.clear(number)
         return verdict.value
+
+    def leave_out_if_behind(self, call: Call, earlier: CheckpointError | None = None) -> None:
+        """Refuse a call that the other ranks have made before, while this one made another. It takes no round.
+
+        Args:
+            call: What this rank was called for.
+            earlier: What is raised then instead.
+
+        Raises:
+            UsageError: It is such a call. The next call of all ranks is the same one.
+            RankFailedError: The store is gone.
+        """
+        error = self.rounds.different.left_out(call, partial(self.rounds.is_behind, self.exchange.timeout))
+        if error is not None and self.rounds.give_back(self.exchange):
+            raise earlier or error
 
     def shows(self, progress: bool | None) -> bool | None:
         """Whether this rank may show a progress bar."""

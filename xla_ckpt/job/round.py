@@ -86,6 +86,8 @@ class Round:
         self.name = name
         self.whole = name
         """The name of the round that this one is inside of, or its own."""
+        self.number = 0
+        """How many calls of all ranks came before this one, and itself; 0 for what is no call."""
         self.timeout = timeout
         self.failure = failure
         self.said: list[str] = []

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError, LoadError, RankFailedError, SaveError
+from xla_ckpt.job.call import DifferentCalls
 from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.round import Deadline, Round
 
@@ -33,6 +34,8 @@ class Rounds:
         """Number of the latest round. The first follows `before`, which an earlier group on the same store reached."""
         self._open: dict[str, tuple[int, Round]] = {}
         """(number, round) of rounds of which something is left in the store, by name, oldest first."""
+        self.different = DifferentCalls(communicator.rank)
+        """The calls of the latest rounds if they differed."""
         self.ended: CheckpointError | None = None
         """That a rank has ended, once it is known: no call of all ranks can succeed any more."""
 
@@ -59,9 +62,29 @@ class Rounds:
     def _number(self, exchange: Round) -> None:
         with self._lock:
             self.last += 1
+            exchange.number = self.last
             exchange.name = exchange.whole = f"call/{self.last}"  # whatever is called: ranks that differ have to meet
             if self.communicator.size > 1:
                 self._open[exchange.name] = self.last, exchange
+
+    def give_back(self, exchange: Round) -> bool:
+        """Leave the latest round for the next call, because this one is not made; whether it is still the latest."""
+        with self._lock:
+            if exchange.number != self.last:
+                return False
+            self._open.pop(exchange.name, None)
+            self.last -= 1
+            return True
+
+    def is_behind(self, timeout: float, number: int, other: int) -> bool:
+        """Claim that this rank is behind another one since a round; whether that one has not claimed the opposite.
+
+        Raises:
+            RankFailedError: The store is gone.
+        """
+        rank = self.communicator.rank
+        exchange = Round(self.communicator, f"call/{number}", timeout)
+        return bool(exchange.settle(f"behind/{min(rank, other)}-{max(rank, other)}", rank) == rank)
 
     @contextlib.contextmanager
     def taking_part(self, exchange: Round) -> Iterator[None]:
