@@ -24,6 +24,7 @@ Listener = Callable[[Report], object]
 MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
 """Errors of the program, which fail every save and not this one alone. They are raised in any case."""
 
+
 class Listeners:
     """The functions that hear of each report of this process. Safe for several threads."""
 
@@ -50,8 +51,11 @@ class Listeners:
         for function in functions:
             try:
                 function(report)
-            except Exception:
+            except BaseException as error:
                 # It is the program's own code, and may raise anything; the save or load is done, and stays what it is.
+                # Only what a signal handler raises is for the program, and that comes on the main thread alone.
+                if threading.current_thread() is threading.main_thread() and not isinstance(error, Exception):
+                    raise
                 logger.exception("a function that on_report was given failed for the tag %s", report.tag)
 
 

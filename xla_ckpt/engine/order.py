@@ -38,7 +38,7 @@ class Order:
     before the save was begun."""
 
     committed: Callable[[int], object] = lambda number: None
-    """Is called on rank 0 after the commit, with its number. Never raises."""
+    """Is called on rank 0 after the commit, with its number. What it raises is logged."""
 
     workers: int = WRITERS
     shown: bool | None = None

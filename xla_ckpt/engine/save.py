@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,7 +40,6 @@ from xla_ckpt.errors import CheckpointError, RankFailedError, naming
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.round import LEAD, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.plan.sharing import SharedPlan
@@ -48,6 +48,7 @@ from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tags.root import logged_after_commit
 from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree.path import listed
 
@@ -105,11 +106,13 @@ class Save:
                 self.began()
                 with naming(path=self.order.root.path, tag=self.order.tag):
                     sequence, written = self._lead(agreed) if self.exchange.rank == 0 else self._follow(agreed)
-            note_saved(self.order.root, self.order.tag, sequence, self._ready().fixed)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
             self._end(began, 0, SharedPlan(SavePlan(())), error)
             raise
+        else:
+            with self._after_commit():
+                note_saved(self.order.root, self.order.tag, sequence, self._ready().fixed)
         finally:
             self.release()
         return self._end(began, sequence, written)
@@ -134,10 +137,17 @@ class Save:
             phases=self.phases.report(),
             error=error,
         )
-        if error is None:
-            logger.info("%s", report.in_words)
-        end(report, self.phases, self.timing.trace)
+        if error is not None:
+            end(report, self.phases, self.timing.trace)
+            return report
+        logger.info("%s", report.in_words)
+        with self._after_commit():
+            end(report, self.phases, self.timing.trace)
         return report
+
+    def _after_commit(self) -> AbstractContextManager[None]:
+        """Around what follows the commit, and must not make an error of the save."""
+        return logged_after_commit(self.order.root.path, self.order.tag)
 
     def release(self) -> None:
         """Let go of what is saved: the program may write to it."""
@@ -187,11 +197,15 @@ class Save:
                 ending = Ending(index=frozen.writing.index, marks=frozen.writing.marks, parity=parity)
                 manifest = sealed_manifest(self.order, transaction, records, agreed.odd, self.mesh, disks, ending)
                 say_sealed(exchange, disks, transaction.directory)
-                self._commit(transaction, manifest, parts, disks)
+                self._commit(transaction, parts, disks)
         finally:
             transaction.abandon()
-        if exchange.size > 1:
-            exchange.say("verdict", transaction.sequence)
+        with self._after_commit():
+            if exchange.size > 1:
+                exchange.say("verdict", transaction.sequence)
+        with self._after_commit():
+            remember(self.order.root, manifest)
+            self.order.committed(transaction.sequence)
         return transaction.sequence, sharing
 
     @contextlib.contextmanager
@@ -215,7 +229,7 @@ class Save:
                 raise
             raise problem from error
 
-    def _commit(self, transaction: Transaction, manifest: Manifest, parts: Sequence[Part], disks: Disks) -> None:
+    def _commit(self, transaction: Transaction, parts: Sequence[Part], disks: Disks) -> None:
         within = self.exchange.timeout * LEAD
         began = time.perf_counter()
         if self.order.root.await_ready(within):
@@ -231,8 +245,6 @@ class Save:
         ended = time.perf_counter()
         self.phases.add("commit", ended - began - retained, ended=ended - retained)
         self.phases.add("retain", retained, ended=ended)
-        remember(self.order.root, manifest)
-        self.order.committed(transaction.sequence)
 
     def _follow(self, agreed: AgreedSave) -> tuple[int, SharedPlan]:
         """The part of any other rank: write, report, hear the verdict."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.placing import overtaken
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import Kind, Root
+from xla_ckpt.tags.root import Kind, Root, logged_after_commit
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,16 @@ class Attempt:
 
         if retention is not None:
             # What a policy reads of older tags is read now, and kept: an edit that takes long loses to those of others.
-            superfluous(facts_of(self.record.store, rules.entries_in(self.record.last())), retention)
+            with contextlib.suppress(CheckpointError):  # the edit meets it, too
+                superfluous(facts_of(self.record.store, rules.entries_in(self.record.last())), retention)
         try:
             ledger = self.record.edit(change)
         except Unanswered as error:
             ledger = self._settle(error)
-        if self.kind is not Kind.REPAIR:
-            LEASES.note(self.record.path, self.tag, ledger.sequence)
-        self._close()
+        with logged_after_commit(self.record.path, self.tag):
+            if self.kind is not Kind.REPAIR:
+                LEASES.note(self.record.path, self.tag, ledger.sequence)
+            self._close()
         return 0.0
 
     def _check_owner(self, ledger: Ledger) -> None:

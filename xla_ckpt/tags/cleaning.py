@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError
@@ -96,7 +95,7 @@ def _left_to_others(store: FileSystem, name: str) -> Iterator[None]:
         _tell(store, name, error)
 
 
-def _tell(store: Store, name: str, error: OSError) -> None:
+def _tell(store: Store, name: str, error: Exception) -> None:
     if (store.path, name) not in _told:
         _told.add((store.path, name))
         logger.warning("could not remove %s in %s: %s", name or "it", store.path, error)
@@ -123,23 +122,39 @@ def move_to_trash(store: FileSystem, name: str) -> str:
         return place
 
 
-def retire_older(
-    store: FileSystem, tag: str, retention: Retention | None, among: Callable[[TagEntry], bool] = lambda _: True
-) -> float:
-    """Retire what is not to be kept since this tag came, but for tags that somebody reads; how long that took (s).
+def tags_without(store: FileSystem, new: TagEntry, retention: Retention | None) -> list[TagEntry]:
+    """Return the tags that are not to be kept any more when a new one has its name, oldest first.
 
-    Only those are counted, and go, of which `among` says so. That one cannot be deleted, or all of them, is logged, and
-    no error: the new tag is there.
+    That the tags cannot be listed is logged, and all are kept.
+
+    Raises:
+        UsageError: The policy failed.
     """
     if retention is None:
-        return 0.0  # a root of 10,000 tags takes a third of a second to look through
-    began = time.perf_counter()
+        return []  # a root of 10,000 tags takes a third of a second to look through
     try:
-        doomed = tags_to_retire(store, filter(among, listing.entries(store)), retention)
-        retire_each(store, doomed, lambda old: store.in_use(old) or move_to_trash(store, old))
-    except (OSError, CheckpointError) as error:
-        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, error)
-    return time.perf_counter() - began
+        entries = [entry for entry in listing.entries(store) if entry.tag != new.tag]
+    except CheckpointError as error:
+        logger.warning("%s: no older tag is deleted when tag %s comes: %s", store.path, new.tag, error)
+        return []
+    doomed = set(tags_to_retire(store, [*entries, new], retention))
+    return [entry for entry in entries if entry.tag in doomed]
+
+
+def retire(store: FileSystem, doomed: Sequence[TagEntry]) -> None:
+    """Move tags to the trash, except those that somebody reads, or has pinned or saved again since they were listed.
+
+    A tag that cannot be moved stays, which is logged: the tag that retires them is there.
+    """
+
+    def retire_unchanged(old: TagEntry) -> None:
+        now = listing.entry_of(store, old.tag)
+        is_same = now is not None and (now.sequence, now.pinned) == (old.sequence, old.pinned)
+        if is_same and not store.in_use(old.tag):
+            move_to_trash(store, old.tag)
+
+    entries = {old.tag: old for old in doomed}
+    retire_each(store, entries, lambda tag: retire_unchanged(entries[tag]))
 
 
 def retire_each(store: Store, names: Iterable[str], retire: Callable[[str], object]) -> None:
@@ -151,7 +166,7 @@ def retire_each(store: Store, names: Iterable[str], retire: Callable[[str], obje
             retire(name)
         except FileNotFoundError:
             logger.debug("%s in %s: another job has retired it", name, store.path)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _tell(store, name, error)
 
 

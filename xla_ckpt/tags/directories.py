@@ -21,7 +21,7 @@ from xla_ckpt.plan.parity import COPY
 from xla_ckpt.storage.base import FileSystem, LocalFiles
 from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags import listing
-from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, retire_older
+from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, retire, tags_without
 from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.directory_draft import DirectoryDraft
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
@@ -103,7 +103,7 @@ class DirectoryRoot:
                 newest=next((entry for entry in reversed(entries) if entry.damage is None), None),
                 directory=_new_directory(self.store, f"{NEW_PREFIX}{name}{suffix}"),
                 new_root=new_root,
-                retire_older=self.retire_older,
+                root=self,
             )
         except BaseException:
             if before is not None:
@@ -114,9 +114,17 @@ class DirectoryRoot:
         """Above which number the next tag has its own, whatever those in this directory have."""
         return 0
 
-    def retire_older(self, tag: str, retention: Retention | None) -> float:
-        """Retire the tags that are not to be kept since this one was committed; how long that took (s)."""
-        return retire_older(self.store, tag, retention)
+    def superfluous(self, new: TagEntry, retention: Retention | None) -> list[TagEntry]:
+        """Return the tags that are not to be kept any more when this one is committed, oldest first.
+
+        Raises:
+            UsageError: The policy failed.
+        """
+        return tags_without(self.store, new, retention)
+
+    def committed(self, tag: str, doomed: Sequence[TagEntry], retention: Retention | None) -> None:
+        """Do what follows the commit of a tag: retire those tags that are not to be kept any more."""
+        retire(self.store, doomed)
 
     def join(self, draft: str) -> LocalFiles:
         return self.store.open(draft, lock=False)

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from xla_ckpt.errors import NotDurableError
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
 from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
 from xla_ckpt.storage.durable_names import not_durable, rename_durably
+from xla_ckpt.tags import listing
 from xla_ckpt.tags.cleaning import move_to_trash, remove, remove_empty_root, remove_unused
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import Kind
+from xla_ckpt.tags.root import Kind, logged_after_commit
 
 logger = logging.getLogger(__name__)
+
+
+class Tags(Protocol):
+    """The tags of a root directory, in which a draft becomes one."""
+
+    def superfluous(self, new: TagEntry, retention: Retention | None) -> list[TagEntry]:
+        """Return the tags that are not to be kept any more when a new one is committed."""
+
+    def committed(self, tag: str, doomed: Sequence[TagEntry], retention: Retention | None) -> None:
+        """Do what follows the commit of a tag."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +53,8 @@ class DirectoryDraft:
 
     sequence: int
     newest: TagEntry | None
-    retire_older: Callable[[str, Retention | None], float]
-    """What the root does about older tags when this is one."""
+    root: Tags
+    """What knows the tags beside it."""
 
     new_root: bool = False
     """Whether the root directory was made for it."""
@@ -58,12 +70,19 @@ class DirectoryDraft:
                 LEASES.check(self.store.path, self.sequence)
                 metadata = {"tag": self.name, "sequence": self.sequence}
                 metadata |= {} if report is None else {"report": report}
+                began = time.perf_counter()
+                doomed = self.root.superfluous(self._as_tag(), retention)
+                placing = time.perf_counter()
                 with self._placing():
                     old = COMMITTER.commit(self.store, self.directory, self.name, self.replaced, metadata, within)
-                if old is not None:
-                    _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
-                LEASES.note(self.store.path, self.name, self.sequence)
-                return self.retire_older(self.name, retention)
+                placed = time.perf_counter()
+                with logged_after_commit(self.store.path, self.name):
+                    if old is not None:
+                        _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
+                    LEASES.note(self.store.path, self.name, self.sequence)
+                with logged_after_commit(self.store.path, self.name):
+                    self.root.committed(self.name, doomed, retention)
+                return placing - began + time.perf_counter() - placed
             case Kind.CHECKPOINT:
                 self._place()
             case Kind.NEW:
@@ -84,6 +103,11 @@ class DirectoryDraft:
                 self._adopt()
         return 0.0
 
+    def _as_tag(self) -> TagEntry:
+        """The tag that this will be, as it lies there now."""
+        entry = listing.entry_at(self.store, self.directory.name, self.name)
+        return entry or TagEntry(tag=self.name, sequence=self.sequence, directory=self.directory.name)
+
     def _place(self) -> None:
         """Have the directory take its name. What had it before is removed, unless somebody reads it."""
         with self._placing():
@@ -100,7 +124,8 @@ class DirectoryDraft:
             self.placed = True  # and what stands under the draft's name may be what a loss of power brings back
             raise
         self.placed = True
-        self._close()
+        with logged_after_commit(self.store.path, self.name):
+            self._close()
 
     def _adopt(self) -> None:
         """Put the files into the places of those that the tag has."""

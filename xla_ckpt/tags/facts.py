@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_ckpt.errors import CheckpointError, FormatError, naming, storage_errors
+from xla_ckpt.errors import CheckpointError, FormatError, UsageError, naming, storage_errors
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import read_whole
@@ -34,7 +34,7 @@ _SCALARS = {f"$numpy.{dtype.name}": dtype for dtype in map(np.dtype, "efdbBhHiIl
 
 _lock = threading.Lock()
 _metrics: dict[tuple[str, str, int, str, str], float | None] = {}
-"""(root, directory, commit number, time of the commit, name) -> the number; those that were read last at the end."""
+"""(root, tag, commit number, time of the commit, name) -> the number; those that were read last at the end."""
 
 
 def facts_of(store: Store, entries: Iterable[TagEntry]) -> list[TagFact]:
@@ -53,9 +53,21 @@ def facts_of(store: Store, entries: Iterable[TagEntry]) -> list[TagFact]:
 
 
 def tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Retention) -> list[str]:
-    """Which of these tags a policy does not keep, oldest first. That tags lack what it goes by is logged."""
+    """Which of these tags a policy does not keep, oldest first. That tags lack what it goes by is logged.
+
+    If the policy cannot look something up in a tag, that is logged, and all tags are kept.
+
+    Raises:
+        UsageError: The policy failed.
+    """
     facts = facts_of(store, entries)
-    retired = superfluous(facts, policy)
+    try:
+        retired = superfluous(facts, policy)
+    except UsageError:
+        raise
+    except CheckpointError as error:
+        logger.warning("%s: no older tag is deleted: %s", store.path, error)
+        return []
     if any(isinstance(part, EveryNSteps) for part in policy.parts):
         without = [fact.tag for fact in facts if fact.readable and fact.step is None]
         if without and store.path not in _told_of_steps:  # once, and not with every save
@@ -92,7 +104,7 @@ def _metric(store: Store, entry: TagEntry, name: str) -> float | None:
     Raises:
         CheckpointError: The manifest cannot be read, which is logged.
     """
-    key = (store.path, entry.directory, entry.sequence, entry.created, name)
+    key = (store.path, entry.tag, entry.sequence, entry.created, name)
     with _lock:
         if key in _metrics:
             return _metrics[key]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.tags.retention import (
     AnyOf,
     BestN,
@@ -87,6 +88,10 @@ def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tu
 
     >>> why_kept([TagFact("a", 1), TagFact("b", 2, pinned=True), TagFact("c", 3), TagFact("d", 4)], LatestN(1))
     {'a': (), 'b': ('pinned',), 'c': (), 'd': ('the newest', 'of the newest 1')}
+
+    Raises:
+        UsageError: The policy failed.
+        CheckpointError: It asked for something that cannot be read of a tag.
     """
     ordered = sorted(facts, key=lambda fact: (fact.sequence, fact.created, fact.tag))
     reasons: dict[str, list[str]] = {fact.tag: ["pinned"] if fact.pinned else [] for fact in ordered}
@@ -97,15 +102,37 @@ def why_kept(facts: Sequence[TagFact], policy: Retention | None) -> dict[str, tu
     if readable:
         reasons[readable[-1].tag].append("the newest")
     live = [fact for fact in readable if not fact.pinned]
-    for part in () if policy is None else policy.parts:
-        kept = part.keeps(live)
-        reason = part.reason(live)
-        for fact in kept:
-            reasons[fact.tag].append(part.unknown(fact) or reason)
+    if policy is not None:
+        with _naming_policy(policy):
+            for part in policy.parts:
+                kept = part.keeps(live)
+                reason = part.reason(live)
+                for fact in kept:
+                    reasons[fact.tag].append(part.unknown(fact) or reason)
     if policy is None:
         for fact in live:
             reasons[fact.tag].append("all are kept")
     return {tag: tuple(whys) for tag, whys in reasons.items()}
+
+
+@contextlib.contextmanager
+def _naming_policy(policy: Retention) -> Iterator[None]:
+    """Raise what a policy raises, which may be the program's own, as an error that names the policy.
+
+    Raises:
+        UsageError: The policy failed.
+        CheckpointError: It has looked something up in a tag (`TagFact.metric`) that cannot be read.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the retention policy {type(policy).__name__} failed: {type(error).__name__}: {error}",
+            expected="some of the tags that it was given",
+            hint="Correct its method `keeps`, or save with another policy. No tag was changed.",
+        ) from error
 
 
 def superfluous(facts: Sequence[TagFact], policy: Retention | None) -> list[str]:

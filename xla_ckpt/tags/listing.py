@@ -73,7 +73,7 @@ def entry_of(store: Store, tag: str) -> TagEntry | None:
 
 def _found(store: Store, tag: str) -> TagEntry | None:
     """A tag, wherever it is now."""
-    looks = (_entry(store, name, tag) for name in _places(store, tag))
+    looks = (entry_at(store, name, tag) for name in _places(store, tag))
     return next((entry for entry in looks if entry is not None), None)
 
 
@@ -123,7 +123,8 @@ def names_in(store: Store) -> list[str]:
         raise StorageError.of(error, "listing the tags", path=store.path) from error
 
 
-def _entry(store: Store, name: str, tag: str) -> TagEntry | None:
+def entry_at(store: Store, name: str, tag: str) -> TagEntry | None:
+    """Return a tag as it lies in a directory, whose name may be another one; None if it is no tag of ours."""
     damage: CheckpointError
     try:
         head = manifest_json.parse_head(store.start_of(f"{name}/{MANIFEST}", manifest_json.HEAD_BYTES, links=False))

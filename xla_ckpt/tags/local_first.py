@@ -6,16 +6,17 @@ import contextlib
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.manifest.records import Head
 from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source
 from xla_ckpt.storage.small_files import write_small
-from xla_ckpt.tags.cleaning import move_to_trash, remove, retire_older
+from xla_ckpt.tags.cleaning import move_to_trash, remove, retire
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.directory_draft import DirectoryDraft
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
+from xla_ckpt.tags.facts import tags_to_retire
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.names import DISK_MARK, NEW_PREFIX, TRASH
 from xla_ckpt.tags.placing import place
@@ -167,17 +168,18 @@ class LocalFirst(DirectoryRoot):
     def above(self) -> int:
         return self._above
 
-    def retire_older(self, tag: str, retention: Retention | None) -> float:
+    def committed(self, tag: str, doomed: Sequence[TagEntry], retention: Retention | None) -> None:
         """Retire nothing: tags go when they are in the object store (see `retire_sent`)."""
         self._committed(retention)
-        return 0.0
 
     def retire_sent(self, tag: str, retention: Retention | None) -> None:
         """Retire what is in the object store, and not to be kept since this tag is there. That it fails is logged."""
-        retire_older(self.store, tag, retention, lambda old: self.is_sent(old) and not self.is_written(old.tag))
         try:
+            if retention is not None:
+                sent = {e.tag: e for e in self.entries() if self.is_sent(e) and not self.is_written(e.tag)}
+                retire(self.store, [sent[old] for old in tags_to_retire(self.store, sent.values(), retention)])
             self.clean()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning("could not clean up in %s after tag %s: %s", self.path, tag, error)
 
     def opened(self, tag: str) -> LocalFiles | None:

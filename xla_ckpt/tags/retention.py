@@ -137,7 +137,10 @@ class Retention(ABC):
 
     @abstractmethod
     def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
-        """Those tags that are kept, of all that are not pinned, oldest first."""
+        """Those tags that are kept, of all that are not pinned, oldest first.
+
+        A save asks before its commit: what is raised here fails it.
+        """
 
     def reason(self, facts: Sequence[TagFact]) -> str:  # of derived classes one depends on the tags
         """Why it keeps those of these tags that it keeps."""

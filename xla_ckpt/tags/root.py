@@ -6,8 +6,10 @@ object stores (`tags/ledger.py`). A `Transaction` (`tags/transaction.py`) is how
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +17,20 @@ from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.retention import Retention
 
+logger = logging.getLogger(__name__)
+
 
 def go_on() -> None:
     """The `check` of who waits as long as it takes."""
+
+
+@contextlib.contextmanager
+def logged_after_commit(path: str, tag: str) -> Iterator[None]:
+    """Log what the block raises, which runs after a commit: the tag is there, so its save has not failed."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s: tag %s is committed; what was to be done afterwards failed", path, tag)
 
 
 class Kind(enum.Enum):
@@ -83,7 +96,10 @@ class Draft(Protocol):
         """The newest tag that can be read, as it was when this was begun; None for what is no tag."""
 
     def commit(self, *, retention: Retention | None, report: Any, within: float) -> float:
-        """Have it take its name, in one step, and retire older tags. See `Transaction.commit`."""
+        """Have it take its name, in one step, and retire older tags. See `Transaction.commit`.
+
+        Which tags are retired is decided before, and what is done after that step raises nothing.
+        """
 
     def abandon(self) -> None:
         """Let go of it. What was not committed is removed: it may be why the storage is full."""

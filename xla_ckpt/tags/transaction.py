@@ -77,7 +77,7 @@ class Transaction:
             within: Seconds to wait at most for a process that commits.
 
         Returns:
-            Seconds that retiring older tags took.
+            Seconds that choosing and retiring older tags took.
 
         Raises:
             SaveError: It was not committed; what has the name is as it was before.
