@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import copy
+import sys
 from collections.abc import Mapping
+from itertools import starmap, zip_longest
 from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
@@ -63,10 +68,10 @@ def load(stored: Stored, member: Any) -> Loading:
     own = tree_of(member, stored.prefix)
     plan_freely(stored, loading, own)
     if is_scheduler(member):
-        loading.problems += _of_another_class(stored, type(member).__name__, own)
+        loading.problems += _of_another_class(stored, member, own)
 
     def take(arrays: Mapping[str, Any]) -> None:
-        member.load_state_dict(stored.build(lambda path, _: arrays[path]))
+        member.load_state_dict(like_own(stored.build(lambda path, _: arrays[path]), own))
 
     if isinstance(member, RNGState):
         loading.finish = take  # last of all: whatever else is loaded may draw random numbers
@@ -75,18 +80,81 @@ def load(stored: Stored, member: Any) -> Loading:
     return loading
 
 
-def _of_another_class(stored: Stored, own_class: str, own: Any) -> list[Problem]:
+def _of_another_class(stored: Stored, member: Any, own: Any) -> list[Problem]:
     """The values that one of two schedulers has and the other has not.
 
     torch's `load_state_dict` takes any scheduler's state without a word, and the learning rate would go on as in
-    neither run. Versions of one class differ in names that begin with an underscore, and in `verbose`, which torch has
-    dropped.
+    neither run. Of a class of torch's only the names of its options count, and those of options of torch's other
+    classes: its other attributes come and go with versions of torch.
     """
     names = {paths.unescape(part) for part in children(stored.skeleton) or ()}
-    differ = names.symmetric_difference(own if isinstance(own, Mapping) else ()) - {"verbose"}
+    own_class, own_names = type(member), {*own} if isinstance(own, Mapping) else set()
+    differ = {name for name in names ^ own_names if not str(name).startswith("_")} - {"verbose"}
+    kinds = _torch_schedulers()
+    if any(kind in kinds for kind in own_class.__mro__):
+        own_options = {name for kind in own_class.__mro__ for name in _options_of(kind)}
+        options = {name for kind in kinds for name in _options_of(kind)} - own_options
+        differ &= (options & names) | (own_options - names)
     problems = []
-    for name in sorted(str(name) for name in differ if not str(name).startswith("_")):
-        has, lacks = ("the tag", own_class) if name in names else (own_class, "the tag")
+    for name in sorted(map(str, differ)):
+        has, lacks = ("the tag", own_class.__name__) if name in names else (own_class.__name__, "the tag")
         text = f"{has} has it, and {lacks} has not: the stored scheduler is probably of another class"
         problems.append(Problem(paths.join(stored.prefix, paths.escape(name)), text, stays=True))
     return problems
+
+
+def _torch_schedulers() -> list[type]:
+    """The classes of torch's schedulers, without those that they derive from."""
+    module = sys.modules.get("torch.optim.lr_scheduler")
+    base = getattr(module, "LRScheduler", None)
+    every = [] if base is None else [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, base)]
+    return [kind for kind in every if "__init__" in vars(kind) and kind is not base]
+
+
+def _options_of(kind: type) -> set[str]:
+    """The names of the arguments of a class."""
+    code = getattr(vars(kind).get("__init__"), "__code__", None)
+    return set() if code is None else {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]}
+
+
+def like_own(value: Any, own: Any) -> Any:
+    """A stored state with numbers for those keys of dicts that are numbers in an object's own state.
+
+    torch.distributed.checkpoint stores all keys as text, and all dicts as plain ones. `own` is the state that the
+    object has, and shows which keys are numbers, and the classes of the dicts.
+
+    >>> like_own([{"at": {"3": 1, "12": 2}}], [{"at": collections.Counter([5])}])
+    [{'at': Counter({12: 2, 3: 1})}]
+    """
+    if isinstance(value, Mapping) and isinstance(own, Mapping):
+        key_of = _keys_by_text(value, own)
+        members = {key_of.get(k, k): like_own(member, own.get(key_of.get(k, k))) for k, member in value.items()}
+        if type(value) is dict and type(own) is not dict and isinstance(own, dict):
+            return _dict_like(own, members)
+        return members if type(value) is dict else value
+    if type(value) in (list, tuple) and isinstance(own, list | tuple):
+        return type(value)(starmap(like_own, zip_longest(value, own[: len(value)])))
+    return value
+
+
+def _keys_by_text(value: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The numbers that keys of `value` are the text of; empty if the keys of `own` are not all numbers of one type."""
+    kinds = {*map(type, own)} or ({int} if isinstance(own, collections.Counter) else set())
+    if len(kinds) != 1 or not kinds <= {int, float} or not all(isinstance(key, str) for key in value):
+        return {}
+    (kind,) = kinds
+    numbers = {}
+    for key in value:
+        with contextlib.suppress(ValueError):
+            if str(number := kind(key)) == key:
+                numbers[key] = number
+    return numbers if len(numbers) == len(value) else {}
+
+
+def _dict_like(own: dict[Any, Any], members: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A dict of the class of `own` with these members."""
+    made = copy.copy(own)
+    made.clear()
+    for key, member in members.items():
+        made[key] = member  # `update` of a Counter would add
+    return made
