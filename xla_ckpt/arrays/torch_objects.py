@@ -58,9 +58,11 @@ def is_torchs_own(value: Any) -> bool:
 
 
 def has_torchs(optimizer: Any, method: str) -> bool:
-    """Whether a method of an optimizer is that of torch's base class."""
+    """Whether a method of an optimizer is that of torch's base class: neither its class nor the object has another."""
     base = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
-    return base is not None and getattr(type(optimizer), method, None) is getattr(base, method)
+    if base is None or method in getattr(optimizer, "__dict__", ()):
+        return False
+    return getattr(type(optimizer), method, None) is getattr(base, method)
 
 
 def torch_is_loaded() -> bool:

@@ -2,33 +2,36 @@
 
 Nothing of the optimizer is changed before all arrays are read: the last step, `Loading.finish`, does that.
 
-An optimizer with a `load_state_dict` of its own takes its state twice. It is handed over before anything else of the
-program is changed, because the optimizer may refuse it. It is given again at the end, because some optimizers copy the
-model's weights then, and these are the old ones before.
+If code of the program has a part in it (a `load_state_dict` or `__setstate__` of its own, hooks of `state_dict` and
+`load_state_dict`), the optimizer takes its state twice. It is handed over before anything else of the program is
+changed, because the code may refuse it. It is put in again at the end, because some optimizers copy the model's weights
+then, and these are the old ones before. Hooks run once (see `optimizer_install.Installation`).
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.registry import check_memory
-from xla_ckpt.arrays.torch_objects import has_torchs, is_torch_tensor
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
-from xla_ckpt.state.handover import Handover, kept_state
+from xla_ckpt.state.handover import Handover, PutBack, kept_state
 from xla_ckpt.state.loading import Loading, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
     Names,
     is_by_name,
     parameters,
+    parameters_in_order,
     parameters_of,
 )
+from xla_ckpt.state.optimizer_install import Installation, has_load_hooks, kept, loads_itself, packs_state, runs_code
 from xla_ckpt.state.optimizer_match import (
     DECOUPLED,
     OptimizerMatch,
@@ -37,7 +40,9 @@ from xla_ckpt.state.optimizer_match import (
     match_optimizer,
     other_groups,
     other_kind,
+    other_members,
     settings_of,
+    unsupported_options,
 )
 from xla_ckpt.state.optimizer_state import StateTargets
 from xla_ckpt.state.problems import Problem
@@ -62,17 +67,37 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     names = stored_names(names, model, tree, stored.manifest.aliases)
     match, whole = match_optimizer(tree, optimizer, names), stored
     stored = rank_states.less_own(stored)
+    if (problem := other_members(tree, match)) is not None:
+        loading.problems.append(problem)
+        return loading
     compare_parameters(match, model, loading)
     for name, (parameter, _) in zip(match.called, match.order, strict=True):
         check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
     known = parameters(optimizer, match.called, stored.shardings.placement)
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     groups = match_groups(tree, loading, match)
-    bad = _plan(stored, tree, match, groups, loading)
+    unsupported = unsupported_options(tree, match, groups)
+    bad = _plan(stored, tree, match, groups, unsupported, loading)
     own = rank_states.plan(whole, match, loading)
-    loading.finish = _finishing(stored, match, groups, bad, own, frozenset(loading.targets))
-    if _loads_itself(match):
-        _hand_over(loading, optimizer, schema.OPTIMIZER)
+    change = _Change(
+        stored=stored,
+        match=match,
+        groups=groups,
+        unsupported=unsupported,
+        bad=bad,
+        own=own,
+        restored=frozenset(loading.targets),
+        decoupled=[group.get(DECOUPLED) for group in match.holders[0].param_groups],
+    )
+    loading.finish = change.finish
+    if _runs_code(match):
+        masters = {p for p in loading.targets if schema.place_of(p).role is schema.Role.MASTER}
+        loading.handover = Handover(
+            leaf=schema.OPTIMIZER,
+            take=change.try_out,
+            keep=change.kept,
+            paths=frozenset(loading.targets) - masters if masters else None,
+        )
     elif own.paths:
         loading.handover = Handover(
             leaf=schema.own_states(), take=own.make, keep=lambda: lambda: None, paths=frozenset(own.paths)
@@ -80,21 +105,36 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     return loading
 
 
-def _loads_itself(match: OptimizerMatch) -> bool:
-    """Whether its state goes back through a `load_state_dict` of its own."""
-    return not match.sharded and not has_torchs(match.optimizer, "load_state_dict")
+def _optimizers_of(match: OptimizerMatch) -> list[Any]:
+    """The optimizers that take a part of the state: of ZeRO-1 those that it wraps, and itself, if it has hooks."""
+    if not match.sharded:
+        return [match.optimizer]
+    wrappers = [part for part in zero1.parts_of(match.optimizer) if has_load_hooks(part)]
+    return [*wrappers, *match.holders]
 
 
-def _hand_over(loading: Loading, optimizer: Any, leaf: str) -> None:
-    """Have the end of a load happen before anything else is changed, too."""
-    loading.handover = Handover(leaf=leaf, take=loading.finish, keep=lambda: kept_state(optimizer))
+def _runs_code(match: OptimizerMatch) -> bool:
+    """Whether code of the program has a part in how the optimizer takes its state."""
+    return any(map(runs_code, _optimizers_of(match)))
 
 
 def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
-    """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`."""
+    """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`, or hooks."""
     plan_arrays(stored, loading, {})
-    loading.finish = lambda arrays: optimizer.load_state_dict(stored.build(lambda path, _: arrays[path]))
-    _hand_over(loading, optimizer, stored.prefix)
+    made: list[Installation] = []
+    own_code = loads_itself(optimizer)
+
+    def installation(arrays: Mapping[str, Any]) -> Installation:
+        if not made:
+            made.append(Installation(optimizer, stored.build(lambda path, _: arrays[path]), own_code))
+        return made[0]
+
+    loading.finish = lambda arrays: installation(arrays).finish()
+    loading.handover = Handover(
+        leaf=stored.prefix,
+        take=lambda arrays: installation(arrays).try_out(),
+        keep=lambda: kept_state(optimizer) if own_code else kept(optimizer),
+    )
     return loading
 
 
@@ -104,22 +144,44 @@ _WITH_THE_REST = "another part of the state of this parameter does not fit, and 
 
 
 def _plan(
-    stored: Stored, tree: Any, match: OptimizerMatch, groups: Sequence[int | None], loading: Loading
+    stored: Stored,
+    tree: Any,
+    match: OptimizerMatch,
+    groups: Sequence[int | None],
+    unsupported: Sequence[Mapping[str, Any]],
+    loading: Loading,
 ) -> frozenset[Any]:
     """Want every array that the program has a use for; the names of parameters with state that does not fit."""
     now = arrays_of(_tree_now(tree, match, groups), schema.OPTIMIZER)
     usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.holders)
-    fresh = StateTargets(stored, match.by_name, match.group_of, now, usual=usual)
+    packed = any(packs_state(holder) for holder in match.holders)
+    options, name_of = dict(match.group_of), match.name_of()
+    for group, own_options in zip(match.optimizer.param_groups, unsupported, strict=True):
+        for name in (name_of[id(p)] for p in group[schema.PARAMS]):
+            if name in options:
+                options[name] = {**options[name], **own_options}
+    fresh = StateTargets(
+        stored,
+        match.by_name,
+        options,
+        now,
+        usual=usual and not packed,
+        casts=not packed and not any(map(loads_itself, match.holders)),
+    )
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
     own = {path: value for path, value in now.items() if not fresh.is_common(path)}
     wanted = Loading(cast=stored.cast)
-    if _loads_itself(match):  # it may refuse its state: what it has is not overwritten
+    if _runs_code(match):  # it may refuse its state: what it has is not overwritten
 
         def new(path: str, record: ArrayRecord, kind: str) -> Target | None:
-            return stored.like(path, own[path]) if path in own else fresh.target(path, record, kind)
+            like = stored.like(path, own[path]) if path in own else None
+            if like is not None and (not packed or (like.shape, like.dtype) == (record.shape, record.dtype)):
+                return like
+            return fresh.target(path, record, kind)
 
-        plan_arrays(stored, wanted, {}, new=new)
+        masters = {path: value for path, value in own.items() if schema.place_of(path).role is schema.Role.MASTER}
+        plan_arrays(stored, wanted, masters, owned=True, new=new)
     else:
         plan_arrays(stored, wanted, own, owned=True, new=fresh.target)
     kept = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
@@ -159,58 +221,128 @@ def _groups_now(stored: Any, groups: Sequence[int | None], optimizer: Any) -> li
 # What is put in, when all is read.
 
 
-def _finishing(
-    stored: Stored,
-    match: OptimizerMatch,
-    groups: Sequence[int | None],
-    bad: frozenset[Any],
-    own: rank_states.Own,
-    restored: frozenset[str],
-) -> Callable[[Mapping[str, Any]], None]:
-    """What puts the restored arrays into the optimizer.
+@dataclass(slots=True, kw_only=True)
+class _Change:
+    """What a load changes of an optimizer: `finish`, and `try_out` before it, if `_runs_code`."""
 
-    Args:
-        stored: What all ranks have in common.
-        match: Which parameter is which.
-        groups: The stored group of each of the optimizer's.
-        bad: Names of parameters whose state stays as it is.
-        own: The states that are this rank's own.
-        restored: Leaf paths of the arrays that are restored.
-    """
+    stored: Stored
+    """What all ranks have in common."""
 
-    def finish(arrays: Mapping[str, Any]) -> None:
-        tree = stored.build(lambda path, _: arrays.get(path))
-        own.fill(tree[schema.STATE], arrays)
-        state = _new_state(tree, match, bad)
-        values = [None if g is None else tree[schema.GROUPS][g] for g in groups]
-        _tell_decay(match.holders[0], values)  # the groups of a ZeRO-1 optimizer itself lack this option
-        if not match.sharded:
-            others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
-            _install(match, state, values, others)
-            return
-        _install_sharded(match, state, values)
-        if not all(schema.master(name) in restored for name in match.called):
+    match: OptimizerMatch
+    groups: Sequence[int | None]
+    """The stored group of each of the optimizer's."""
+
+    unsupported: Sequence[Mapping[str, Any]]
+    """The options of each group that it keeps."""
+
+    bad: frozenset[Any]
+    """Names of parameters whose state stays as it is."""
+
+    own: rank_states.Own
+    """The states that are this rank's own."""
+
+    restored: frozenset[str]
+    """Leaf paths of the arrays that are restored."""
+
+    decoupled: Sequence[Any]
+    """By group, whether it decayed weights as AdamW does."""
+
+    _installations: list[Installation] = field(default_factory=list, init=False)
+
+    def kept(self) -> PutBack:
+        """Keep what the optimizer has, and return what puts it back."""
+        wrappers = [self.match.optimizer, *zero1.parts_of(self.match.optimizer)] if self.match.sharded else []
+        put_back = [kept(wrapper) for wrapper in wrappers]
+        put_back += [kept_state(holder) if loads_itself(holder) else kept(holder) for holder in self.match.holders]
+        return lambda: [put() for put in put_back]
+
+    def try_out(self, arrays: Mapping[str, Any]) -> None:
+        """Put the state in before anything else of the program is changed.
+
+        Raises:
+            Exception: Code of the program refuses it.
+        """
+        for installation in self._made(arrays):
+            installation.try_out()
+
+    def finish(self, arrays: Mapping[str, Any]) -> None:
+        """Put the state in."""
+        match = self.match
+        for installation in self._made(arrays):
+            installation.finish()
+        self._tell_options()
+        if match.sharded and not all(schema.master(name) in self.restored for name in match.called):
             zero1.take_weights(match.optimizer)  # no master weights are stored: the parameters are what there is
 
-    return finish
-
-
-def _tell_decay(optimizer: Any, groups: Sequence[Any]) -> None:
-    """Say that torch's Adam becomes AdamW by what it loads, or the reverse: an option tells them apart."""
-    for group, stored_group in zip(optimizer.param_groups, groups, strict=True):
-        new = group.get(DECOUPLED) if stored_group is None else stored_group.get(DECOUPLED, group.get(DECOUPLED))
-        if new != group.get(DECOUPLED):
-            kind = "AdamW" if new else "Adam"
-            logger.warning(
-                "the stored state is that of torch's %s: this %s decays weights as %s does from now on (%s=%s), as "
-                "after its load_state_dict",
-                kind,
-                type(optimizer).__name__,
-                kind,
-                DECOUPLED,
-                new,
+    def _made(self, arrays: Mapping[str, Any]) -> list[Installation]:
+        """The state on its way into each optimizer that takes a part of it: the same in both calls."""
+        if self._installations:
+            return self._installations
+        match = self.match
+        tree = self.stored.build(lambda path, _: arrays.get(path))
+        self.own.fill(tree[schema.STATE], arrays)
+        state = _new_state(tree, match, self.bad)
+        options = [
+            {**({} if source is None else settings_of(tree[schema.GROUPS][source])), **own_options}
+            for source, own_options in zip(self.groups, self.unsupported, strict=True)
+        ]
+        if match.sharded:
+            others = {}
+            for wrapper in (match.optimizer, *zero1.parts_of(match.optimizer)):  # it has groups of its own
+                for group, new in zip(wrapper.param_groups, options, strict=True):
+                    group.update(new)
+        else:
+            others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
+        self._installations = [
+            Installation(
+                optimizer,
+                {**others, **_packed(optimizer, state, options)},
+                own_code=loads_itself(optimizer) and not zero1.is_zero1(optimizer),
             )
-            return
+            for optimizer in _optimizers_of(match)
+        ]
+        return self._installations
+
+    def _tell_options(self) -> None:
+        """Warn of options by which the optimizer is another one than the program or the tag says."""
+        optimizer = self.match.holders[0]  # the groups of a ZeRO-1 optimizer itself lack some options
+        for group, old in zip(optimizer.param_groups, self.decoupled, strict=True):
+            if old is not None and (new := group.get(DECOUPLED)) != old:
+                logger.warning(
+                    "the stored state is that of torch's %s: this %s decays weights as %s does from now on (%s=%s), "
+                    "as after its load_state_dict",
+                    *((kind := "AdamW" if new else "Adam"), type(optimizer).__name__, kind, DECOUPLED, new),
+                )
+                break
+        for option in {option: None for own_options in self.unsupported for option in own_options}:
+            logger.warning(
+                "the stored optimizer has %s=True, with which the next step of torch's %s would raise on these "
+                "devices: the optimizer keeps its own %s=%s. To train without this warning, make the optimizer "
+                "without %s=True before the save",
+                *(option, type(optimizer).__name__, option, optimizer.param_groups[0][option], option),
+            )
+
+
+def _packed(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A state as the optimizer's own `state_dict` would have it, with numbers in place of parameters.
+
+    Args:
+        optimizer: The optimizer.
+        state: State by tensor, of other optimizers, too, and common state by its key.
+        options: The new options of each group.
+    """
+    number = {id(p): i for i, (p, _) in enumerate(parameters_in_order(optimizer))}
+    return {
+        schema.STATE: {
+            number.get(id(key), key): value
+            for key, value in state.items()
+            if id(key) in number or not is_torch_tensor(key)
+        },
+        schema.GROUPS: [
+            {**group, **new, schema.PARAMS: [number[id(p)] for p in group[schema.PARAMS]]}
+            for group, new in zip(optimizer.param_groups, options, strict=True)
+        ],
+    }
 
 
 def _new_state(tree: Any, match: OptimizerMatch, bad: frozenset[Any]) -> dict[Any, Any]:
@@ -224,36 +356,3 @@ def _new_state(tree: Any, match: OptimizerMatch, bad: frozenset[Any]) -> dict[An
             state[parameter] = tree[schema.STATE][name]
     state.update({k: v for k, v in tree[schema.STATE].items() if k not in match.group_of})
     return state
-
-
-def _install_sharded(match: OptimizerMatch, state: Mapping[Any, Any], groups: Sequence[Any]) -> None:
-    """Put state and hyper-parameters into a ZeRO-1 optimizer: both it and those that it wraps have groups."""
-    values = [{} if new is None else settings_of(new) for new in groups]
-    for part in zero1.parts_of(match.optimizer):
-        holder = part.base_optimizer
-        for program_groups in (match.optimizer.param_groups, part.param_groups, holder.param_groups):
-            for group, new in zip(program_groups, values, strict=True):
-                group.update(new)
-        own = {shard for group in holder.param_groups for shard in group["params"]}
-        shard_state = collections.defaultdict[Any, Any](dict)
-        shard_state.update({k: v for k, v in state.items() if k in own or not is_torch_tensor(k)})
-        holder.__setstate__({schema.STATE: shard_state, schema.GROUPS: holder.param_groups})
-
-
-def _install(match: OptimizerMatch, state: Any, groups: Sequence[Any], others: Mapping[str, Any]) -> None:
-    """Put state and hyper-parameters into an optimizer; `others` are members of its state that torch does not know."""
-    optimizer = match.optimizer
-    values = [
-        {**group, **({} if stored_group is None else settings_of(stored_group)), "params": group["params"]}
-        for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    if has_torchs(optimizer, "load_state_dict"):
-        # As torch's load_state_dict ends, but without its casts: state keeps the dtype that it was saved with.
-        for group, new in zip(optimizer.param_groups, values, strict=True):
-            group.update(new)
-        optimizer.__setstate__({schema.STATE: state, schema.GROUPS: optimizer.param_groups})
-        return
-    number = {id(p): i for i, (p, _) in enumerate(match.order)}
-    packed_state = {number.get(id(k), k): v for k, v in state.items()}
-    packed_groups = [{**g, "params": [number[id(p)] for p in g["params"]]} for g in values]
-    optimizer.load_state_dict({**others, schema.STATE: packed_state, schema.GROUPS: packed_groups})

@@ -13,9 +13,11 @@ from xla_ckpt.state.optimizer import (
     names_in_order,
     parameters_in_order,
 )
+from xla_ckpt.state.optimizer_install import torch_kind
 from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.ties import with_other_names
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.optimizer_schema import UNSUPPORTED_ON, needed_members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,10 @@ class OptimizerMatch:
 
     group_of: Mapping[Any, Any]
     """Name of each stored parameter -> its stored group."""
+
+    def name_of(self) -> Mapping[int, Any]:
+        """The stored name of each parameter, by its id."""
+        return {id(p): name for name, (p, _) in zip(self.called, self.order, strict=True)}
 
     @property
     def sharded(self) -> bool:
@@ -68,6 +74,53 @@ def other_kind(tree: Any, optimizer: Any) -> str | None:
         f"the state of another kind of optimizer is stored: it has {', '.join(sorted(stored_alone))}, and "
         f"{type(optimizer).__name__} has {', '.join(sorted(own_alone))}"
     )
+
+
+def other_members(tree: Any, match: OptimizerMatch) -> Problem | None:
+    """That a parameter's stored state lacks what a step of this optimizer asks for: another kind of optimizer saved it.
+
+    Options do not always tell: Adamax has none that Adam lacks. Of an optimizer with a `step` of its own nothing is
+    known.
+    """
+    kind = torch_kind(match.holders[0])
+    if kind is None:
+        return None
+    name_of = match.name_of()
+    for group in match.optimizer.param_groups:
+        for parameter in group[schema.PARAMS]:
+            name = name_of[id(parameter)]
+            members = tree[schema.STATE].get(name)
+            if name not in match.group_of or not isinstance(members, Mapping) or not members:
+                continue
+            options = {**group, **match.group_of[name]}
+            missing = needed_members(kind, options, parameter.ndim) - members.keys()
+            if missing:
+                text = (
+                    f"the state of another kind of optimizer is stored: it has {', '.join(sorted(map(str, members)))}, "
+                    f"and {type(match.holders[0]).__name__} needs {', '.join(sorted(missing))}"
+                )
+                return Problem(schema.state(name), text)
+    return None
+
+
+def unsupported_options(tree: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> list[dict[str, Any]]:
+    """For each of the optimizer's groups, the options of its own that stay in place of the stored ones.
+
+    They choose between implementations of the same step. With the stored ones the next step would raise, since the
+    devices of the parameters do not support them.
+    """
+    return [
+        {
+            option: group[option]
+            for option, devices in UNSUPPORTED_ON.items()
+            if source is not None
+            and option in group
+            and not group[option]
+            and tree[schema.GROUPS][source].get(option) is True
+            and any(p.device.type in devices for p in group[schema.PARAMS])
+        }
+        for group, source in zip(match.optimizer.param_groups, groups, strict=True)
+    ]
 
 
 def other_groups(tree: Any, optimizer: Any) -> str | None:
@@ -125,7 +178,7 @@ def match_groups(tree: Any, loading: Loading, match: OptimizerMatch) -> list[int
     """For each of the optimizer's groups, the stored group whose hyper-parameters it takes: its parameters' one."""
     stored_groups = tree[schema.GROUPS]
     number = {name: i for i, g in enumerate(stored_groups) for name in g[schema.PARAMS]}
-    name_of = {id(p): name for name, (p, _) in zip(match.called, match.order, strict=True)}
+    name_of = match.name_of()
     matched: list[int | None] = []
     for g, group in enumerate(match.optimizer.param_groups):
         sources = sorted({number[n] for p in group["params"] if (n := name_of[id(p)]) in number})

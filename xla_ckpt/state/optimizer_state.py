@@ -7,6 +7,8 @@ from typing import Any
 
 from xla_ckpt.arrays.registry import array_kind, new_array
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
+from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.cast import can_cast
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.sharding.local_array import whole
@@ -27,9 +29,20 @@ class StateTargets:
         now: Mapping[str, Any],
         *,
         usual: bool,
+        casts: bool,
     ) -> None:
-        """`usual`: whether the optimizer is one of torch's, whose states have the shapes of torch's keys."""
+        """Take note of an optimizer and what it is to load.
+
+        Args:
+            stored: What it is to load.
+            by_name: Name of each parameter -> the tensor under which its state is kept.
+            group_of: Name of each stored parameter -> the options that its group will have.
+            now: The arrays of its state, by leaf path.
+            usual: Whether the optimizer is one of torch's, whose states have the shapes of torch's keys.
+            casts: Whether state takes the dtype of its parameter; else code of the program decides.
+        """
         self._usual = usual
+        self._casts = casts
         self._stored = stored
         self._now = now
         self._shardings = stored.shardings
@@ -73,16 +86,39 @@ class StateTargets:
             return None
         group = self._group_of.get(name, {})
         rule, full = known.rule(path), self._shardings.parameter_local(known).shape
+        dtype = self._dtype(path, record, rule, parameter)
         if rule.lies is Lies.ELEMENTWISE and record.shape != full and self._was_elementwise(path, record, rule):
-            return new_array(record.dtype, whole(full), kind)  # which is found not to fit
+            return new_array(dtype, whole(full), kind)  # which is found not to fit
         on_device = not rule.declared and any(group.get(option) for option in STEP_ON_DEVICE)
         if rule.lies is Lies.ON_HOST and not on_device:
             return new_array(record.dtype, whole(record.shape), kind)
         if not self._was_whole(path, record, rule):
-            like = self._shardings.state_like(path, record, known)
+            like = self._shardings.state_like(path, record, known, dtype)
             if like is not None:
                 return like
-        return new_array(record.dtype, whole(record.shape), kind, parameter.device)
+        return new_array(dtype, whole(record.shape), kind, parameter.device)
+
+    def _dtype(self, path: str, record: ArrayRecord, rule: StateRule, parameter: Any) -> DType:
+        """The dtype of a state: that of its parameter, as torch's `load_state_dict` has it, if the two were alike.
+
+        A program may keep state of a higher precision than its parameters, and it keeps it. Where no parameters are
+        stored, `cast` means state of torch's own optimizers.
+        """
+        if not self._casts or rule.lies in (Lies.ON_HOST, Lies.REPLICATED, Lies.PER_RANK):
+            return record.dtype
+        reference = self._stored_parameter(path)
+        alike = self._usual and self._stored.cast if reference is None else reference.dtype == record.dtype
+        adapter = self._shardings.adapters.of(parameter)
+        if not alike or adapter is None:
+            return record.dtype
+        own = adapter.dtype(parameter, path)
+        return own if can_cast(record.dtype, own) else record.dtype
+
+    def _stored_parameter(self, path: str) -> ArrayRecord | None:
+        """The stored tensor that the stored optimizer stepped: the master weight, if there is one."""
+        name = self._owner(schema.place_of(path))[0]
+        master = self._stored.manifest.arrays.get(schema.master(name))
+        return self._weight(path) if master is None else master
 
     def _weight(self, path: str) -> ArrayRecord | None:
         """The stored parameter whose state this is; None where only the optimizer is stored."""

@@ -191,8 +191,14 @@ class StateShardings:
         """Where a parameter itself lies."""
         return self.local(schema.weight(parameter.name), parameter.value, self.adapters.require(parameter.value))
 
-    def state_like(self, path: str, record: ArrayRecord, parameter: Parameter) -> Target | None:
+    def state_like(self, path: str, record: ArrayRecord, parameter: Parameter, dtype: DType) -> Target | None:
         """A target for optimizer state that does not exist yet, split as its parameter is; None if it is whole here.
+
+        Args:
+            path: Leaf path of the state.
+            record: What is stored.
+            parameter: Its parameter.
+            dtype: The dtype of the target.
 
         Raises:
             IncompatibleCheckpointError: It cannot be state of this parameter, as its kind of optimizer keeps it.
@@ -204,13 +210,13 @@ class StateShardings:
             raise misfit(IncompatibleCheckpointError, error, path, local.shape, record.shape) from error
         dealt = parameter.shard if parameter.zero1 else None
         if dealt is None and dims and dims == tuple(range(len(local.shape))):
-            return self.adapters.require(parameter.value, path).like(parameter.value, local, record.dtype)
+            return self.adapters.require(parameter.value, path).like(parameter.value, local, dtype)
         shard_shape = dealt or tuple(parameter.value.shape)
         shape = tuple(n if d is None else shard_shape[d] for d, n in zip(dims, record.shape, strict=True))
         if shape == record.shape and not (dealt and 0 in dims):
             return None
         value = parameter.value.new_empty(shape)
-        return self.adapters.require(value, path).like(value, self._state(path, shape, parameter), record.dtype)
+        return self.adapters.require(value, path).like(value, self._state(path, shape, parameter), dtype)
 
     def _split(self, parameter: Parameter) -> Sharding | None:
         if parameter.name not in self._splits:

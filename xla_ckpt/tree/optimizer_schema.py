@@ -193,6 +193,9 @@ STEP = "step"
 _ON_HOST = (STEP, "mu_product")
 """Numbers of torch's optimizers that lie in host memory, unless a group has one of `STEP_ON_DEVICE`."""
 
+NUMBERS = frozenset({*_ON_HOST, "eta", "mu"})
+"""Numbers that torch's optimizers keep beside a parameter, and whose dtype does not depend on the parameter's."""
+
 _USUAL = {**dict.fromkeys(_ELEMENTWISE, MASTER_RULE), **dict.fromkeys(_ON_HOST, StateRule(Lies.ON_HOST))}
 
 STEP_ON_DEVICE = frozenset({"capturable", "fused"})
@@ -203,3 +206,47 @@ TORCH = OptimizerSchema()
 
 ASGD = OptimizerSchema(replicated=(STEP, "eta", "mu"))
 """What holds for torch's ASGD, which keeps its numbers on the device of the parameter (torch/optim/asgd.py, 2.9)."""
+
+UNSUPPORTED_ON = {"fused": frozenset({"xla"}), "capturable": frozenset({"cpu"})}
+"""Options of torch's optimizers with which a step raises, by the types of device where it does (torch/optim, 2.9)."""
+
+
+def needed_members(kind: str, options: Mapping[str, Any], ndim: int) -> frozenset[str]:
+    """The members that a step of an optimizer of torch's asks for in the state of a parameter that has been stepped.
+
+    Args:
+        kind: The name of the class in torch.optim.
+        options: The options of the parameter's group.
+        ndim: Dims of the parameter.
+
+    >>> sorted(needed_members("Adam", {"amsgrad": True}, 2))
+    ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step']
+    """
+    needed = {*_NEEDED.get(kind, ())}
+    if kind == "Adafactor":
+        needed |= {"row_var", "col_var"} if ndim > 1 else {"variance"}
+    needed |= {key for of_kind, option, key in _NEEDED_WITH if of_kind == kind and options.get(option)}
+    return frozenset(needed)
+
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "ASGD": (STEP, "ax", "eta", "mu"),
+    "Adadelta": (STEP, "acc_delta", "square_avg"),
+    "Adafactor": (STEP,),
+    "Adagrad": (STEP, "sum"),
+    "Adam": (STEP, "exp_avg", "exp_avg_sq"),
+    "Adamax": (STEP, "exp_avg", "exp_inf"),
+    "NAdam": (STEP, "exp_avg", "exp_avg_sq", "mu_product"),
+    "RAdam": (STEP, "exp_avg", "exp_avg_sq"),
+    "RMSprop": (STEP, "square_avg"),
+    "Rprop": (STEP, "prev", "step_size"),
+    "SparseAdam": (STEP, "exp_avg", "exp_avg_sq"),
+}
+"""What each of torch's optimizers asks for; Muon, SGD and LBFGS make what they lack (torch/optim, 2.9)."""
+
+_NEEDED_WITH = (
+    ("Adam", "amsgrad", "max_exp_avg_sq"),
+    ("RMSprop", "centered", "grad_avg"),
+    ("RMSprop", "momentum", "momentum_buffer"),
+)
+"""(kind, option, what is asked for with it)."""
