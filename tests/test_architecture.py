@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._device import _device_constructors
 
 from tests.runs import ROOT, environment
 from xla_ckpt.layouts.registry import all_layouts
@@ -178,3 +180,25 @@ def test_files_are_opened_by_storage_alone() -> None:
     assert {name for name in opened if not name.startswith("storage/")} == {
         "integrations/transformers.py"  # a Trainer reads a folder
     }
+
+
+def test_tensors_are_made_on_a_named_device() -> None:
+    """A program may have set a default device (torch.set_default_device), which is not for the library's buffers."""
+    constructors = set(map(id, _device_constructors()))
+    factories = {f"torch.{name}" for name in dir(torch) if id(getattr(torch, name)) in constructors}
+    assert {"torch.empty", "torch.tensor", "torch.sparse_csr_tensor"} <= factories
+    factories.add("torch.nested.nested_tensor")
+    unnamed = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        named = {
+            id(node.func)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and any(keyword.arg == "device" for keyword in node.keywords)
+        }
+        unnamed += [
+            f"{path}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in factories and id(node) not in named
+        ]
+    assert unnamed == []

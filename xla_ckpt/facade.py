@@ -157,7 +157,7 @@ def whole_of_parts(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Te
     first, place = parts[0]
     if len(parts) == 1 and place.shape == tuple(first.shape) and len(place.pieces) == 1:
         return first
-    whole = torch.empty(place.shape, dtype=first.dtype)
+    whole = torch.empty(place.shape, dtype=first.dtype, device="cpu")
     for part, lies in parts:
         for piece in lies.pieces:
             whole[piece.box.slices] = part[piece.local.slices]

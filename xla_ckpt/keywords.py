@@ -8,9 +8,10 @@ import fnmatch
 import functools
 import inspect
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar, cast
 
 from xla_ckpt.errors import UsageError
 
@@ -201,9 +202,18 @@ def _checked(
                 check_choice(name, value, flags[name])
             elif name in annotations:
                 _check_kind(name, value, annotations[name])
-        return call(*args, **kwargs)
+        return _untraced(call)(*args, **kwargs)
 
     return checked
+
+
+def _untraced(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The same function, which torch.compile runs as it is where a compiled function calls it.
+
+    Dynamo would trace all that it calls. It is loaded wherever a function is compiled.
+    """
+    disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+    return call if disable is None else cast("Callable[Parameters, Result]", disable(call))
 
 
 def meant(word: Any, known: Sequence[Any]) -> str:

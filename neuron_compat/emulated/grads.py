@@ -139,7 +139,8 @@ def holders(parameter: Tensor) -> Tensor | None:
     if all(s.copies == 1 for s in sections):
         return None
     ranks = parallel_state.size("tp")
-    return torch.cat([torch.full(((s.size or 0) * s.copies // ranks,), float(s.copies)) for s in sections])
+    rows = [(s.size or 0) * s.copies // ranks for s in sections]
+    return torch.cat([torch.full((n,), float(s.copies), device="cpu") for n, s in zip(rows, sections, strict=True)])
 
 
 def by_rows(sizes: Tensor, counts: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class PartitionedModule(torch.nn.Module):
         dim, stride = said.partition_dim, said.partition_stride
         shape = list(self.weight.shape)
         shape[dim] = shape[dim] * parallel_state.size("tp") - self.pad_size
-        whole = torch.empty(shape)
+        whole = torch.empty(shape, device="cpu")
         self.draw(whole)
         self.weight.copy_(part_of(whole, dim, stride, self.pad_size))
 

@@ -144,7 +144,8 @@ def load(
     loaded: list[Any] = []
 
     def prepare() -> None:
-        loaded.append(_partial(f, reading, current_place(), strict=strict_partitions))
+        with torch.inference_mode(False):  # inference tensors count no writes, by which `StoredState` sees a change
+            loaded.append(_partial(f, reading, current_place(), strict=strict_partitions))
 
     try:
         together("mp", f"smp.load({f!r})", prepare, guard="All ranks that hold a model together load it.")

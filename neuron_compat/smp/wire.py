@@ -33,7 +33,7 @@ def _moved(
     value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, move: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
     """Run `move` on the bytes of each piece of a value, or of memory for one; the tensor whose pieces they were."""
-    tensor = torch.empty(tuple(shape), dtype=dtype) if value is None else value.contiguous()
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu") if value is None else value.contiguous()
     if tensor.numel():
         for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE):  # they share its memory
             move(piece)

@@ -112,7 +112,7 @@ def _side_stream(device: torch.device) -> Any:
 def _pinned(nbytes: int) -> Bytes | None:
     """Pinned host memory; None where the backend pins none."""
     try:
-        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     except (RuntimeError, NotImplementedError) as error:
         _not_pinned(error)
         return None

@@ -19,11 +19,11 @@ from xla_ckpt.tree.codec import Composite
 
 TensorMembers = Mapping[str, torch.Tensor]
 
-_COMPRESSED: dict[torch.layout, tuple[str, str, Any]] = {
-    torch.sparse_csr: ("crow_indices", "col_indices", torch.sparse_csr_tensor),
-    torch.sparse_csc: ("ccol_indices", "row_indices", torch.sparse_csc_tensor),
-    torch.sparse_bsr: ("crow_indices", "col_indices", torch.sparse_bsr_tensor),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", torch.sparse_bsc_tensor),
+_COMPRESSED: dict[torch.layout, tuple[str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 
 
@@ -43,21 +43,28 @@ def _coo_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def _coo(members: TensorMembers, about: Any) -> torch.Tensor:
-    tensor = torch.sparse_coo_tensor(members["indices"], members["values"], about["size"], check_invariants=True)
+    indices, values = members["indices"], members["values"]
+    tensor = torch.sparse_coo_tensor(indices, values, about["size"], device=values.device, check_invariants=True)
     return tensor._coalesced_(about["coalesced"])
 
 
 def _compressed_kind(layout: torch.layout) -> _Kind:
-    first, second, make = _COMPRESSED[layout]
+    first, second = _COMPRESSED[layout]
 
     def apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
         return {n: getattr(value, n)() for n in (first, second, "values")}, {"size": list(value.shape)}
 
     def compose(members: TensorMembers, about: Any) -> torch.Tensor:
-        tensor: torch.Tensor = make(
-            members[first], members[second], members["values"], about["size"], check_invariants=True
+        values = members["values"]
+        return torch.sparse_compressed_tensor(
+            members[first],
+            members[second],
+            values,
+            about["size"],
+            layout=layout,
+            device=values.device,
+            check_invariants=True,
         )
-        return tensor
 
     return _Kind(apart, compose)
 
@@ -93,8 +100,18 @@ def _complex_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
     return {"parts": torch.view_as_real(value.resolve_conj())}, None
 
 
+def _complex(members: TensorMembers, _: Any) -> torch.Tensor:
+    # Autocast has view_as_complex widen its argument.
+    return members["parts"].contiguous().view(torch.complex32).squeeze(-1)
+
+
 def _nested_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
     return {str(i): part for i, part in enumerate(value.unbind())}, None
+
+
+def _nested(members: TensorMembers, _: Any) -> torch.Tensor:
+    parts = [*members.values()]
+    return torch.nested.nested_tensor(parts, device=parts[0].device if parts else "cpu")
 
 
 def _jagged_apart(value: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -115,8 +132,8 @@ _KINDS = {
     **{f"torch:{str(layout).removeprefix('torch.')}": _compressed_kind(layout) for layout in _COMPRESSED},
     "torch:per_tensor": _Kind(_per_tensor_apart, _per_tensor),
     "torch:per_channel": _Kind(_per_channel_apart, _per_channel),
-    "torch:complex32": _Kind(_complex_apart, lambda members, _: torch.view_as_complex(members["parts"])),
-    "torch:nested": _Kind(_nested_apart, lambda members, _: torch.nested.nested_tensor([*members.values()])),
+    "torch:complex32": _Kind(_complex_apart, _complex),
+    "torch:nested": _Kind(_nested_apart, _nested),
     "torch:jagged": _Kind(_jagged_apart, _jagged),
 }
 

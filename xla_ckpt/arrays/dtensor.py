@@ -155,7 +155,8 @@ def _check_even(cutting: MeshCutting, path: str) -> None:
 def _torch_agrees(size: int, cut: Cut) -> bool:
     """Whether torch deals out this many rows as `interleaved` does."""
     strided: Any = getattr(placement_types, "_StridedShard")  # noqa: B009
-    dealt, _ = strided(0, split_factor=cut.factor)._split_tensor(torch.arange(size), cut.parts, with_padding=False)
+    rows = torch.arange(size, device="cpu")
+    dealt, _ = strided(0, split_factor=cut.factor)._split_tensor(rows, cut.parts, with_padding=False)
     for k, part in enumerate(dealt):
         ours: list[int] = []
         for low, high in interleaved(size, replace(cut, index=k)):

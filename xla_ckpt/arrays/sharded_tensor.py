@@ -37,7 +37,8 @@ class ShardedTensors:
         return "sharded", id(value)
 
     def dtype(self, value: Any, path: str = "") -> DType:
-        return self._plain(torch.empty(0)).dtype(torch.empty(0, dtype=value.dtype), path)
+        empty = torch.empty(0, dtype=value.dtype, device="cpu")
+        return self._plain(empty).dtype(empty, path)
 
     def look(self, value: Any) -> Hashable | None:
         return None

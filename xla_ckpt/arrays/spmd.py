@@ -216,7 +216,7 @@ class _Shards:
     def memory(self, _: Slabs) -> list[memoryview]:
         views = []
         for box, spread in self._spreads.items():
-            self._made[box] = torch.zeros(self._padded, dtype=self._torch_dtype)
+            self._made[box] = torch.zeros(self._padded, dtype=self._torch_dtype, device="cpu")
             views += spread.over(self._made[box])
         return views
 
@@ -224,5 +224,5 @@ class _Shards:
         """One padded shard for each local device."""
         for box, spread in self._spreads.items():
             spread.fill(self._made[box])
-        nothing = torch.zeros(self._padded, dtype=self._torch_dtype)
+        nothing = torch.zeros(self._padded, dtype=self._torch_dtype, device="cpu")
         return [self._made.get(box, nothing) for box in self._of_device]

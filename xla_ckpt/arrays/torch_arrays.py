@@ -131,4 +131,4 @@ def number_tensor(pattern: Any, number: float) -> torch.Tensor:
     """A plain number as a tensor, of the type of a tensor, or of the one that a description names."""
     if isinstance(pattern, torch.Tensor):
         return torch.tensor(number, dtype=pattern.dtype, device=pattern.device)
-    return torch.tensor(number, dtype=getattr(torch, str(pattern.dtype).removeprefix("torch.")))
+    return torch.tensor(number, dtype=getattr(torch, str(pattern.dtype).removeprefix("torch.")), device="cpu")

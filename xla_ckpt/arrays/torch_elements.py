@@ -122,7 +122,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A CPU tensor in memory from `Slabs`, without a copy; it keeps the memory alive."""
     if len(memory) == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
 
 

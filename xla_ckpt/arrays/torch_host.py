@@ -153,7 +153,7 @@ class Spread:
             if where is not None and where.contiguous:
                 memory.append(bytes_of(tensor.detach())[where.offset : where.offset + where.nbytes])
             else:
-                buffer = torch.empty(piece.local.shape, dtype=tensor.dtype)
+                buffer = torch.empty(piece.local.shape, dtype=tensor.dtype, device="cpu")
                 self._buffers.append((piece.local, buffer))
                 memory.append(bytes_of(buffer))
         return memory
@@ -224,7 +224,7 @@ class NewTensor(Target):
 
 def _new_tensor(shape: tuple[int, ...], dtype: torch.dtype, slabs: Slabs) -> torch.Tensor:
     """A tensor to be filled. Its memory is torch's own, as that of `Slabs` could not be resized."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.nbytes >= HUGE_BYTES:
         slabs.add(np.frombuffer(bytes_of(tensor), np.uint8))
     return tensor
@@ -243,12 +243,12 @@ def _padded(
     dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
     """A target that makes a new tensor out of any pieces, on any device."""
-    spread, tensor = Spread(local), torch.empty(0)
+    spread, tensor = Spread(local), torch.empty(0, device="cpu")
 
     def memory(slabs: Slabs) -> list[memoryview]:
         nonlocal tensor
         covers = spread.covers(shape)
-        tensor = _new_tensor(shape, torch_type, slabs) if covers else torch.zeros(shape, dtype=torch_type)
+        tensor = _new_tensor(shape, torch_type, slabs) if covers else torch.zeros(shape, dtype=torch_type, device="cpu")
         return spread.over(tensor)
 
     def install() -> torch.Tensor:

@@ -165,7 +165,7 @@ def fresh_xla(
     adopts = (_adopts() if adopts is None else adopts) and adoptable(torch_type, shape)
     if adopts and local.fills(shape):
         return NewBuffer(dtype, local, torch_type)
-    spread, tensor = Spread(local), torch.empty(0)
+    spread, tensor = Spread(local), torch.empty(0, device="cpu")
     buffer: Adoptable | None = None
 
     def memory(slabs: Slabs) -> list[memoryview]:
@@ -181,7 +181,7 @@ def fresh_xla(
 
     def install() -> torch.Tensor:
         nonlocal tensor
-        filled, tensor = spread.fill(tensor), torch.empty(0)
+        filled, tensor = spread.fill(tensor), torch.empty(0, device="cpu")
         return from_host(filled, buffer, device)
 
     return ComposedTarget(dtype=dtype, local=local, live=False, fill=memory, finish=install)

@@ -125,7 +125,8 @@ def memory_for(
         kind = torch_dtype(stored)
         assert kind is not None, "what the metadata says has been read with torch's types"
         memory = Adoptable(kind, shape, slabs) if adoptable(kind, shape) else None
-        kept[destination] = Kept(torch.empty(shape, dtype=kind) if memory is None else memory.tensor(), memory)
+        value = torch.empty(shape, dtype=kind, device="cpu") if memory is None else memory.tensor()
+        kept[destination] = Kept(value, memory)
         wants.append(Want(key, box, len(slots)))
         slots.append(bytes_of(kept[destination].value))
     return kept, wants, slots

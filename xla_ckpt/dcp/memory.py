@@ -56,7 +56,7 @@ def _joined(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[H
             hint="Give planner=SPMDSavePlanner(), of torch_xla.experimental.distributed_checkpoint.",
         )
     element = torch_type(require(value).dtype(value), value)
-    tensor = torch.empty(everything.shape, dtype=element)
+    tensor = torch.empty(everything.shape, dtype=element, device="cpu")
     for piece, shard in zip(local.pieces, shards, strict=True):
         cut(tensor, piece.box).copy_(torch.frombuffer(shard.data, dtype=element).reshape(piece.box.shape))
     return HostShard(bytes_of(tensor), tensor, immutable=True)

@@ -145,6 +145,6 @@ def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
 def _tensor_over(shard: HostShard, piece: _Piece) -> torch.Tensor:
     """The tensor that has the bytes of a shard, which nobody else writes to."""
     if not len(shard.data):
-        return torch.empty(piece.shape, dtype=piece.dtype)
+        return torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
     assert isinstance(shard.keep, torch.Tensor), "torch's adapters keep a tensor"
     return shard.keep.detach()

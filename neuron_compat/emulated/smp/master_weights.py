@@ -90,7 +90,7 @@ def any_rank(here: bool) -> bool:
     """Whether something is so on any rank of the job. All of them make the same call."""
     if job.size() == 1:
         return here
-    said = torch.tensor([here], dtype=torch.int32)
+    said = torch.tensor([here], dtype=torch.int32, device="cpu")
     distributed.all_reduce(said, op=distributed.ReduceOp.MAX, group=job.process_group("world"))
     return bool(said.item())
 

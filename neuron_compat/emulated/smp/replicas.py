@@ -43,8 +43,8 @@ def turn(*, spreads: bool = False, reduces: bool = False, failed: bool = False, 
     here = job.ranks()
     if here.mesh.size == 1:
         return Turn(spreads, reduces, failed, (0,) if alive else ())
-    said = torch.zeros(3 + here.mesh.size, dtype=torch.int32)
-    said[:3] = torch.tensor([spreads, reduces, failed])
+    said = torch.zeros(3 + here.mesh.size, dtype=torch.int32, device="cpu")
+    said[:3] = torch.tensor([spreads, reduces, failed], device="cpu")
     said[3 + here.rank] = alive
     distributed.all_reduce(said, group=job.process_group("world"))
     sums = said.tolist()
@@ -104,7 +104,8 @@ def average(parameters: Sequence[torch.nn.Parameter], kind: str, had_backward: b
     A parameter that has a gradient on some ranks only counts as zeros on the others; one that has none on any rank
     keeps none. Those of 16 bits are summed in float32. If no rank `had_backward` since the last time, nothing is done.
     """
-    present = torch.tensor([had_backward, *(p.grad is not None for p in parameters)], dtype=torch.int32)
+    have = [had_backward, *(p.grad is not None for p in parameters)]
+    present = torch.tensor(have, dtype=torch.int32, device="cpu")
     distributed.all_reduce(present, group=job.process_group(kind))
     someone, *counts = present.tolist()
     if not someone:

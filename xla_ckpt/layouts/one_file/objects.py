@@ -172,7 +172,8 @@ class FileObjects:
         data = bytearray(nbytes)
         with closing(self.directory.open(self.file)) as source:
             source.read_into(memoryview(data), place.offset)
-        return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.empty(0).untyped_storage()
+        bits = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
+        return bits.untyped_storage()
 
 
 class _Trusting(pickle.Unpickler):

@@ -162,7 +162,8 @@ class ZipTensors:
         if dtype is None:
             raise UnsupportedStateError("torch has no such element type", file=place.file, found=place.dtype.name)
         if 0 in place.shape:
-            return torch.empty(place.shape, dtype=dtype, device=self.put(torch.empty(0, dtype=torch.uint8)).device)
+            empty = self.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            return torch.empty(place.shape, dtype=dtype, device=empty.device)
         storage = self.storages[bisect_right(self.starts, place.offset) - 1]
         data = self._held(storage, place.file)
         first = (place.offset - storage.offset) // place.dtype.itemsize
@@ -173,7 +174,7 @@ class ZipTensors:
     def _held(self, storage: StorageAt, file: str) -> torch.Tensor:
         """The bytes of a storage."""
         if storage.key not in self.read:
-            data = torch.empty(storage.nbytes, dtype=torch.uint8)
+            data = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu")
             got = self.source.read_into(bytes_of(data), storage.offset)
             if got < storage.nbytes:
                 raise CorruptCheckpointError("the file is cut off", file=file, expected=storage.nbytes, found=got)
