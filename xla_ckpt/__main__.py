@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 INTERRUPTED = 130
@@ -10,6 +12,7 @@ INTERRUPTED = 130
 
 def main() -> int:
     """Run the command line; returns the exit code."""
+    open_closed_streams()
     try:
         # Here, because Ctrl-C may come while it is imported, which takes longer than most commands.
         from xla_ckpt.cli.main import main as run
@@ -18,6 +21,21 @@ def main() -> int:
     except KeyboardInterrupt:
         sys.stderr.write("xla-ckpt: interrupted\n")
         return INTERRUPTED
+
+
+def open_closed_streams() -> None:
+    """Prepare the standard streams of a process that is only for the command line.
+
+    Streams that are closed (``2>&-``; Python has None for them) are opened at /dev/null, or a file of a checkpoint
+    would get their descriptor, and with it what libraries print. The standard output is an exception: an answer that
+    nobody gets is an error. Characters that the encoding of a stream lacks are escaped.
+    """
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

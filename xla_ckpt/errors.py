@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from xla_ckpt.display import make_lines_printable, make_printable
+
 
 class CheckpointError(Exception):
     """Base of everything that this library raises on purpose.
@@ -26,6 +28,9 @@ class CheckpointError(Exception):
         found: What was there.
         hint: What to do about it.
         details: Further findings, one a line.
+
+    The attributes contain names (leaf paths, tags, files) unchanged. In the text of the error, the characters of names
+    that control a terminal are escaped (`xla_ckpt.display.make_printable`).
     """
 
     FACTS: ClassVar[tuple[str, ...]] = ("path", "tag", "leaf", "file", "rank", "expected", "found", "hint", "details")
@@ -67,8 +72,8 @@ class CheckpointError(Exception):
         ]
         text += f": {', '.join(compared)}" if compared else ""
         end = "" if text.endswith("!") else "."
-        text = f"{text}{end} {self.hint}" if self.hint else text
-        return f"{text}\n{self.details}" if self.details else text
+        text = make_printable(f"{text}{end} {self.hint}" if self.hint else text)
+        return f"{text}\n{make_lines_printable(self.details)}" if self.details else text
 
     def at(self, **facts: Any) -> CheckpointError:
         """This error with the facts that it did not know yet; what it knew stays. Returns itself."""

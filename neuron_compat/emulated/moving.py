@@ -10,6 +10,7 @@ import torch
 from torch.nn.modules import module as registration
 
 from xla_ckpt import UsageError
+from xla_ckpt.display import join_lines
 
 ParameterInit = Callable[[torch.nn.Module, torch.device], Any]
 
@@ -137,7 +138,7 @@ def _check_filled(model: torch.nn.Module) -> None:
             f"param_init_fn gave {len(left)} parameters no values",
             leaf=left[0],
             hint="It is called for each module, and has to fill the module's own parameters.",
-            details="\n".join(left[1:11]) or None,
+            details=join_lines(left[1:11]) or None,
         )
     buffers = [n for n, b in model.named_buffers() if b.is_meta]
     if buffers:

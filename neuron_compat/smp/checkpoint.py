@@ -13,7 +13,6 @@ the two, the next save or resume has `newest` agree with the directories.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +37,9 @@ from xla_ckpt.facade import (
     write_whole_file,
 )
 from xla_ckpt.keywords import known_names
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PathLike = str | os.PathLike[str]
 

@@ -20,7 +20,6 @@ says: programs and checkpoints go by the ranks above, not by the place of a rank
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +28,9 @@ from typing import Any
 from neuron_compat.lazy import imported
 from neuron_compat.smp.errors import DDPNotEnabledError, NotInitializedError, SMPRuntimeError
 from xla_ckpt import Mesh
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KINDS = {"world": "world", "pp": "pp", "tp": "tp", "rdp": "dp", "dp": "dp_tp", "mp": "pp_tp"}
 """SMP's kind of group -> that of `neuron_compat.groups`."""

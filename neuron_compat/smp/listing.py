@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import xla_ckpt
 from xla_ckpt.facade import NEWEST, oldest_beyond, remove_directories, renew_file, root_at, storage_errors
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _waiting: list[threading.Thread] = []
 """Those that wait for a save in the background, to list it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,9 +21,11 @@ from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.stored import Source, StoredState
 from neuron_compat.smp.wire import TensorType
+from xla_ckpt.display import join_lines
 from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, hosted, part_of_whole
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CALL = "model.load_state_dict()"
 
@@ -87,7 +88,7 @@ def check_names(entries: Sequence[Entry], names: Mapping[str, Any], strict: bool
     if strict and unexpected:
         raise SMPCheckpointError(
             f"Loaded checkpoint contains parameter {unexpected[0]} that does not exist in the current model!",
-            details="\n".join(unexpected[1:11]) or None,
+            details=join_lines(unexpected[1:11]) or None,
         )
     return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 

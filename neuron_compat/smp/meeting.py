@@ -7,7 +7,6 @@ job's key-value store. Who is missing, or what went wrong on a rank before the c
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +23,9 @@ from xla_ckpt.facade import (
     communicator,
     launcher_has_store,
 )
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for the others; ``SMP_MEETING_TIMEOUT`` in the environment says another number."""

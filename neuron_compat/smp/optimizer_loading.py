@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,9 @@ from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, Des
 from neuron_compat.smp.stored import Source, StoredState
 from neuron_compat.smp.wire import TensorType
 from xla_ckpt.facade import IS_PARTIAL, hosted, part_of_whole
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CALL = "optimizer.load_state_dict()"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -26,8 +25,9 @@ from xla_ckpt.facade import (
     root_at,
     user_content_name,
 )
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIXED = (
     "pipeline_parallel_degree",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -11,7 +10,9 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from xla_ckpt.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 _job_ids: list[tuple[Any, str]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 import xla_ckpt
 from neuron_compat.smp import job
 from xla_ckpt.facade import FP16_SET, ModelView, NamesOnly
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,15 @@ Layers that are split are those of `neuron_compat.nxd.parallel_layers`.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from neuron_compat.smp.errors import SMPInvalidArgumentError
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def set_activation_checkpointing(module: torch.nn.Module, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +38,7 @@ from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.layouts.llama_config import CONFIG, with_dtype
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.row_order import is_grouped
 from xla_ckpt.plan.stored_shardings import stored_sharding
@@ -54,7 +54,7 @@ FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 FILE_ENDING = ".safetensors"
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from xla_ckpt.engine.writing import Writing
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.extras import naming_extras
 from xla_ckpt.layouts.base import Layout
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.snapshot.freezing import Deferred
@@ -24,7 +24,7 @@ from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import State
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 IN_TURN_BYTES = 128 * 1024 * 1024
 """Host memory at most for what comes from a device while the caller waits for its last byte: nothing is gained by

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from xla_ckpt.job.current import current_job, job_alone
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import agreed
 from xla_ckpt.keywords import taking_values
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import LoadOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
@@ -35,7 +35,7 @@ from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.storage.trace_file import trace_file
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

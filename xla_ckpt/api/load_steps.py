@@ -6,13 +6,13 @@ All ranks take each step together, and the error of one of them is raised on all
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from xla_ckpt.api.wish import LoadWish
+from xla_ckpt.display import join_lines
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
@@ -35,6 +35,7 @@ from xla_ckpt.job.verdict import LateLoss, agreed, of_lead, put_together
 from xla_ckpt.layouts.listing import find_foreign, newest_last
 from xla_ckpt.layouts.no_tag import no_tag
 from xla_ckpt.layouts.opening import open_tag
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.hints import Hints, united_groups
 from xla_ckpt.plan.masters import stores_masters, with_masters
 from xla_ckpt.state.frozen_base import united_base
@@ -50,7 +51,7 @@ from xla_ckpt.tags.local_first import LocalFirst
 from xla_ckpt.tags.upload_rules import newest_first
 from xla_ckpt.tree import path as paths
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -332,7 +333,8 @@ def _all_damaged(damaged: Mapping[Candidate, CorruptCheckpointError]) -> Corrupt
     (_, newest), *others = damaged.items()
     if others:
         lines = [f"  tag {tag}: {error.problem}" for (tag, _), error in others]
-        newest.details = "\n".join(filter(None, (newest.details, "All other tags are damaged, too:", *lines)))
+        beside = join_lines(["All other tags are damaged, too:", *lines])
+        newest.details = "\n".join(filter(None, (newest.details, beside)))
     return newest
 
 

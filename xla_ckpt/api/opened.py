@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from xla_ckpt.layouts.listing import find_foreign, tag_names
 from xla_ckpt.layouts.llama_manifest import check_shapes
 from xla_ckpt.layouts.llama_names import llama_hints
 from xla_ckpt.layouts.opening import open_tag
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.masters import stores_masters, with_masters
@@ -31,7 +31,7 @@ from xla_ckpt.tree import lora, schema
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def source_of(path: PathLike, tag: str | None) -> tuple[Store, str]:

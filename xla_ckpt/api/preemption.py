@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import reprlib
 import signal
 import threading
@@ -16,10 +15,11 @@ from xla_ckpt.job.call import Call
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.rounds import TIMEOUT
 from xla_ckpt.keywords import known_options
+from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PreemptionGuard:

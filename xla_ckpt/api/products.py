@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from xla_ckpt.keywords import known_fields
 from xla_ckpt.layouts.base import Layout, ModelNames
 from xla_ckpt.layouts.listing import tag_names
 from xla_ckpt.layouts.registry import layout_named
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import ConvertOptions, check_number
 from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.storage.base import Directory, Store
@@ -26,7 +26,7 @@ from xla_ckpt.tags.retention import Retention, check_policy
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SAFETENSORS = "safetensors"
 

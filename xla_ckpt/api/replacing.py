@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.listing import find_foreign, named_itself
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.door import working_directory
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import LEDGER, is_tag_name
 from xla_ckpt.tags.roots import root_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_SHOWN_NAMES = 5
 """Names of what lies there that an error has."""
@@ -34,8 +34,8 @@ def check_place(store: Store, tag: str) -> None:
         return
     _check_is_root(store)
     if not store.has(tag):
-        here = store_at(".")
-        if not store.has("") and here.is_directory(tag) and root_of(here).is_root(tag):
+        here = working_directory()
+        if here is not None and not store.has("") and here.is_directory(tag) and root_of(here).is_root(tag):
             raise UsageError(
                 "the path and the tag seem to be swapped",
                 path=store.path,

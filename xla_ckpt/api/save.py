@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import as_texts, taking_values
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
@@ -42,7 +42,7 @@ from xla_ckpt.tags.names import check_is_text, check_tag
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PATTERNS = '"adapters", or patterns of leaf paths such as ["model/*.lora_*", "model/head"]'
 """What ``only=`` takes, for messages."""

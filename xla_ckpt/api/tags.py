@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 from xla_ckpt.engine.verify import VerifyReport
@@ -11,6 +10,7 @@ from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts.listing import all_tags, named_itself, newest_last, tag_names
 from xla_ckpt.layouts.no_tag import names_of_roots_below, no_tag
 from xla_ckpt.layouts.opening import repair_stored, verify_stored
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
@@ -20,7 +20,7 @@ from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.upload_rules import whereabouts
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @known_options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from typing import Any
 
 import torch
 
+from xla_ckpt.logs import get_logger
 from xla_ckpt.snapshot.memory import Bytes, allocate, backed
 from xla_ckpt.snapshot.shards import Look
 from xla_ckpt.storage.base import BLOCK
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _cuda: Any = torch.cuda
 """With functions that have no types."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_each
+from xla_ckpt.display import make_printable
 from xla_ckpt.errors import StorageError, UsageError, storage_errors
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _confirmed(question: str) -> bool:
     """
     if not sys.stdin.isatty():
         raise UsageError("nobody can be asked whether tags may be deleted", expected="a terminal, or --yes")
-    print(question, end="", file=sys.stderr, flush=True)
+    print(make_printable(question), end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def add_ls(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ from xla_ckpt.cli import completion, keeping, looking, mending, viewing, writing
 from xla_ckpt.cli.output import answering
 from xla_ckpt.cli.selftest import command as selftest
 from xla_ckpt.cli.words import in_options, log_in_options
+from xla_ckpt.display import make_lines_printable
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UsageError
 from xla_ckpt.keywords import meant
 
@@ -220,6 +221,9 @@ class _Parser(argparse.ArgumentParser):
             there = f": {elsewhere} does that" if elsewhere else meant(value, choices)
             raise argparse.ArgumentError(action, f"there is no {value!r}{there} (choose from {', '.join(choices)})")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(make_lines_printable(message), file)
+
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of what stands before the arguments of a command, and that of each command, still without them."""
@@ -275,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with answering():
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:
-        print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)
+        print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)  # the text of the error is printable
         return 2 if isinstance(error, REFUSED_FIRST) else 1
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.cli.words import answer_in_options
+from xla_ckpt.cli.words import answer_in_options, printable_answer
+from xla_ckpt.display import is_terminal
 from xla_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ def print_answer(args: argparse.Namespace, answer: Any, how: Callable[[Any], Ren
     answer = answer_in_options(answer)
     with answering():
         if args.json:
-            print(json.dumps(answer, indent=1), flush=True)
+            # Of the characters that control a terminal, JSON has DEL alone as it is.
+            print(json.dumps(answer, indent=1).replace("\x7f", "\\u007f"), flush=True)
             return
         from rich.console import Console
 
-        terminal = sys.stdout.isatty()
-        Console(width=None if terminal else 200, highlight=False).print(how(answer), soft_wrap=not terminal)
+        terminal = is_terminal(sys.stdout)
+        shown = how(printable_answer(answer))
+        Console(width=None if terminal else 200, highlight=False).print(shown, soft_wrap=not terminal)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
+from xla_ckpt.display import make_printable
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.tables.texts import size
 
@@ -44,7 +45,7 @@ def view(args: argparse.Namespace) -> int:
         page = site.one_document(address)
         with storage_errors("writing the page", path=args.html, hint="Name a file in a directory that is there."):
             Path(args.html).write_bytes(page)
-        print(f"{args.html}: {size(len(page))}")
+        print(f"{make_printable(args.html)}: {size(len(page))}")
         return 0
     if address:
         named = [option for option in ("leaf", "mesh", "against") if getattr(args, option) is not None]

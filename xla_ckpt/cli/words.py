@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from xla_ckpt.display import make_lines_printable, make_printable
+
 _SPOKEN = re.compile(
     # The library says both: an argument or a call, and in parentheses what it is at the command line. Names in a tag
     # may be long: each is looked at once, from its beginning.
@@ -47,6 +49,21 @@ def answer_in_options(answer: Any, sentence: bool = False) -> Any:
             for name, value in answer.items()
         }
     return [answer_in_options(value, sentence) for value in answer] if isinstance(answer, list | tuple) else answer
+
+
+def printable_answer(answer: Any, sentence: bool = False) -> Any:
+    """The answer of a command with escaped names; its `values` stay as they are, for they become cells of tables.
+
+    Sentences keep their line breaks: the names in them are escaped already, as those of errors are.
+    """
+    if isinstance(answer, str):
+        return make_lines_printable(answer) if sentence else make_printable(answer)
+    if isinstance(answer, dict):
+        return {
+            make_printable(name): value if name == "values" else printable_answer(value, name in _SENTENCES)
+            for name, value in answer.items()
+        }
+    return [printable_answer(value, sentence) for value in answer] if isinstance(answer, list | tuple) else answer
 
 
 class _InOptions(logging.Formatter):

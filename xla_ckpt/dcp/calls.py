@@ -7,7 +7,6 @@ are this library's, and what fails on one rank is raised on all of them, as one 
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -40,11 +39,12 @@ from xla_ckpt.job.peers import check_can_meet
 from xla_ckpt.job.round import LEAD
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import known_options, taking_values
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.undisturbed import Undisturbed
 from xla_ckpt.tree.path import listed
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 

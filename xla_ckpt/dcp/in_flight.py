@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +18,10 @@ from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import SAVE, Phases
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.trace import Trace
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.trace_file import trace_file
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,17 @@ coordinator compares them before it commits.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from xla_ckpt.display import join_lines
 from xla_ckpt.errors import DivergentReplicasError, UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS
 from xla_ckpt.plan.replicas import Replicas, first_stored
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Place = tuple[str, tuple[int, ...]]
 """(key, offset in the global tensor) of what a rank planned to write."""
@@ -96,4 +97,4 @@ def compare(of_ranks: Sequence[Mapping[Place, Held]], replicas: Replicas) -> Non
     if different:
         lines = [f"  {key}: rank {rank} against rank {owner}" for key, (owner, _, rank, _) in different.items()]
         more = [f"  and {len(lines) - MAX_NAMED_RANKS} more"] if len(lines) > MAX_NAMED_RANKS else []
-        logger.warning("%s", "\n".join([first_stored(len(lines)), *lines[:MAX_NAMED_RANKS], *more]))
+        logger.warning("%s", join_lines([first_stored(len(lines)), *lines[:MAX_NAMED_RANKS], *more]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from xla_ckpt.arrays.torch_elements import cut
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.errors import UsageError
 from xla_ckpt.job.mesh_source import current_mesh
+from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
@@ -28,7 +28,7 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def sharded(

@@ -9,7 +9,6 @@ the coordinator any more, and nobody would remove the draft.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -48,6 +47,7 @@ from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.dcp.index import pickled
 from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
 from xla_ckpt.layouts.digests import DIGESTS, dump_digests, record_of
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above
@@ -56,7 +56,7 @@ from xla_ckpt.tags.root import Kind
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 VERSION = "1.0.0"
 """What DCP writes as the version of its metadata."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from typing import Protocol
@@ -15,13 +14,14 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.keywords import known_options
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.storage.threads import before_threads_end
 from xla_ckpt.storage.undisturbed import undisturbed, waited
 from xla_ckpt.tags.lease import LEASES
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class InFlight(Protocol):

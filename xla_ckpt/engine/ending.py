@@ -5,7 +5,6 @@ And who hears of the error of a save that runs in the background.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -14,9 +13,10 @@ from xla_ckpt.engine.report import LoadReport, SaveReport
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, InvalidTagError, SaveError, UnsupportedStateError, UsageError, from_json
 from xla_ckpt.keywords import known_options
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import OnError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Report = SaveReport | LoadReport
 Listener = Callable[[Report], object]

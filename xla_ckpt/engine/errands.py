@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import collections
-import logging
 import threading
 from collections.abc import Callable
 from functools import partial
 
 from xla_ckpt.errors import CheckpointError, from_json
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.this_process import after_fork
 from xla_ckpt.storage.threads import started
 from xla_ckpt.storage.undisturbed import undisturbed, waited
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Errands:

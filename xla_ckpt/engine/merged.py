@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from xla_ckpt.display import join_lines
 from xla_ckpt.engine.disks import Disks
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.joint_directory import check_written
@@ -15,6 +15,7 @@ from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.stale import stale_since
 from xla_ckpt.engine.tag_reader import TagReader, reader_within
 from xla_ckpt.errors import DivergentReplicasError, SaveError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.merge import Duplicate, merge
 from xla_ckpt.plan.record import Record
@@ -26,7 +27,7 @@ from xla_ckpt.tags.kept import policy_json
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def sealed_manifest(
@@ -120,7 +121,7 @@ def _with_first(manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
     """The manifest, in which arrays are marked of which two ranks wrote different copies. It has the first one."""
     ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
     lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
-    logger.warning("tag %s: %s", manifest.head.tag, "\n".join([first_stored(len(lines)), *lines]))
+    logger.warning("tag %s: %s", manifest.head.tag, join_lines([first_stored(len(lines)), *lines]))
     return replace(manifest, arrays=manifest.arrays.with_divergent(ranks))
 
 

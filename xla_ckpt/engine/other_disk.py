@@ -6,7 +6,6 @@ so a tag that it lists is on all of them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,12 +15,13 @@ from xla_ckpt.engine.save_messages import Begun, hear_verdict
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
 from xla_ckpt.job.round import LEAD, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Directory, LocalFiles
 from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OTHERS_WAIT_FOR = ("manifest", "commit")
 """What rank 0 says to other disks, or an error in its place."""

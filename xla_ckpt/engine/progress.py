@@ -10,6 +10,11 @@ import time
 from types import TracebackType
 from typing import Any
 
+from xla_ckpt.display import is_terminal, make_printable
+from xla_ckpt.logs import get_logger
+
+logger = get_logger(__name__)
+
 DELAY = 1.0
 """Seconds before a bar appears."""
 
@@ -27,8 +32,8 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int, wanted: bool | None) -> None:
-        self._what, self._total = what, total
-        self._wanted = sys.stderr.isatty() or _NOTEBOOK in sys.modules if wanted is None else wanted
+        self._what, self._total = make_printable(what), total
+        self._wanted = is_terminal(sys.stderr) or _NOTEBOOK in sys.modules if wanted is None else wanted
         self._from = time.monotonic() + (DELAY if wanted is None else 0.0)
         self._lock = threading.Lock()
         self._bar: Any = None
@@ -39,15 +44,20 @@ class Progress:
             self.done += nbytes
             if not self._wanted:
                 return
-            if self._bar is None and time.monotonic() >= self._from:
-                # tqdm.auto would warn in a notebook without ipywidgets, and take a bar of text then.
-                widgets = _NOTEBOOK in sys.modules and importlib.util.find_spec("ipywidgets") is not None
-                kind = importlib.import_module("tqdm.notebook" if widgets else "tqdm").tqdm
-                self._bar = kind(
-                    desc=self._what, total=self._total, unit="B", unit_scale=True, initial=self.done - nbytes
-                )
-            if self._bar is not None:
-                self._bar.update(nbytes)
+            try:
+                self._show(nbytes)
+            except Exception as error:
+                self._wanted, self._bar = False, None
+                logger.warning("%s: its progress bar cannot be shown: %s: %s", self._what, type(error).__name__, error)
+
+    def _show(self, nbytes: int) -> None:
+        if self._bar is None and time.monotonic() >= self._from:
+            # tqdm.auto would warn in a notebook without ipywidgets, and take a bar of text then.
+            widgets = _NOTEBOOK in sys.modules and importlib.util.find_spec("ipywidgets") is not None
+            kind = importlib.import_module("tqdm.notebook" if widgets else "tqdm").tqdm
+            self._bar = kind(desc=self._what, total=self._total, unit="B", unit_scale=True, initial=self.done - nbytes)
+        if self._bar is not None:
+            self._bar.update(nbytes)
 
     def __enter__(self) -> Progress:
         return self

@@ -7,10 +7,10 @@ repaired, the others as they were, and a draft that the next save or repair remo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from xla_ckpt.display import join_lines
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import WORKERS, Covered, covered_files, write_alone
 from xla_ckpt.engine.parity_check import all_places, copy_is_sound, damaged_sums, has_parity, read_index, reads_as
@@ -18,6 +18,7 @@ from xla_ckpt.engine.rebuild import Rebuilder
 from xla_ckpt.engine.tag_reader import reader_within
 from xla_ckpt.engine.verify import verify_payload
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.parity_json import ParityIndex, parse
 from xla_ckpt.manifest.records import Manifest
@@ -41,7 +42,7 @@ from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Kind, Root
 from xla_ckpt.tags.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_NAMED = 20
 """More files are counted, and not named, in an error about what cannot be repaired."""
@@ -206,7 +207,7 @@ def _too_much(index: ParityIndex, left: set[BlockAt], sums: Mapping[Sum, SumPlac
         expected=f"at most {survives}",
         found=f"{len(left)} blocks of {len(by_file)} files that nothing gives back",
         hint="Load another tag, or restore these files from a copy.",
-        details="\n".join([*lines[:MAX_NAMED], *more, *damaged[:MAX_NAMED]]),
+        details=join_lines([*lines[:MAX_NAMED], *more, *damaged[:MAX_NAMED]]),
     )
 
 
@@ -253,7 +254,7 @@ class _Repair:
             problems = verify_payload(reader).problems
         if problems or read_whole(self.directory, MANIFEST) != text:
             problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
-            problem.details = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
+            problem.details = join_lines(f"  {line}" for line in problems[:MAX_NAMED])
             raise problem
         names = [name for name in self.directory.files() if name.startswith(FOLDER)]
         has_stripes = any(name.startswith(f"{FOLDER}stripes-") for name in names)

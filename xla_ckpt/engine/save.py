@@ -40,6 +40,7 @@ from xla_ckpt.errors import CheckpointError, RankFailedError, naming
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.round import LEAD, Round
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.plan.sharing import SharedPlan
@@ -52,7 +53,7 @@ from xla_ckpt.tags.root import logged_after_commit
 from xla_ckpt.tags.transaction import Transaction
 from xla_ckpt.tree.path import listed
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from xla_ckpt.engine.stale import remembered
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.unchanged import unchanged_since
 from xla_ckpt.errors import CheckpointError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.digest import block_count, block_size, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import Sources
@@ -30,7 +31,7 @@ from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.root import Root
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AT_ONCE = 64
 """Regions that a thread compares before it asks for more."""

@@ -7,7 +7,6 @@ digests of two tags tell, without reading a byte of an array.
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Iterable
@@ -16,13 +15,14 @@ from typing import Any
 from xla_ckpt.engine.difference import same_digests
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.schema import EXTRAS, MODEL, member_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 KEPT_MANIFESTS = 4

@@ -9,15 +9,15 @@ so the files of several ranks can be put together.
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.engine.phases import LOAD, SAVE, STALL, WAIT, Interval, Phases
 from xla_ckpt.job.round import Round
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.trace_file import TraceFile
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NO_PHASES = frozenset({SAVE, LOAD, STALL, WAIT})
 

@@ -9,7 +9,6 @@ the tag's first disk begins the attempt and commits it when all files are there;
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +29,7 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, ObjectStore
 from xla_ckpt.storage.this_process import after_fork, this_process
 from xla_ckpt.storage.threads import started
@@ -42,7 +42,7 @@ from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.transaction import WITHIN
 from xla_ckpt.tags.upload_rules import step_of, uploaded_as
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_LOOK, LAST_LOOK = 0.2, 5.0
 """Seconds between two looks at a tag that waits for files of other disks: at first, and in the end."""

@@ -12,7 +12,6 @@ end, it is refused; files of an earlier run, which was killed, are removed. The 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import shutil
 import uuid
@@ -30,11 +29,12 @@ from xla_ckpt.integrations.unfinished import RECORDS, FileInDraft, file_system_a
 from xla_ckpt.job.process_group import REACH, communicator
 from xla_ckpt.job.round import Round
 from xla_ckpt.layouts.digests import DIGESTS, records_in
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.storage.door import above
 from xla_ckpt.storage.durable_names import sync_or_undo
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def _run_of_this_job() -> str:

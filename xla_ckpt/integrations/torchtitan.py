@@ -7,7 +7,6 @@ place of torchtitan's own manager, in the same folder. (Interface and names of t
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,10 @@ import xla_ckpt.dcp as dcp
 from xla_ckpt.api.tags import list_tags
 from xla_ckpt.dcp.states import LoadPlanner
 from xla_ckpt.errors import UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.state.rng import RNGState
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _STEP = re.compile(r"step-(\d+)")
 _RNG = "rng"

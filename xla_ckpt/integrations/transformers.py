@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -30,10 +29,11 @@ from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
 from xla_ckpt.keywords import keeping_for
+from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.door import PathLike
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _NO_WEIGHTS = "none.safetensors"
 _STATE = "trainer_state"

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xla_ckpt.errors import FormatError, SaveError
 from xla_ckpt.layouts.digests import DIGESTS, dump_digests
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.storage.door import above, store_at
 from xla_ckpt.storage.small_files import write_small
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RECORDS = ".xla_ckpt"
 """The directory of the records, in the one that is being written."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from xla_ckpt.display import join_lines
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError, from_json
 from xla_ckpt.job.messages import Message
 from xla_ckpt.job.round import Round
@@ -235,5 +236,5 @@ def different_calls(calls: Sequence[Call]) -> UsageError | None:
         expected=first.expected,
         found=first.found,
         hint=_HINT,
-        details="\n".join(f"  expected {also.expected}, found {also.found}" for also in more) or None,
+        details=join_lines(f"  expected {also.expected}, found {also.found}" for also in more) or None,
     )

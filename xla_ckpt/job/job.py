@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,10 +15,11 @@ from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.round import Round
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import raise_as_told
+from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.storage.this_process import after_fork
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LINGER = 10.0
 """Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -11,8 +10,9 @@ from typing import Any, TypeVar
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, from_json
 from xla_ckpt.job.communicator import Communicator
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Value = TypeVar("Value")
 

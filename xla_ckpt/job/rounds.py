@@ -9,7 +9,6 @@ must not end before that, either.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -17,8 +16,9 @@ from xla_ckpt.errors import CheckpointError, LoadError, RankFailedError, SaveErr
 from xla_ckpt.job.call import DifferentCalls
 from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.round import Deadline, Round
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TIMEOUT = 1800.0
 """Seconds that a rank waits for another before it gives up, by default."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import logging
 from collections.abc import Iterable, Set
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.foreign_tags import by_numbers
 from xla_ckpt.layouts.registry import all_layouts
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
@@ -18,7 +18,7 @@ from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_BESIDE = 100
 """Names in a root that are looked at to find out whether something newer than its tags is not complete."""

@@ -7,7 +7,6 @@ own tools wrote, and that layout opens it.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 
 from xla_ckpt.engine.repair import repair_tag
@@ -26,13 +25,14 @@ from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.listing import find_foreign, has_manifest
 from xla_ckpt.layouts.no_tag import with_hint
 from xla_ckpt.layouts.registry import all_layouts, layout_of
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST
 from xla_ckpt.tags.roots import root_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def open_tag(store: Store, tag: str, hints: Hints | None = None, *, as_stored: bool = False) -> TagReader:

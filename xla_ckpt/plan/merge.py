@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from xla_ckpt import dtypes
+from xla_ckpt.display import join_lines
 from xla_ckpt.errors import FormatError, SaveError
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record
 from xla_ckpt.manifest.forms import form_of, frozen
@@ -220,7 +221,7 @@ def _not_once(leaf: str, shape: tuple[int, ...], shards: ShardColumns, ranks: In
         found=error.found,
         hint="Ranks have models of different shapes, or disagree about who holds what: check the model, mesh and "
         "shardings of all ranks.",
-        details="\n".join([*wrote, *more]),
+        details=join_lines([*wrote, *more]),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from xla_ckpt.display import join_lines
 from xla_ckpt.errors import DivergentReplicasError
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS, named_ranks
 from xla_ckpt.plan.record import Record
@@ -92,7 +93,7 @@ def compare_replicas(
             expected=f"the bytes of rank {rank}",
             found=f"others on {named_ranks(ranks)}",
             hint=_hint(leaf, mesh, next((r.arrays[leaf][2] for r in records if leaf in r.arrays), None)),
-            details="\n".join(_listed(bad)),
+            details=join_lines(_listed(bad)),
         )
     if plain:
         part, (rank, ranks) = next(iter(plain.items()))
@@ -108,7 +109,7 @@ def compare_replicas(
             f"the buffer {leaf} of rank {rank} differs from that of {named_ranks(ranks)}; rank {rank}'s is kept"
         )
     if bad:
-        warnings.append("\n".join([first_stored(len(bad)), *_listed(bad)]))
+        warnings.append(join_lines([first_stored(len(bad)), *_listed(bad)]))
     return warnings, tuple(bad)
 
 

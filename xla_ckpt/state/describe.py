@@ -6,7 +6,6 @@ Each array becomes a leaf once: where it is, and who is the same as whom. Everyt
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.display import make_printable
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine import pickles
 from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.lightweight import Columns, lightweight
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.leaf import Holding, Leaves, holding_of
 from xla_ckpt.plan.replicas import Replicas
 from xla_ckpt.sharding.box import Box
@@ -43,7 +44,7 @@ from xla_ckpt.tree.unflatten import Unflattener
 PACKAGE = __name__.partition(".")[0]
 """The package whose frames a warning does not show."""
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 SAMPLED_RUNS = 64
@@ -308,8 +309,8 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
 def _pickle(leaf: str, value: Any) -> bytes:
     check_may_be_pickled(value, leaf)
     warnings.warn(
-        f"{leaf}: a {type(value).__module__}.{type(value).__qualname__} is no plain value and will be pickled; "
-        "loading it needs trust_pickle=True",
+        f"{make_printable(leaf)}: a {type(value).__module__}.{type(value).__qualname__} is no plain value and will be "
+        "pickled; loading it needs trust_pickle=True",
         stacklevel=_frames_of_ours(),
     )
     return pickles.dump(value, leaf)

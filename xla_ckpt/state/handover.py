@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
+from xla_ckpt.display import join_lines
 from xla_ckpt.errors import CheckpointError, LoadError
 from xla_ckpt.job.round import Round
 from xla_ckpt.job.verdict import agreed
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tree.nested import replaced_leaves
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PutBack = Callable[[], object]
 
@@ -113,9 +114,9 @@ class Handing:
             with undisturbed():
                 lost = [problem for problem in map(_put_back, reversed(self._taken)) if problem]
             if lost and isinstance(error, CheckpointError):
-                error.details = "\n".join(filter(None, [error.details, *lost]))
+                error.details = "\n".join(filter(None, [error.details, join_lines(lost)]))
             elif lost:
-                error.add_note("\n".join(lost))  # what a signal handler has raised
+                error.add_note(join_lines(lost))  # what a signal handler has raised
             raise
         finally:
             self._taken.clear()

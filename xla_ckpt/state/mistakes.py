@@ -6,13 +6,13 @@ their class.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.arrays.torch_objects import has_torchs, is_lazy, is_module, is_of, is_parameter, is_torchs_own
 from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
 from xla_ckpt.state.optimizer import acts_as_optimizer
@@ -22,7 +22,7 @@ from xla_ckpt.tree import schema
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _COUNTS = frozenset({"step", "steps", "global_step", "epoch", "iteration"})
 """Keys of what programs keep beside their objects."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from xla_ckpt.logs import get_logger
 from xla_ckpt.state.wrappers import PLAIN_PROPERTY, modules_in, unwrapped_model
 from xla_ckpt.tree import lora
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CONFIG = "nxd_config"
 """What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""

@@ -11,7 +11,6 @@ then, and these are the old ones before. Hooks run once (see `optimizer_install.
 from __future__ import annotations
 
 import collections
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from xla_ckpt.arrays.registry import check_memory
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.target import Target
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
 from xla_ckpt.state.handover import Handover, PutBack, kept_state
@@ -49,7 +49,7 @@ from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.ties import stored_names
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:

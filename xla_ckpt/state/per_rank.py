@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming
 from xla_ckpt.keywords import known_options
+from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.mesh import as_mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import stateful
@@ -20,7 +20,7 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import Reshard
 from xla_ckpt.tree.skeleton import children
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class PerRank:

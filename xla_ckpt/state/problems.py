@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from xla_ckpt.display import join_lines
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.path import is_under, listed
@@ -108,7 +109,7 @@ def incompatible(
         f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
         leaf=problems[0].leaf if len(problems) == 1 else None,
         hint=" ".join(hints) or None,
-        details="\n".join(shown),
+        details=join_lines(shown),
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from xla_ckpt.logs import get_logger
+
+logger = get_logger(__name__)
 
 _ELSEWHERE = ("python", "numpy", "torch", "xla")
 """Keys of the state that name no kind of accelerator."""

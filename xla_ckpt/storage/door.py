@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local import LocalStore, check_encodable
 from xla_ckpt.storage.schemes import SCHEMES
 
 PathLike = str | os.PathLike[str]
@@ -89,9 +89,9 @@ def full_path(path: PathLike) -> str:
         )
     scheme, separator, location = text.partition("://")
     if not (separator and scheme.isalnum()):
-        return _absolute(text)
+        return absolute_path(text)
     if scheme == "file":
-        return _absolute(_local(text, location))
+        return absolute_path(_local(text, location))
     if not _is_known(scheme):
         raise UsageError(
             "no storage of this library has such an address",
@@ -104,8 +104,14 @@ def full_path(path: PathLike) -> str:
     return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
 
 
-def _absolute(path: str) -> str:
-    """The full path of a directory. It fails where the directory that the program works in was removed."""
+def absolute_path(path: str) -> str:
+    """Return the full path of a file or directory.
+
+    Raises:
+        StorageError: The path is relative, and the directory that the program works in was removed.
+        UsageError: The path has characters that the encoding of the file system lacks.
+    """
+    check_encodable(path)
     with storage_errors("asking which directory the program works in", path=path):
         return os.path.abspath(path)
 
@@ -134,10 +140,18 @@ def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:
     return store_at(f"{parent}/" if parent.endswith(":/") else parent or "/"), name
 
 
+def working_directory() -> LocalStore | None:
+    """Return the directory in which this process works, or None if it was removed."""
+    try:
+        return LocalStore(os.getcwd())
+    except FileNotFoundError:
+        return None
+
+
 def is_working_directory(path: PathLike) -> bool:
     """Whether a path is that of the directory in which this process works, which would not follow an exchange."""
-    full = full_path(path)
-    return "://" not in full and os.path.realpath(full) == os.path.realpath(".")
+    here, full = working_directory(), full_path(path)
+    return here is not None and "://" not in full and os.path.realpath(full) == here.address("")
 
 
 def same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:

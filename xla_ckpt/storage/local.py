@@ -9,17 +9,17 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import shutil
 import time
 
-from xla_ckpt.errors import StorageError
+from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Identity
 from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.local_file import open_regular
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 UNLOCKED_AGE = 3600.0
 """Seconds without a change after which a directory counts as unused, where the file system has no locks.
@@ -45,6 +45,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 """Arguments of Linux's `renameat2`, which python has no function for."""
+
+
+def check_encodable(path: str) -> None:
+    """Refuse a path that the operating system cannot be given.
+
+    Raises:
+        UsageError: It has characters that the encoding of the file system lacks.
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "a name has characters that the encoding of the file system lacks",
+            expected=f"characters that {error.encoding} has",
+            found=ascii(path),
+            hint="Start Python with PYTHONUTF8=1, or in a UTF-8 locale such as LC_ALL=C.UTF-8.",
+        ) from error
 
 
 class LocalStore:
@@ -78,6 +95,7 @@ class LocalStore:
         return os.path.realpath(self._at(name))
 
     def _at(self, path: str) -> str:
+        check_encodable(path)
         return os.path.join(self.path, path) if path else self.path
 
     def prepare(self) -> bool:

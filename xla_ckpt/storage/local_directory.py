@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Directory, ReadDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource
 from xla_ckpt.storage.open_files import Descriptor, open_descriptor
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class LocalDirectory:

@@ -17,8 +17,8 @@ def kind_of_file_system(path: str) -> str | None:
     'proc'
     """
     try:
-        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
-            return _kind(file.read(), os.path.realpath(path))
+        with open(_MOUNTS, "rb") as file:
+            return _kind(os.fsdecode(file.read()), os.path.realpath(path))
     except FileNotFoundError:
         return None
 

@@ -28,8 +28,12 @@ class ProgramEnded(Exception):  # noqa: N818  # what it means for the caller, th
 
 
 def importing_alike() -> dict[str, str]:
-    """The environment of a python that finds what this process would import."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+    """Return the environment of a Python that finds what this process would import."""
+    try:
+        paths = [os.path.abspath(path) for path in sys.path]
+    except FileNotFoundError:  # the working directory was removed, and nothing is imported from below it
+        paths = [path for path in sys.path if os.path.isabs(path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Program:
@@ -51,6 +55,7 @@ class Program:
             stdout=self._output,
             stderr=self._output,
             env=importing_alike(),
+            cwd="/",  # the program's own may be removed, and must not be kept in use
             start_new_session=True,  # or a terminal's Ctrl-C would end it
         )
         self._theirs.close()

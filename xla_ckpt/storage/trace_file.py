@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from xla_ckpt.errors import UsageError
-from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.door import PathLike, absolute_path
 
 TRACE_VARIABLE = "XLA_CKPT_TRACE"
 """Environment variable that names a directory: each call of each rank that names no other place leaves a file there."""
@@ -60,14 +60,15 @@ def trace_file(trace: PathLike | None) -> TraceFile | None:
 
     Raises:
         UsageError: What the caller gives is no path.
+        StorageError: It is relative, and the directory that the program works in was removed.
     """
     if trace is None:
         named = os.environ.get(TRACE_VARIABLE)
-        return TraceFile(os.path.abspath(named), many=True) if named else None
+        return TraceFile(absolute_path(named), many=True) if named else None
     named = os.fspath(trace) if isinstance(trace, str | os.PathLike) else None
     if not isinstance(named, str):
         raise UsageError("trace= is the path of a file or of a directory", found=repr(trace))
-    return TraceFile(os.path.abspath(named), many=named.endswith(os.sep) or os.path.isdir(named))
+    return TraceFile(absolute_path(named), many=named.endswith(os.sep) or os.path.isdir(named))
 
 
 def _plain(tag: str | None) -> str:

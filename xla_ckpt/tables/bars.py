@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from xla_ckpt.display import make_printable
 from xla_ckpt.tables.rows import Bar, Rows
 from xla_ckpt.tables.texts import count, duration, size, speed
 
@@ -72,7 +73,7 @@ class PhaseRows(Rows):
         for name, right in zip(self.names, self.to_right, strict=True):
             table.add_column(name, justify="right" if right else "left", no_wrap=name != "when")
         for row in self.rows:
-            table.add_row(*(Text(cell) if isinstance(cell, str) else _Drawn(cell) for cell in row))
+            table.add_row(*(Text(make_printable(cell)) if isinstance(cell, str) else _Drawn(cell) for cell in row))
         yield table
 
 

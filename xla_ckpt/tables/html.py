@@ -6,12 +6,12 @@ Names in a tag may be anything. `escaped` is the one place where a text becomes 
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from xla_ckpt.display import make_printable
 from xla_ckpt.tables.rows import Bar, Rows
 
 MAX_ROWS = 2000
@@ -33,13 +33,7 @@ def escaped(text: str) -> str:
     >>> escaped("<b a='1'>"), escaped("a\u202eb\x00")
     ('&lt;b a=&#x27;1&#x27;&gt;', 'a\\u202eb\\u0000')
     """
-    if not text.isprintable():  # which is rare, and looked for in one call
-        text = "".join(f"\\u{ord(c):04x}" if _shows_nothing(c) else c for c in text)
-    return html.escape(text)
-
-
-def _shows_nothing(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return html.escape(make_printable(text))
 
 
 def fragment(shown: RenderableType, link: Linker = lambda column, row: None, level: int = 3) -> str:

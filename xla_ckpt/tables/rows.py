@@ -11,6 +11,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from xla_ckpt.display import make_printable
+
 MAX_LAID_OUT = 500
 """Rows of a table that rich lays out; longer ones are plain lines."""
 
@@ -54,7 +56,7 @@ class Rows:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title and options.is_terminal:
             yield Text(self.title, style="bold")
-        table = [self.names, *(list(map(str, row)) for row in self.rows)]
+        table = [self.names, *([make_printable(str(cell)) for cell in row] for row in self.rows)]
         if not options.is_terminal:
             lines = "".join("\t".join(row).rstrip("\t") + "\n" for row in table)
             yield Segment(lines)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, RootInUseError, UnknownOutcomeError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.small_files import write_small
@@ -25,7 +25,7 @@ from xla_ckpt.tags.placing import overtaken
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Kind, Root, logged_after_commit
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WRITING: set[str] = set()
 """The attempts that this process writes."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, Store
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.entry import TagEntry
@@ -15,7 +15,7 @@ from xla_ckpt.tags.facts import tags_to_retire
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TRASH
 from xla_ckpt.tags.retention import Retention
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def clean(store: FileSystem, only: str | None = None) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_ckpt.errors import MissingPackageError, StorageError, UsageError, naming
 from xla_ckpt.extras import check_installed
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
 from xla_ckpt.storage.base import FileSystem, LocalFiles
@@ -34,7 +34,7 @@ from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Adopted, Cleaned, Kind, go_on
 from xla_ckpt.tags.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MAX_LOOKS = 8
 """What has names of tags, and is looked at to see whether a directory is a root of tags, at most."""

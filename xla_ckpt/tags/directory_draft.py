@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xla_ckpt.errors import NotDurableError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
 from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
 from xla_ckpt.storage.durable_names import not_durable, rename_durably
@@ -22,7 +22,7 @@ from xla_ckpt.tags.placing import check_not_overtaken, place
 from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Kind, logged_after_commit
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Tags(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from xla_ckpt.errors import CheckpointError, FormatError, UsageError, naming, storage_errors
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import read_whole
@@ -24,7 +24,7 @@ from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.schema import USER_CONTENT
 from xla_ckpt.tree.skeleton import children
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 KEPT_METRICS = 10_000
 """Numbers that are kept in memory: each is read once, and not with every save."""

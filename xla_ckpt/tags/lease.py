@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from xla_ckpt.errors import RootInUseError, UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.this_process import after_fork, is_kin, setting, this_process
 from xla_ckpt.storage.threads import started
 from xla_ckpt.tags.lease_places import LeasePlace
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BEAT = 5.0
 """Seconds between two signs of life."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from xla_ckpt.errors import NotAFileError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Changed, FileSystem, LocalFiles, ObjectStore
 from xla_ckpt.tags.cleaning import remove
 from xla_ckpt.tags.lease_rules import Owner, owner_of
@@ -17,7 +17,7 @@ from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.listing import entries
 from xla_ckpt.tags.names import LEASE, NEW_PREFIX
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 DIRECTORY_SILENCE = 60.0
 """The lease of a directory that shows no sign of life for so long (s) is taken over, unless its lock says that its

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_ckpt.errors import RootInUseError, StorageError, storage_errors
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Directory, ObjectStore, Store
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.storage.this_process import this_process
@@ -42,7 +42,7 @@ from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag
 from xla_ckpt.tags.placed import Placed
 from xla_ckpt.tags.root import Adopted, Cleaned, Draft, Kind, go_on
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class LedgerRoot:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import errno
-import logging
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from xla_ckpt.errors import CheckpointError, naming, storage_errors
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Changed, ObjectStore
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.ledger_rules import Ledger
 from xla_ckpt.tags.names import LEDGER
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRIES = 3
 """How often a change of a record is tried that the storage refuses, or does not answer.

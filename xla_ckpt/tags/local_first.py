@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, naming, storage_errors
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Head
 from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source
 from xla_ckpt.storage.small_files import write_small
@@ -24,7 +24,7 @@ from xla_ckpt.tags.retention import Retention
 from xla_ckpt.tags.root import Kind, go_on
 from xla_ckpt.tags.upload_rules import Journal, address_in, is_another_run, parse_journal
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_JOURNAL = 1 << 26
 """No more bytes of a journal are read."""

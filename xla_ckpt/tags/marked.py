@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections.abc import Callable
 
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Store, directory_in
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import clean, move_to_trash, remove, retire_each
 from xla_ckpt.tags.kept import superfluous
 from xla_ckpt.tags.retention import BestN, EveryNSteps, Retention, TagFact
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MARK = "xla_ckpt.json"
 """The file by which such a directory is known. It says of which tag it was made."""

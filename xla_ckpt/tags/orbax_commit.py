@@ -7,20 +7,20 @@ that alone says whether it is committed, whatever became of the process.
 from __future__ import annotations
 
 import atexit
-import logging
 import sys
 import threading
 import time
 from typing import Any
 
 from xla_ckpt.errors import NotDurableError, SaveError, from_json
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
 from xla_ckpt.storage.durable_names import not_durable
 from xla_ckpt.storage.program import Program, ProgramEnded
 from xla_ckpt.storage.this_process import after_fork
 from xla_ckpt.storage.undisturbed import undisturbed
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PROGRAM = "xla_ckpt.tags.orbax_process"
 
@@ -132,10 +132,12 @@ class Committer:
 
 
 def _does_not_work(problem: str) -> SaveError:
+    problem, _, output = problem.partition("\n")
     return SaveError(
         "the process in which orbax commits tags does not work",
         found=problem,
         hint=f"The tag is as it was before. {sys.executable} -m {PROGRAM} </dev/null shows whether it starts.",
+        details=output or None,
     )
 
 

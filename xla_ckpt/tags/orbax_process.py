@@ -106,7 +106,8 @@ def committer() -> Commit:
                 # By the name of a handler, as orbax has it for a payload of ours, no item of a step is found.
                 about["item_handlers"] = dict.fromkeys(items, ocp.StandardCheckpointHandler.typestr())
             metadata.update(self.get() / ORBAX_METADATA, **about)
-            Path(self.get(), COMMITTED).write_text(f"Checkpoint commit was successful to {self.get_final()}")
+            committed = b"Checkpoint commit was successful to " + os.fsencode(self.get_final())
+            Path(self.get(), COMMITTED).write_bytes(committed)  # a path may be no text in any locale
             for name in (ORBAX_METADATA, COMMITTED, "."):
                 _sync(name, self.directory)
             if not os.path.samestat(os.fstat(self.directory), os.stat(self.get())):

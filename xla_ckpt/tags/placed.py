@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from dataclasses import dataclass
 
 from xla_ckpt.errors import UsageError
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Changed, Directory, ObjectStore
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import NEW_PREFIX
 from xla_ckpt.tags.retention import Retention
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)

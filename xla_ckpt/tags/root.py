@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.retention import Retention
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def go_on() -> None:

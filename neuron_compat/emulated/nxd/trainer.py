@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +16,9 @@ from neuron_compat.emulated.nxd.optimizer import NxDOptimizer
 from neuron_compat.lazy import imported
 from xla_ckpt import UsageError
 from xla_ckpt.keywords import known_names
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @known_names()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 
 from neuron_compat.smp.errors import InvalidStepOutputError, TensorSplitError
 from xla_ckpt.facade import replaced_leaves
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class StepOutput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,9 @@ from neuron_compat.smp import job
 from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPValidationError
 from neuron_compat.smp.optimizer_calls import OptimizerCalls
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)

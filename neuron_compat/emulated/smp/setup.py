@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -20,8 +19,9 @@ from neuron_compat.smp.job import KINDS, Ranks
 from neuron_compat.smp.saves import job_id
 from xla_ckpt import Mesh
 from xla_ckpt.facade import current_mesh
+from xla_ckpt.logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 distributed: Any = torch.distributed
 

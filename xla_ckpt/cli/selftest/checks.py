@@ -93,6 +93,7 @@ class Bench:
             stdout=subprocess.PIPE,
             stderr=errors,
             env=importing_alike(),
+            cwd="/",
             start_new_session=True,  # Ctrl-C is for its parent, which ends it
             text=True,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from xla_ckpt.layouts.scanned import flattened, scanned_manifest
 from xla_ckpt.layouts.torch_save.strided import record_at
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -25,7 +25,7 @@ from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys, leaves, replaced_leaves
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _ONLY_MASTERS = UnknownArray(
     problem="this weight was not saved; at most its master weight was, which the optimizer numbers",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from functools import partial
 
@@ -24,12 +23,13 @@ from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.scanned import directory_to_scan
 from xla_ckpt.layouts.torch_save.zip_reader import check_zip
 from xla_ckpt.layouts.verifying import check_files, foreign_report
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tree.nested import leaves
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def open_ranks(layout: RankLayout, store: Store, tag: RankTag, hints: Hints) -> TagReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from xla_ckpt.errors import UsageError
@@ -12,12 +11,13 @@ from xla_ckpt.layouts.by_rank.new_job import NewJob
 from xla_ckpt.layouts.by_rank.plan import PARTS, Laying, check_common, name_in_job
 from xla_ckpt.layouts.native import native_files
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def new_job(layout: RankLayout, stored: StoredState, to: Topology) -> NewJob:

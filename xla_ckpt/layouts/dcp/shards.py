@@ -6,7 +6,6 @@ were: an array is taken to end where its last part does, unless the program says
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from itertools import count
 
@@ -18,13 +17,14 @@ from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
 from xla_ckpt.layouts.hugging_face import of_unknown_type, quantized, scanned_file
 from xla_ckpt.layouts.places import program_names
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _LOST = "A file of the directory is missing, or was overwritten."
 

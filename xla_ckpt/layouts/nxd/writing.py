@@ -8,7 +8,6 @@ Every rank decides alone what it writes.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +19,7 @@ from xla_ckpt.layouts.nxd.folders import MODEL, OPTIM
 from xla_ckpt.layouts.nxd.optimizer import numbered
 from xla_ckpt.layouts.nxd.tags import RANK_FILES
 from xla_ckpt.layouts.nxd.tensor_files import lay_apart
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.tree import path as paths
@@ -27,7 +27,7 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import in_dicts_and_lists
 from xla_ckpt.tree.skeleton import children
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def with_zero1(to: Topology, manifest: Manifest, *, xser: bool) -> Topology:

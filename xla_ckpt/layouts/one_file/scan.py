@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +16,7 @@ from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.strided import composite_of, record_at
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
 from xla_ckpt.layouts.untrusted import UntrustedObject
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -25,7 +25,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +13,13 @@ from xla_ckpt.files.distcp import STEM
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.base import StoredState
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
+from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def plan_file(stored: StoredState, path: str) -> FilePlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention,
 from xla_ckpt.layouts.optimum.metadata_json import parse_stage_metadata
 from xla_ckpt.layouts.optimum.names import links_of
 from xla_ckpt.layouts.scanned import MAX_JSON
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -30,7 +30,7 @@ from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_value
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
 """What the trainer knows of its progress: epoch, step, history of the log."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from xla_ckpt.layouts.orbax.name_rules import registered_names
 from xla_ckpt.layouts.orbax.names import renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.storage.base import ReadDirectory, Store
 from xla_ckpt.storage.small_files import read_whole
@@ -30,7 +30,7 @@ from xla_ckpt.tree.json_object import json_object
 from xla_ckpt.tree.nested import nested
 from xla_ckpt.tree.path import listed
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _CODEC = ValueCodec(apart=lambda value: value if isinstance(value, Composite) else None)
 

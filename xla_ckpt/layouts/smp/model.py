@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.places import program_names
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
@@ -23,7 +23,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 ADDED_KEY = "xla_ckpt"
 """Key in SMP's description of a job of what this library adds to it."""

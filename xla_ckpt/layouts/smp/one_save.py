@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,11 +23,12 @@ from xla_ckpt.layouts.smp.sidecar import (
 from xla_ckpt.layouts.smp.tags import ALL_PARTS, FileSet, Numbers, SmpTag, find_smp_tag
 from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.whole_writing import renew_file, write_whole_file
+from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.storage.door import above
 from xla_ckpt.storage.small_files import read_whole
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PerAxis = tuple[int, int, int]
 """A number for each of `sidecar.RANK_AXES`."""

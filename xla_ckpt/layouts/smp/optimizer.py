@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +26,12 @@ from xla_ckpt.layouts.smp.optimizer_shares import (
     shares_of,
     united_of,
 )
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _FLAT = UnknownArray(
     problem="the stored optimizer has its states as pieces of SMP's flat buffers (shard_optimizer_state), and where a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -21,11 +20,12 @@ from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
 from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.stand_ins import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
 SCALERS = {name: Attributes.of(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}

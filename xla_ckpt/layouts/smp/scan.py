@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from xla_ckpt.layouts.smp.tags import (
     USER_CONTENT_FILE,
     SmpTag,
 )
+from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -37,7 +37,7 @@ from xla_ckpt.storage.base import Directory
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys, leaves
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re.IGNORECASE)
 """Names of numbers that all ranks count alike."""

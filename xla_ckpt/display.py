@@ -1,0 +1,66 @@
+"""Text and streams of terminals: names in a checkpoint may have any characters, and some would control a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+_SHORT = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
+
+
+class Lines(str):
+    """Text of several lines, each of which is printable."""
+
+    __slots__ = ()
+
+
+def make_printable(text: str) -> str:
+    r"""Return the text with all characters escaped that display nothing themselves.
+
+    These are control characters (C0, DEL, C1), line breaks, format characters (Unicode's bidirectional controls among
+    them) and lone surrogates. Terminals interpret some of them, and others reverse the order of the text behind them.
+
+    >>> make_printable("a b"), make_printable("\x1b[2J"), make_printable("a\nb"), make_printable("a\u202eb\udcff")
+    ('a b', '\\u001b[2J', 'a\\nb', 'a\\u202eb\\udcff')
+    """
+    if text.isprintable():  # which is almost always so, and looked for in one call
+        return text
+    return "".join(_escaped(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return _SHORT.get(character) or (f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}")
+
+
+def join_lines(texts: Iterable[str]) -> Lines:
+    r"""Return texts as the lines of one text, each of them printable.
+
+    >>> join_lines(["a\nb", "c"])
+    'a\\nb\nc'
+    """
+    return Lines("\n".join(map(make_printable, texts)))
+
+
+def make_lines_printable(text: str) -> Lines:
+    r"""Return a text of several lines with everything escaped in it that `make_printable` escapes, but its line feeds.
+
+    >>> make_lines_printable("a\n\x1b[2J")
+    'a\n\\u001b[2J'
+    """
+    return join_lines(text.split("\n"))
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal: not one that is closed (Python has None then), or of a class without
+    `isatty`.
+
+    >>> is_terminal(None)
+    False
+    """
+    isatty = getattr(stream, "isatty", None)
+    try:
+        return isatty is not None and bool(isatty())
+    except (OSError, ValueError):  # ValueError: it was closed
+        return False

@@ -1,0 +1,27 @@
+"""Loggers whose records have no characters that control a terminal."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from xla_ckpt.display import Lines, make_lines_printable, make_printable
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module. What its records name, such as leaf paths, tags and files, is escaped."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_escape)  # the same one a second time is ignored
+    return logger
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_printable, record.args))
+    return True
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if isinstance(value, Lines) else make_printable(value)
+    return make_lines_printable(str(value)) if isinstance(value, BaseException) else value
