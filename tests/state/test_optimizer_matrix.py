@@ -70,6 +70,7 @@ class Run:
         self.inputs = torch.tensor([0, 2]) if embeds else inputs.to(dtype)
         self.optimizer = KINDS[kind](list(self.model.parameters()))
         self.calls: list[Any] = []
+        self.hooks = hooks
         if hooks in ("hooks of state_dict", "both"):
             self.optimizer.register_state_dict_pre_hook(lambda _: self.calls.append("before state_dict"))
             self.optimizer.register_state_dict_post_hook(self._scaled(2.0))
@@ -136,6 +137,8 @@ class Run:
         numbers = copy.deepcopy(state["state"])
         self.model.load_state_dict(saved.model.state_dict())
         self.optimizer.load_state_dict(state)
+        if self.hooks == "own load_state_dict":
+            return
         for number, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
             for key in NUMBERS & numbers.get(number, {}).keys():  # torch rounds these to the parameter's dtype
                 self.optimizer.state[parameter][key] = numbers[number][key]
@@ -220,12 +223,13 @@ def goes_on(run: Run) -> bool:
 PAIRS = list(itertools.product(KINDS, KINDS, (0, 1)))
 
 
-def apart(pair: tuple[str, str, int]) -> Iterable[Any]:
-    """All pairs of kinds; whether the one that loads has stepped before matters to few of them."""
-    return [pair[:2], (pair[0], pair[2]), (pair[1], pair[2])]
+def by_class(pair: tuple[str, str, int]) -> Iterable[Any]:
+    """All pairs of classes; whether the one that loads has stepped before matters to few of them."""
+    stored, own, steps = pair
+    return [(stored.partition(",")[0], own.partition(",")[0]), (stored, steps), (own, steps)]
 
 
-@pytest.mark.parametrize(("stored", "own", "steps"), some_of(PAIRS, apart))
+@pytest.mark.parametrize(("stored", "own", "steps"), some_of(PAIRS, by_class))
 def test_any_state_into_any_optimizer(stored: str, own: str, steps: int, root: Path) -> None:
     """It goes on as after torch's own load, or nothing is changed. torch's own load may end in a step that raises."""
     saved, tag = stored_by(stored, root, own == "SparseAdam")

@@ -109,27 +109,27 @@ class Installation:
             ValueError: A hook returned other groups.
         """
         packed, given = dict(self.packed), list[Any]()
-        if isinstance(packed.get(schema.STATE), Mapping):
-            replaced_leaves(packed[schema.STATE], lambda _, leaf: given.append(leaf))
-        for hook in getattr(self.optimizer, _PRE_HOOKS, {}).values():
+        hooks = getattr(self.optimizer, _PRE_HOOKS, {}).values()
+        casts_all = packs_state(self.optimizer) and torch_kind(self.optimizer) is not None
+        if hooks and not casts_all:
+            replaced_leaves(packed.get(schema.STATE), lambda _, leaf: given.append(leaf))
+        for hook in hooks:
             returned = hook(self.optimizer, packed)
             packed = packed if returned is None else returned
-        casts_all = packs_state(self.optimizer) and torch_kind(self.optimizer) is not None
-        as_stored = frozenset[int]() if casts_all else frozenset(map(id, given))
+        as_stored = frozenset(map(id, given))
         groups, own = packed[schema.GROUPS], self.optimizer.param_groups
         sizes, own_sizes = ([len(g[schema.PARAMS]) for g in each] for each in (groups, own))
         if sizes != own_sizes:
             raise ValueError(f"a load_state_dict hook changed the groups: expected {own_sizes} parameters, got {sizes}")
-        owner = {
-            name: (parameter, {**group, **new})
-            for new, group in zip(groups, own, strict=True)
-            for name, parameter in zip(new[schema.PARAMS], group[schema.PARAMS], strict=True)
-        }
-        state = collections.defaultdict[Any, Any](dict)
+        owner: dict[Any, tuple[Any, Mapping[str, Any]]] = {}
+        for new, group in zip(groups, own, strict=True):
+            options = {**group, **new}
+            owner.update((name, (p, options)) for name, p in zip(new[schema.PARAMS], group[schema.PARAMS], strict=True))
+        state, casts = collections.defaultdict[Any, Any](dict), hooks or casts_all
         for key, value in packed[schema.STATE].items():
             if key in owner:
                 parameter, group = owner[key]
-                state[parameter] = _cast_as_torch(value, parameter, group, as_stored)
+                state[parameter] = _cast_as_torch(value, parameter, group, as_stored) if casts else value
             else:
                 state[key] = value
         return state, [{k: v for k, v in group.items() if k != schema.PARAMS} for group in groups]
