@@ -17,6 +17,7 @@ import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.storage import local
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local_directory import LocalDirectory
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directories import DirectoryRoot
@@ -130,8 +131,10 @@ def test_a_directory_that_cannot_be_opened_is_left_alone(tmp_path: Path, monkeyp
     left = tmp_path / ".new-b"
     left.mkdir()
 
-    def refuse(path: str) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    def refuse(path: str, *, inside: str) -> LocalDirectory:
+        if inside == left.name:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return LocalDirectory(path, inside=inside)
 
     with monkeypatch.context() as patch:
         patch.setattr(local, "LocalDirectory", refuse)

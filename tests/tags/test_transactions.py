@@ -166,6 +166,8 @@ def test_a_directory_that_is_neither_durable_nor_taken_back_keeps_its_old_versio
 def test_a_link_to_a_checkpoint_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "real")
-    store, name = above(tmp_path / "latest", follow=True)
+    store, name = above(tmp_path / "latest")
     assert (store.path, name) == (str(tmp_path), "real")
-    assert above(tmp_path / "latest")[1] == "latest"
+    (tmp_path / "real/file.pt").write_bytes(b"")
+    (tmp_path / "model.pt").symlink_to(tmp_path / "real/file.pt")
+    assert above(tmp_path / "model.pt")[1] == "model.pt", "the name says what is in a file"

@@ -56,11 +56,12 @@ def check_place(store: Store, tag: str) -> None:
     if names == []:
         return
     is_root = names is not None and root.is_root(tag)
+    kind = "a root with" if is_root else "a directory with"
     raise UsageError(
         "what has the name of the new tag is no tag, and would be lost",
         path=store.path,
         tag=tag,
-        found="a file" if names is None else f"{'a root with' if is_root else 'a directory with'} {_some(names)}",
+        found="a file or a link" if names is None else f"{kind} {_some(names)}",
         hint=f"To save in that root, pass {store.path}/{tag} as the path." if is_root else "Give the tag another name.",
     )
 

@@ -16,6 +16,7 @@ from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.local_first import journals_of
+from xla_ckpt.tags.missing import followed
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.upload_rules import whereabouts
@@ -107,11 +108,11 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
     """The root directory and the tag that a caller means, who may name a tag by its own path, a directory of Hugging
     Face's, a file of torch.save, or a set of SageMaker model parallel's files.
 
-    The tag stays None where the newest is meant.
+    The tag stays None where the newest is meant. A link in the root, such as ``latest``, stands for its tag.
 
     Raises:
         InvalidTagError: The tag is no string.
-        UsageError: A tag of a single file is named.
+        UsageError: A tag of a single file is named, or a link out of the root.
     """
     store = store_at(path).look()
     if tag is not None:
@@ -123,9 +124,10 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
                 tag=tag,
                 hint="Pass the path of the file without a tag, or the root directory of the tags.",
             )
-    elif (inside := named_itself(store)) is not None:
+        return store, followed(store, tag)
+    if (inside := named_itself(store)) is not None:
         return inside
-    return store, tag
+    return store, None
 
 
 def chosen_tag(store: Store, tag: str | None) -> str:

@@ -186,7 +186,7 @@ def open_source(path: str) -> Opened:
         UntrustedObjectError: Its metadata names something else than DCP's own classes. Nothing of it has run.
         OSError: The storage refused.
     """
-    store, name = above(path, follow=True)
+    store, name = above(path)
     directory = _found(store, name)
     try:
         return Opened(directory, path)

@@ -226,7 +226,7 @@ class StorageWriter(Named, StockWriter):
         """The store that holds the checkpoint, and its name there."""
         if self._path is None:
             raise UsageError("nobody has said where the checkpoint goes", hint="Give checkpoint_id, the directory.")
-        return above(self._path, follow=True)
+        return above(self._path)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's part; one result for each item, behind the report."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.plan.costs import Costs
 
 BLOCK = 4096
@@ -143,6 +144,9 @@ class LocalFiles(Directory, Protocol):
     def fd(self) -> int:
         """Its descriptor, for another process that works on it."""
 
+    def linked_directories(self) -> list[str]:
+        """Paths of links to directories in it, sorted: `files` has nothing of what lies there, and nothing opens it."""
+
     def adopt(self, other: Directory, path: str) -> None:
         """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
 
@@ -158,7 +162,8 @@ class LocalFiles(Directory, Protocol):
 
 class Store(Protocol):
     """A root directory, as readers need it. Names are those of the directories in it; ``name/path`` is a path below one
-    of them, and ``""`` the root directory itself.
+    of them, and ``""`` the root directory itself, whose path may be a link. No other link to a directory is followed:
+    it is no directory.
 
     Methods raise OSError where the storage refuses, and FileNotFoundError for a name that is not there, unless they
     say otherwise.
@@ -338,3 +343,26 @@ class ObjectStore(Store, Protocol):
 def directory_in(store: Store, name: str) -> Directory:
     """A directory of a store, which is not marked as being read. An object store is not asked whether it is there."""
     return store.open(name, lock=False) if store.object_store is None else store.object_store.fill(name)
+
+
+def open_without_links(store: Store, name: str, *, lock: bool = True) -> Directory:
+    """Open a directory whose files are found by their names: what lies behind a link in it would be missing, unseen.
+
+    Raises:
+        CorruptCheckpointError: A directory in it is a link.
+        OSError: As `Store.open`.
+    """
+    if store.file_system is None:
+        return store.open(name, lock=lock)
+    directory = store.file_system.open(name, lock=lock)
+    if links := directory.linked_directories():
+        directory.close()
+        raise CorruptCheckpointError(
+            "a directory of the checkpoint is a link, which is not followed",
+            path=store.path,
+            file=links[0],
+            expected="directories alone",
+            found=f"{len(links)} links",
+            hint="Put the directory itself in the place of the link; or remove a link that is no part of it.",
+        )
+    return directory

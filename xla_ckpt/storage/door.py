@@ -8,7 +8,8 @@ from urllib.parse import unquote
 
 from xla_ckpt.errors import UsageError, storage_errors
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.local import LocalStore, check_encodable
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local_file import check_encodable
 from xla_ckpt.storage.schemes import SCHEMES
 
 PathLike = str | os.PathLike[str]
@@ -123,16 +124,17 @@ def _local(text: str, location: str) -> str:
     return unquote(location)
 
 
-def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:
-    """The store in which a directory lies, and the directory's name there.
+def above(path: PathLike) -> tuple[Store, str]:
+    """The store in which a directory or a file lies, and its name there.
 
-    With `follow`, that of the directory that a link leads to: who replaces the directory must not replace the link.
+    A path that is a link stands for the directory that it leads to: who replaces that must not replace the link. A link
+    to a file stands for itself, since the name says what is in the file.
 
     Raises:
         UsageError: As `store_at`.
     """
     full = full_path(path)
-    if follow and "://" not in full:
+    if "://" not in full and os.path.islink(full) and not os.path.isfile(full):
         full = os.path.realpath(full)
     parent, _, name = full.rpartition("/")
     if not name:

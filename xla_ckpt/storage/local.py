@@ -11,13 +11,14 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 
-from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.errors import StorageError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Identity
 from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.local_file import open_regular
+from xla_ckpt.storage.local_file import beneath, check_encodable, open_regular
 
 logger = get_logger(__name__)
 
@@ -47,23 +48,6 @@ _RENAME_EXCHANGE = 2
 """Arguments of Linux's `renameat2`, which python has no function for."""
 
 
-def check_encodable(path: str) -> None:
-    """Refuse a path that the operating system cannot be given.
-
-    Raises:
-        UsageError: It has characters that the encoding of the file system lacks.
-    """
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            "a name has characters that the encoding of the file system lacks",
-            expected=f"characters that {error.encoding} has",
-            found=ascii(path),
-            hint="Start Python with PYTHONUTF8=1, or in a UTF-8 locale such as LC_ALL=C.UTF-8.",
-        ) from error
-
-
 class LocalStore:
     """A root directory of a file system. Locks are `flock`s on the directories in it."""
 
@@ -82,7 +66,7 @@ class LocalStore:
 
     def identity(self, name: str) -> Identity | None:
         try:
-            status = os.stat(self._at(name), follow_symlinks=False)
+            status = self._status(name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_dev, status.st_ino
@@ -97,6 +81,11 @@ class LocalStore:
     def _at(self, path: str) -> str:
         check_encodable(path)
         return os.path.join(self.path, path) if path else self.path
+
+    def _status(self, path: str) -> os.stat_result:
+        """What has a path, which may be a link if it is the root itself."""
+        with beneath(self.path, path) as (parent, name):
+            return os.stat(name, dir_fd=parent, follow_symlinks=not path)
 
     def prepare(self) -> bool:
         new, above = [], self.path
@@ -118,23 +107,35 @@ class LocalStore:
 
     def names(self, path: str = "") -> list[str]:
         try:
-            return sorted(os.listdir(self._at(path)))
+            if not path:
+                return sorted(os.listdir(self.path))
+            with contextlib.closing(LocalDirectory(self.path, inside=path)) as directory:
+                return sorted(os.listdir(directory.fd))
         except FileNotFoundError:
             return []
         except OSError as error:
-            # A file, or a link that leads to itself, lies where a directory of a checkpoint may lie.
+            # A file, or a link, lies where a directory of a checkpoint may lie.
             if not path or error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
                 raise
             return []
 
     def has(self, path: str) -> bool:
-        return os.path.lexists(self._at(path))
+        if not path:
+            return os.path.lexists(self.path)
+        try:
+            self._status(path)
+        except (OSError, ValueError):
+            return False
+        return True
 
     def is_directory(self, path: str) -> bool:
-        return os.path.isdir(self._at(path))
+        try:
+            return stat.S_ISDIR(self._status(path).st_mode)
+        except (OSError, ValueError):
+            return False
 
     def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        fd, status = open_regular(self._at(path), links=links)
+        fd, status = open_regular(self.path, path, links=links)
         try:
             return os.pread(fd, min(nbytes, status.st_size), 0)
         finally:
@@ -142,7 +143,8 @@ class LocalStore:
 
     def modified(self, path: str) -> int | None:
         try:
-            return os.stat(self._at(path)).st_mtime_ns
+            with beneath(self.path, path) as (parent, name):
+                return os.stat(name, dir_fd=parent).st_mtime_ns
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link that leads to itself is no file
                 return None
@@ -150,7 +152,7 @@ class LocalStore:
 
     def open(self, name: str, *, lock: bool = True, links: bool = False, write: bool = False) -> LocalDirectory:
         if not lock:
-            return LocalDirectory(self._at(name), links=links)
+            return LocalDirectory(self.path, inside=name, links=links)
         directory = self._locked(name, links, write)
         for _ in range(OPENINGS):
             if directory.is_at(directory.name):
@@ -161,16 +163,17 @@ class LocalStore:
         return directory
 
     def _locked(self, name: str, links: bool, write: bool) -> LocalDirectory:
-        directory = LocalDirectory(self._at(name), links=links)
+        directory = LocalDirectory(self.path, inside=name, links=links)
         _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
         return directory
 
     def make(self, name: str) -> LocalDirectory:
         # Between its making and its lock, a job that cleans up may take the directory for one that nobody uses.
         while True:
-            os.mkdir(self._at(name))
+            with beneath(self.path, name) as (parent, last):
+                os.mkdir(last, dir_fd=parent)
             try:
-                directory = LocalDirectory(self._at(name))
+                directory = LocalDirectory(self.path, inside=name)
             except FileNotFoundError:
                 continue
             _mark(directory, fcntl.LOCK_EX)
@@ -179,12 +182,30 @@ class LocalStore:
             directory.close()
 
     def held(self, name: str) -> bool | None:
-        locked = _is_locked(self._at(name))
+        locked = self._is_locked(name)
         return None if isinstance(locked, OSError) else locked
 
     def in_use(self, name: str) -> bool:
-        locked = _is_locked(self._at(name))
+        locked = self._is_locked(name)
         return locked if isinstance(locked, bool) else self._may_be_in_use(name, locked)
+
+    def _is_locked(self, name: str) -> bool | OSError:
+        """Whether somebody has marked a directory as being read or written; or why that cannot be found out."""
+        try:
+            directory = LocalDirectory(self.path, inside=name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            return error
+        try:
+            directory.lock(fcntl.LOCK_EX)
+        except BlockingIOError:
+            return True
+        except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
+            return error
+        finally:
+            directory.close()
+        return False
 
     def _may_be_in_use(self, name: str, error: OSError) -> bool:
         """Whether somebody may use a directory, where that error is all that its lock says."""
@@ -192,7 +213,8 @@ class LocalStore:
         return _is_young(self._at(name))
 
     def rename(self, old: str, new: str) -> None:
-        os.rename(self._at(old), self._at(new))
+        with beneath(self.path, old) as (parent, name), beneath(self.path, new) as (new_parent, new_name):
+            os.rename(name, new_name, src_dir_fd=parent, dst_dir_fd=new_parent)
 
     def exchange(self, one: str, other: str) -> bool:
         if not hasattr(_libc, "renameat2"):
@@ -206,11 +228,13 @@ class LocalStore:
         raise OSError(code, os.strerror(code), self._at(one), None, self._at(other))
 
     def remove(self, name: str) -> None:
-        path = self._at(name)
-        with contextlib.closing(LocalDirectory(path)) as directory:
+        with (
+            beneath(self.path, name) as (parent, last),
+            contextlib.closing(LocalDirectory(self.path, inside=name)) as directory,
+        ):
             for left in reversed(range(REMOVALS)):
                 try:
-                    shutil.rmtree(path)
+                    shutil.rmtree(last, dir_fd=parent)
                     return
                 except OSError as error:
                     # Another process that has the directory open, such as one whose lease was taken over, may write to
@@ -220,7 +244,7 @@ class LocalStore:
                         raise
 
     def remove_unused(self, name: str) -> bool:
-        with contextlib.closing(LocalDirectory(self._at(name))) as directory:
+        with contextlib.closing(LocalDirectory(self.path, inside=name)) as directory:
             try:
                 # Kept until it is removed: what is removed goes by its name, and without the lock another program could
                 # remove it first and fill a new directory of that name.
@@ -237,7 +261,8 @@ class LocalStore:
 
     def remove_empty(self, name: str) -> bool:
         try:
-            os.rmdir(self._at(name))
+            with beneath(self.path, name) as (parent, last):
+                os.rmdir(last, dir_fd=parent)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -264,25 +289,6 @@ def _mark(directory: LocalDirectory, how: int) -> None:
         else:
             return
     logger.debug("%s is not marked as being in use: somebody else has marked it", directory.path)
-
-
-def _is_locked(path: str) -> bool | OSError:
-    """Whether somebody has marked a directory as being read or written; or why that cannot be found out."""
-    try:
-        directory = LocalDirectory(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        return error
-    try:
-        directory.lock(fcntl.LOCK_EX)
-    except BlockingIOError:
-        return True
-    except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
-        return error
-    finally:
-        directory.close()
-    return False
 
 
 def _is_young(path: str) -> bool:

@@ -6,34 +6,46 @@ in its place.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import stat
+from collections.abc import Iterator
 
 from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Directory, ReadDirectory
-from xla_ckpt.storage.local_file import LocalSink, LocalSource
+from xla_ckpt.storage.local_file import LocalSink, LocalSource, beneath, no_file
 from xla_ckpt.storage.open_files import Descriptor, open_descriptor
 
 logger = get_logger(__name__)
 
 
 class LocalDirectory:
-    """A directory, held by its descriptor."""
+    """A directory, held by its descriptor.
+
+    Args:
+        path: Its path, which may be a link.
+        inside: If given, a path below that one, on which no link is followed.
+        links: Whether files in it may be links to files elsewhere.
+    """
 
     costs = DISK
     streaming = None
 
-    def __init__(self, path: str | os.PathLike[str], *, links: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, inside: str | None = None, links: bool = False) -> None:
         self._descriptor: Descriptor | None = None
         self._locked_by = 0
         """Which process has locked it with this descriptor; 0 if none has."""
-        self.path = os.fspath(path)
+        self.path = os.path.join(path, inside) if inside else os.fspath(path)
+        self._may_be_link = not inside
         self._links = links
         self.name = os.path.basename(self.path)
         self._touched = {""}
-        self._descriptor = Descriptor(open_descriptor(self.path, os.O_RDONLY | os.O_DIRECTORY))
+        flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if inside else 0)
+        with beneath(os.fspath(path), inside or "") as (parent, name):
+            self._descriptor = Descriptor(open_descriptor(name, flags, dir_fd=parent))
 
     def __del__(self) -> None:
         # What a signal handler raises may take a directory from who has just opened it, before anybody can close it: it
@@ -53,20 +65,31 @@ class LocalDirectory:
 
     def make(self, path: str) -> None:
         paths = self._make(path.split("/"))
-        os.close(open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd))  # a file is no directory
+        os.close(self._directory_at(path))  # a file is no directory
         self._touched.update(paths)
+
+    def _directory_at(self, path: str) -> int:
+        """A descriptor of a directory below, or of this one for "."."""
+        with beneath(self.fd, path) as (parent, name):
+            return open_descriptor(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
 
     def adopt(self, other: Directory, path: str) -> None:
         assert isinstance(other, LocalDirectory), "both are directories of one store"
         parents = self._make(path.split("/")[:-1])
         # By descriptors: another directory may have the name of this one by now, and must not get the file.
-        os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self.fd)
+        with (
+            self._naming_links(path),
+            beneath(other.fd, path) as (its_parent, name),
+            beneath(self.fd, path) as (parent, _),
+        ):
+            os.rename(name, name, src_dir_fd=its_parent, dst_dir_fd=parent)
         self._touched.update(parents)
 
     def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, LocalDirectory), "both are directories of one store"
         parents = self._make(name.split("/")[:-1])
-        os.link(path, name, src_dir_fd=source.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        with beneath(source.fd, path) as (its_parent, old), beneath(self.fd, name) as (parent, new):
+            os.link(old, new, src_dir_fd=its_parent, dst_dir_fd=parent, follow_symlinks=False)
         self._touched.update(parents)
 
     def _make(self, parts: list[str]) -> list[str]:
@@ -75,7 +98,8 @@ class LocalDirectory:
         for part in parts:
             paths.append(f"{paths[-1]}/{part}" if paths else part)
             try:
-                os.mkdir(paths[-1], dir_fd=self.fd)
+                with beneath(self.fd, paths[-1]) as (parent, name):
+                    os.mkdir(name, dir_fd=parent)
             except FileExistsError:
                 pass  # another writer of the same save was here first
         return paths
@@ -96,7 +120,23 @@ class LocalDirectory:
     def open(self, path: str, size: int | None = None) -> LocalSource:
         if self._descriptor is None:
             raise OSError(errno.EBADF, "the directory is closed", self.path)
-        return LocalSource(self._descriptor, path, links=self._links)
+        with self._naming_links(path):
+            return LocalSource(self._descriptor, path, links=self._links)
+
+    @contextlib.contextmanager
+    def _naming_links(self, path: str) -> Iterator[None]:
+        """Raise a `NotAFileError` that names the link where one is on the way to a file."""
+        try:
+            yield
+        except NotADirectoryError as error:
+            parents = path.split("/")[:-1]
+            for place in ("/".join(parents[: number + 1]) for number in range(len(parents))):
+                with contextlib.suppress(OSError):
+                    found = f"{place} is a link to {os.readlink(place, dir_fd=self.fd)}"
+                    break
+            else:
+                raise
+            raise no_file(path, found) from error
 
     def files(self) -> list[str]:
         paths = []
@@ -104,9 +144,17 @@ class LocalDirectory:
             paths += [os.path.normpath(f"{parent}/{name}") for name in names]
         return sorted(paths)
 
+    def linked_directories(self) -> list[str]:
+        return sorted(
+            os.path.normpath(f"{parent}/{name}")
+            for parent, names, _, fd in os.fwalk(".", dir_fd=self.fd)
+            for name in names
+            if stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+        )
+
     def sync(self) -> None:
         for name in sorted(self._touched, reverse=True):  # children before parents
-            fd = open_descriptor(name or ".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)
+            fd = self._directory_at(name or ".")
             try:
                 os.fsync(fd)
             finally:
@@ -121,8 +169,9 @@ class LocalDirectory:
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
 
     def is_at(self, name: str) -> bool:
+        path = os.path.join(os.path.dirname(self.path), name)
         try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(os.path.join(os.path.dirname(self.path), name)))
+            return os.path.samestat(os.fstat(self.fd), os.stat(path, follow_symlinks=self._may_be_link))
         except (FileNotFoundError, NotADirectoryError):
             return False
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from xla_ckpt.errors import ChangedTagError, NotAFileError
+from xla_ckpt.errors import ChangedTagError, NotAFileError, UsageError
 from xla_ckpt.storage.base import BLOCK
 from xla_ckpt.storage.open_files import IDLE, Descriptor, open_descriptor
 
@@ -39,6 +39,63 @@ That is better where many processes of a machine load the same files and are not
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def check_encodable(path: str) -> None:
+    """Refuse a path that the operating system cannot be given.
+
+    Raises:
+        UsageError: It has characters that the encoding of the file system lacks.
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "a name has characters that the encoding of the file system lacks",
+            expected=f"characters that {error.encoding} has",
+            found=ascii(path),
+            hint="Start Python with PYTHONUTF8=1, or in a UTF-8 locale such as LC_ALL=C.UTF-8.",
+        ) from error
+
+
+_ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+@contextmanager
+def beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]:
+    """Yield a descriptor of the directory in which a path ends, and the last name of the path, for calls with dir_fd=.
+
+    No link on the way is followed, so that nothing outside of the directory is reached; what a caller does with the
+    last name must not follow one either.
+
+    Args:
+        directory: The descriptor or the path of the directory in which the path begins; "" is the directory itself.
+        path: Names with ``/``.
+
+    Raises:
+        NotADirectoryError: A link, or a file, is on the way.
+        UsageError: The path has characters that the encoding of the file system lacks.
+        OSError: The storage refused; FileNotFoundError if a directory is not there.
+    """
+    check_encodable(path)
+    *parents, name = path.split("/")
+    if isinstance(directory, int):
+        fd, owned = directory, -1
+    elif parents:
+        fd = owned = open_descriptor(os.path.join(directory, parents.pop(0)), _ON_THE_WAY)
+    else:
+        yield None, os.path.join(directory, name) if name else directory
+        return
+    try:
+        for parent in parents:
+            fd = open_descriptor(parent, _ON_THE_WAY, dir_fd=fd)
+            if owned >= 0:
+                os.close(owned)
+            owned = fd
+        yield fd, name
+    finally:
+        if owned >= 0:
+            os.close(owned)
+
+
 def _allocate(fd: int, size: int) -> None:
     """Reserve the blocks of a file where the file system can: a full disk is found out before anything is written.
 
@@ -56,7 +113,8 @@ class LocalSink:
 
     def __init__(self, directory: int, path: str, size: int) -> None:
         self._size = size
-        self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+        with beneath(directory, path) as (parent, name):
+            self._fd = open_descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=parent)
         try:
             _allocate(self._fd, size)
         except OSError:
@@ -109,31 +167,33 @@ class LocalSink:
             os.close(fd)
 
 
-def open_regular(path: str, directory: int | None = None, *, links: bool = False) -> tuple[int, os.stat_result]:
+def open_regular(directory: int | str, path: str, *, links: bool = False) -> tuple[int, os.stat_result]:
     """A descriptor that reads a file, and the status of the file. All files of checkpoints are opened here.
 
-    With `links` it may be a link to a file elsewhere.
+    With `links` it may be a link to a file elsewhere. No link on the way to it is followed.
 
     Raises:
         NotAFileError: It is a pipe, a device, a directory or a link.
-        OSError: The storage refused; FileNotFoundError if there is none.
+        OSError: The storage refused; FileNotFoundError if there is none, NotADirectoryError as `beneath`.
     """
     # A pipe would block the opening until somebody writes to it.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    try:
-        fd = open_descriptor(path, flags, dir_fd=directory)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _no_file(path, "a link") from error
-        raise
+    with beneath(directory, path) as (parent, name):
+        try:
+            fd = open_descriptor(name, flags, dir_fd=parent)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise no_file(path, "a link") from error
+            raise
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise _no_file(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
+        raise no_file(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
     return fd, status
 
 
-def _no_file(path: str, kind: str) -> NotAFileError:
+def no_file(path: str, kind: str) -> NotAFileError:
+    """The error for what a checkpoint cannot have in the place of a file."""
     return NotAFileError(
         "not a regular file: it is not read",
         file=path,
@@ -157,7 +217,7 @@ class LocalSource:
         self._direct_fd: int | None = None
         """Descriptor for reads around the page cache; -1 where there is none."""
         self._pages: npt.NDArray[np.uint8] | None = None
-        self._fd, status = open_regular(path, directory.fd, links=links)
+        self._fd, status = open_regular(directory.fd, path, links=links)
         self._version = _version(status)
         self.size = status.st_size
         IDLE.add(self)
@@ -188,7 +248,7 @@ class LocalSource:
     def _open_again(self) -> None:
         if self._directory is None:
             raise OSError(errno.EBADF, "the file is closed", self._path)
-        fd, status = open_regular(self._path, self._directory.fd, links=self._links)
+        fd, status = open_regular(self._directory.fd, self._path, links=self._links)
         if _version(status) != self._version:
             os.close(fd)
             raise ChangedTagError(

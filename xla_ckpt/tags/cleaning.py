@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, Store
 from xla_ckpt.tags import listing
@@ -30,12 +30,16 @@ def clean(store: FileSystem, only: str | None = None) -> None:
             anybody's.
 
     Raises:
+        StorageError: A link or a file has the name of the trash.
         OSError: The storage refused.
     """
+    check_is_directory(store, TRASH)
     doomed = []
     for name in store.names():
         if only is not None and name != OLD_PREFIX + only and not is_draft(name, only):
             continue
+        if not store.is_directory(name):
+            continue  # a link or a file of the program's own
         with _left_to_others(store, name):
             if name.startswith(OLD_PREFIX) and not store.has(target := name[len(OLD_PREFIX) :]):
                 logger.warning("%s: a replacement of %s was interrupted; the old version is back", store.path, target)
@@ -101,12 +105,29 @@ def _tell(store: Store, name: str, error: Exception) -> None:
         logger.warning("could not remove %s in %s: %s", name or "it", store.path, error)
 
 
+def check_is_directory(store: FileSystem, name: str) -> None:
+    """Refuse a root in which a link, which may lead anywhere, or a file has one of this library's own names.
+
+    Raises:
+        StorageError: It has.
+    """
+    if store.has(name) and not store.is_directory(name):
+        raise StorageError(
+            f"{name}, which this library makes itself, is no directory",
+            path=store.path,
+            expected="a directory, or nothing",
+            found="a link or a file",
+            hint=f"Remove {store.path}/{name}: it is made anew.",
+        )
+
+
 def move_to_trash(store: FileSystem, name: str) -> str:
     """Move a directory away, under a name that is free there, and return that. Who reads it does not notice.
 
     Raises:
-        OSError: The storage refused, or the directory is gone.
+        OSError: The storage refused, the directory is gone, or a link or a file has the name of the trash.
     """
+    check_is_directory(store, TRASH)
     places = (f"{TRASH}/{name}-{n}" for n in itertools.count())
     while True:
         if not store.is_directory(TRASH):

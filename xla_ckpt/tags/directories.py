@@ -154,6 +154,8 @@ class DirectoryRoot:
                 transaction.commit()
         except FileNotFoundError:
             raise no_such_tag(self, tag) from None
+        except StorageError as error:
+            raise error.at(tag=tag) from None
         except OSError as error:
             raise StorageError.of(error, "pinning a tag", path=self.path, tag=tag) from error
         existing(self, tag)

@@ -11,7 +11,7 @@ from typing import Protocol
 from xla_ckpt.errors import NotAFileError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import Changed, FileSystem, LocalFiles, ObjectStore
-from xla_ckpt.tags.cleaning import remove
+from xla_ckpt.tags.cleaning import check_is_directory, remove
 from xla_ckpt.tags.lease_rules import Owner, owner_of
 from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.listing import entries
@@ -86,6 +86,7 @@ class LeaseDirectory:
         return DIRECTORY_SILENCE
 
     def read(self) -> bytes | None:
+        check_is_directory(self._store, LEASE)
         return self._read(LEASE)
 
     def _read(self, name: str) -> bytes | None:

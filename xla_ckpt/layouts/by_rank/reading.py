@@ -60,8 +60,12 @@ def verify_ranks(layout: RankLayout, store: Store, tag: RankTag, workers: int = 
         StorageError: The tag cannot be opened.
     """
     with foreign_report(store, tag.tag) as report:
-        with storage_errors("opening a tag", path=store.path, tag=tag.tag):
-            directory = tag.opened(store)
+        try:
+            with storage_errors("opening a tag", path=store.path, tag=tag.tag):
+                directory = tag.opened(store)
+        except CorruptCheckpointError as error:
+            report.problems.append(error)
+            return report
         with closing(directory):
             files = layout.files(store, tag, directory)
             if not tag.complete and files.unfinished:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.foreign_tags import time_text
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory, Store, open_without_links
 from xla_ckpt.tags.entry import TagEntry
 
 
@@ -31,7 +31,7 @@ class RankTag:
 
     def opened(self, store: Store) -> Directory:
         """The directory in which its files lie."""
-        return store.open(self.tag)
+        return open_without_links(store, self.tag)
 
     def entry(self) -> TagEntry:
         """What a listing shows of it."""

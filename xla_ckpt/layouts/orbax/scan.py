@@ -20,7 +20,7 @@ from xla_ckpt.layouts.orbax.tags import OCDBT, items_of, json_items_of
 from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manifest
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.storage.base import ReadDirectory, Store
+from xla_ckpt.storage.base import ReadDirectory, Store, open_without_links
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TREE_METADATA, TagEntry
 from xla_ckpt.tree import schema
@@ -90,7 +90,7 @@ def _decoded(store: Store, name: str) -> DecodedFiles:
             tag=name,
             hint="Copy it to a disk of this machine.",
         )
-    return DecodedFiles(store.open(name, lock=False), place)
+    return DecodedFiles(open_without_links(store, name, lock=False), place)
 
 
 def _kind(value: Any) -> str | None:

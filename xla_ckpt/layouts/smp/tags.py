@@ -16,7 +16,7 @@ from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.foreign_tags import merged_by_time
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory, Store, open_without_links
 from xla_ckpt.tags.entry import TagEntry
 
 NEWEST = "newest"
@@ -136,7 +136,7 @@ class SmpTag(RankTag):
 
     def opened(self, store: Store) -> Directory:
         # A set that lies in a root among other things is not locked: nothing of this library's removes its files.
-        return store.open(self.directory) if self.directory else store.open("", lock=False, links=True)
+        return open_without_links(store, self.directory) if self.directory else store.open("", lock=False, links=True)
 
     def entry(self) -> TagEntry:
         entry = RankTag.entry(self)

@@ -31,7 +31,7 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh_cuts import MeshCutting
-from xla_ckpt.storage.base import Directory, ReadDirectory, Store
+from xla_ckpt.storage.base import Directory, ReadDirectory, Store, open_without_links
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree.json_object import json_value
@@ -47,7 +47,7 @@ def open_items(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         CorruptCheckpointError: Files are missing, damaged, or do not add up.
         UnsupportedStateError: A file is of another version, of another byte order, or compressed.
     """
-    with directory_to_scan(store, entry.tag, lambda: store.open(entry.directory)) as directory:
+    with directory_to_scan(store, entry.tag, lambda: open_without_links(store, entry.directory)) as directory:
         scan = _Scan(directory)
         members = file_members(scan.tree(), hints)
         flat = flattened(members.tree)
