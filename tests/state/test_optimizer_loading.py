@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
 
 import xla_ckpt
 from tests import xla
@@ -303,3 +304,45 @@ def test_adam_and_adamw_are_told_apart_by_what_they_do_after_the_load(
         xla_ckpt.load_checkpoint(tmp_path, stored, model, optimizer)
         assert ("decays weights" in caplog.text) == warns
         assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_an_optimizer_in_extras_is_loaded_as_the_optimizer_is(tmp_path: Path) -> None:
+    """By position, with its hooks, in the dtype of its parameters; or it is refused before anything is changed."""
+    model, optimizer, _ = made(torch.optim.Adam)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, extras={"second": optimizer})
+    for kind in (torch.optim.NAdam, torch.optim.Adamax, torch.optim.SGD):
+        again, other, _ = made(kind, seed=1)
+        before = found(again, other)
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="another kind of optimizer") as caught:
+            xla_ckpt.load_checkpoint(tmp_path, "a", again, extras={"second": other})
+        assert caught.value.leaf == "extras/second"
+        assert found(again, other) == before
+    for dtype in (torch.float32, torch.bfloat16):
+        again = torch.nn.Linear(3, 2).to(dtype)
+        target, weights = torch.optim.Adam(again.parameters()), []
+        target.register_load_state_dict_post_hook(
+            lambda _, again=again, weights=weights: weights.append(again.weight.detach().clone())
+        )
+        xla_ckpt.load_checkpoint(tmp_path, "a", again, extras={"second": target}, cast=True)
+        (weight,) = weights
+        assert torch.equal(weight, model.weight.to(dtype))
+        moment = target.state[again.weight]["exp_avg"]
+        assert torch.equal(moment, optimizer.state[model.weight]["exp_avg"].to(dtype))
+    again, target, _ = made(torch.optim.Adam, seed=1)
+    before = found(again, target)
+    target.register_load_state_dict_post_hook(lambda _: None)
+    target.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(xla_ckpt.LoadError, match="not with me"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", again, extras={"second": target})
+    assert found(again, target) == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+def test_numbers_of_parameters_that_stock_dcp_stored_as_text(tmp_path: Path) -> None:
+    """Their state was left under the text, and the optimizer began anew."""
+    (model, optimizer, _), (_, second, _) = made(), made(seed=1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "second": second.state_dict()}
+    stock.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    (again, target, _), fresh = made(seed=2), torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+    xla_ckpt.load_checkpoint(tmp_path, "a", again, target, extras={"second": fresh})
+    assert found(again, target, fresh) == found(model, optimizer, second)

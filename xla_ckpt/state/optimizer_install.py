@@ -66,6 +66,9 @@ class Installation:
     own_code: bool
     """Whether the optimizer's own `load_state_dict` is called."""
 
+    casts: bool = False
+    """Whether all state takes the dtype of its parameter, as torch casts it."""
+
     _unpacked: tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]] | None = field(default=None, init=False)
     """State by parameter, and the options of each group."""
 
@@ -106,11 +109,11 @@ class Installation:
         casts all state. So does state that a hook of `state_dict` may have changed at the save.
 
         Raises:
-            ValueError: A hook returned other groups.
+            ValueError: The groups are those of other parameters.
         """
         packed, given = dict(self.packed), list[Any]()
         hooks = getattr(self.optimizer, _PRE_HOOKS, {}).values()
-        casts_all = packs_state(self.optimizer) and torch_kind(self.optimizer) is not None
+        casts_all = self.casts or (packs_state(self.optimizer) and torch_kind(self.optimizer) is not None)
         if hooks and not casts_all:
             replaced_leaves(packed.get(schema.STATE), lambda _, leaf: given.append(leaf))
         for hook in hooks:
@@ -120,7 +123,7 @@ class Installation:
         groups, own = packed[schema.GROUPS], self.optimizer.param_groups
         sizes, own_sizes = ([len(g[schema.PARAMS]) for g in each] for each in (groups, own))
         if sizes != own_sizes:
-            raise ValueError(f"a load_state_dict hook changed the groups: expected {own_sizes} parameters, got {sizes}")
+            raise ValueError(f"other numbers of parameters in the groups: expected {own_sizes}, got {sizes}")
         owner: dict[Any, tuple[Any, Mapping[str, Any]]] = {}
         for new, group in zip(groups, own, strict=True):
             options = {**group, **new}

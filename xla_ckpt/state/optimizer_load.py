@@ -22,7 +22,7 @@ from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
 from xla_ckpt.state.handover import Handover, PutBack, kept_state
-from xla_ckpt.state.loading import Loading, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.loading import Loading, Stored, arrays_of, plan_arrays, plan_freely
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
     Names,
@@ -136,6 +136,51 @@ def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
         keep=lambda: kept_state(optimizer) if own_code else kept(optimizer),
     )
     return loading
+
+
+def load_by_position(stored: Stored, optimizer: Any) -> Loading | None:
+    """Prepare to load an optimizer without a model, whose parameters the stored state numbers, as torch loads it.
+
+    None if the state has another structure, or code of the optimizer's own loads it.
+    """
+    tree = stored.build()
+    if loads_itself(optimizer) or not is_by_name(optimizer, tree) or not schema.numbers_parameters(tree):
+        return None
+    loading, match = Loading(), match_optimizer(tree, optimizer, {})
+    if (other := other_kind(tree, optimizer) or other_groups(tree, optimizer)) is not None:
+        loading.add_problem(stored.prefix, other)
+        return loading
+    numbers = {str(number): number for number in match.called}
+    if (problem := other_members({**tree, schema.STATE: _numbered(tree[schema.STATE], numbers)}, match)) is not None:
+        loading.add_problem(stored.prefix, problem.text)
+        return loading
+    plan_freely(stored, loading, optimizer.state_dict())
+    options = unsupported_options(tree, match, range(len(optimizer.param_groups)))
+    made: list[Installation] = []
+
+    def installation(arrays: Mapping[str, Any]) -> Installation:
+        if not made:
+            packed = stored.build(lambda path, _: arrays[path])
+            groups = [{**group, **own} for group, own in zip(packed[schema.GROUPS], options, strict=True)]
+            state = _numbered(packed[schema.STATE], numbers)
+            packed = {**packed, schema.STATE: state, schema.GROUPS: groups}
+            made.append(Installation(optimizer, packed, own_code=False, casts=True))
+        return made[0]
+
+    def finish(arrays: Mapping[str, Any]) -> None:
+        installation(arrays).finish()
+        _tell_unsupported(optimizer, options)
+
+    loading.finish = finish
+    loading.handover = Handover(
+        leaf=stored.prefix, take=lambda arrays: installation(arrays).try_out(), keep=lambda: kept(optimizer)
+    )
+    return loading
+
+
+def _numbered(state: Mapping[Any, Any], numbers: Mapping[str, int]) -> dict[Any, Any]:
+    """State by the numbers of its parameters, of which torch.distributed.checkpoint makes text."""
+    return {numbers.get(key, key) if isinstance(key, str) else key: value for key, value in state.items()}
 
 
 # Where the arrays go.
@@ -314,13 +359,18 @@ class _Change:
                     *((kind := "AdamW" if new else "Adam"), type(optimizer).__name__, kind, DECOUPLED, new),
                 )
                 break
-        for option in {option: None for own_options in self.unsupported for option in own_options}:
-            logger.warning(
-                "the stored optimizer has %s=True, with which the next step of torch's %s would raise on these "
-                "devices: the optimizer keeps its own %s=%s. To train without this warning, make the optimizer "
-                "without %s=True before the save",
-                *(option, type(optimizer).__name__, option, optimizer.param_groups[0][option], option),
-            )
+        _tell_unsupported(optimizer, self.unsupported)
+
+
+def _tell_unsupported(optimizer: Any, unsupported: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of options of the program's own that stay in place of stored ones."""
+    for option, own in {option: own for own_options in unsupported for option, own in own_options.items()}.items():
+        logger.warning(
+            "the stored optimizer has %s=True, with which the next step of torch's %s would raise on these devices: "
+            "the optimizer keeps its own %s=%s. To train without this warning, make the optimizer without %s=True "
+            "before the save",
+            *(option, type(optimizer).__name__, option, own, option),
+        )
 
 
 def _packed(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from itertools import starmap, zip_longest
 from typing import Any
 
+from xla_ckpt.arrays.torch_objects import is_torch_optimizer
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_freely, refused_alone
 from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful, is_scheduler
 from xla_ckpt.state.module import load_dict
+from xla_ckpt.state.optimizer_load import load_by_position
 from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.rng import RNGState
 from xla_ckpt.tree import path as paths
@@ -64,6 +66,8 @@ def load(stored: Stored, member: Any) -> Loading:
         return load_dict(stored, member)
     if is_array(stored.skeleton) and not hasattr(member, "load_state_dict"):
         return refused_alone(stored)  # `tree_of` would say to pass a dict, which does not take it either
+    if is_torch_optimizer(member) and (by_position := load_by_position(stored, member)) is not None:
+        return by_position
     loading = Loading()
     own = tree_of(member, stored.prefix)
     plan_freely(stored, loading, own)
