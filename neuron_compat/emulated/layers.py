@@ -81,7 +81,7 @@ class _ParallelLinear(PartitionedModule):
         sequence_dimension: Without effect.
         keep_master_weight: Keep the whole weight as ``master_weight``.
         skip_bias_add: Return a pair of the output and the bias.
-        pad: Pad a size that does not divide with zeros; the parameter's ``global_shape`` is the true shape.
+        pad: Pad a size that does not divide with zeros; the parameter's ``unpadded_shape`` is the true shape.
         tensor_model_parallel_group: That of `parallel_state`.
         reduce_dtype: Element type in which sums over ranks are made.
     """
@@ -229,7 +229,7 @@ class RowParallelLinear(_ParallelLinear):
 class ParallelEmbedding(PartitionedModule):
     """An embedding of which every rank holds rows: a part of the vocabulary (or columns, `shard_across_embedding`).
 
-    With `pad`, a size that does not divide is padded with zeros, and the parameter's ``global_shape`` is the true
+    With `pad`, a size that does not divide is padded with zeros, and the parameter's ``unpadded_shape`` is the true
     shape, so that the padding stays out of checkpoints.
 
     Raises:

@@ -17,10 +17,10 @@ ATTRIBUTES = (
     "partition_dim",
     "partition_stride",
     "num_partitions",
-    "global_shape",
+    "unpadded_shape",
     "partition_sections",
 )
-"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded.
+"""What a parameter carries. `xla_ckpt` reads them; ``unpadded_shape`` is the true shape of one that is padded.
 
 ``partition_sections`` are sections of different sizes, or such that several ranks hold, as a rule spells them:
 ``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
@@ -106,7 +106,7 @@ def parallel_parameter(
     parameter = torch.nn.Parameter(value)
     set_tensor_model_parallel_attributes(parameter, True, dim, stride)
     if missing:
-        parameter.global_shape = tuple(full.shape)  # type: ignore[attr-defined]
+        parameter.unpadded_shape = tuple(full.shape)  # type: ignore[attr-defined]
     return parameter
 
 

@@ -285,7 +285,7 @@ def test_an_export_of_less_than_the_model_is_refused(tmp_path: Path) -> None:
 
 def model_of_mine() -> tuple[Small, torch.optim.AdamW]:
     model, optimizer = state(3)
-    model.embed.weight.global_shape = (13, 4)  # what is beyond is padding
+    model.embed.weight.unpadded_shape = (13, 4)  # what is beyond is padding
     return model, optimizer
 
 

@@ -155,7 +155,7 @@ def test_padding_of_a_declared_size_stays_behind(tmp_path: Path) -> None:
         rank_file(tmp_path / "a/model", {"w": padded.chunk(4)[tp].contiguous()}, tp=tp)
     (tmp_path / "a/done").write_text("1")
     weight = torch.nn.Parameter(torch.zeros(10, 3))
-    weight.tensor_model_parallel, weight.partition_dim, weight.global_shape = True, 0, (10, 3)
+    weight.tensor_model_parallel, weight.partition_dim, weight.unpadded_shape = True, 0, (10, 3)
     xla_ckpt.load_checkpoint(tmp_path, "a", model={"w": weight})
     assert torch.equal(weight.detach(), full)
 

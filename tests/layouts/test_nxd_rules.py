@@ -168,7 +168,7 @@ def test_a_padded_vocabulary_may_have_a_rule(tmp_path: Path) -> None:
     gold = Gold(DENSE, "step_40")
     target = Target(gold)
     vocab = target.model.model.embed_tokens.weight
-    vocab.global_shape = tuple(vocab.shape)
+    vocab.unpadded_shape = tuple(vocab.shape)
     xla_ckpt.convert(
         gold.root, tmp_path / "new", shardings=[("embed", ("tp", None))],
         model=target.model, optimizer=target.optimizer,

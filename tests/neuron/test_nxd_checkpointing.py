@@ -205,7 +205,7 @@ class Halved(torch.nn.Module):
             parameter.tensor_model_parallel, parameter.partition_dim = True, dim
             parameter.partition_stride = stride
             self.register_parameter(name, parameter)
-        self.padded.global_shape = (5, 2)
+        self.padded.unpadded_shape = (5, 2)
         self.norm = torch.nn.Parameter(torch.zeros(3))
 
 

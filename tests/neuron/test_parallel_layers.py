@@ -71,7 +71,7 @@ def check(
             assert held.tensor_model_parallel is True
             assert (held.partition_dim, held.partition_stride, held.num_partitions) == (dim, stride, tp)
             padded = parameter.shape[dim] % (tp * stride) != 0
-            assert getattr(held, "global_shape", None) == (tuple(parameter.shape) if padded else None)
+            assert getattr(held, "unpadded_shape", None) == (tuple(parameter.shape) if padded else None)
     x = inputs.clone()
     mine = own_input(inputs).clone().to(device)
     if x.is_floating_point():

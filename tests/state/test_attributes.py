@@ -13,7 +13,7 @@ from tests.layouts.gold import as_rank
 from tests.layouts.test_nxd_layouts import rank_file
 from xla_ckpt import Mesh
 from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.state.attributes import declared_sharding
+from xla_ckpt.state.attributes import declared_sharding, true_shape
 
 TP = {"tensor_model_parallel": True, "partition_dim": 0}
 
@@ -100,12 +100,25 @@ def test_integers_in_a_row_for_each_rank_of_the_world() -> None:
         spec(mesh, (1, 6), **TP, num_partitions=8)  # of a weight it makes no sense
 
 
-def test_the_true_shape_of_a_padded_parameter() -> None:
+@pytest.mark.parametrize("name", ["unpadded_shape", "global_shape"])
+def test_the_true_shape_of_a_padded_parameter(name: str) -> None:
     for mesh in (None, Mesh(tp=2)):
-        found = declared_sharding(parameter((4, 6), {**TP, "global_shape": (7, 6)}), "model/w", mesh)
+        found = declared_sharding(parameter((4, 6), {**TP, name: (7, 6)}), "model/w", mesh)
         assert found == Sharding(found.dims, (7, 6))
-        unfit = declared_sharding(parameter((4, 6), {**TP, "global_shape": (7,)}), "model/w", mesh)
+        unfit = declared_sharding(parameter((4, 6), {**TP, name: (7,)}), "model/w", mesh)
         assert unfit == Sharding(found.dims)
+
+
+def test_global_shape_is_no_padding_where_it_means_something_else() -> None:
+    """It is torch's name in a CheckpointableTensor, and this library's older name of unpadded_shape."""
+    both = parameter((4, 6), {**TP, "global_shape": (9, 6), "unpadded_shape": (7, 6)})
+    assert true_shape(both) == (7, 6)
+    chunks = {"global_offsets": ((0, 0),), "local_offsets": ((0, 0),), "local_sizes": ((4, 6),)}
+    assert true_shape(parameter((4, 6), {"global_shape": (8, 6), **chunks})) is None
+    for name in chunks:
+        some = {"global_shape": (8, 6), name: chunks[name]}
+        with pytest.raises(xla_ckpt.UnsupportedStateError, match="CheckpointableTensor are incomplete.*leaf model/w"):
+            declared_sharding(parameter((4, 6), some), "model/w", Mesh(tp=2))
 
 
 def test_saves_and_loads_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +150,6 @@ def test_a_rule_leaves_padding_behind_as_an_attribute_does(tmp_path: Path) -> No
         rank_file(tmp_path / "a/model", {"w": torch.arange(12.0).reshape(4, 3)[tp].clone()}, tp=tp)
     (tmp_path / "a/done").write_text("1")
     for attributes, rules in ((TP, None), ({}, [("w", ("tp",))])):
-        weight = parameter((10,), {**attributes, "global_shape": (10,)})
+        weight = parameter((10,), {**attributes, "unpadded_shape": (10,)})
         xla_ckpt.load_checkpoint(tmp_path, "a", {"w": weight}, shardings=rules)
         assert weight.tolist() == list(range(10))

@@ -67,7 +67,7 @@ def annotate(parameter: Any, name: str, tp: int) -> None:
     if dim is not None:
         parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
         if shape[dim] % (tp * stride):
-            parameter.global_shape = shape
+            parameter.unpadded_shape = shape
 
 
 class Toy(torch.nn.Module):

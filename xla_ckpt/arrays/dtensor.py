@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.chunks import copy_chunk_names, hooked_place, is_hooked
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target, changed
 from xla_ckpt.errors import UnsupportedStateError
@@ -20,7 +21,10 @@ from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 
 class DTensors:
-    """DTensors over any device mesh, with any mix of Shard (strided ones included) and Replicate."""
+    """DTensors over any device mesh, with any mix of Shard (strided ones included) and Replicate.
+
+    Hooks of the local tensor that name its chunk count more than the placements, as in torch.distributed.checkpoint.
+    """
 
     kind = "torch"
 
@@ -33,7 +37,8 @@ class DTensors:
 
     def identity(self, value: Any) -> Hashable | None:
         inner = self._plain(value._local_tensor).identity(value._local_tensor)
-        return None if inner is None else ("dtensor", inner, tuple(value.shape))
+        place = hooked_place(value, "") if is_hooked(value) else None
+        return None if inner is None else ("dtensor", inner, tuple(value.shape), place)
 
     def dtype(self, value: Any, path: str = "") -> DType:
         return self._plain(value._local_tensor).dtype(value._local_tensor, path)
@@ -53,6 +58,8 @@ class DTensors:
         placements = [_placement(placement, path) for placement in value.placements]
         if coordinate is None:  # this rank is not in the mesh
             return LocalArray(shape=shape, pieces=())
+        if is_hooked(value):
+            return hooked_place(value, path)
         for d, placement in enumerate(placements):
             if placement.dim is None:
                 replica, replicas = replica * mesh.size(d) + coordinate[d], replicas * mesh.size(d)
@@ -67,6 +74,7 @@ class DTensors:
                 leaf=path,
                 expected=cutting.local,
                 found=f"{tuple(value._local_tensor.shape)} with {value.placements}",
+                hint="Redistribute it, or set __create_chunk_list__ on its local tensor, as Megatron-FSDP does.",
             )
         return LocalArray(
             shape=shape,
@@ -95,10 +103,12 @@ class DTensors:
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         inner = self._plain(value._local_tensor).like(value._local_tensor, local, dtype)
         mesh, placements, shape, stride = value.device_mesh, value.placements, value.shape, value.stride()
-        return changed(
-            inner,
-            lambda: DTensor.from_local(inner.install(), mesh, placements, run_check=False, shape=shape, stride=stride),
-        )
+
+        def install() -> Any:
+            tensor = DTensor.from_local(inner.install(), mesh, placements, run_check=False, shape=shape, stride=stride)
+            return copy_chunk_names(value, tensor)
+
+        return changed(inner, install)
 
 
 def _placement(placement: Any, path: str) -> MeshCut:

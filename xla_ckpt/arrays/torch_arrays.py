@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.chunks import is_checkpointable
 from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.torch_elements import DENSE, PLAIN, is_plain, is_xla, torch_dtype, type_name
 from xla_ckpt.arrays.torch_host import TorchHost, making_tensors
@@ -46,6 +47,13 @@ def _dtensor() -> ArrayAdapter:
 
 
 @functools.cache
+def _checkpointable() -> ArrayAdapter:
+    from xla_ckpt.arrays.checkpointable import CheckpointableTensors
+
+    return CheckpointableTensors(_plain_torch)
+
+
+@functools.cache
 def _sharded_tensor() -> ArrayAdapter:
     from xla_ckpt.arrays.sharded_tensor import ShardedTensors
 
@@ -75,6 +83,8 @@ class TorchAdapters:
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of a tensor; None for anything else, and for a tensor that consists of several."""
         if type(value) in PLAIN:  # as nearly all arrays
+            if value.__dict__ and is_checkpointable(value):
+                return _checkpointable()
             if value.is_xla:
                 return self._on_xla(value) if self._spmd else _xla(False)
             if is_plain(value):
@@ -87,7 +97,9 @@ class TorchAdapters:
             return _dtensor()
         if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
             return _sharded_tensor()
-        return self._plain(value) if name_of(value) is None else None
+        if name_of(value) is not None:
+            return None
+        return _checkpointable() if is_checkpointable(value) else self._plain(value)
 
     def _plain(self, value: torch.Tensor) -> ArrayAdapter:
         return self._on_xla(value) if is_xla(value) else _TORCH_HOST

@@ -29,7 +29,7 @@ from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
 from xla_ckpt.dcp.named import CheckpointId, Named, path_of_storage, required_id, storage_for
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
-from xla_ckpt.dcp.states import FailingLoad, FailingSave, fresh_optimizers, install, reads_once, states_of
+from xla_ckpt.dcp.states import FailingLoad, FailingSave, fresh_optimizers, install, reads_once, saved_states, states_of
 from xla_ckpt.dcp.states import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.engine.garbage_collection import collector_paused
@@ -95,7 +95,7 @@ def save(
     with one_error("saving", SaveError, path):
         ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
         ranks.check_same(_saving(path, writer))
-    states, problem = states_of(state_dict, ranks.rank, SaveError)
+    states, problem = saved_states(state_dict, ranks.rank)
     planner = planner if problem is None else FailingSave(problem)
     work = functools.partial(_save, states, writer, planner, ranks, use_collectives)
     return DcpSave(path=path, writer=writer, rank=ranks.rank, world=ranks.world, save=work).run()[0]
@@ -148,7 +148,7 @@ def async_save(
     wait_for(path)
     with one_error("saving", SaveError, path):
         ranks = CallRanks.of(process_group, "background", no_dist=no_dist)
-    states, problem = states_of(state_dict, ranks.rank, SaveError)
+    states, problem = saved_states(state_dict, ranks.rank)
     staged: Any = {}
     if problem is None:
         try:

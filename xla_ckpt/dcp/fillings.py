@@ -17,6 +17,7 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import Adapters, new_array, require
 from xla_ckpt.arrays.torch_elements import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.source import Opened
+from xla_ckpt.dcp.tensor import check_planned
 from xla_ckpt.errors import IncompatibleCheckpointError, naming
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.plan.restore_plan import Want
@@ -69,7 +70,9 @@ def fillings(
     for destination, items in tensors.items():
         source = kept.get(destination)
         if plain:
-            value = planner.lookup_tensor(items[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
+            value = planner.lookup_tensor(items[0].dest_index)  # type: ignore[attr-defined]  # `_is_plain`
+            check_planned(value, destination[0])
+            value = value.detach()
             if source is not None and tuple(value.shape) == tuple(source.value.shape):
                 filled.append(_from_kept(destination[0], source, value))
                 continue

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import require
-from xla_ckpt.arrays.torch_elements import cut
-from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.dcp.tensor import GlobalTensor, chunks_in_view, global_tensor
 from xla_ckpt.errors import UsageError
 from xla_ckpt.job.mesh_source import current_mesh
 from xla_ckpt.logs import get_logger
@@ -130,6 +129,7 @@ class _Views:
             return value
         name = ".".join(map(str, keys))
         self.seen.append(name)
+        value = chunks_in_view(value, name)
         adapter = require(value, name)
         if isinstance(value, GlobalTensor) or adapter.place(value, name) is not None:
             return value
@@ -137,8 +137,7 @@ class _Views:
         shape = tuple(value.shape)
         if local.shape == shape and [piece.box for piece in local.pieces] == [Box.whole(shape)]:
             return value
-        tensor = value.detach()
-        return GlobalTensor(local.shape, value.dtype, [(piece.box, cut(tensor, piece.local)) for piece in local.pieces])
+        return global_tensor(value, local)
 
     def _local(self, name: str, keys: Keys, value: torch.Tensor, adapter: ArrayAdapter) -> LocalArray:
         """Where a plain tensor lies."""

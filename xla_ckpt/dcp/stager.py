@@ -116,7 +116,7 @@ def _taken_apart(
         if local is None:
             pieces.append(_Piece(key, value, dtype, shape))
             return lambda frozen: frozen[first]
-        boxes = [piece.box for piece in local.pieces]
+        shape, boxes = local.shape, [piece.box for piece in local.pieces]
         (shards,) = adapter.host([(value, local)])
         pieces += [_Piece(key, shard, dtype, box.shape) for shard, box in zip(shards, boxes, strict=True)]
     return lambda frozen: GlobalTensor(shape, dtype, [*zip(boxes, frozen[first:], strict=False)])

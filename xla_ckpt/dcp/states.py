@@ -11,11 +11,13 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
+from xla_ckpt.arrays.chunks import names_chunks
 from xla_ckpt.arrays.registry import local_lanes
-from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.dcp.tensor import GlobalTensor, chunks_in_view
 from xla_ckpt.engine.restore import STAGED_BYTES
-from xla_ckpt.errors import CheckpointError, LoadError
+from xla_ckpt.errors import CheckpointError, LoadError, SaveError
 from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.tree.nested import leaves, replaced_leaves
 
 
 def states_of(
@@ -30,6 +32,19 @@ def states_of(
             # Code of the program's may raise anything. All ranks have to hear of it.
             return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, kind, leaf=key)
     return states, None
+
+
+def saved_states(state_dict: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], CheckpointError | None]:
+    """Return `states_of` for a save, with tensors that name their chunks as `GlobalTensor`s."""
+    states, problem = states_of(state_dict, rank, SaveError)
+    if problem is None and any(map(names_chunks, leaves(states))):
+        try:
+            states = replaced_leaves(
+                states, lambda keys, leaf: chunks_in_view(leaf, ".".join(map(str, keys))), classes=True
+            )
+        except CheckpointError as error:
+            return {}, error.at(rank=rank)
+    return states, problem
 
 
 def _is_stateful(value: Any) -> TypeGuard[Stateful]:
@@ -115,7 +130,7 @@ class FailingLoad(_Failing, DefaultLoadPlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's `DefaultLoadPlanner`, on ranks that have nothing of some tensors, too.
+    """DCP's `DefaultLoadPlanner`, for tensors that name their chunks, and on ranks that have nothing of some tensors.
 
     FSDP1 has such ranks, if a tensor has fewer rows than there are ranks. DCP's own planner leaves these tensors out of
     the state, takes the checkpoint for one of torch 2.3, since it has more keys, and fails on the optimizer's groups.
@@ -128,3 +143,4 @@ class LoadPlanner(DefaultLoadPlanner):
             for key, value in flat.items():
                 if key not in self.state_dict and isinstance(value, ShardedTensor):
                     self.state_dict[key], self.mappings[key] = value, mappings[key]
+        self.state_dict = {key: chunks_in_view(value, key) for key, value in self.state_dict.items()}

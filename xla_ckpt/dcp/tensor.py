@@ -9,8 +9,12 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from xla_ckpt.arrays.chunks import is_checkpointable, names_chunks
+from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.torch_elements import cut
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import LocalArray
 
 TensorRegion = tuple[Box, torch.Tensor]
 """A region of a global tensor, and its elements: a tensor of that shape, which a load overwrites."""
@@ -77,3 +81,35 @@ class GlobalTensor(torch.Tensor):
             if box.start == start:
                 return tensor
         raise UnsupportedStateError(f"no region begins at {list(start)}", leaf=index.fqn, found=repr(self))
+
+
+def global_tensor(value: torch.Tensor, local: LocalArray) -> GlobalTensor:
+    """Return the global tensor of which a tensor, or the local one of a DTensor, is what this process holds."""
+    held = getattr(value, "_local_tensor", value).detach()
+    return GlobalTensor(local.shape, value.dtype, [(piece.box, cut(held, piece.local)) for piece in local.pieces])
+
+
+def check_planned(value: torch.Tensor, key: str) -> None:
+    """Raise an error for a `CheckpointableTensor` that a planner gives as it is, since its chunks were not planned."""
+    if value.dim() and is_checkpointable(value):
+        raise UnsupportedStateError(
+            f"the planner of torch {torch.__version__} takes a CheckpointableTensor for a whole tensor",
+            leaf=key,
+            hint="Call xla_ckpt.dcp.save and load without planner=, pass xla_ckpt.dcp.sharded(state_dict) in place of "
+            "the state dict, or use torch 2.15 or newer.",
+        )
+
+
+def chunks_in_view(value: Any, key: str) -> Any:
+    """Return a tensor that names its chunks as a `GlobalTensor`, and any other value as it is.
+
+    DCP's planners know the attributes of a `CheckpointableTensor` from torch 2.15 on.
+
+    Raises:
+        UnsupportedStateError: The chunks do not fit.
+    """
+    if not isinstance(value, torch.Tensor) or not names_chunks(value):
+        return value
+    local = require(value, key).place(value, key)
+    assert local is not None, "it names its place"
+    return global_tensor(value, local)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from xla_ckpt.arrays.torch_elements import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.replicas import Held, Place, may_differ
+from xla_ckpt.dcp.tensor import check_planned
 from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.files.distcp import Chunk, Distcp
 from xla_ckpt.layouts.dcp.chunks import chunk_of
@@ -76,6 +77,8 @@ def tensors_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorI
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     value: Any = planner.resolve_data(item)
+    if isinstance(value, torch.Tensor):
+        check_planned(value, item.index.fqn)
     shard = getattr(value, "__get_tensor_shard__", None)  # some planners give the whole sharded tensor
     value = value if shard is None else shard(item.index)
     described = item.tensor_data

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from xla_ckpt.arrays.chunks import GLOBAL_SHAPE, check_attributes, is_checkpointable
 from xla_ckpt.arrays.torch_objects import is_torchs_own
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section, parse_section
 from xla_ckpt.sharding.sharding import STAGE, Sharding, Split, number_of_parts
 
-_ATTRIBUTES = frozenset({"tensor_model_parallel", "expert_model_parallel", "global_shape"})
+UNPADDED_SHAPE = "unpadded_shape"
+
+_ATTRIBUTES = frozenset({"tensor_model_parallel", "expert_model_parallel", UNPADDED_SHAPE, GLOBAL_SHAPE})
 
 
 def is_declared(value: Any) -> bool:
@@ -25,8 +28,9 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
     """The sharding that a parameter's attributes name; None if they name none.
 
     They are ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``, ``num_partitions``,
-    ``expert_model_parallel`` (the first dim holds experts), and two of this library's own: ``global_shape``, the true
-    shape of a padded parameter, and ``partition_sections``, sections of different sizes as a rule spells them.
+    ``expert_model_parallel`` (the first dim holds experts), and two of this library's own: ``unpadded_shape``, the
+    global shape of a padded parameter without its padding, and ``partition_sections``, sections of different sizes as a
+    rule spells them.
 
     Args:
         value: The parameter.
@@ -40,6 +44,7 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
     """
     if not is_declared(value):
         return None  # as of nearly all arrays
+    check_attributes(value, path)
     shape = tuple(getattr(value, "shape", ()))
     dims: list[Split | None] = [None] * len(shape)
     if getattr(value, "tensor_model_parallel", False):
@@ -82,8 +87,13 @@ def _axes(value: Any, dim: int, partitions: int | None, mesh: Mesh | None) -> tu
 
 
 def true_shape(value: Any) -> tuple[int, ...] | None:
-    """The global shape without padding, as a parameter's ``global_shape`` names it; None without one that fits."""
-    named = getattr(value, "global_shape", None)
+    """The global shape without padding, as a parameter's ``unpadded_shape`` names it; None without one that fits.
+
+    Its older name is ``global_shape``, which torch's `CheckpointableTensor` has for another purpose, with other
+    attributes beside it.
+    """
+    older = None if is_checkpointable(value) else getattr(value, GLOBAL_SHAPE, None)
+    named = getattr(value, UNPADDED_SHAPE, older)
     return None if named is None or len(named) != len(value.shape) else tuple(named)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.chunks import held_shape, names_chunks
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
@@ -99,7 +100,8 @@ class StateShardings:
     def unsplit(self) -> bool:
         """Whether only what an array says itself can split it, or a part of the state of an optimizer."""
         parameters = self.parameters.values()
-        return not self.rules and not self.layers and not any(p.zero1 or is_declared(p.value) for p in parameters)
+        split = any(p.zero1 or is_declared(p.value) or names_chunks(p.value) for p in parameters)
+        return not self.rules and not self.layers and not split
 
     def local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
         """Where an array lies; `adapter` is its own.
@@ -108,13 +110,15 @@ class StateShardings:
             UsageError: A rule does not fit to it.
             UnsupportedStateError: Its attributes do not.
         """
+        parameter = self.parameter(path) if self.parameters else None
+        if parameter is not None and names_chunks(parameter.value) and not names_chunks(value):
+            return self._state_in_chunks(path, held_shape(value), parameter)
         own = adapter.place(value, path)
         if own is not None:
             return own
         shape = adapter.shape(value)
         if path.startswith(self.alone):
             return whole(shape)
-        parameter = self.parameter(path) if self.parameters else None
         if parameter is not None:
             return self._state(path, shape, parameter)
         return self._placed(path, self._sharding(path, value), shape)
@@ -227,8 +231,28 @@ class StateShardings:
             )
         return self._splits[parameter.name]
 
+    def _state_in_chunks(self, path: str, held: tuple[int, ...], parameter: Parameter) -> LocalArray:
+        """The place of state of a parameter that names its chunks, of which this rank holds a tensor of shape `held`.
+
+        Raises:
+            UnsupportedStateError: It is neither a number nor of the parameter's shape.
+        """
+        if not held:
+            return whole(held)
+        if held != held_shape(parameter.value):
+            raise UnsupportedStateError(
+                "state of a parameter that names its chunks has another shape, and names none",
+                leaf=path,
+                expected=f"shape {list(held_shape(parameter.value))}, or a number",
+                found=f"shape {list(held)}",
+                hint="Set the attributes of a CheckpointableTensor on it, too.",
+            )
+        return self.parameter_local(parameter)
+
     def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> LocalArray:
         """State of a parameter lies as its kind of optimizer says; without a word of it, by its shape."""
+        if names_chunks(parameter.value):
+            return self._state_in_chunks(path, shape, parameter)
         rule, split, full = parameter.rule(path), self._split(parameter) or UNSPLIT, tuple(parameter.value.shape)
         shard = parameter.shard if parameter.zero1 else None
         key = rule, split, full, shard, parameter.zero1, shape
