@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import unicodedata
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import xla_ckpt
 import xla_ckpt.dcp
 from tests.runs import environment
+from xla_ckpt.logs import get_logger
 
 
 @dataclass(frozen=True)
@@ -59,29 +62,37 @@ SURROUNDINGS = {
 OF_PROGRAMS = {
     "stderr None": Surroundings(kind="none stderr"),
     "all None": Surroundings(kind="none stdin stdout stderr"),
-    "stderr a closed object": Surroundings(kind="closed stderr"),
     "stderr failing": Surroundings(kind="failing stderr"),
 }
 """What a program may do to its streams. A command has a process of its own."""
 
 
-@pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Roots with tags, to be copied."""
-    root = tmp_path_factory.mktemp("roots") / "r"
+def make_roots(root: Path, names: list[str]) -> Path:
+    """Roots whose leaf paths, values and files have names."""
     tree = {
-        "model": {"é.weight": torch.ones(4, 2), "日本": torch.ones(2), "half\udcff": torch.ones(2)},
-        "user_content": {"é": "日本", "half\udcff": "half\udcff", "step": 1},
+        "model": {"weight": torch.ones(4, 2), **{name: torch.ones(2) for name in names}},
+        "user_content": {"step": 1, **dict(zip(names, names, strict=True))},
     }
     for name in ("run", "more", "damaged"):
         for step in (1, 2):
-            xla_ckpt.save(root / name, f"step_{step}", {**tree, "n": step})
+            plain = {f"k{name}": f"{step}{name}" for name in names}
+            model = {leaf: value + step for leaf, value in tree["model"].items()}
+            xla_ckpt.save(
+                root / name, f"step_{step}", {**tree, "model": model, **plain, f"only_in_{step}{names[0]}": 1}
+            )
     (weights,) = (root / "damaged" / "step_2" / "model").iterdir()
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    torch.save({"é": torch.ones(2)}, root / "old.pt")
+    weights.write_bytes(bytes(len(weights.read_bytes())))
+    torch.save({name: torch.ones(2) for name in names}, root / "old.pt")
     with warnings.catch_warnings(action="ignore"):  # stock's, about a process group
-        xla_ckpt.dcp.save({"é": torch.ones(2)}, checkpoint_id=root / "dcp", no_dist=True)
+        state = {name: torch.ones(2) for name in names if name.isprintable()}
+        xla_ckpt.dcp.save(state or {"w": torch.ones(2)}, checkpoint_id=root / "dcp", no_dist=True)
     return root
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Roots with tags, to be copied."""
+    return make_roots(tmp_path_factory.mktemp("roots") / "r", ["é", "日本", "half\udcff"])
 
 
 def run_all(what: str, around: Surroundings, roots: Path, tmp_path: Path) -> tuple[dict[str, list[object]], str]:
@@ -120,3 +131,73 @@ def test_calls(around: Surroundings, roots: Path, tmp_path: Path) -> None:
     wrong = {name: error for name, (raised, error) in results.items() if raised}
     assert not wrong, wrong
     assert "Traceback" not in printed
+
+
+HOSTILE = [
+    *(f"a{character}FORGED" for character in "\x1b\x07\x08\x0b\x7f\x9b\x85\n\r\t\u200f\u2028\u2029\u061c\U000e0041"),
+    *(f"a{chr(code)}FORGED" for code in [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]),
+    "title\x1b]0;FORGED\x07",
+    "clear\x1b[2JFORGED",
+    "[red]no markup[/red]",
+]
+"""Names with characters that control a terminal, end a line, or reverse the order of the text behind them."""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_do_not_control_a_terminal(terminal: bool, tmp_path: Path) -> None:
+    """Of each command, with every name among leaf paths, keys of plain values, and values."""
+    roots = make_roots(tmp_path / "r", HOSTILE)
+    result = tmp_path / "work" / "result.json"
+    command = [sys.executable, "-m", "tests.cli.all_calls", "ordinary", "commands", str(roots), str(result)]
+    env = environment({"TERM": "dumb", "COLUMNS": "200"})  # no styles: every escape sequence is one of a name
+    if terminal:
+        ours, theirs = os.openpty()
+        started = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=env, cwd=tmp_path
+        )
+        os.close(theirs)
+        printed = b""
+        with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+            while part := os.read(ours, 1 << 16):
+                printed += part
+        os.close(ours)
+        started.wait(60)
+    else:
+        done = subprocess.run(command, capture_output=True, env=env, cwd=tmp_path, timeout=240, check=False)
+        printed = done.stdout + done.stderr
+    text = printed.decode().replace("\r\n", "\n")
+    results = json.loads(result.read_text())
+    assert {name: code for name, (expected, code, _) in results.items() if code != expected} == {}
+    assert "\\u001b]0;FORGED" in text, "names are shown"
+    assert "[red]no markup[/red]" in text
+    raw = {character for character in text if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    assert raw <= {"\n", "\t"}, raw
+    assert not [line for line in text.split("\n") if line.lstrip().startswith("FORGED")]
+    assert not terminal or "\t" not in text
+    page = (tmp_path / "work" / "view.html").read_text()
+    assert not [c for c in page if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
+
+
+def test_names_in_errors_and_logs_are_escaped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in HOSTILE[:-1]:
+        error = xla_ckpt.CheckpointError(
+            f"no {name}",
+            leaf=name,
+            file=name,
+            path=name,
+            expected=name,
+            found=name,
+            hint=name,
+            details=f"{name}\n{name}",
+        )
+        assert error.leaf == name
+        lines = str(error).split("\n")
+        assert all(line.isprintable() for line in lines)
+        get_logger("xla_ckpt.test").warning("%s: %s: %s", name, error, ValueError(name))
+        assert caplog.messages[-1].replace("\n", "").isprintable()
+    target = {"model": {"a\x1b[2J": torch.ones(3)}}
+    xla_ckpt.save(tmp_path, "t", {"model": {"a\x1b[2J": torch.ones(2), "b\n\x9b": torch.ones(1)}})
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as refused:
+        xla_ckpt.load_checkpoint(tmp_path, model=target["model"])
+    assert all(line.isprintable() for line in str(refused.value).split("\n"))
+    assert "a\\u001b[2J" in str(refused.value)

@@ -22,6 +22,35 @@ _NOTEBOOK = "ipykernel"
 """The module that is loaded where a notebook runs the program. Its standard error is no terminal, and shows bars."""
 
 
+class _Stream:
+    """The standard error, as a bar is written to it: a failure ends the bar, and not the call.
+
+    tqdm keeps its locks for ever if its stream fails.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._failed = stream, False
+        self.encoding = getattr(stream, "encoding", None) or "ascii"
+
+    def fileno(self) -> int:
+        """Its descriptor, which says how wide a terminal is."""
+        return int(self._stream.fileno())
+
+    def write(self, text: str) -> None:
+        """Write to it, unless it has failed before."""
+        if self._failed:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError, AttributeError) as error:
+            self._failed = True
+            logger.warning("a progress bar cannot be shown: %s: %s", type(error).__name__, error)
+
+    def flush(self) -> None:
+        """Do nothing: `write` does it."""
+
+
 class Progress:
     """Counts bytes, and shows a bar when that takes longer than a second on a terminal or in a notebook.
 
@@ -33,7 +62,8 @@ class Progress:
 
     def __init__(self, what: str, total: int, wanted: bool | None) -> None:
         self._what, self._total = make_printable(what), total
-        self._wanted = is_terminal(sys.stderr) or _NOTEBOOK in sys.modules if wanted is None else wanted
+        shown = is_terminal(sys.stderr) or _NOTEBOOK in sys.modules if wanted is None else wanted
+        self._wanted = shown and sys.stderr is not None  # Python has None for a closed one
         self._from = time.monotonic() + (DELAY if wanted is None else 0.0)
         self._lock = threading.Lock()
         self._bar: Any = None
@@ -44,20 +74,17 @@ class Progress:
             self.done += nbytes
             if not self._wanted:
                 return
-            try:
-                self._show(nbytes)
-            except Exception as error:
-                self._wanted, self._bar = False, None
-                logger.warning("%s: its progress bar cannot be shown: %s: %s", self._what, type(error).__name__, error)
+            if self._bar is None and time.monotonic() >= self._from:
+                self._bar = self._new_bar(self.done - nbytes)
+            if self._bar is not None:
+                self._bar.update(nbytes)
 
-    def _show(self, nbytes: int) -> None:
-        if self._bar is None and time.monotonic() >= self._from:
-            # tqdm.auto would warn in a notebook without ipywidgets, and take a bar of text then.
-            widgets = _NOTEBOOK in sys.modules and importlib.util.find_spec("ipywidgets") is not None
-            kind = importlib.import_module("tqdm.notebook" if widgets else "tqdm").tqdm
-            self._bar = kind(desc=self._what, total=self._total, unit="B", unit_scale=True, initial=self.done - nbytes)
-        if self._bar is not None:
-            self._bar.update(nbytes)
+    def _new_bar(self, done: int) -> Any:
+        about = {"desc": self._what, "total": self._total, "unit": "B", "unit_scale": True, "initial": done}
+        # tqdm.auto would warn in a notebook without ipywidgets, and take a bar of text then.
+        if _NOTEBOOK in sys.modules and importlib.util.find_spec("ipywidgets") is not None:
+            return importlib.import_module("tqdm.notebook").tqdm(**about)
+        return importlib.import_module("tqdm").tqdm(**about, file=_Stream(sys.stderr))
 
     def __enter__(self) -> Progress:
         return self
