@@ -375,3 +375,75 @@ def test_what_two_stages_have_is_shared_once(tmp_path: Path) -> None:
     assert (first[2], second[2]) == ((TRAINED_BYTES, STILL_BYTES + one), (TRAINED_BYTES, STILL_BYTES))
     assert xla_ckpt.verify(tmp_path).ok
     assert len(xla_ckpt.restore(tmp_path).tree["model"]) == 2 * 4 + 1
+
+
+def _in_its_bytes(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[200_000] ^= 1
+    file.write_bytes(data)
+
+
+def _in_its_header(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[20] ^= 1
+    file.write_bytes(data)
+
+
+def _in_its_length(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGE = {"its bytes": _in_its_bytes, "its header": _in_its_header, "its length": _in_its_length, "all": Path.unlink}
+
+
+@pytest.mark.parametrize(
+    ("damage", "parity", "named"),
+    [*((damage, parity, False) for damage in DAMAGE for parity in ("block", "file")), ("its bytes", "file", True)],
+)
+def test_a_file_that_was_damaged_since_is_written_anew_where_parity_is_made_of_it(
+    tmp_path: Path, damage: str, parity: Any, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parity of damaged bytes gave them back as they were, and called the tag sound."""
+
+    def saved(number: int) -> int:
+        share = f"step_{number - 1}" if named and number else True
+        options = xla_ckpt.SaveOptions(share=share, parity=parity, stale="ignore")
+        return saves(tmp_path, f"step_{number}", a_state(number), options).nbytes
+
+    assert [saved(number) for number in range(3)][-1] == TRAINED_BYTES
+    assert "not shared" not in caplog.text
+    (file,) = (tmp_path / "step_2").rglob("*-shared-*.safetensors")
+    DAMAGE[damage](file)
+    assert saved(3) == STILL_BYTES + TRAINED_BYTES
+    assert "of tag step_2 is written again, and not shared" in caplog.text or (
+        "nothing is shared with tag step_2" in caplog.text
+    )
+    assert is_there(tmp_path, "step_3", 3)
+    assert xla_ckpt.repair(tmp_path, "step_3") == ()
+    saved(4)
+    assert saved(5) == TRAINED_BYTES, "what was written anew is shared again"
+
+
+def _shares_damage_on_one_rank(rank: int, root: Path) -> list[int]:
+    options = xla_ckpt.SaveOptions(share=True, parity="file", stale="ignore")
+    written = []
+    for number in range(4):
+        if number == 3 and rank == 0:
+            _in_its_bytes(next(iter(sorted((root / "step_2").rglob("*-shared-*.safetensors")))))
+        tree = {"still": torch.full((WIDTH, WIDTH), float(rank)), "trained": torch.full((9,), number)}
+        handle = xla_ckpt.save(
+            root, f"step_{number}", tree, mesh=xla_ckpt.Mesh(tp=2), options=options,
+            shardings=[("still", ("tp",)), ("trained", ("tp",))],
+        )  # fmt: skip
+        written.append(handle.result().nbytes)
+    return written
+
+
+def test_damage_in_the_file_of_one_rank_has_that_rank_write_it_anew(tmp_path: Path) -> None:
+    whole = 4 * WIDTH * WIDTH + 72
+    damaged, sound = run_on_ranks(_shares_damage_on_one_rank, 2, tmp_path)
+    assert (damaged, sound) == ([whole, whole, 72, whole], [whole, whole, 72, 72])
+    assert xla_ckpt.verify(tmp_path, "step_3").ok
+    assert not xla_ckpt.verify(tmp_path, "step_2").ok
+    assert xla_ckpt.repair(tmp_path, "step_3") == ()
+    assert len(xla_ckpt.repair(tmp_path, "step_2")) == 1

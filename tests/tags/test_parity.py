@@ -18,8 +18,9 @@ from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.parity import Covered, write_share
+from xla_ckpt.engine.parity import Covered, write_alone, write_share
 from xla_ckpt.engine.phases import Phases
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.manifest.digest import digest, sealed, to_hex
 from xla_ckpt.plan.parity import PARITY_BLOCK
 from xla_ckpt.storage.door import store_at
@@ -456,3 +457,44 @@ def test_a_file_of_parity_that_cannot_be_made_leaves_no_other_one_open(tmp_path:
         assert taken.exists()
         free.touch()
     directory.close()
+
+
+def made_of_damage(root: Path, parity: Literal["block", "file"]) -> Path:
+    """A tag whose parity was made when a byte of its largest file was wrong already."""
+    tag = tag_with(root, parity)
+    largest = max(payload(tag), key=lambda path: path.stat().st_size)
+    flip(largest, 2_000_000)
+    text = (tag / "manifest.json").read_bytes()
+    files = [(str(path.relative_to(tag)), path.stat().st_size) for path in payload(tag)]
+    shutil.rmtree(tag / "parity")
+    directory = LocalDirectory(tag)
+    write_alone(Covered(directory, files), parity, text, 1, Crew(workers=2), directory)
+    return tag
+
+
+def lose_another(tag: Path) -> None:
+    min(payload(tag), key=lambda path: path.stat().st_size).unlink()
+
+
+def flip_the_same(tag: Path) -> None:
+    flip(max(payload(tag), key=lambda path: path.stat().st_size), 100_000)
+
+
+def spoil_sums(tag: Path) -> None:
+    flip(next(path for path in (tag / "parity").iterdir() if path.name[-1].isdigit()), 3)
+
+
+@pytest.mark.parametrize("parity", ["block", "file"])
+@pytest.mark.parametrize("then", [lambda tag: None, flip_the_same, lose_another, spoil_manifest, spoil_sums])
+def test_parity_of_bytes_that_were_damaged_already_is_no_repair(
+    then: Callable[[Path], None], parity: Literal["block", "file"], tmp_path: Path
+) -> None:
+    """It said that there was nothing to do, or took what it gave back for sound."""
+    tag = made_of_damage(tmp_path, parity)
+    then(tag)
+    before = bytes_of(tag)
+    with pytest.raises(CorruptCheckpointError, match="damaged already|more is damaged than the parity gives back"):
+        xla_ckpt.repair(tmp_path, "t")
+    assert bytes_of(tag) == before
+    assert names_in(tmp_path) == ["t"]
+    assert not xla_ckpt.verify(tmp_path, "t").ok

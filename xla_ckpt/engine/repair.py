@@ -35,7 +35,7 @@ from xla_ckpt.plan.parity import (
     file_sizes,
     solve,
 )
-from xla_ckpt.storage.base import Directory, Source
+from xla_ckpt.storage.base import Directory, ReadDirectory, Source
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.storage.small_files import read_whole, size_of, write_small
 from xla_ckpt.tags.entry import MANIFEST
@@ -48,17 +48,24 @@ MAX_NAMED = 20
 """More files are counted, and not named, in an error about what cannot be repaired."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Mended:
     """The files of a tag, some of which are made anew in a draft."""
 
-    tag: Directory
-    draft: Directory
-    replaced: frozenset[str]
+    def __init__(self, tag: Directory, draft: Directory, replaced: frozenset[str]) -> None:
+        self._tag, self._draft, self._replaced = tag, draft, replaced
+        self.name, self.costs = tag.name, tag.costs
 
-    def open(self, path: str) -> Source:
-        """A file of it."""
-        return (self.draft if path in self.replaced else self.tag).open(path)
+    def open(self, path: str, size: int | None = None) -> Source:
+        return (self._draft if path in self._replaced else self._tag).open(path, size)
+
+    def files(self) -> list[str]:
+        return sorted({*self._tag.files(), *self._replaced})
+
+    def is_at(self, name: str) -> bool:
+        return self._tag.is_at(name)
+
+    def close(self) -> None:
+        """Both directories are somebody else's to close."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +111,8 @@ def repair_tag(root: Root, tag: str, directory: Directory, *, workers: int = WOR
         index = read_index(directory, manifest)
     except CorruptCheckpointError as error:
         return repair.renew_whole_parity(manifest, text, error)
-    return repair.mend(index, _damage(directory, index, manifest_lost=not whole, workers=workers), text)
+    damage = _damage(directory, index, manifest_lost=not whole, workers=workers)
+    return repair.mend(index, damage, manifest, text)
 
 
 def _had_parity(directory: Directory) -> bool:
@@ -220,8 +228,12 @@ class _Repair:
     directory: Directory
     workers: int
 
-    def mend(self, index: ParityIndex, damage: Damage, manifest: bytes) -> list[str]:
-        """Replace what is damaged; the paths of it."""
+    def mend(self, index: ParityIndex, damage: Damage, manifest: Manifest, text: bytes) -> list[str]:
+        """Replace what is damaged; the paths of it.
+
+        Raises:
+            CorruptCheckpointError: The parity was made of bytes that were damaged already; nothing was changed.
+        """
         replaced = [index.files[number].path for number in damage.files] + ([MANIFEST] if damage.manifest else [])
         rebuilder = Rebuilder(self.directory, index, damage.steps)
         if replaced or damage.sums or damage.copy:
@@ -232,17 +244,37 @@ class _Repair:
 
                 work_off(damage.files, rebuild, workers=1, buffer_bytes=3 * PARITY_BLOCK, name="xla_ckpt-repair")
                 if damage.manifest:
-                    write_small(transaction.directory, MANIFEST, manifest)
+                    write_small(transaction.directory, MANIFEST, text)
+                mended = _Mended(self.directory, transaction.directory, frozenset(replaced))
+                self._check_is_whole(mended, manifest)
                 if damage.sums or damage.copy:
-                    mended = _Mended(self.directory, transaction.directory, frozenset(replaced))
                     files = [(file.path, file.size) for file in index.files]
                     covered, crew = Covered(mended, files), Crew(workers=self.workers)
-                    write_alone(covered, index.survives, manifest, index.writers, crew, transaction.directory)
+                    write_alone(covered, index.survives, text, index.writers, crew, transaction.directory)
                     replaced += sorted({place.file for place in damage.sums.values()})
                     replaced += [COPY] if damage.copy else []
                 transaction.commit()
             logger.warning("%s/%s: repaired %s", self.root.path, self.tag, ", ".join(replaced))
+        else:
+            self._check_is_whole(self.directory, manifest)
         return replaced
+
+    def _check_is_whole(self, directory: ReadDirectory, manifest: Manifest) -> None:
+        """Refuse what still differs from the digests of the manifest when all is as the parity has it.
+
+        Raises:
+            CorruptCheckpointError: Something does.
+        """
+        with reader_within(directory, self.root.path, self.tag, manifest) as reader:
+            problems = verify_payload(reader, workers=self.workers).problems
+        if problems:
+            raise CorruptCheckpointError(
+                "the parity was made of bytes that were damaged already, and gives them back as they are: nothing was "
+                "changed",
+                found=f"{len(problems)} problems",
+                hint="Load another tag, or restore these files from a copy.",
+                details="\n".join(f"  {line}" for line in problems[:MAX_NAMED]),
+            )
 
     def renew_whole_parity(self, manifest: Manifest, text: bytes, problem: CorruptCheckpointError) -> list[str]:
         """Make the parity anew, if all else is as the manifest says: without its index it gives nothing back.

@@ -296,7 +296,8 @@ class Save:
             return SharedPlan(plan)
         crew = self._crew(lambda _: self.cancellation.check())
         with self.cancellation.reading(), self.phases.timed("share"):
-            return share_files(plan, frozen, earlier, root, directory, crew)
+            verify = self.order.options.parity is not None
+            return share_files(plan, frozen, earlier, root, directory, crew, verify=verify)
 
     def _write(self, frozen: Frozen, sharing: SharedPlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""

@@ -17,6 +17,7 @@ from xla_ckpt.engine.segments import ShardBytes
 from xla_ckpt.engine.stale import remembered
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.unchanged import unchanged_since
+from xla_ckpt.engine.verify import verify_files
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.digest import block_count, block_size, digest
@@ -58,6 +59,8 @@ def share_files(
     root: Root,
     directory: Directory,
     crew: Crew,
+    *,
+    verify: bool,
 ) -> SharedPlan:
     """Have all files of an earlier tag that still hold in the directory of a new one. Without one, nothing is shared.
 
@@ -70,6 +73,8 @@ def share_files(
         root: Where both are.
         directory: The new tag.
         crew: The threads that compare. Its progress is called for each region, with no bytes.
+        verify: Whether the bytes of a file are compared with their digests before it is shared. Parity that is made of
+            damaged bytes would keep the damage.
 
     Returns:
         What is left to write, and what is shared.
@@ -84,7 +89,7 @@ def share_files(
                     twins = twins_of(plan, frozen.leaves, reader.manifest)
                 unchanged = unchanged_since(root, earlier.tag, earlier.sequence, frozen.fixed)
                 _compare(plan, twins, frozen.snapshot.to_write(), unchanged, reader, crew)
-                shared = _linked(plan, twins, reader, directory)
+                shared = _linked(plan, twins, reader, directory, crew, verify=verify)
         except (CheckpointError, OSError) as error:
             crew.progress(0)  # if the save was given up, this is where it ends
             logger.warning("nothing is shared with tag %s: %s", earlier.tag, error)
@@ -157,7 +162,9 @@ def _is_same(data: memoryview, known: Sequence[int], first: int) -> bool:
     return all(digest(data[b * block : (b + 1) * block]) == known[first + b] for b in blocks)
 
 
-def _linked(plan: SavePlan, twins: Sequence[Twins], earlier: TagReader, directory: Directory) -> dict[int, FileRecord]:
+def _linked(
+    plan: SavePlan, twins: Sequence[Twins], earlier: TagReader, directory: Directory, crew: Crew, *, verify: bool
+) -> dict[int, FileRecord]:
     """The files of the earlier tag that are in the new one now, by their index in the earlier one."""
     tables = {
         number: earlier.digest_table(number) for its in twins for number in np.unique(its.file).tolist() if number >= 0
@@ -168,10 +175,25 @@ def _linked(plan: SavePlan, twins: Sequence[Twins], earlier: TagReader, director
         record = earlier.manifest.files[file]
         try:
             earlier.source(file)  # which compares its size
+            if verify:
+                _check(earlier, file, crew)
             directory.link(earlier.directory, record.path, name)
         except (OSError, CheckpointError) as refused:
-            # Another device, a file system without hard links, a file that is too large for one request, or has gone.
+            # Damage, another device, a file system without hard links, a file that is too large for one request, or has
+            # gone.
             logger.warning("%s of tag %s is written again, and not shared: %s", record.path, earlier.tag, refused)
         else:
             shared[file] = replace(record, path=name)
     return shared
+
+
+def _check(earlier: TagReader, file: int, crew: Crew) -> None:
+    """Refuse a file whose bytes do not have their digests.
+
+    Raises:
+        CheckpointError: They do not, or it cannot be read.
+    """
+    readers = Crew(workers=crew.workers, progress=lambda _: crew.progress(0))
+    problems, _ = verify_files(earlier, [file], readers)
+    if problems:
+        raise problems[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,28 +99,40 @@ def verify_payload(reader: TagReader, *, workers: int = READERS) -> VerifyReport
     """Read everything that the manifest lists."""
     manifest = reader.manifest
     report = VerifyReport(path=reader.root, tag=reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
+    report.problems, report.nbytes = verify_files(reader, range(len(manifest.files)), Crew(workers=workers))
+    for leaf in array_paths(manifest.skeleton, ""):
+        if leaf not in manifest.unknown and manifest.array(leaf) is None:
+            problem = "the skeleton names an array that is not stored"
+            report.problems.append(CheckpointError(problem, tag=reader.tag, leaf=leaf))
+    return report
+
+
+def verify_files(reader: TagReader, numbers: Iterable[int], crew: Crew) -> tuple[list[CheckpointError], int]:
+    """Read some files that the manifest lists, by their numbers there, and compare all bytes with their digests.
+
+    Returns:
+        What is wrong, each with the `file`, and how many bytes of arrays were read.
+    """
+    problems: list[CheckpointError] = []
     sound: set[int] = set()
-    for number, record in enumerate(manifest.files):
+    for number in numbers:
+        file = reader.manifest.files[number].path
         try:
-            with storage_errors("reading a file", path=reader.root, tag=reader.tag, file=record.path):
+            with storage_errors("reading a file", path=reader.root, tag=reader.tag, file=file):
                 reader.head(number)
         except CheckpointError as error:
-            report.problems.append(error)
+            problems.append(error)
         else:
             sound.add(number)
-    reads = _reads(manifest, sound)
+    reads = _reads(reader.manifest, sound)
     lock = threading.Lock()
 
     def note(error: CheckpointError) -> None:
         with lock:
-            report.problems.append(error)
+            problems.append(error)
 
-    check_reads(reader, reads, Crew(workers=workers), on_problem=note)
-    report.nbytes = reads.needed_bytes
-    for leaf in array_paths(manifest.skeleton, ""):
-        if leaf not in manifest.unknown and manifest.array(leaf) is None:
-            note(CheckpointError("the skeleton names an array that is not stored", tag=reader.tag, leaf=leaf))
-    return report
+    check_reads(reader, reads, crew, on_problem=note)
+    return problems, reads.needed_bytes
 
 
 def _reads(manifest: Manifest, files: set[int]) -> RestorePlan:
