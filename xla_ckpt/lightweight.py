@@ -1,14 +1,46 @@
-"""Many small things: immutable objects that are cheap to make, and columns, for which no object is made at all."""
+"""Many small things: immutable objects that are cheap to make, and columns, for which no object is made at all.
+
+And what an object computes once.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform, overload
+from typing import Any, Generic, TypeVar, dataclass_transform, overload
 
 Made = TypeVar("Made")
+Value_co = TypeVar("Value_co", covariant=True)
 Row_co = TypeVar("Row_co", covariant=True)
+
+
+class cached_property(Generic[Value_co]):  # noqa: N801  # as `functools` has it
+    """A property that is computed when it is first read, without a lock.
+
+    `functools.cached_property` of Python 3.11 holds a lock for all objects of the class while it computes. A process
+    that is forked meanwhile would wait for it for ever. Two threads may compute the value twice here.
+    """
+
+    def __init__(self, compute: Callable[[Any], Value_co]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any]) -> cached_property[Value_co]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type[Any]) -> Value_co: ...
+
+    def __get__(self, instance: object | None, owner: type[Any]) -> cached_property[Value_co] | Value_co:
+        if instance is None:
+            return self
+        value = self._compute(instance)
+        instance.__dict__[self._name] = value
+        return value
 
 
 class Columns(Sequence[Row_co]):

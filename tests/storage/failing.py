@@ -108,6 +108,10 @@ class FailingDirectory:
     def fd(self) -> int:
         return self.inner.fd
 
+    @property
+    def identity(self) -> Identity:
+        return self.inner.identity
+
     def create(self, path: str, size: int) -> FailingSink:
         self.faults.change(f"create {path}")
         return FailingSink(self.inner.create(path, size), path, self.faults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -115,16 +116,19 @@ def test_at_whatever_instant_a_signal_comes_it_is_raised_once_and_the_handlers_w
 
 
 def test_no_thread_of_a_crew_goes_on_when_its_caller_was_interrupted() -> None:
-    both, running = threading.Barrier(3), set[int]()
+    both, passed, running = threading.Barrier(3), list[int](), set[int]()
 
     def work(task: int, buffer: memoryview) -> None:
         me = threading.get_ident()
         running.add(me)
         if me == threading.main_thread().ident:
             both.wait(30)
+            passed.append(me)
             return
         both.wait(30)
-        if task == 1:
+        while not passed:  # the signal must not come within the barrier, which would pass another exception on
+            time.sleep(0.001)
+        if threading.current_thread().name == "crew-1":
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         threading.Event().wait(0.2)  # it is in the midst of something, and nothing tells it to stop
         running.discard(me)

@@ -36,6 +36,7 @@ from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.storage.threads import interpreter_is_ending
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.kept import policy_of
 from xla_ckpt.tags.names import check_is_text, check_tag
@@ -233,7 +234,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
             save.refuse(refused)  # only now: a function of the program that hears of it may save on the same path
         if refused is not None:
             raise refused
-        if wish.waits:
+        if wish.waits or interpreter_is_ending():
             handle.finish()
         elif failed is not None and job.exchange.size > 1:
             handle.finish_beginning()  # another rank may have the error to tell that was told to this one

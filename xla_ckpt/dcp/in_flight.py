@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from xla_ckpt.engine.phases import SAVE, Phases
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.logs import get_logger
+from xla_ckpt.storage.process_state import process_lock, process_wide
 from xla_ckpt.storage.trace_file import trace_file
 
 logger = get_logger(__name__)
@@ -101,8 +101,8 @@ class _InBackground:
         """See `xla_ckpt.engine.background.InFlight`."""
 
 
-_lock = threading.Lock()
-_latest: list[SaveHandle] = []
+_lock = process_lock()
+_latest: list[SaveHandle] = process_wide([], list.clear)
 """The save that began last."""
 
 
@@ -113,8 +113,8 @@ def in_background(save: DcpSave) -> Future[Metadata]:
     handle = SaveHandle(path, path.rpartition("/")[2], Cancellation(), error_heard=True)  # by the future
     with _lock:
         work = _InBackground(of=save, before=_latest[0] if _latest else None)
-        SAVES.start(handle, work)
         _latest[:] = [handle]
+    SAVES.start(handle, work)
     return work.done
 
 

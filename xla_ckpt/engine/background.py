@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from types import TracebackType
 from typing import Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
@@ -17,8 +18,10 @@ from xla_ckpt.keywords import known_options
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
-from xla_ckpt.storage.threads import before_threads_end
-from xla_ckpt.storage.undisturbed import undisturbed, waited
+from xla_ckpt.storage.process_state import process_lock, process_wide
+from xla_ckpt.storage.threads import before_threads_end, interpreter_is_ending, started
+from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.waiting import Latch
 from xla_ckpt.tags.lease import LEASES
 
 logger = get_logger(__name__)
@@ -63,13 +66,13 @@ class SaveHandle:
         self.path = path
         """Root directory."""
         self.tag = tag
-        self._opened = threading.Event()
+        self._opened = Latch()
         """All ranks have begun the save, or the outcome is known."""
         self._is_begun = False
         """Whether all ranks have begun it."""
-        self._settled = threading.Event()
+        self._settled = Latch()
         """The outcome is known."""
-        self._tidied = threading.Event()
+        self._tidied = Latch()
         """What the save left behind is removed."""
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -77,6 +80,8 @@ class SaveHandle:
         """Whether somebody has heard of the error, or will hear of it elsewhere."""
         self._is_for_next_call = not error_heard
         """Whether the next save may have to raise the error, on this rank or on another one."""
+        self._raised: TracebackType | None = None
+        """Where the error was raised first: each further raise would add to it."""
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -90,9 +95,12 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the save has committed or failed, at most so many seconds; whether it has. Never raises.
 
-        The thread of the save, which calls the functions of `on_report`, does not wait: it would do so for itself.
+        The thread of the save, which calls the functions of `on_report`, does not wait: it would do so for itself. Nor
+        does a process that was forked during the save, which its parent makes.
         """
-        return self.done() if threading.current_thread() is self._thread else waited(self._settled.wait, timeout)
+        if threading.current_thread() is self._thread:
+            return self.done()
+        return self._settled.wait(timeout, unless=lambda: self._is_lost)
 
     @property
     def error(self) -> BaseException | None:
@@ -121,14 +129,22 @@ class SaveHandle:
             CheckpointError: The save failed; the same error on every rank.
             TimeoutError: It is still in flight.
             UsageError: The thread of the save asks, in a function that `on_report` was given: it would wait for itself.
+                Or this process was forked during the save, which its parent makes.
         """
         if threading.current_thread() is self._thread and not self.done():
             raise UsageError("a function that on_report was given waits for the save that calls it", tag=self.tag)
-        if not waited(self._settled.wait, timeout):
+        if not self.wait(timeout):
+            if self._is_lost:
+                raise UsageError(
+                    "this process was forked during the save, which its parent makes",
+                    path=self.path,
+                    tag=self.tag,
+                    hint="Wait for the save in the process that began it.",
+                )
             raise TimeoutError(f"the save of tag {self.tag} in {self.path} is still in flight after {timeout} s")
         if self._error is not None:
             self._error_heard = True
-            raise self._error
+            raise self._error.with_traceback(self._raised)
         assert self._report is not None
         return self._report
 
@@ -174,7 +190,7 @@ class SaveHandle:
         Raises:
             CheckpointError: They did not, and nobody has been told yet; the same error on every rank.
         """
-        waited(self._opened.wait)
+        self._opened.wait(unless=lambda: self._is_lost)
         if not self._is_begun:
             self.finish()
 
@@ -192,7 +208,7 @@ class SaveHandle:
 
     def _fail(self, error: BaseException, on_error: OnError) -> None:
         """Keep the error, which `handle.result()` raises, or the next call; and log it if no caller waits."""
-        self._error = error
+        self._error, self._raised = error, error.__traceback__
         if self._error_heard:
             return
         self._error_heard = tell_error(on_error, error)
@@ -207,13 +223,13 @@ class SaveHandle:
         only when the save no longer reads the program's memory. Does nothing if the save has ended.
         """
         too_late = False
-        while not self.done():
+        while not (self.done() or self._is_lost):
             try:
                 if self._cancellation.request(cause):
                     self._error_heard = True  # the caller has the cause, and nobody else is to be told of it
                     return
                 too_late = True
-                waited(self._settled.wait)
+                self.wait()
             except BaseException:
                 # Somebody presses Ctrl-C once more. As long as its memory is read, the program must not go on.
                 if too_late:
@@ -238,14 +254,19 @@ class SaveHandle:
         """Whether it failed, and the next save may have to raise its error."""
         return self._error is not None and self._is_for_next_call
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether nobody will ever know the outcome here."""
+        return self._thread is not None and not self._thread.is_alive() and not self.done()
+
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
-        assert self._thread is not None
-        if not self._thread.is_alive():  # so in a forked child, too, where nobody sets the event any more
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():  # it was made in the foreground
             return
-        waited(self._tidied.wait)
+        self._tidied.wait(unless=lambda: not thread.is_alive())
         with undisturbed():  # Python takes a thread for ended when a signal handler interrupts who joins it
-            self._thread.join()
+            thread.join()
 
     @property
     def report(self) -> SaveReport | None:
@@ -257,16 +278,17 @@ class Saves:
     """The saves of one process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._latest: dict[str, SaveHandle] = {}
-        self._turns: dict[str, threading.Lock] = {}
+        self._turns: dict[str, threading.RLock] = {}
 
-    def turn(self, path: str) -> threading.Lock:
+    def turn(self, path: str) -> threading.RLock:
         """The lock of who begins a save on `path`."""
         # A lock itself, which is taken and given back in one instruction each: an exception of a signal handler that
-        # arrived between a context manager of ours and its `with` would keep it for ever.
+        # arrived between a context manager of ours and its `with` would keep it for ever. And one that a thread may
+        # take again: a save in the foreground calls functions of the program, which may save.
         with self._lock:
-            return self._turns.setdefault(path, threading.Lock())
+            return self._turns.setdefault(path, threading.RLock())
 
     def failed_before(self, path: str) -> SaveHandle | None:
         """Return the last save on `path` if it failed; wait until that save has an outcome.
@@ -276,21 +298,22 @@ class Saves:
         """
         with self._lock:
             last = self._latest.get(path)
-        if last is not None and last._thread is not None and last._thread.is_alive():  # not so in a forked child
+        if last is not None:
             last.wait()
         return last if last is not None and last._is_failed else None
 
     def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
         """Run a save in the background, after all that the last one on the same path has left to do.
 
-        What a signal handler raises meanwhile is raised when it has begun.
+        What a signal handler raises meanwhile is raised when it has begun. Where no further thread is to be had, and at
+        the end of the program, which waits for no thread any more that starts then, it is done when this returns.
 
         Args:
             handle: Of the save, which has not begun.
             save: Is run.
             on_error: Hears of its error before all others.
         """
-        go = threading.Event()
+        go = Latch()
         with self._lock:
             last = self._latest.get(handle.path)
 
@@ -311,18 +334,27 @@ class Saves:
                 finally:
                     handle._tidied.set()
 
-        # Not a daemon: the interpreter must not end under a save.
-        thread = threading.Thread(target=work, name=f"xla_ckpt-save-{handle.tag}", daemon=False)
         with undisturbed():
-            try:
-                thread.start()
-            except RuntimeError:  # no further thread is to be had
-                save.release()
-                raise
-            handle._thread, handle._freezing = thread, save.freezing
+            thread = None
+            if not interpreter_is_ending():
+                # Not a daemon: the interpreter must not end under a save.
+                thread = started(work, f"xla_ckpt-save-{handle.tag}", daemon=False)
+            handle._thread, handle._freezing = thread or threading.current_thread(), save.freezing
             with self._lock:
                 self._latest[handle.path] = handle
             go.set()
+            if thread is None:
+                work()
+                handle._thread = None
+                if interpreter_is_ending():
+                    _finish_what_follows()
+
+    def reset_after_fork(self) -> None:
+        """In a forked process: the saves are made by its parent, and the memory that they read is the parent's."""
+        for handle in self._latest.values():
+            if handle._freezing is not None:
+                handle._freezing.over()
+        self.__init__()  # type: ignore[misc]
 
     def settle(self, path: str | None = None) -> list[SaveHandle]:
         """Wait for the save in flight on `path` (None: on all paths); those that failed, and nobody has been told."""
@@ -360,17 +392,36 @@ class Saves:
             logger.exception("a save in flight at exit failed")
 
 
-SAVES = Saves()
+SAVES = process_wide(Saves(), Saves.reset_after_fork)
 """The saves of this process."""
 
 
 @functools.cache
-def install_exit_hook() -> None:
-    """Have the interpreter wait for saves in flight, before it leaves the other ranks (`job.leave`). Does it once."""
+def _install_exit_hook() -> None:
     # Hooks run newest first, and none can be added once the first runs: whatever a save in flight may still import
     # has to have its hooks in place before ours.
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 
-    for action in (LEASES.give_back, ERRANDS.at_exit, UPLOADS.at_exit, SAVES.at_exit):
-        before_threads_end(action)
+    before_threads_end(_finish)
+
+
+def install_exit_hook() -> None:
+    """Have the interpreter wait for saves in flight, before it leaves the other ranks (`job.leave`). Does it once.
+
+    At the end of the program there are none: saves are made in the foreground then.
+    """
+    if not interpreter_is_ending():
+        _install_exit_hook()
+
+
+def _finish() -> None:
+    SAVES.at_exit()
+    _finish_what_follows()
+
+
+def _finish_what_follows() -> None:
+    """Wait for what saves of this process have left to do, and give the leases back."""
+    UPLOADS.at_exit()
+    ERRANDS.at_exit()
+    LEASES.give_back()

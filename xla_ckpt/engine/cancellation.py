@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xla_ckpt.errors import SaveError
+from xla_ckpt.storage.process_state import process_lock
+from xla_ckpt.storage.waiting import Notifier
 
 
 class Cancellation:
@@ -17,7 +18,8 @@ class Cancellation:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = process_lock()
+        self._changed = Notifier()
         self._cause: BaseException | None = None
         self._closed = False
         self._reads = False
@@ -27,11 +29,11 @@ class Cancellation:
 
         When it returns, the save reads no memory of the program's, and will read none any more.
         """
-        with self._changed:
+        with self._lock:
             if not self._closed:
                 self._cause = self._cause or cause
-            self._changed.wait_for(lambda: not self._reads)
-            return self._cause is not None
+        self._changed.wait_for(lambda: not self._reads)
+        return self._cause is not None
 
     def check(self) -> None:
         """Go on only if nobody has given the save up.
@@ -52,15 +54,14 @@ class Cancellation:
         Raises:
             SaveError: The save was given up before it began to read.
         """
-        with self._changed:
+        with self._lock:
             self.check()
             self._reads = True
         try:
             yield
         finally:
-            with self._changed:
-                self._reads = False
-                self._changed.notify_all()
+            self._reads = False
+            self._changed.notify()
 
     def close(self) -> None:
         """From here on it is too late to give the save up: it is about to be committed.
@@ -68,6 +69,6 @@ class Cancellation:
         Raises:
             SaveError: Somebody has given it up before.
         """
-        with self._changed:
+        with self._lock:
             self.check()
             self._closed = True

@@ -5,7 +5,6 @@ And who hears of the error of a save that runs in the background.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from xla_ckpt.engine.phases import Phases
@@ -15,6 +14,8 @@ from xla_ckpt.errors import CheckpointError, InvalidTagError, SaveError, Unsuppo
 from xla_ckpt.keywords import known_options
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import OnError
+from xla_ckpt.storage.process_state import process_lock
+from xla_ckpt.storage.undisturbed import comes_from_outside
 
 logger = get_logger(__name__)
 
@@ -29,7 +30,7 @@ class Listeners:
     """The functions that hear of each report of this process. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._functions: dict[object, Listener] = {}
 
     def add(self, function: Listener) -> Callable[[], None]:
@@ -53,8 +54,7 @@ class Listeners:
                 function(report)
             except BaseException as error:
                 # It is the program's own code, and may raise anything; the save or load is done, and stays what it is.
-                # Only what a signal handler raises is for the program, and that comes on the main thread alone.
-                if threading.current_thread() is threading.main_thread() and not isinstance(error, Exception):
+                if comes_from_outside(error):
                     raise
                 logger.exception("a function that on_report was given failed for the tag %s", report.tag)
 
@@ -106,7 +106,9 @@ def tell_error(on_error: OnError, error: BaseException) -> bool:
         return True
     try:
         on_error(error)
-    except Exception:
+    except BaseException as raised:
+        if comes_from_outside(raised):
+            raise
         logger.exception("the function that hears of failed saves has failed itself")
         return False  # the error is raised, as if there were no such function
     return True

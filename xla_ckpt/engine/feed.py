@@ -24,7 +24,7 @@ from xla_ckpt.snapshot.arena import Arena, ArenaPiece
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.memory import Bytes
 from xla_ckpt.snapshot.shards import HOST, Link
-from xla_ckpt.storage.threads import started
+from xla_ckpt.storage.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +68,31 @@ class Feed:
             if shard not in self._left:
                 shard.drop()
         self._arena = Arena(_filled_by(self._left), budget)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._images: dict[Hashable, ArenaPiece] = {}
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._ahead = any(source.changes or source.link is not HOST for source in self._left)
         """Whether somebody gains by copies that are made ahead of the writers: the program, or a device."""
-        self._thread: threading.Thread | None = None
-        """None before it is entered, and where nobody gains by it or none is to be had: then whoever asks for a segment
-        copies it."""
+        self._worker = Worker("xla_ckpt-feed", daemon=True)
+        self._has_thread = False
+        """Not so before it is entered, and where nobody gains by it or none is to be had: then whoever asks for a
+        segment copies it."""
 
     def __contains__(self, segment: Hashable) -> bool:
         return segment in self._wanted
 
     def __enter__(self) -> Feed:
-        if self._ahead:
-            self._thread = started(self._run, "xla_ckpt-feed")
+        if self._ahead and (self._worker.submit(self._copy_all, self._failed)):
+            self._has_thread = True
+            self._worker.submit(self._complete_copies, self._failed)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._arena.stop()
-        if self._thread is not None:
-            self._thread.join()
+        if self._has_thread:
+            self._worker.wait()
         self._arena.close()
 
     def image(self, segment: Hashable, buffer: memoryview) -> ArenaPiece:
@@ -99,24 +101,19 @@ class Feed:
         Raises:
             CheckpointError: The bytes could not be copied, or were written to before.
         """
-        if self._thread is None:
+        if not self._has_thread:
             memory = np.frombuffer(buffer, np.uint8)
             self._begin(self._wanted[segment].extracts, memory)()
             return ArenaPiece(memory, _kept_by_its_owner)
-        with self._changed:
-            self._changed.wait_for(lambda: segment in self._images or self._error is not None)
-            if segment not in self._images:
-                assert self._error is not None
-                raise self._error
-            return self._images.pop(segment)
+        self._worker.wait(lambda: segment in self._images or self._error is not None)
+        if (piece := self._images.pop(segment, None)) is not None:
+            return piece
+        raise self._error or SaveError("the thread that copies to host memory has ended")
 
-    def _run(self) -> None:
-        with self._told_of_errors():
-            self._copy_all()
-        with self._told_of_errors():
-            # The arena's memory must not be lent to others while a copy into it is on its way.
-            for link in {source.link for source in self._left}:
-                link.mark()()
+    def _complete_copies(self) -> None:
+        """Wait for all copies: the arena's memory must not be lent to others while one into it is on its way."""
+        for link in {source.link for source in self._left}:
+            link.mark()()
 
     def _copy_all(self) -> None:
         """Copy one segment after the other. While one is on its way, the one before it is handed out."""
@@ -136,23 +133,16 @@ class Feed:
         if under_way is not None:
             under_way()
 
-    @contextlib.contextmanager
-    def _told_of_errors(self) -> Iterator[None]:
-        """Have the writers raise what the block raises, where they wait for an image."""
-        try:
-            yield
-        except Exception as error:
-            # It has to reach them, whatever it is: they would wait for ever.
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+    def _failed(self, error: BaseException) -> None:
+        """Have the writers raise an error, where they wait for an image."""
+        self._error = self._error or error
+        self._worker.notify()
 
     def _hand_out(self, segment: Hashable, image: ArenaPiece, complete: Callable[[], None]) -> None:
         """Let the writers have an image, when its copies are complete."""
         complete()
-        with self._changed:
-            self._images[segment] = image
-            self._changed.notify_all()
+        self._images[segment] = image
+        self._worker.notify()
 
     def _begin(self, extracts: Sequence[Extract], memory: Bytes) -> Callable[[], None]:
         """Begin the copies of one segment; how to wait for them, and settle what is complete."""
@@ -173,7 +163,7 @@ class Feed:
                 for wait in waits:
                     wait()
             for source in moved:
-                with self._changed:
+                with self._lock:
                     self._left[source] -= 1
                     last = self._left[source] == 0
                 if last:
@@ -198,7 +188,7 @@ def _copying(source: Deferred) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:
+    except BaseException as error:
         # A driver raises what it likes.
         raise SaveError(
             f"a copy to host memory failed: {type(error).__name__}: {error}",

@@ -11,13 +11,24 @@ of DCP's: a program that goes on training meanwhile makes garbage of its own.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+from xla_ckpt.storage.process_state import process_lock, process_wide
+
+_lock = process_lock()
 _pauses: set[object] = set()
 _was_enabled = False
+
+
+def _reset_after_fork(pauses: set[object]) -> None:
+    """In a forked process: end the pauses of threads that do not exist there."""
+    if pauses and _was_enabled:
+        gc.enable()
+    pauses.clear()
+
+
+process_wide(_pauses, _reset_after_fork)
 
 
 @contextmanager

@@ -214,7 +214,7 @@ class Save:
         """Tell all others of an error: whatever it is, no rank may wait for a verdict that never comes."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             exchange = self.exchange
             problem = as_checkpoint_error(error, "saving", 0)
             problem.at(path=self.order.root.path, tag=self.order.tag)
@@ -261,7 +261,7 @@ class Save:
                 directory.sync()
             self.cancellation.close()  # rank 0 may commit as soon as it has this
             exchange.say(f"record/{exchange.rank}", Part(record, self._measured(sharing.plan)).to_json())
-        except Exception as error:
+        except BaseException as error:
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)

@@ -8,7 +8,6 @@ digests of two tags tell, without reading a byte of an array.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.storage.process_state import process_lock
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tree import path as paths
@@ -29,7 +29,7 @@ KEPT_MANIFESTS = 4
 """Root directories of which the last manifest is kept in memory: parsing one of 20,000 arrays takes as long as to save
 them."""
 
-_lock = threading.Lock()
+_lock = process_lock()
 _last: dict[str, Manifest] = {}
 """The manifest of the last tag that this process has committed, by root directory, the latest at the end."""
 

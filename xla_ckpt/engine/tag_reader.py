@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import NO_DIGEST, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.storage.base import ReadDirectory, Source
+from xla_ckpt.storage.process_state import process_lock
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
@@ -89,8 +89,8 @@ class TagReader:
         """Which arrays the caller's rules of names are not for, if they make a model of others, as sentences say it."""
         self.is_part = False
         """Whether one rank alone has it of a checkpoint: `misfit` names all of that, and conversions refuse it."""
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._lock = process_lock()
+        self._reading = process_lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
         self.manifest = manifest if manifest is not None else self._read_manifest()

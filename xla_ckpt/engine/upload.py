@@ -9,10 +9,8 @@ the tag's first disk begins the attempt and commits it when all files are there;
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from xla_ckpt.engine.disks import Disks, DiskWord
 from xla_ckpt.engine.sent_part import DiskPart, WaitingTag, absent_disks
@@ -24,6 +22,7 @@ from xla_ckpt.errors import (
     NoCheckpointError,
     RankFailedError,
     SaveError,
+    UsageError,
     from_json,
     naming,
     storage_errors,
@@ -31,9 +30,10 @@ from xla_ckpt.errors import (
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, ObjectStore
-from xla_ckpt.storage.this_process import after_fork, this_process
-from xla_ckpt.storage.threads import started
-from xla_ckpt.storage.undisturbed import undisturbed, waited
+from xla_ckpt.storage.process_state import process_lock, process_wide
+from xla_ckpt.storage.this_process import this_process
+from xla_ckpt.storage.waiting import Notifier
+from xla_ckpt.storage.worker import Worker
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.ledger import LedgerRoot
@@ -58,9 +58,11 @@ class Uploader:
     def __init__(self, near: FileSystem, far: ObjectStore) -> None:
         self.root = LocalFirst(near, LedgerRoot(far), self.wake)
         """The directory. A commit there wakes this."""
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._again = False
+        # Not a daemon: a thread that comes out of obstore while the interpreter ends, ends the process badly.
+        self._worker = Worker("xla_ckpt-upload", daemon=False)
+        self._woken = Notifier()
+        self._wakes = 0
+        """How often it was woken."""
         self._retention: Retention | None = None
         self._reached = 0
         """Number of the newest tag that was dealt with; all older ones were, too."""
@@ -71,7 +73,8 @@ class Uploader:
         """The tags of which this disk has sent its part, by their numbers."""
         self._error: CheckpointError | None = None
         """Why the last try ended early; None if it did not."""
-        self._ends = threading.Event()
+        self._ends = False
+        """Whether the thread is to end soon."""
 
     def word(self, *, saves: bool) -> DiskWord:
         """What this process says of the disk when a save or a load begins."""
@@ -82,7 +85,8 @@ class Uploader:
         """Hear which disks the job has."""
         self.root.disks, self._present = disks.names, frozenset(disks.names)
         self.root.number_above(disks.newest)
-        LEASES.share_with(disks.tokens)
+        LEASES.share_with(self.root.path, disks.tokens)
+        LEASES.share_with(self.root.remote.path, disks.tokens)
 
     def wake(self, retention: Retention | None) -> None:
         """Have tags go up that are not in the object store, in the background.
@@ -90,13 +94,11 @@ class Uploader:
         `retention` says which tags stay, there and here. Never fails: what cannot be done now is done after the next
         save.
         """
-        with undisturbed(), self._changed:
-            self._retention, self._again = retention, True
-            if self._thread is None:
-                # Not a daemon: a thread that comes out of obstore while the interpreter ends, ends the process badly.
-                self._thread = started(self._work, "xla_ckpt-upload", daemon=False)
-                if self._thread is None:
-                    self._error = SaveError("no thread is to be had that could upload", path=self.root.remote.path)
+        self._retention = retention
+        self._wakes += 1
+        self._woken.notify()  # the thread may pause until other disks have sent their files
+        if not self._worker.submit(self._upload, self._failed, once=True):
+            self._error = SaveError("no thread is to be had that could upload", path=self.root.remote.path)
 
     def uploaded(self, sequence: int, timeout: float | None) -> None:
         """Wait until the tag with this number has gone up, and all older ones.
@@ -110,6 +112,8 @@ class Uploader:
             raise _again(self._dropped[sequence])
         if self._reached < sequence and self._error is not None:
             raise _again(self._error)
+        if self._reached < sequence and self._worker.is_lost:
+            raise self._of_parent()
 
     def finish(self) -> None:
         """Wait until all tags have gone up. If the last try ended early, it is repeated once.
@@ -117,15 +121,11 @@ class Uploader:
         Raises:
             CheckpointError: They have not, and why.
         """
-        self._wait(lambda: False, None)
+        self._worker.wait()
         if self._error is not None:
             self.wake(self._retention)
-            with self._changed:
-                if alone := self._thread is None and self._again:
-                    self._thread = threading.current_thread()
-            if alone:
-                self._work()
-            self._wait(lambda: False, None)
+            self._worker.wait()
+            self._worker.work_here()  # where no thread is to be had
         if self._error is not None:
             raise _again(self._error)
 
@@ -141,36 +141,37 @@ class Uploader:
 
     def end(self) -> None:
         """Have the thread end soon: the next process goes on."""
-        self._ends.set()
+        self._ends = True
+        self._worker.clear()
+        self._woken.notify()
 
     def _wait(self, enough: Callable[[], bool], timeout: float | None) -> None:
-        with self._changed:
-            done = partial(self._changed.wait_for, lambda: enough() or self._thread is None)
-            if not waited(done, timeout):
-                raise TimeoutError(f"tags of {self.root.path} are still on their way to {self.root.remote.path}")
+        if not self._worker.wait(enough, timeout):
+            raise TimeoutError(f"tags of {self.root.path} are still on their way to {self.root.remote.path}")
 
-    def _work(self) -> None:
+    def _of_parent(self) -> CheckpointError:
+        return UsageError(
+            "this process was forked during an upload, which its parent makes",
+            path=self.root.remote.path,
+            hint="Wait for uploads in the process that saved.",
+        )
+
+    def _upload(self) -> None:
+        """Send what there is, and look again while tags wait for files of other disks."""
         pause = FIRST_LOOK
         while True:
-            with self._changed:
-                self._again = False
-            error: CheckpointError | None = None
-            try:
-                self._send_all()
-            except Exception as raised:
-                # Told by `uploaded` and `finish`; the save has long returned.
-                error = as_checkpoint_error(raised, "uploading", 0, path=self.root.remote.path)
-                logger.warning("an upload from %s is tried again with the next save: %s", self.root.path, error)
-            with self._changed:
-                self._error = error
-                if error is None and self._waiting and not self._ends.is_set():
-                    if self._changed.wait_for(lambda: self._again or self._ends.is_set(), pause):
-                        pause = FIRST_LOOK
-                    pause = min(2 * pause, LAST_LOOK)
-                elif not self._again or self._ends.is_set():
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
+            wakes, self._error = self._wakes, None
+            self._send_all()
+            if not self._waiting or self._ends:
+                return
+            if self._woken.wait_for(lambda: self._wakes != wakes or self._ends, pause):  # noqa: B023  # used at once
+                pause = FIRST_LOOK
+            pause = min(2 * pause, LAST_LOOK)
+
+    def _failed(self, raised: BaseException) -> None:
+        """Keep an error for `uploaded` and `finish`; the save has long returned."""
+        self._error = as_checkpoint_error(raised, "uploading", 0, path=self.root.remote.path)
+        logger.warning("an upload from %s is tried again with the next save: %s", self.root.path, self._error)
 
     def _send_all(self) -> None:
         entries = self.root.entries()
@@ -195,9 +196,8 @@ class Uploader:
                     self._dropped[entry.sequence] = error
                     self._waiting.pop(entry.sequence, None)
                     logger.warning("a tag is not uploaded: %s", error)
-            with self._changed:
-                self._reached = max(self._reached, entry.sequence)
-                self._changed.notify_all()
+            self._reached = max(self._reached, entry.sequence)
+            self._worker.notify()
 
     def _send(self, entry: TagEntry) -> None:
         remote = self.root.remote.entries()
@@ -226,7 +226,7 @@ class Uploader:
         self.root.retire_sent(entry.tag, self._retention)
 
     def _check_ends(self) -> None:
-        if self._ends.is_set():
+        if self._ends:
             raise InterruptedError("the process ends")
 
 
@@ -239,7 +239,7 @@ class Uploads:
     """The uploads of one process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._uploaders: dict[tuple[str, str], Uploader] = {}
 
     def of(self, near: FileSystem, far: ObjectStore) -> Uploader:
@@ -271,7 +271,5 @@ class Uploads:
                 uploader.end()
 
 
-UPLOADS = Uploads()
+UPLOADS = process_wide(Uploads(), Uploads.__init__)
 """The uploads of this process."""
-
-after_fork(UPLOADS.__init__)  # type: ignore[misc]  # the threads, and what they hold, are the parent's

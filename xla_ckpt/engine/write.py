@@ -85,8 +85,7 @@ def write_files(
         """The bytes of a segment but for its glue, and what of the regions they are."""
         file, began = files[segment.file], time.perf_counter()
         if segment not in feed:
-            with collector_paused():
-                parts = gather(file, segment, buffer)
+            parts = gather(file, segment, buffer)
             _add_copy(phases, file, began, parts)
             yield buffer, parts
             return

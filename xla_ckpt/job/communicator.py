@@ -6,10 +6,10 @@ process that dies blocks nobody but those who wait for its key, for a bounded ti
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from typing import Protocol
+
+from xla_ckpt.storage.waiting import Notifier
 
 
 class Communicator(Protocol):
@@ -50,39 +50,32 @@ class Solo:
         rank: int = 0,
         size: int = 1,
         board: dict[str, bytes] | None = None,
-        changed: threading.Condition | None = None,
+        changed: Notifier | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._board = {} if board is None else board
-        self._changed = changed or threading.Condition()
+        self._changed = changed or Notifier()
 
     def peer(self, rank: int) -> Solo:
         """Another rank on the same board."""
         return Solo(rank, self.size, self._board, self._changed)
 
     def put(self, key: str, value: bytes, _timeout: float = 0) -> None:
-        with self._changed:
-            self._board[key] = value
-            self._changed.notify_all()
+        self._board[key] = value
+        self._changed.notify()
 
     def put_once(self, key: str, value: bytes, _timeout: float = 0) -> bytes:
-        with self._changed:
-            stored = self._board.setdefault(key, value)
-            self._changed.notify_all()
-            return stored
+        stored = self._board.setdefault(key, value)
+        self._changed.notify()
+        return stored
 
     def take(self, key: str, timeout: float) -> bytes:
-        end = time.monotonic() + timeout
-        with self._changed:
-            while key not in self._board:
-                if not self._changed.wait(end - time.monotonic()) and key not in self._board:
-                    raise TimeoutError(key)
-            return self._board[key]
+        if not self._changed.wait_for(lambda: key in self._board, timeout):
+            raise TimeoutError(key)
+        return self._board[key]
 
     def has(self, keys: Sequence[str], _timeout: float = 0) -> bool:
-        with self._changed:
-            return all(key in self._board for key in keys)
+        return all(key in self._board for key in keys)
 
     def forget(self, key: str, _timeout: float = 0) -> None:
-        with self._changed:
-            self._board.pop(key, None)
+        self._board.pop(key, None)

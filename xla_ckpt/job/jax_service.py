@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xla_ckpt.storage.process_state import process_wide
+
 SLICE = 1.0
 """Seconds of one wait inside of jax, which hears no signal meanwhile: a longer wait consists of several."""
 
@@ -80,7 +82,7 @@ def _says(error: RuntimeError, status: str) -> bool:
     return str(error).startswith(status)
 
 
-_current: list[ServiceCommunicator] = []
+_current: list[ServiceCommunicator] = process_wide([], list.clear)
 
 
 def service_communicator(state: Any) -> ServiceCommunicator:

@@ -17,7 +17,7 @@ from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import raise_as_told
 from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.storage.this_process import after_fork
+from xla_ckpt.storage.process_state import process_wide
 
 logger = get_logger(__name__)
 
@@ -27,7 +27,7 @@ LINGER = 10.0
 TELLS_WITHIN = 1.0
 """Seconds that the store has at the exit of the program to take the word of its end: it may have ended before."""
 
-_rounds: list[Rounds] = []
+_rounds: list[Rounds] = process_wide([], list.clear)  # a worker that a rank forks is not that rank
 """The rounds of the current process group, if there were any. A later group gets others."""
 
 
@@ -142,6 +142,3 @@ def leave(communicator: Communicator | None) -> None:
     if not launcher_has_store():
         for rounds in _rounds:
             rounds.linger(LINGER)
-
-
-after_fork(_rounds.clear)  # a worker that a rank forks is not that rank

@@ -11,13 +11,16 @@ from __future__ import annotations
 import datetime
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
+
+from xla_ckpt.storage.process_state import process_wide
+from xla_ckpt.storage.threads import started
+from xla_ckpt.storage.waiting import Outcome
 
 REACH = 30.0
 """Seconds within which the store itself must answer, at most."""
@@ -35,32 +38,33 @@ class _Line:
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(connect, self._orders), name="xla_ckpt-store", daemon=True).start()
+        if started(partial(_serve, connect, self._orders), "xla_ckpt-store") is None:
+            raise RuntimeError("no thread is to be had that could ask the store")
 
     def __del__(self) -> None:
         self._orders.put(None)
 
     def ask(self, action: Callable[[Any], Any], seconds: float) -> Any:
         """The result of `action` on the store; TimeoutError if there is none in time."""
-        answer: Future[Any] = Future()
+        answer = Outcome[Any]()
         self._orders.put((action, answer))
         return answer.result(seconds)
 
 
-_Order = tuple[Callable[[Any], Any], "Future[Any]"]
+_Order = tuple[Callable[[Any], Any], Outcome[Any]]
 
 
 def _serve(connect: Callable[[], Any], orders: queue.SimpleQueue[_Order | None]) -> None:
-    store: Any = None
+    store: list[Any] = []
+
+    def answered(action: Callable[[Any], Any]) -> Any:
+        if not store:
+            store.append(connect())
+        return action(store[0])
+
     while (order := orders.get()) is not None:
         action, answer = order
-        try:
-            if store is None:
-                store = connect()
-            answer.set_result(action(store))
-        except BaseException as error:
-            # Raised by who waits for the answer.
-            answer.set_exception(error)
+        answer.run(partial(answered, action))
         del order, action, answer
 
 
@@ -148,7 +152,7 @@ class StoreCommunicator:
         self._reach(lambda store: store.delete_key(key), timeout)
 
 
-_current: list[StoreCommunicator] = []
+_current: list[StoreCommunicator] = process_wide([], list.clear)
 
 
 def communicator() -> StoreCommunicator:

@@ -9,7 +9,6 @@ must not end before that, either.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 from xla_ckpt.errors import CheckpointError, LoadError, RankFailedError, SaveError
@@ -17,6 +16,7 @@ from xla_ckpt.job.call import DifferentCalls
 from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.round import Deadline, Round
 from xla_ckpt.logs import get_logger
+from xla_ckpt.storage.process_state import process_lock
 
 logger = get_logger(__name__)
 
@@ -29,7 +29,7 @@ class Rounds:
 
     def __init__(self, communicator: Communicator, before: int = 0) -> None:
         self.communicator = communicator
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self.last = before
         """Number of the latest round. The first follows `before`, which an earlier group on the same store reached."""
         self._open: dict[str, tuple[int, Round]] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.seal import Index, no_index
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.leaf import Leaf

@@ -10,6 +10,8 @@ from functools import partial
 from xla_ckpt.snapshot.memory import Bytes, Staging
 from xla_ckpt.snapshot.shards import Link
 from xla_ckpt.storage.base import BLOCK
+from xla_ckpt.storage.process_state import process_lock, process_wide
+from xla_ckpt.storage.waiting import Notifier
 
 LARGEST_PIECE = 16 * 1024 * 1024
 """Largest piece. A power of two, because allocators of pinned memory round up to one."""
@@ -22,9 +24,11 @@ class Pool:
     """Host memory that is kept between saves, by the name of its `Link`: slabs, and a region to stage snapshots in."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._kept: dict[str, list[Bytes]] = {}
         self._staging: dict[str, Staging] = {}
+        self._inherited: list[object] = []
+        """The memory of the process from which this one was forked."""
 
     def staging(self, link: Link) -> Staging:
         """The memory that snapshots are copied into which are complete before the program goes on."""
@@ -51,8 +55,13 @@ class Pool:
             for staging in self._staging.values():
                 staging.free()
 
+    def reset_after_fork(self) -> None:
+        """In a forked process: begin anew. A device's driver frees memory in the process alone that got it."""
+        self._inherited += [self._kept, self._staging]
+        self._kept, self._staging = {}, {}
 
-POOL = Pool()
+
+POOL = process_wide(Pool(), Pool.reset_after_fork)
 """The pool of this process."""
 
 
@@ -83,7 +92,8 @@ class Arena:
     def __init__(self, link: Link, budget: int) -> None:
         self._link = link
         self._most = max(1, budget // LARGEST_PIECE)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Notifier()
         self._slabs: list[_Slab] = []
         self._current: _Slab | None = None
         self._stopped = False
@@ -95,24 +105,27 @@ class Arena:
         """
         size = -(-nbytes // BLOCK) * BLOCK
         assert size <= LARGEST_PIECE, "a piece is a segment at most"
-        with self._changed:
-            while not self._stopped:
-                slab = self._with_room(size)
-                if slab is not None:
-                    memory = slab.memory[slab.used : slab.used + size]
-                    slab.used += size
-                    slab.pieces += 1
-                    return ArenaPiece(memory, partial(self._give_back, slab))
-                if not wait:
-                    return None
-                self._changed.wait()
-        return None
+        taken: list[ArenaPiece] = []
+        if wait:
+            self._changed.wait_for(lambda: self._take(size, taken) or self._stopped)
+        else:
+            self._take(size, taken)
+        return taken[0] if taken else None
+
+    def _take(self, size: int, taken: list[ArenaPiece]) -> bool:
+        with self._lock:
+            if self._stopped or (slab := self._with_room(size)) is None:
+                return False
+            memory = slab.memory[slab.used : slab.used + size]
+            slab.used += size
+            slab.pieces += 1
+            taken.append(ArenaPiece(memory, partial(self._give_back, slab)))
+            return True
 
     def stop(self) -> None:
         """Give no more memory out: whoever waits for a piece gets None."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
+        self._stopped = True
+        self._changed.notify()
 
     def close(self) -> None:
         """Hand the memory back to the pool. No copy into it may be on its way."""
@@ -132,6 +145,6 @@ class Arena:
         return self._current
 
     def _give_back(self, slab: _Slab) -> None:
-        with self._changed:
+        with self._lock:
             slab.pieces -= 1
-            self._changed.notify_all()
+        self._changed.notify()

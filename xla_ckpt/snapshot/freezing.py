@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from xla_ckpt.errors import ChangedStateError
 from xla_ckpt.snapshot.memory import Bytes
 from xla_ckpt.snapshot.shards import Link, MemoryShard
-from xla_ckpt.storage.undisturbed import waited
+from xla_ckpt.storage.process_state import process_rlock
+from xla_ckpt.storage.waiting import Latch
 
 
 class Freezing:
     """How far a snapshot has come: it is frozen when nothing of it is only in the program's memory any more."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_rlock()  # again, where the garbage collector releases a snapshot of this very save
         self._left = 0
         self._waits: list[float] = []
         self._waited = 0.0
-        self._frozen = threading.Event()
+        self._frozen = Latch()
         self._frozen_at = 0.0
 
     @property
@@ -61,7 +61,7 @@ class Freezing:
             if self._frozen.is_set() or timeout == 0:
                 return self._frozen.is_set()
             self._waits.append(began)
-        if waited(self._frozen.wait, timeout):
+        if self._frozen.wait(timeout):
             return True
         with self._lock:
             self._waits.remove(began)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
-import threading
 import time
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.storage.pool import HUGE_BYTES, threads, work_off
+from xla_ckpt.storage.process_state import process_rlock
 
 MEMORY_ALIGNMENT = 64
 """What XLA asks of memory that it adopts (bytes)."""
@@ -82,7 +82,7 @@ class HugePages:
     def __init__(self) -> None:
         self._skip = 0
 
-    @functools.cached_property
+    @cached_property
     def slow(self) -> float:
         """Seconds of a thread's time for one page beyond which ordinary pages are better."""
         return min(_ordinary_seconds() for _ in range(3))
@@ -231,7 +231,7 @@ class Staging:
 
     def __init__(self, allocate: Callable[[int], Bytes] = allocate) -> None:
         self._allocate = allocate
-        self._lock = threading.Lock()
+        self._lock = process_rlock()  # again, where the garbage collector releases a snapshot meanwhile
         self._kept = allocate(0)
         self._lent = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from xla_ckpt.fingerprint import fingerprint
-from xla_ckpt.lightweight import Columns, lightweight
+from xla_ckpt.lightweight import Columns, cached_property, lightweight
 from xla_ckpt.snapshot.memory import Bytes, allocate
 
 WINDOWS = 16
@@ -177,7 +176,7 @@ class LocalShards:
         batch, row = self._rows[path]
         return self.batches[batch][1][row]
 
-    @functools.cached_property
+    @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
         return {path: (n, row) for n, (paths, _) in enumerate(self.batches) for row, path in enumerate(paths)}
 

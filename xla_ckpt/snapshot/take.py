@@ -21,6 +21,7 @@ from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
 from xla_ckpt.snapshot.freezing import Deferred, Freezing
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Bytes, Staging, copy_all
 from xla_ckpt.snapshot.shards import HostShard, Lasting, Link, LocalShards, MemoryShard, sample, windows
+from xla_ckpt.storage.undisturbed import undisturbed
 
 SMALL_BYTES = 16 * 1024
 """Host memory up to this size is copied at once: to defer it would take longer."""
@@ -285,8 +286,9 @@ def _staged(
     """Each shard, and where in staging memory it goes."""
     places = _places([shard.nbytes for _, shard in batch])
     staging = POOL.staging(link)
-    memory = staging.borrow(places[-1])
-    snapshot.staged.append((staging, memory))
+    with undisturbed():  # what is borrowed, and is in no snapshot, would never be given back
+        memory = staging.borrow(places[-1])
+        snapshot.staged.append((staging, memory))
     for (key, shard), at in zip(batch, places, strict=False):
         target = memory[at : at + shard.nbytes]
         snapshot.memory[key] = target.data

@@ -10,13 +10,13 @@ before the step of every optimizer of the process.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.arrays.torch_objects import is_parameter, is_torch_optimizer, is_torch_tensor
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.state.wrappers import modules_in
+from xla_ckpt.storage.process_state import process_lock, process_wide
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import leaves
 
@@ -74,7 +74,7 @@ class Guard:
     """The saves of this process that have not copied everything yet, and the hooks that wait for them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._watches: list[_Watch] = []
         self._hook: Any = None
         self._loading = 0
@@ -136,6 +136,12 @@ class Guard:
             with self._lock:
                 self._loading -= 1
 
+    def reset_after_fork(self) -> None:
+        """In a forked process: nothing waits for saves, whose memory is that of the parent."""
+        self._loading = 0
+        for watch in self._watches:
+            watch.freezing.over()
+
     def _current(self) -> list[_Watch]:
         with self._lock:
             return list(self._watches)
@@ -156,7 +162,7 @@ class Guard:
                 hook.remove()
 
 
-GUARD = Guard()
+GUARD = process_wide(Guard(), Guard.reset_after_fork)
 """The guard of this process."""
 
 

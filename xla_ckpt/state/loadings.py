@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.engine.target import Target, install_all
 from xla_ckpt.job.round import Round
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.state.frozen_base import Base, forget_digests
 from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.loading import Loading
@@ -25,7 +25,7 @@ class Loadings:
     result: Make
     """The value that the load returns, from the restored arrays by leaf path."""
 
-    @functools.cached_property
+    @cached_property
     def targets(self) -> dict[str, Target]:
         """Leaf path -> where the array goes."""
         return {path: target for part in self.parts for path, target in part.targets.items()}

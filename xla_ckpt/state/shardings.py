@@ -7,7 +7,6 @@ tensor, the parameter that an optimizer state belongs to. Everything else is the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
@@ -96,7 +96,7 @@ class StateShardings:
         """
         return replace(self, layers=layer_shardings(model, self.placement.mesh))
 
-    @functools.cached_property
+    @cached_property
     def unsplit(self) -> bool:
         """Whether only what an array says itself can split it, or a part of the state of an optimizer."""
         parameters = self.parameters.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.arrays.torch_elements import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import ArrayAt, Loading, Stored, plan_arrays, plan_freely, refused_alone

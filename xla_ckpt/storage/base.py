@@ -147,6 +147,10 @@ class LocalFiles(Directory, Protocol):
     def linked_directories(self) -> list[str]:
         """Paths of links to directories in it, sorted: `files` has nothing of what lies there, and nothing opens it."""
 
+    @property
+    def identity(self) -> Identity:
+        """Its number: what `FileSystem.identity` returns for the name that it has."""
+
     def adopt(self, other: Directory, path: str) -> None:
         """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
 

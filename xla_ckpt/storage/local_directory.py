@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from xla_ckpt.logs import get_logger
 from xla_ckpt.plan.costs import DISK
-from xla_ckpt.storage.base import Directory, ReadDirectory
+from xla_ckpt.storage.base import Directory, Identity, ReadDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource, beneath, no_file
 from xla_ckpt.storage.open_files import Descriptor, open_descriptor
 
@@ -56,6 +56,11 @@ class LocalDirectory:
     def fd(self) -> int:
         """The descriptor; -1 when it is closed."""
         return -1 if self._descriptor is None else self._descriptor.fd
+
+    @property
+    def identity(self) -> Identity:
+        status = os.fstat(self.fd)
+        return status.st_dev, status.st_ino
 
     def create(self, path: str, size: int) -> LocalSink:
         parents = self._make(path.split("/")[:-1])

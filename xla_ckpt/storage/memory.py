@@ -10,13 +10,13 @@ import bisect
 import datetime
 import errno
 import itertools
-import threading
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Changed
+from xla_ckpt.storage.process_state import process_rlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class MemoryFiles(MutableMapping[str, bytes]):
     costs = DISK
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = process_rlock()
         self._files: dict[str, File] = {}
         self._names: list[str] = []
         """All names, sorted: those below one lie side by side."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
 from collections import OrderedDict
 from typing import Protocol
 
-from xla_ckpt.storage.this_process import after_fork
+from xla_ckpt.storage.process_state import process_lock, process_wide
 
 SHARE = 8
 """One part in so many of the descriptors that the process may have is for files that nobody reads at the moment. Each
@@ -36,13 +35,12 @@ class IdleFiles:
     """The files of this process that are open and that nobody reads."""
 
     def __init__(self) -> None:
-        self.clear()
-        after_fork(self.clear)  # the lock may be held by a thread that the child does not have
-
-    def clear(self) -> None:
-        """Know none of them any more. They stay open."""
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._files: OrderedDict[Suspendable, None] = OrderedDict()
+
+    def reset_after_fork(self) -> None:
+        """Forget all of them in a forked process. They stay open: a thread of the parent may hold the lock of one."""
+        self._files.clear()
 
     def add(self, file: Suspendable) -> None:
         """Keep a file that nobody reads any more, as the one that was read last."""
@@ -71,7 +69,7 @@ class IdleFiles:
         return closed
 
 
-IDLE = IdleFiles()
+IDLE = process_wide(IdleFiles(), IdleFiles.reset_after_fork)
 
 
 def _most() -> int:

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from xla_ckpt.storage.threads import started
-from xla_ckpt.storage.undisturbed import undisturbed, waited
+from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.worker import Worker
 
 Task = TypeVar("Task")
 
@@ -69,37 +69,24 @@ def work_off(
         finally:
             _close(buffer)
 
-    ended: list[threading.Event] = []  # a join that a signal handler interrupts takes the thread for ended
+    crew: list[Worker] = []
     try:
-        with undisturbed():  # a start that is interrupted does not say whether the thread runs
-            for i in range(1, workers):
-                if (end := _started(worker, f"{name}-{i}")) is None:
-                    break
-                ended.append(end)
+        for i in range(1, workers):
+            helper = Worker(f"{name}-{i}", daemon=True)
+            crew.append(helper)
+            if not helper.submit(worker, errors.append):
+                break
         worker()
-        for end in ended:
-            waited(end.wait)
+        for helper in crew:
+            helper.wait()
     except BaseException as error:
         errors.append(error)
         with undisturbed():
-            for end in ended:
-                end.wait()
+            for helper in crew:
+                helper.wait()
         raise
     if errors:
         raise errors[0]
-
-
-def _started(work: Callable[[], None], name: str) -> threading.Event | None:
-    """Start a thread; set when it has done its work. None if there is none to be had."""
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            ended.set()
-
-    return ended if started(run, name) is not None else None
 
 
 def _buffer(nbytes: int) -> mmap.mmap:

@@ -11,13 +11,13 @@ import copy
 import errno
 import json
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.addresses import Addresses
 from xla_ckpt.storage.base import InBucket, ReadDirectory
+from xla_ckpt.storage.process_state import process_lock
 from xla_ckpt.storage.remote_client import Client, client_of
 from xla_ckpt.storage.schemes import SCHEMES
 
@@ -109,7 +109,7 @@ class SpooledSink:
 
     def __init__(self, send: Callable[[Any], None], size: int) -> None:
         self._send, self._size = send, size
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115  # closed by commit or abandon
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import datetime
 import errno
 import functools
-import os
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.extras import naming_extras
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.base import Changed
+from xla_ckpt.storage.process_state import process_wide
 from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
 from xla_ckpt.storage.schemes import SCHEMES
 from xla_ckpt.storage.threads import started
+from xla_ckpt.storage.waiting import Outcome
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult
@@ -81,9 +82,18 @@ def _asked(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[
             return method(client, *args, **kwargs)
         except (exceptions.BaseError, FileNotFoundError) as error:
             cause = type(error)(said_by(error))  # whoever reads the traceback sees it
-            raise os_error(cause, args[0] if isinstance(args[0], str) else args[0][0]) from cause  # type: ignore[index]
+            raise os_error(cause, _first_key(args)) from cause
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of PyO3: no module has it by name
+                raise
+            raise OSError(errno.EIO, f"obstore has panicked: {error}", _first_key(args)) from error
 
     return ask
+
+
+def _first_key(args: Sequence[Any]) -> str:
+    """The file that a request is about, the first of several."""
+    return args[0] if isinstance(args[0], str) else args[0][0]
 
 
 def _quickly(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
@@ -98,16 +108,10 @@ def _quickly(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenat
     def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if threading.current_thread() is not threading.main_thread():
             return asked(client, *args, **kwargs)
-        answer: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(asked(client, *args, **kwargs))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        if started(work, "object store") is None:
-            work()  # handlers wait: there is no thread that could ask
+        answer = Outcome[T]()
+        call = functools.partial(asked, client, *args, **kwargs)
+        if started(functools.partial(answer.run, call), "object store") is None:
+            return call()  # handlers wait: there is no thread that could ask
         return answer.result()
 
     return ask
@@ -132,15 +136,24 @@ def _whole(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[
     return ask
 
 
-_USED_BY: list[int] = []
-"""The process that has used obstore, whose threads and connections are not there in one that is forked from it."""
+@dataclass
+class _Use:
+    """Whether a process has used obstore, whose threads and connections are not there in one that is forked from it."""
+
+    by_this_process: bool = False
+    by_parent: bool = False
+
+    def reset_after_fork(self) -> None:
+        self.by_parent |= self.by_this_process
+
+
+_USE = process_wide(_Use(), _Use.reset_after_fork)
 
 
 def _check_process() -> None:
     """Refuse the use of obstore in a forked process, where it would wait for its threads for ever."""
-    if not _USED_BY:
-        _USED_BY.append(os.getpid())
-    if _USED_BY[0] != os.getpid():
+    _USE.by_this_process = True
+    if _USE.by_parent:
         raise UsageError(
             "this process was forked from one that had used an object store, whose connections it cannot use",
             hint='Start such processes with multiprocessing.get_context("spawn").',

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -71,12 +71,6 @@ def is_kin(pid: int, started: int) -> bool:
 def setting(name: str) -> str:
     """What an environment variable says, or nothing."""
     return os.environ.get(name, "")
-
-
-def after_fork(action: Callable[[], object]) -> None:
-    """Have every process that this one forks do something first."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=action)
 
 
 def _host() -> str:

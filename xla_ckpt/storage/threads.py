@@ -1,4 +1,4 @@
-"""Threads, where there may be no further one to be had, and what is done before they are ended."""
+"""Threads, where there may be no further one to be had, and the end of the interpreter, which waits for them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import atexit
 import threading
 from collections.abc import Callable
 
+from xla_ckpt.storage.undisturbed import undisturbed
+
 # Saves need thread pools, and the interpreter closes those before it joins threads or runs atexit functions; only this
 # hook, the one that concurrent.futures itself uses, runs before.
 before_threads_end: Callable[[Callable[[], object]], object] = getattr(threading, "_register_atexit", atexit.register)
-"""Have the interpreter do something at its end, while there are threads; what was said last, first."""
+"""Register a function that the interpreter calls at its end, while there are threads; the last one first.
+
+RuntimeError if `interpreter_is_ending`.
+"""
+
+
+def interpreter_is_ending() -> bool:
+    """Return whether the main thread has ended: nothing may wait for a thread that starts now.
+
+    So it is in functions of `atexit`, and in threads that outlive the main one.
+    """
+    return bool(getattr(threading, "_SHUTTING_DOWN", False)) or not threading.main_thread().is_alive()
 
 
 def started(work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread | None:
@@ -20,7 +33,8 @@ def started(work: Callable[[], object], name: str, *, daemon: bool = True) -> th
     """
     thread = threading.Thread(target=work, name=name, daemon=daemon)
     try:
-        thread.start()
+        with undisturbed():  # a start that is interrupted does not say whether the thread runs
+            thread.start()
     except RuntimeError:
         return None
     return thread

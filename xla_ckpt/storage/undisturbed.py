@@ -8,33 +8,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-HEED_SECONDS = 0.2
-"""How long a signal may stay unheard, at most, by a thread that waits."""
-
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
 """Asked for once: each time would be 0.2 ms of the 2 ms that the caller of an asynchronous save waits."""
-
-
-def waited(wait: Callable[[float], bool], timeout: float | None = None) -> bool:
-    """Wait for something in which signal handlers of the program are to be heard; whether it has come.
-
-    Python hears of a signal between two steps. If the system has handed it to another thread, or just before the main
-    thread begins to wait, nothing wakes that thread up: Ctrl-C would be heard when a save has ended.
-
-    Args:
-        wait: Waits so many seconds at most, as `threading.Event.wait` does.
-        timeout: Seconds to wait at most; None for as long as it takes.
-    """
-    end = None if timeout is None else time.monotonic() + timeout
-    while not wait(HEED_SECONDS if end is None else max(min(end - time.monotonic(), HEED_SECONDS), 0)):
-        if end is not None and time.monotonic() >= end:
-            return False
-    return True
 
 
 class Undisturbed:
@@ -101,6 +80,15 @@ class Undisturbed:
             self._came.append((number, frame))
         else:
             self._former[number](number, frame)
+
+
+def comes_from_outside(error: BaseException) -> bool:
+    """Return whether an exception, met on this thread, may be one of a signal handler, which its program must get.
+
+    Handlers run in the main thread. What else is no `Exception` is raised by the code that runs: a panic of an
+    extension module, or an exit.
+    """
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def undisturbed() -> Undisturbed:

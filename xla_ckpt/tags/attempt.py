@@ -12,6 +12,7 @@ from xla_ckpt.errors import CheckpointError, RootInUseError, UnknownOutcomeError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.process_state import process_wide
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
@@ -27,7 +28,7 @@ from xla_ckpt.tags.root import Kind, Root, logged_after_commit
 
 logger = get_logger(__name__)
 
-WRITING: set[str] = set()
+WRITING: set[str] = process_wide(set(), set.clear)
 """The attempts that this process writes."""
 
 

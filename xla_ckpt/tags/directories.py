@@ -18,7 +18,7 @@ from xla_ckpt.extras import check_installed
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
-from xla_ckpt.storage.base import FileSystem, LocalFiles
+from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
 from xla_ckpt.storage.small_files import read_whole, write_small
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, retire, tags_without
@@ -91,14 +91,14 @@ class DirectoryRoot:
         clean(self.store, None if kind in (Kind.TAG, Kind.REPAIR) else name)
         entries = self.entries() if kind is Kind.TAG else []
         suffix = "-repair" if kind is Kind.REPAIR else ""  # nobody takes it for a save of that tag
-        before = _directory_of(self.store, self.place_of(name))
+        before, replaced = self._replaced(name)
         try:
             return DirectoryDraft(
                 store=self.store,
                 name=name,
                 kind=kind,
                 before=before,
-                replaced=self.store.identity(name),
+                replaced=replaced,
                 sequence=1 + max((self.above(), *(e.sequence for e in entries))) if kind is Kind.TAG else 0,
                 newest=next((entry for entry in reversed(entries) if entry.damage is None), None),
                 directory=_new_directory(self.store, f"{NEW_PREFIX}{name}{suffix}"),
@@ -109,6 +109,19 @@ class DirectoryRoot:
             if before is not None:
                 before.close()
             raise
+
+    def _replaced(self, name: str) -> tuple[LocalFiles | None, Identity | None]:
+        """The directory that the next one of a name replaces, open, and the number of what has that name.
+
+        Both are of one directory, as far as it has the name: another program may put one in its place meanwhile.
+        """
+        for last in (False, False, True):
+            place = self.place_of(name)
+            before, replaced = _directory_of(self.store, place), self.store.identity(name)
+            if before is None or place != name or before.identity == replaced or last:  # a link has a number of its own
+                return before, replaced
+            before.close()
+        raise AssertionError("the last look counts")
 
     def above(self) -> int:
         """Above which number the next tag has its own, whatever those in this directory have."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from xla_ckpt.errors import CheckpointError, FormatError, UsageError, naming, st
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Store, directory_in
+from xla_ckpt.storage.process_state import process_lock
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.kept import superfluous
@@ -32,7 +32,7 @@ KEPT_METRICS = 10_000
 _SCALARS = {f"$numpy.{dtype.name}": dtype for dtype in map(np.dtype, "efdbBhHiIlLqQ")}
 """Marks of numpy's numbers in a skeleton -> their types."""
 
-_lock = threading.Lock()
+_lock = process_lock()
 _metrics: dict[tuple[str, str, int, str, str], float | None] = {}
 """(root, tag, commit number, time of the commit, name) -> the number; those that were read last at the end."""
 

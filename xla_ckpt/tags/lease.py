@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 
 from xla_ckpt.errors import RootInUseError, UsageError
 from xla_ckpt.logs import get_logger
-from xla_ckpt.storage.this_process import after_fork, is_kin, setting, this_process
-from xla_ckpt.storage.threads import started
+from xla_ckpt.storage.process_state import process_lock, process_wide
+from xla_ckpt.storage.this_process import is_kin, setting, this_process
+from xla_ckpt.storage.waiting import Latch
+from xla_ckpt.storage.worker import Worker
 from xla_ckpt.tags.lease_places import LeasePlace
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
 
@@ -42,21 +44,30 @@ class _Held:
 
     place: LeasePlace
     owner: Owner
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=process_lock)
     sequence: int | None = None
     """Number of the last commit that this process knows of; None if it knows nothing of commits yet."""
 
-    over: threading.Event = field(default_factory=threading.Event)
+    over: Latch = field(default_factory=Latch)
     """Set when it is given back: nothing is written to it any more."""
 
-    has_thread: bool = True
-    """Whether a thread says that this process runs."""
+    worker: Worker = field(default_factory=lambda: Worker("xla_ckpt-lease", daemon=True))
+    """Says that this process runs."""
 
     beaten: float = field(default_factory=time.monotonic)
     """When that was said last."""
 
     def keep_alive(self) -> None:
-        """Say again and again that this process runs, on a thread of its own: another storage may not answer."""
+        """Say again and again that this process runs, on a thread of its own: another storage may not answer.
+
+        Without that thread the lease's lock says so, and where there are no locks, `Leases.renew`.
+        """
+        self.worker.submit(self._beats, self._failed)
+
+    def _failed(self, error: BaseException) -> None:
+        logger.warning("%s: from now on saves alone say that this process runs: %s", self.place.path, error)
+
+    def _beats(self) -> None:
         while not self.over.wait(BEAT):
             self.beat()
 
@@ -97,7 +108,7 @@ class Leases:
     """The leases of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._held: dict[str, _Held] = {}
         self._lost: dict[str, str] = {}
         """Root -> who has taken over the lease that this process had there."""
@@ -106,17 +117,18 @@ class Leases:
         """Roots where another user's lease lies, and who runs this has been told so."""
 
         self._watched: dict[str, _Watch] = {}
-        self._job = frozenset[str]()
-        """The tokens of the processes of this job that save to one root with this one."""
+        self._jobs: dict[str, frozenset[str]] = {}
+        """Root -> the tokens of the processes of the job that saves there with this one."""
 
-    def share_with(self, tokens: Iterable[str]) -> None:
-        """Take the leases of these processes for leases of this one: they are one job, on several hosts."""
-        self._job = frozenset(tokens)
+    def share_with(self, path: str, tokens: Iterable[str]) -> None:
+        """Take these processes' leases of a root for leases of this one: they are one job, on several hosts."""
+        self._jobs[path] = frozenset(tokens)
 
-    def _is_mine(self, owner: Owner) -> bool:
-        """Whether an owner is this process, one of its job, or one that started it, or that it has started."""
+    def _is_mine(self, path: str, owner: Owner) -> bool:
+        """Whether a root's owner is this process, one of its job, or one that started it, or that it has started."""
         me = this_process()
-        return owner.token in (me.token, *self._job) or (owner.host == me.host and is_kin(owner.pid, owner.started))
+        is_of_job = owner.token in (me.token, *self._jobs.get(path, ()))
+        return is_of_job or (owner.host == me.host and is_kin(owner.pid, owner.started))
 
     def hold(self, place: LeasePlace, within: float, check: Callable[[], object]) -> str | None:
         """Have the lease of a root. Waits until it is clear whether another process has it.
@@ -200,7 +212,7 @@ class Leases:
     def renew(self, path: str) -> None:
         """Say that this process runs, if no thread does so and it is time: whoever writes calls this between parts."""
         lease = self._held.get(path)
-        if lease is not None and not lease.has_thread and time.monotonic() - lease.beaten >= BEAT:
+        if lease is not None and not lease.worker.is_running and time.monotonic() - lease.beaten >= BEAT:
             lease.beat()
 
     def give_back(self) -> None:
@@ -210,10 +222,10 @@ class Leases:
         for lease in leases:
             lease.give_back()
 
-    def forked(self) -> None:
-        """What a forked process does first: the leases are those of its parent, and so is their heartbeat."""
+    def reset_after_fork(self) -> None:
+        """In a forked process: the leases are those of its parent, and so is their heartbeat."""
         leases = self._held
-        self.__init__()  # type: ignore[misc]  # the locks may have been taken by threads that the child does not have
+        self.__init__()  # type: ignore[misc]
         for lease in leases.values():
             # As long as a descriptor is open, the lock says that the parent runs.
             lease.place.close()
@@ -224,7 +236,7 @@ class Leases:
             self._watched.pop(place.path, None)
             return None
         owner = owner_of(data)
-        if owner is not None and self._is_mine(owner):
+        if owner is not None and self._is_mine(place.path, owner):
             return Sight(owner=owner, locked=None, mine=True)
         watch = self._watched.get(place.path)
         if watch is None or watch.token != (owner.token if owner else ""):
@@ -248,8 +260,7 @@ class Leases:
             self._held[place.path] = lease
             too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT_LEASES]]
             self._lost.pop(place.path, None)
-        # Without that thread its lock says that this process runs, and where there are no locks, `renew`.
-        lease.has_thread = started(lease.keep_alive, "xla_ckpt-lease") is not None
+        lease.keep_alive()
         if gone is not None:
             gone.end()
         for other in too_many:
@@ -282,7 +293,7 @@ class Leases:
         all of the root, and nothing is in the way.
         """
         owner = owner_of(data) if data else None
-        if owner is not None and not self._is_mine(owner):
+        if owner is not None and not self._is_mine(lease.place.path, owner):
             taker = str(owner)
         elif data is None and (successor := lease.place.successor(lease.owner.token, sequence)) is not None:
             taker = successor
@@ -319,7 +330,5 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-LEASES = Leases()
+LEASES = process_wide(Leases(), Leases.reset_after_fork)
 """The leases of this process."""
-
-after_fork(LEASES.forked)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import random
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +24,9 @@ TRIES = 3
 S3 refuses a write of a record at times for an instant (409), although nobody else has changed it.
 """
 
+
+FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
+"""Seconds before a change is made anew that somebody else has come before: at most, the first time and in the end."""
 
 REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """By these the storage says no: what it has refused so is not done, and is not done later either."""
@@ -80,6 +85,7 @@ class LedgerRecord:
         last, self._last = self._last, None
         if last is not None and not _changes(change, last[0]):
             last = None
+        pause = FIRST_PAUSE
         while True:
             (before, version), last = last or self._read(parse), None
             after = change(before)
@@ -105,6 +111,8 @@ class LedgerRecord:
                 raise refused
             if refused is not None:
                 raise Unanswered(refused.errno, refused.strerror or str(refused)) from refused
+            time.sleep(random.uniform(0, pause))  # noqa: S311  # writers that lose at one time come back at different ones
+            pause = min(2 * pause, LAST_PAUSE)
 
     def _write(self, data: bytes, version: str | None) -> str:
         """Write it, several times if need be. Of all errors that is raised which says least."""

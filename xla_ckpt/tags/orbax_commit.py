@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 import time
 from typing import Any
 
@@ -16,34 +15,43 @@ from xla_ckpt.errors import NotDurableError, SaveError, from_json
 from xla_ckpt.logs import get_logger
 from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
 from xla_ckpt.storage.durable_names import not_durable
+from xla_ckpt.storage.process_state import process_lock, process_wide
 from xla_ckpt.storage.program import Program, ProgramEnded
-from xla_ckpt.storage.this_process import after_fork
 from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.storage.waiting import Notifier
 
 logger = get_logger(__name__)
 
 PROGRAM = "xla_ckpt.tags.orbax_process"
 
+PATIENCE = 5.0
+"""Seconds that a commit waits for the process, while that does another one, before it starts a second process.
+
+A commit takes milliseconds, and a process a second to start; but a file system that does not answer may take minutes,
+and commits to others go on meanwhile.
+"""
+
 
 class Committer:
-    """What commits the tags of one process, one after the other. Safe for several threads."""
+    """What commits the tags of one process. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._program: Program | None = None
-        after_fork(self._forget)
+        self._lock = process_lock()
+        self._freed = Notifier()
+        self._programs: list[Program] = []
+        """All that run, or are started."""
+        self._idle: list[Program] = []
+        """Those of them that do no job."""
         atexit.register(self._end)
 
     def start(self) -> None:
         """Start the process in the background, unless there is one: a commit is to be expected."""
-        with undisturbed():
-            if self._program is None and self._lock.acquire(blocking=False):
-                try:
-                    self._started()
-                except OSError as error:
-                    logger.debug("the commit tries again to start its process: %s", error)
-                finally:
-                    self._lock.release()
+        with undisturbed(), self._lock:
+            try:
+                if not self._programs:
+                    self._idle.append(self._started())
+            except OSError as error:
+                logger.debug("the commit tries again to start its process: %s", error)
 
     def await_ready(self, within: float) -> bool:
         """Wait until the process takes jobs, so many seconds at most; whether it was not known to take them.
@@ -51,8 +59,8 @@ class Committer:
         Raises:
             SaveError: It does not start, and why.
         """
-        with self._lock:
-            was_ready = self._program is not None and self._program.is_ready
+        was_ready = any(program.is_ready for program in self._programs)
+        if not was_ready:
             self._tried(None, None, within)
         return not was_ready
 
@@ -78,8 +86,7 @@ class Committer:
             NotDurableError: It was committed, and a loss of power may undo that.
         """
         job = {"root": store.path, "draft": draft.name, "tag": tag, "replaced": replaced, "metadata": metadata}
-        with self._lock:
-            answer = self._tried(job, draft, within)
+        answer = self._tried(job, draft, within)
         if answer is None:
             try:
                 store.sync()
@@ -100,35 +107,72 @@ class Committer:
         deadline = time.monotonic() + within
         for _ in range(2):
             try:
-                return (self._program or self._started()).do(job, -1 if draft is None else draft.fd, deadline)
+                program = self._taken()
             except OSError as error:
                 raise _does_not_work(f"{sys.executable}: {error.strerror or error}") from error
-            except ProgramEnded as ended:
-                self._program, lost = None, ended
+            try:
+                answer = program.do(job, -1 if draft is None else draft.fd, deadline)
+            except BaseException as error:
+                self._drop(program)
+                if not isinstance(error, ProgramEnded):
+                    raise
+                lost = error
                 if job is not None and draft is not None and draft.is_at(job["tag"]):
                     return None
                 if time.monotonic() >= deadline:
                     break
+            else:
+                self._free(program)
+                return answer
         raise _does_not_work(str(lost)) from lost
 
-    def _started(self) -> Program:
-        self._program = Program(PROGRAM)  # before it starts: a child that is forked meanwhile has to let go of it
-        try:
-            self._program.start()
-        except OSError:
-            self._end()
-            raise
-        return self._program
+    def _taken(self) -> Program:
+        """A process that does no other job, until it is given to `_free` or `_drop`. OSError if none can be started."""
+        taken: list[Program] = []
+        self._freed.wait_for(lambda: self._take(taken), PATIENCE)
+        if not taken:
+            self._take(taken, anew=True)
+        return taken[0]
 
-    def _forget(self) -> None:
-        """In a forked child: the process, and perhaps the lock, are the parent's."""
-        self._lock = threading.Lock()
-        self._end()
+    def _take(self, taken: list[Program], *, anew: bool = False) -> bool:
+        with self._lock:
+            if self._idle:
+                taken.append(self._idle.pop())
+            elif anew or not self._programs:
+                taken.append(self._started())
+            return bool(taken)
+
+    def _started(self) -> Program:
+        program = Program(PROGRAM)
+        self._programs.append(program)  # before it starts: a child that is forked meanwhile has to let go of it
+        try:
+            program.start()
+        except OSError:
+            self._programs.remove(program)
+            program.end()
+            raise
+        return program
+
+    def _free(self, program: Program) -> None:
+        with self._lock:
+            if is_kept := program in self._programs and not self._idle:
+                self._idle.append(program)
+        if is_kept:
+            self._freed.notify()
+        else:
+            self._drop(program)  # one is enough until a commit takes long again
+
+    def _drop(self, program: Program) -> None:
+        with self._lock:
+            self._programs = [other for other in self._programs if other is not program]
+        program.end()
+        self._freed.notify()
 
     def _end(self) -> None:
-        if self._program is not None:
-            self._program.end()
-            self._program = None
+        """Let go of all processes: this one ends, or was forked from the one that they belong to."""
+        programs, self._programs, self._idle = self._programs, [], []
+        for program in programs:
+            program.end()
 
 
 def _does_not_work(problem: str) -> SaveError:
@@ -149,5 +193,5 @@ def _error_of(answer: dict[str, Any]) -> Exception | None:
     return SaveError("orbax did not commit the tag", found=answer["problem"]) if "problem" in answer else None
 
 
-COMMITTER = Committer()
+COMMITTER = process_wide(Committer(), Committer._end)
 """That of this process."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.lightweight import cached_property
 
 _AXES = ("pp", "dp", "ep", "tp")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
@@ -13,6 +13,7 @@ from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, with_exp
 from xla_ckpt.layouts.by_rank.stage_numbers import in_stage
 from xla_ckpt.layouts.new_ranks import CORRECT
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.row_order import other_copies

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Self
 
 from xla_ckpt.engine.writing import Writing
@@ -22,6 +21,7 @@ from xla_ckpt.layouts.by_rank.plan import (
 )
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.rank_numbers import axes_of_numbers
 from xla_ckpt.plan.save_plan import SavePlan

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from xla_ckpt.dtypes import DType
@@ -33,6 +32,7 @@ from xla_ckpt.layouts.scanned import ScannedFiles
 from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.stand_ins import TensorParts
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable
 from xla_ckpt.manifest.records import FileRecord, UnknownArray

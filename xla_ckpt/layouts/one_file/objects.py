@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from xla_ckpt.layouts.torch_save.ahead import Ahead
 from xla_ckpt.layouts.torch_save.stand_ins import QUANTIZED, STORAGES, Opaque, StorageType, TensorParts
 from xla_ckpt.layouts.torch_save.zip_reader import KIND_OF_TENSOR, StorageAt, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import TRUST_IT, UntrustedObject
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree.nested import leaves
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.sharding.sections import Section
 from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.tree import schema

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from xla_ckpt.layouts.orbax.grid import CHUNK_BYTES
 from xla_ckpt.layouts.orbax.name_rules import NameRule
 from xla_ckpt.layouts.orbax.names import Inverse, inverses
 from xla_ckpt.layouts.scanned import scanned_manifest
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard

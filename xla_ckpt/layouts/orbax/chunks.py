@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -27,6 +26,7 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.layouts.orbax.array_files import ArrayFiles, KeptChunks, costs_of_chunks, elements_between
 from xla_ckpt.layouts.orbax.names import Renaming
 from xla_ckpt.layouts.orbax.tags import OCDBT
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.shards import ShardColumns
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.sharding.box import Box

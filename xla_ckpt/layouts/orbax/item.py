@@ -10,7 +10,6 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from xla_ckpt.arrays import pytree
@@ -18,6 +17,7 @@ from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.metadata import OrbaxLeaf, is_inside
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.box import Box

@@ -7,13 +7,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from xla_ckpt.dtypes import dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.errors import UsageError
+from xla_ckpt.lightweight import cached_property
 
 _BFLOAT16 = numpy_dtype(dtype("bfloat16"))
 

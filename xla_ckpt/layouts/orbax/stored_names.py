@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from xla_ckpt.layouts.orbax.model_parts import ModelParts
 from xla_ckpt.layouts.orbax.name_rules import NameRule, parse_names
 from xla_ckpt.layouts.orbax.names import Renaming, renaming
 from xla_ckpt.layouts.scanned import flattened_model, scanned_manifest
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.costs import Costs

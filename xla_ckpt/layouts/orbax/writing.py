@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.engine.seal import Index
@@ -17,6 +16,7 @@ from xla_ckpt.engine.writing import Writing
 from xla_ckpt.layouts.base import Rewriting, StoredState
 from xla_ckpt.layouts.orbax.grid import JobCuts, OwnParts, chunk_files, chunk_shape
 from xla_ckpt.layouts.orbax.item import OrbaxTree, check_array, item_of
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.plan.save_plan import OwnBox, SavePlan, own_boxes
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths

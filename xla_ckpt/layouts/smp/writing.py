@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from xla_ckpt.layouts.smp.tags import (
     written_names,
 )
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.state.describe import Description

@@ -11,7 +11,7 @@ import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.layouts.torch_checkpointing.metadata import VERSION_WRITTEN
 from xla_ckpt.layouts.torch_checkpointing.tags import ITEMS_METADATA, file_of, rank_of
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.plan.leaf import Leaf, Leaves

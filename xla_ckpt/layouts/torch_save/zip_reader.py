@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from xla_ckpt.layouts.torch_save.ahead import AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced, tensor_alone
 from xla_ckpt.layouts.torch_save.stand_ins import NestedBuffer, Opaque, TensorParts, TensorView, sizes_in
 from xla_ckpt.layouts.torch_save.zip_directory import records_of
+from xla_ckpt.lightweight import cached_property
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import ReadDirectory, Source
