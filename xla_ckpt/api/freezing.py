@@ -60,6 +60,7 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         writing=writing,
         snapshot=snapshot,
         skeleton=description.skeleton,
+        module_metadata=description.module_metadata,
         aliases=description.aliases,
         objects=description.objects,
         speaks=placement.speaks,

@@ -11,6 +11,7 @@ from xla_ckpt.api.call_words import without_a_model
 from xla_ckpt.api.load_steps import Load
 from xla_ckpt.api.tags import expect_commit, located, near_and_far
 from xla_ckpt.api.wish import LoadWish
+from xla_ckpt.arrays.torch_objects import outside_inference_mode
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.disks import Disks, DiskWord, united_disks
 from xla_ckpt.engine.ending import end
@@ -258,7 +259,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     try:
         call = wish.call(store.path, tag, content, job)
         job.leave_out_if_behind(call)
-        with naming(path=store.path), job.taking_part():
+        with naming(path=store.path), job.taking_part(), outside_inference_mode():
             several = _begin(job, call, store.path, uploader)
             if job.exchange.size > 1 or store.path != full_path(path):
                 store = store.look()  # what others saved meanwhile was not there yet

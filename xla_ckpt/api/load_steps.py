@@ -151,12 +151,15 @@ class Load:
                     value = loadings.install()
             if late_loss.error is not None:
                 raise _loaded_without(late_loss.error, reader)
+            left = [problem for part in loadings.parts for problem in part.left]
+            for problem in left:
+                logger.warning("tag %s: not loaded: %s", reader.tag, problem)
             self._tell(reader, loadings)  # only now: a tag that turns out to be damaged is passed over
             proof = self._proof(reader, loadings, exchange) if self.wish.options.prove else Proof()
         report = LoadReport(
             path=store.path,
             tag=tag,
-            skipped=skipped,
+            skipped=(*skipped, *map(str, left)),
             arrays=len(loadings.targets),
             needed_bytes=needed,
             read_bytes=read,
@@ -253,6 +256,7 @@ class Load:
             resolve=resolver(self.wish.trust),
             shardings=StateShardings(self.job.placement, self.wish.rules),
             cast=self.wish.cast,
+            strict=self.wish.strict,
         )
 
     def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:

@@ -100,6 +100,7 @@ class NewTag:
                 arrays={leaf: (r.dtype.name, r.shape, rewriting.specs.get(leaf)) for leaf, r in old.arrays.items()},
                 aliases=old.aliases,
                 skeleton=old.skeleton,
+                module_metadata=old.module_metadata,
                 objects=tuple(range(len(written.files), len(records))),
             )
             # One that lies in place is no commit of its root, and has no number there.

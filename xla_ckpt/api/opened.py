@@ -240,7 +240,11 @@ class OpenState:
         from xla_ckpt.tree.unflatten import Unflattener
 
         return Unflattener(
-            array=array, codec=CODEC, object=partial(self.reader.object, trust=self.trust), resolve=resolver(self.trust)
+            array=array,
+            codec=CODEC,
+            object=partial(self.reader.object, trust=self.trust),
+            resolve=resolver(self.trust),
+            module_metadata=self.manifest.module_metadata,
         ).build(part_at(self.manifest.skeleton, part), part)
 
     def objects(self) -> list[bytes]:

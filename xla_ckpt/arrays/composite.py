@@ -127,6 +127,8 @@ def _jagged(members: TensorMembers, about: Any) -> torch.Tensor:
     )
 
 
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_symmetric, torch.per_channel_affine_float_qparams)
+
 _KINDS = {
     "torch:sparse_coo": _Kind(_coo_apart, _coo),
     **{f"torch:{str(layout).removeprefix('torch.')}": _compressed_kind(layout) for layout in _COMPRESSED},
@@ -155,7 +157,7 @@ def name_of(value: torch.Tensor) -> str | None:
         name = f"torch:{str(value.layout).removeprefix('torch.')}"
         return name if name in _KINDS else None
     if value.is_quantized:
-        axes = value.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric)
+        axes = value.qscheme() in _PER_CHANNEL
         whole = value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
         return "torch:per_channel" if axes else "torch:per_tensor" if whole else None
     if value.dtype is torch.complex32:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from xla_ckpt.arrays.torch_elements import check_dense, cut, dtype_of, torch_type
+from xla_ckpt.arrays.torch_elements import check_dense, cut, dtype_of, overwriting, torch_type
 from xla_ckpt.arrays.torch_host import Spread
 from xla_ckpt.arrays.xla import materialize, shard_of
 from xla_ckpt.dtypes import DType
@@ -98,7 +98,7 @@ class Spmd:
         whole = packed(self.identity(value), 0, tuple(value.shape), value.element_size())
 
         def install() -> torch.Tensor:
-            with torch.no_grad():
+            with overwriting(inner):
                 if shards.are_copies:
                     inner.copy_(shards.filled()[0])  # torch_xla loads no shards into a tensor that is replicated
                 else:

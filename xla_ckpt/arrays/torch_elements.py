@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +125,18 @@ def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.
     if len(memory) == 0:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
+
+
+def writing_to(values: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which these tensors can be written to: those of inference mode can be nowhere else."""
+    return torch.inference_mode() if any(map(torch.is_inference, values)) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def overwriting(value: torch.Tensor) -> Iterator[None]:
+    """Around in-place operations on a tensor of the program, which no gradient is to know of."""
+    with torch.no_grad(), writing_to([value]):
+        yield
 
 
 def check_writable(value: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from xla_ckpt.arrays.torch_elements import (
     cut,
     dtype_of,
     memory_under,
+    overwriting,
     strided,
     torch_type,
 )
@@ -112,7 +113,7 @@ class TorchHost(WholeTensors):
 
             def install() -> torch.Tensor:
                 loaded = fresh.install()
-                with torch.no_grad():
+                with overwriting(value):
                     for piece in local.pieces:
                         cut(value, piece.local).copy_(cut(loaded, piece.local))
                 return value
@@ -160,7 +161,7 @@ class Spread:
 
     def fill(self, tensor: torch.Tensor) -> torch.Tensor:
         """Put what came through buffers in place."""
-        with torch.no_grad():
+        with overwriting(tensor):
             for region, buffer in self._buffers:
                 cut(tensor, region).copy_(buffer)
         return tensor

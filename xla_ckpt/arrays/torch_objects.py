@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.extras import is_installed
@@ -63,6 +64,14 @@ def has_torchs(optimizer: Any, method: str) -> bool:
     if base is None or method in getattr(optimizer, "__dict__", ()):
         return False
     return getattr(type(optimizer), method, None) is getattr(base, method)
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are ordinary ones, which may be trained, wherever it is entered."""
+    torch_module: Any = sys.modules.get("torch")
+    if not torch_is_loaded() or not torch_module.is_inference_mode_enabled():
+        return nullcontext()
+    return torch_module.inference_mode(False)  # type: ignore[no-any-return]
 
 
 def torch_is_loaded() -> bool:

@@ -18,7 +18,7 @@ import torch_xla
 import torch_xla.runtime
 
 from xla_ckpt.arrays.adopted import DLPACK_CODES, Adoptable, adoptable
-from xla_ckpt.arrays.torch_elements import bytes_of, cut, dtype_of, is_xla, tensor_from, torch_type
+from xla_ckpt.arrays.torch_elements import bytes_of, cut, dtype_of, is_xla, overwriting, tensor_from, torch_type
 from xla_ckpt.arrays.torch_host import Spread, WholeTensors
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import ComposedTarget, MemorySpan, Target, changed
@@ -125,7 +125,7 @@ class Xla(WholeTensors):
             return value
 
         def copy() -> torch.Tensor:
-            with torch.no_grad():
+            with overwriting(value):
                 value.copy_(install())  # an alias cannot hand a buffer on to what it is an alias of
             return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from operator import add
@@ -15,7 +14,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import Adapters, new_array, require
-from xla_ckpt.arrays.torch_elements import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
+from xla_ckpt.arrays.torch_elements import (
+    DENSE,
+    bytes_of,
+    check_writable,
+    cut,
+    dtype_of,
+    torch_dtype,
+    writing_to,
+)
 from xla_ckpt.dcp.source import Opened
 from xla_ckpt.dcp.tensor import check_planned
 from xla_ckpt.errors import IncompatibleCheckpointError, naming
@@ -49,7 +56,7 @@ class FilledTensor:
         """Put what was read in place. Gradients are off."""
         tensor = self.install()
         if not self.direct:
-            with torch.inference_mode() if self.value.is_inference() else nullcontext():
+            with writing_to([self.value]):
                 self.value.copy_(tensor)
         elif not self.value.is_inference():
             # As an in-place operation does: a backward pass over the old value has to be refused.

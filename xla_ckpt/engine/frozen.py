@@ -27,6 +27,9 @@ class Frozen:
     skeleton: Any
     """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
 
+    module_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """As `Manifest.module_metadata`, of the state dicts in `skeleton`."""
+
     aliases: Mapping[str, str] = field(default_factory=dict)
     objects: Sequence[bytes] = ()
     """Pickled objects, by their index in the skeleton."""

@@ -329,6 +329,7 @@ class Save:
             skeleton=frozen.skeleton,
             objects=tuple(range(len(written.files), len(files))),
             parts=frozen.parts,
+            module_metadata=frozen.module_metadata,
         )
 
     def _tell_torn(self, snapshot: Snapshot) -> None:

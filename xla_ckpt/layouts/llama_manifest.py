@@ -262,4 +262,5 @@ def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: M
         aliases={schema.weight(name): schema.weight(of) for name, of in shared.items()},
         objects=(),
         unknown={},
+        module_metadata={},
     )

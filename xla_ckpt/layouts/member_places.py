@@ -17,7 +17,6 @@ from xla_ckpt.layouts.places import (
     SCHEDULER_NAMES,
     DictAt,
     best,
-    canonical,
     has_names,
     is_below,
     places_in,
@@ -26,6 +25,7 @@ from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys
+from xla_ckpt.tree.parameter_names import canonical
 
 STATE_PREFIX = schema.STATE + "."
 """How the keys of the states begin in a flattened optimizer."""

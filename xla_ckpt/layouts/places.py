@@ -1,10 +1,9 @@
-"""Where something lies in what a program nested, and what the same parameter is called there. Pure."""
+"""Where something lies in what a program nested. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from xla_ckpt.tree.nested import Keys
@@ -23,9 +22,6 @@ OPTIMIZER_NAMES = (
 """What an optimizer's state dict is called, where there are several of them."""
 
 SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
-
-WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Steps of a name that stand for a wrapper around the module: DistributedDataParallel, torch.compile, FSDP."""
 
 MAX_NESTING = 3
 """How deep in a state dict a model or an optimizer is looked for."""
@@ -94,32 +90,3 @@ def best(places: Sequence[DictAt], score: Callable[[DictAt], int]) -> list[DictA
     scores = [score(place) for place in places]
     highest = max(scores, default=0)
     return [place for place, n in zip(places, scores, strict=True) if n == highest and highest]
-
-
-def canonical(name: str) -> str:
-    """A name without the wrappers around the modules.
-
-    >>> canonical("module._orig_mod.layers.0.weight")
-    'layers.0.weight'
-    """
-    return ".".join(step for step in name.split(".") if step not in WRAPPERS) if "mod" in name else name
-
-
-def program_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name -> the program's name of the same parameter.
-
-    Names that are equal are the same; so are those that are without wrappers, if only one of either side is.
-    """
-    same = {name: name for name in stored if name in wanted}
-    stored_by_canonical = _unique(name for name in stored if name not in same)
-    by_canonical = _unique(name for name in wanted if name not in same)
-    return same | {
-        stored_by_canonical[bare]: by_canonical[bare] for bare in stored_by_canonical if bare in by_canonical
-    }
-
-
-def _unique(names: Iterable[str]) -> dict[str, str]:
-    """Canonical name -> name, where there is only one."""
-    ordered = sorted(names, key=canonical)
-    groups = ((bare, list(some)) for bare, some in groupby(ordered, key=canonical))
-    return {bare: some[0] for bare, some in groups if len(some) == 1}

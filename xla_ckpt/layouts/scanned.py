@@ -129,5 +129,6 @@ def scanned_manifest(
         world=world,
         unknown={leaf: array for leaf, array in flat.arrays.items() if isinstance(array, UnknownArray)},
         left_out=left_out,
+        module_metadata=flat.module_metadata,
     )
     return manifest, objects

@@ -6,15 +6,19 @@ they get the names of the program.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from xla_ckpt.layouts.member_places import GROUPS_PREFIX, STATE_PREFIX, StateForm, is_nested_optimizer, member_places
-from xla_ckpt.layouts.places import canonical, program_names, without_paths
+from xla_ckpt.layouts.places import without_paths
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.module_metadata import module_metadata, renamed_metadata, with_module_metadata
 from xla_ckpt.tree.nested import Keys
+from xla_ckpt.tree.parameter_names import canonical, program_names
 
 _BASE_STATE = "base_state"
 """Where the state dict of torch_xla's ZeRO-1 optimizer has the states of its shards, by the numbers of parameters."""
@@ -37,7 +41,11 @@ def training_state(tree: Mapping[str, Any], hints: Hints, is_array: Callable[[An
         parts[schema.MODEL] = model
     elif model is not None:
         called = program_names(model.members, hints.arrays)
-        parts[schema.MODEL] = {called.get(name, name): value for name, value in model.members.items()}
+        members = {called.get(name, name): value for name, value in model.members.items()}
+        metadata = module_metadata(reduce(operator.getitem, model.path, tree))
+        if metadata is not None:
+            members = with_module_metadata(members, renamed_metadata(metadata, called))
+        parts[schema.MODEL] = members
     if isinstance(optimizer, UnknownArray):
         if hints.groups is not None:  # a program without one finds all of them among the extras
             parts[schema.OPTIMIZER] = optimizer

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,12 +51,35 @@ def dump(manifest: Manifest) -> bytes:
         "aliases": dict(manifest.aliases),
         "objects": list(manifest.objects),
         "files": [file_json(f) for f in manifest.files],
+        **({"module_metadata": _metadata_json(manifest.module_metadata)} if manifest.module_metadata else {}),
         **({} if manifest.retention is None else {"retention": manifest.retention}),
         **({} if manifest.parity is None else {"parity": manifest.parity}),
     }
     lines = [_first_line(replace(manifest.head, version=FORMAT_VERSION))]
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
     return sealed(b",\n".join(lines))
+
+
+def _metadata_json(by_path: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The metadata of modules as plain JSON: under each leaf path those that differ, and which of them a module has."""
+    packed = {}
+    for path, of_modules in by_path.items():
+        numbers: dict[bytes, int] = {}
+        modules = {name: numbers.setdefault(_dump(metadata), len(numbers)) for name, metadata in of_modules.items()}
+        packed[path] = [[json.loads(text) for text in numbers], modules]
+    return packed
+
+
+def _parse_metadata(raw: Any) -> dict[str, dict[str, Any]]:
+    by_path: dict[str, dict[str, Any]] = {}
+    for path, packed in raw.items() if isinstance(raw, dict) else [("", raw)]:
+        kinds, modules = packed if isinstance(packed, list) and len(packed) == 2 else (None, None)
+        if not isinstance(kinds, list) or not isinstance(modules, dict) or not all(isinstance(k, dict) for k in kinds):
+            raise FormatError("broken metadata of modules", leaf=path, found=str(packed)[:80])
+        if not all(type(number) is int and 0 <= number < len(kinds) for number in modules.values()):
+            raise FormatError("broken metadata of modules", leaf=path, found=str(modules)[:80])
+        by_path[path] = {name: kinds[number] for name, number in modules.items()}
+    return by_path
 
 
 def _first_line(head: Head) -> bytes:
@@ -182,6 +206,7 @@ def parse(data: bytes) -> Manifest:
         objects=tuple(objects),
         mesh=mesh,
         world=member(raw, "world", int),
+        module_metadata=_parse_metadata(raw.get("module_metadata", {})),
         retention=raw.get("retention"),
         parity=parity,
     )

@@ -203,6 +203,10 @@ class Manifest:
     retention: Any = None
     """The policy of retention under which it was committed, as `xla_ckpt.tags.kept` says it; None if none is known."""
 
+    module_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Leaf path of each module's state dict -> module -> its metadata as typed JSON: its version, above all. Empty
+    if nothing is known of them: then they are of the versions that the program has."""
+
     parity: str | None = None
     """What it was to survive when it was saved, by files of a folder that the manifest does not list (docs/repair.md);
     None for nothing, and where an older version saved it."""

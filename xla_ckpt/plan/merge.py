@@ -57,6 +57,7 @@ class Merged:
     objects: tuple[int, ...]
     duplicates: tuple[Duplicate, ...]
     warnings: tuple[str, ...]
+    module_metadata: Mapping[str, Mapping[str, Any]]
 
     def manifest(self, head: Head, mesh: Mesh) -> Manifest:
         """The manifest of the tag that the ranks of `mesh` saved."""
@@ -69,6 +70,7 @@ class Merged:
             objects=self.objects,
             mesh=str(mesh) if mesh.size > 1 else None,
             world=mesh.size,
+            module_metadata=self.module_metadata,
         )
 
 
@@ -87,6 +89,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
     aliases: dict[str, str] = {}
     objects: list[int] = []
     skeleton: Any = None
+    module_metadata: dict[str, dict[str, Any]] = {}
     for record in records:
         base, first_object = len(files), len(objects)
         first_files.append(base)
@@ -102,6 +105,9 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
                     found=f"{fact[0]} {list(fact[1])}",
                 )
         aliases.update(record.aliases)
+        for path, of_modules in record.module_metadata.items():
+            # A stage has metadata of its own modules, and of those around them, which other stages have, too.
+            module_metadata.setdefault(path, {}).update(of_modules)
         if record.skeleton is not None:
             own_skeleton = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = own_skeleton if skeleton is None else _united(skeleton, own_skeleton, "", record.rank)
@@ -114,6 +120,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
         objects=tuple(objects),
         duplicates=tuple(duplicates),
         warnings=tuple(warnings),
+        module_metadata=module_metadata,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.records import Manifest
@@ -47,8 +48,16 @@ def module_alone(manifest: Manifest, part: str) -> Manifest | None:
         arrays=Arrays.of(arrays),
         aliases=aliases,
         unknown={},
+        module_metadata=_metadata_alone(manifest, prefix),
         left_out=tuple(new[leaf] for leaf in manifest.left_out if leaf in new),
     )
+
+
+def _metadata_alone(manifest: Manifest, prefix: str) -> dict[str, dict[str, Any]]:
+    """The metadata of a module, and of those in it, under the names that they have without what is around it."""
+    of_model = manifest.module_metadata.get(schema.MODEL, {})
+    alone = {f"{name}."[len(prefix) : -1]: of for name, of in of_model.items() if f"{name}.".startswith(prefix)}
+    return {schema.MODEL: alone} if alone else {}
 
 
 def top_modules(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...] | None]]:

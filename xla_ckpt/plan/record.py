@@ -97,6 +97,9 @@ class Record:
     parts: Mapping[str, str] = field(default_factory=dict)
     """Part of the state -> fingerprint of its plain values."""
 
+    module_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """As `Manifest.module_metadata`, of the state dicts in `skeleton`."""
+
     @classmethod
     def of(
         cls,
@@ -147,6 +150,7 @@ class Record:
             "skeleton": self.skeleton,
             "objects": self.objects,
             "parts": self.parts,
+            "module_metadata": self.module_metadata,
         }
 
     @classmethod
@@ -166,6 +170,7 @@ class Record:
             skeleton=json["skeleton"],
             objects=tuple(json["objects"]),
             parts=json["parts"],
+            module_metadata=json["module_metadata"],
         )
 
     def named_by(self, first: Record) -> Record:

@@ -127,8 +127,14 @@ class Description:
     objects: list[bytes]
     """Pickled objects, by their index in `skeleton`."""
 
+    module_metadata: Mapping[str, Mapping[str, Json]]
+    """Leaf path of each module's state dict in `skeleton` -> module -> its metadata."""
+
     structure: Json
     """The whole structure of the state as this rank has it."""
+
+    structure_metadata: Mapping[str, Mapping[str, Json]]
+    """The same as `module_metadata`, of `structure`."""
 
     structure_objects: list[bytes]
     """Pickled objects, by their index in `structure`; only where a layout was asked for that pickles structures."""
@@ -145,9 +151,13 @@ class Description:
         def unpickled(index: int, leaf: str) -> Any:
             return pickles.load(self.structure_objects[index], leaf, trust=True)  # this process has just pickled it
 
-        return Unflattener(array=array, codec=CODEC, object=unpickled, resolve=resolver(trust=True)).build(
-            self.structure[part], part
-        )
+        return Unflattener(
+            array=array,
+            codec=CODEC,
+            object=unpickled,
+            resolve=resolver(trust=True),
+            module_metadata=self.structure_metadata,
+        ).build(self.structure[part], part)
 
 
 def describe(
@@ -204,8 +214,10 @@ def describe(
         arrays=arrays,
         aliases=aliases,
         skeleton=own.skeleton,
+        module_metadata=own.module_metadata,
         objects=objects,
         structure=flat.skeleton,
+        structure_metadata=flat.module_metadata,
         structure_objects=all_objects,
         parts={p: _part_fingerprint(flat.skeleton, p) for p in state.parts} if placement.world > 1 else {},
         replicas=replicas,
@@ -303,7 +315,8 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
     numbers = {n: i for i, (n, _, _) in enumerate(own)}
     holders = [holder for path in alone if (holder := schema.holder_of(path)) is not None]
     skeleton = renumbered(only(flat.skeleton, holders), numbers.__getitem__) if holders else None
-    return Flat({}, [(leaf, value) for _, leaf, value in own], skeleton)
+    metadata = {leaf: of for leaf, of in flat.module_metadata.items() if leaf.startswith(alone)}
+    return Flat({}, [(leaf, value) for _, leaf, value in own], skeleton, metadata)
 
 
 def _pickle(leaf: str, value: Any) -> bytes:

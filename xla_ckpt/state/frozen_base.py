@@ -28,6 +28,7 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.wrappers import is_names_only, modules_in
 from xla_ckpt.tree import lora, schema
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.module_metadata import with_metadata_of
 from xla_ckpt.tree.skeleton import children, part_at
 
 if TYPE_CHECKING:
@@ -129,8 +130,9 @@ def without(model: torch.nn.Module, base: Mapping[str, Any]) -> ModelView:
     """A model whose state has no base."""
     from xla_ckpt.state.model_view import ModelView
 
+    entries = tree_of(model)
     return ModelView(
-        {name: value for name, value in tree_of(model).items() if name not in base},
+        with_metadata_of(entries, {name: value for name, value in entries.items() if name not in base}),
         parameters=list(model.named_parameters(remove_duplicate=False)),
         parts=modules_in(model),
         put=lambda state: model.load_state_dict(state, strict=False),

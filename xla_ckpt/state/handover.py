@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.arrays.torch_objects import is_torch_tensor
+from xla_ckpt.arrays.torch_objects import is_lazy, is_torch_tensor
 from xla_ckpt.display import join_lines
 from xla_ckpt.errors import CheckpointError, LoadError
 from xla_ckpt.job.round import Round
@@ -53,8 +53,11 @@ def kept_state(member: Any) -> PutBack:
 
 
 def copied(state: Any) -> Any:
-    """A copy of a state dict. Tensors are copied to host memory: a device may have no room for them."""
-    return replaced_leaves(state, lambda _, leaf: _copied(leaf))
+    """A copy of a state dict, with the metadata of modules in it.
+
+    Tensors are copied to host memory: a device may have no room for them.
+    """
+    return replaced_leaves(state, lambda _, leaf: _copied(leaf), classes=True)
 
 
 def _copied(leaf: Any) -> Any:
@@ -66,7 +69,8 @@ def _copied(leaf: Any) -> Any:
 
 def writes(arrays: Iterable[Any]) -> list[tuple[int, int | None]]:
     """Which tensors these are, and how often torch has counted a write to each: None for one that has no count."""
-    return [(id(t), None if t.is_inference() else t._version) for t in arrays if is_torch_tensor(t)]
+    tensors = [t for t in arrays if is_torch_tensor(t)]
+    return [(id(t), None if is_lazy(t) or t.is_inference() else t._version) for t in tensors]
 
 
 @dataclass(frozen=True, slots=True)

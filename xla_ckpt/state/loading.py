@@ -57,10 +57,19 @@ class Stored:
     cast: bool = False
     """Whether floating-point values become those of the type that the program has."""
 
+    strict: bool = True
+    """Whether the load fails where anything does not fit."""
+
     def is_same(self, path: str, other: str) -> bool:
         """Whether two leaf paths are names of one stored array."""
         aliases = self.manifest.aliases
         return aliases.get(path, path) == aliases.get(other, other)
+
+    def has_shape(self, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape is stored under a key of the part."""
+        path = paths.join(self.prefix, paths.escape(key))
+        form = self.manifest.arrays.form_at(self.manifest.aliases.get(path, path))
+        return form is not None and form.shape == shape
 
     def form(self, path: str) -> ArrayForm:
         """The form of an array leaf that the skeleton names.
@@ -80,13 +89,21 @@ class Stored:
             IncompatibleCheckpointError: A class that it takes is gone, or has changed.
             UntrustedObjectError: It takes what is not loaded without trust.
         """
+        return self._unflattener(array).build(self.skeleton, self.prefix)
+
+    def metadata_at(self, path: str) -> Mapping[str, Mapping[str, Any]] | None:
+        """Return the metadata of the modules whose state dict is stored at a leaf path; None if nothing says them."""
+        return self._unflattener(ArrayAt).metadata_at(path) if path in self.manifest.module_metadata else None
+
+    def _unflattener(self, array: Callable[[str, str], Any]) -> Unflattener:
         return Unflattener(
             array=array,
             codec=CODEC,
             object=self.read_object,
             resolve=self.resolve,
             compose=(lambda parts: checked_members(parts, self.resolve)) if array is ArrayAt else None,
-        ).build(self.skeleton, self.prefix)
+            module_metadata=self.manifest.module_metadata,
+        )
 
     def part(self, skeleton: Any, path: str) -> Stored:
         """A part of this part, given its skeleton and full leaf path."""
@@ -204,6 +221,9 @@ class Loading:
     unwanted: list[Problem] = field(default_factory=list)
     """Stored, and not wanted by this rank: a problem unless another pipeline stage wants it."""
 
+    left: list[Problem] = field(default_factory=list)
+    """What code of the program has not taken, where the load goes on without it."""
+
     handover: Handover | None = None
     """What code of the program takes, before anything else of the program is changed."""
 
@@ -224,7 +244,7 @@ class Loading:
     def want(self, path: str, target: Target, form: ArrayForm) -> bool:
         """Add a target if it fits to what is stored, which is of this form, else a problem."""
         if target.shape != form.shape:
-            self.add_problem(path, f"shape {_list(form.shape)} is stored, {_list(target.shape)} wanted")
+            self.add_problem(path, other_shape(form.shape, target.shape))
             return False
         if target.dtype == form.dtype:
             self.targets[path] = target
@@ -238,8 +258,9 @@ class Loading:
         return False
 
 
-def _list(shape: tuple[int, ...]) -> str:
-    return str(list(shape))
+def other_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """The text of a problem: an array has another shape than is wanted."""
+    return f"shape {list(stored)} is stored, {list(wanted)} wanted"
 
 
 def arrays_of(tree: Any, prefix: str) -> dict[str, Any]:

@@ -329,6 +329,7 @@ class Like:
             whole,
             parts=pytree.parts,
             instead=array_instead,
+            module_metadata=stored.metadata_at,
         )
         make = weave.visit(self.like, stored.skeleton)
         for leaf, why in weave.refused.items():

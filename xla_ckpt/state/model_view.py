@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
+from xla_ckpt.arrays.torch_elements import writing_to
+from xla_ckpt.arrays.torch_objects import is_lazy
 from xla_ckpt.logs import get_logger
 from xla_ckpt.state.wrappers import PLAIN_PROPERTY, modules_in, unwrapped_model
 from xla_ckpt.tree import lora
+from xla_ckpt.tree.module_metadata import module_metadata, with_metadata_of, with_module_metadata
 
 logger = get_logger(__name__)
 
@@ -22,12 +29,17 @@ class ModelView(torch.nn.Module):
 
     It holds the parameters and buffers of the model itself, so that a load reaches the model.
 
+    Attributes:
+        says_missing: Whether `load_state_dict` returns which members are missing, by the names of the view.
+
     Args:
         entries: What is saved, by name.
         parameters: All parameters, by name: an optimizer's state is called by these names.
         parts: The modules whose state this is.
         put: Takes a state dict, or a part of one, into the model.
     """
+
+    says_missing = False
 
     def __init__(
         self,
@@ -38,18 +50,22 @@ class ModelView(torch.nn.Module):
         put: Callable[[Mapping[str, Any]], object],
     ) -> None:
         super().__init__()
-        self._entries = dict(entries)
+        self._entries = with_metadata_of(entries, dict(entries))
         self._named = tuple(parameters)
         self.parts = tuple(parts)
         self._put = put
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # only ever one form of it
         """The model's own parameters and buffers, and plain values, by name."""
-        return dict(self._entries)
+        return with_metadata_of(self._entries, dict(self._entries))
 
     def wanted(self, stored: Container[str]) -> dict[str, Any]:
         """What a load fills, by the name that it has in a tag; `stored` are the names in the tag."""
         return dict(self._entries)
+
+    def said_names(self) -> dict[str, str]:
+        """Name in the state dict of the model itself -> the name here, where they may differ."""
+        return {}
 
     def other_names(self) -> dict[str, Any]:
         """What a tag may hold under other names than those of `state_dict`, by such a name."""
@@ -125,7 +141,173 @@ class Adapted(ModelView):
             differing = sorted(k for k in config if k in stored and config[k] != stored[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
-        return self._put(entries) if entries else None
+        return self._put(with_metadata_of(state_dict, entries)) if entries else None
+
+
+class Unwrapped(ModelView):
+    """A model in which modules are wrapped, by torch.compile for instance, under the names that it has without that.
+
+    Args:
+        model: The model.
+    """
+
+    says_missing = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._places = tuple(_places(model))
+        self._plain = {place.said: place.plain for place in self._places}
+        self._said = {place.plain: place.said for place in self._places}
+        entries = model.state_dict(keep_vars=True)
+        plain = {_moved(name, self._plain): value for name, value in entries.items()}
+        metadata = module_metadata(entries) or {}
+        plain_of = {place.actual: place.plain for place in self._places}
+        # torch's own: the wrappers' `named_parameters` leave out their own step, and no one's below.
+        named = torch.nn.Module.named_parameters(model, remove_duplicate=False)
+        super().__init__(
+            with_module_metadata(
+                plain,
+                {
+                    place.plain[:-1]: metadata[place.actual[:-1]]
+                    for place in self._places
+                    if place.actual[:-1] in metadata
+                },
+            ),
+            parameters=[(_moved(name, plain_of), value) for name, value in named],
+            parts=[model],
+            put=lambda state_dict: None,
+        )
+        self._plain_names = {name: _moved(name, self._plain) for name in entries}
+
+    def said_names(self) -> dict[str, str]:
+        """See `ModelView`: the names in the state dict of the model, by which earlier versions have saved it."""
+        return dict(self._plain_names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, *_: Any, **__: Any) -> Any:
+        """See `ModelView`.
+
+        Raises:
+            RuntimeError: Something does not fit, as torch's own raises it.
+        """
+        answer = self.load_by_own_names(state_dict, strict=strict)
+        if strict and any(answer):
+            (model,) = self.parts
+            missing, unexpected = answer
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(model).__name__}:\n\tMissing key(s): {missing}. "
+                f"Unexpected key(s): {unexpected}."
+            )
+        return answer
+
+    def load_by_own_names(self, state_dict: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+        """Call `load_state_dict` of the model with the names that it has itself (see `call_load_state_dict`)."""
+        (model,) = self.parts
+        state = {_moved(name, self._said): value for name, value in state_dict.items()}
+        metadata = module_metadata(state_dict)
+        if metadata is not None:
+            own_metadata = {p.actual[:-1]: of for p in self._places if (of := metadata.get(p.plain[:-1])) is not None}
+            state = with_module_metadata(state, own_metadata)
+        answer = call_load_state_dict(model, state, strict=strict)
+        missing, unexpected = (getattr(answer, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
+        return _IncompatibleKeys(
+            [_moved(name, self._plain) for name in missing], [_moved(name, self._plain) for name in unexpected]
+        )
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules, wrappers included, under the names that they have without wrappers."""
+        memo = set() if memo is None else memo
+        for place in self._places:
+            if not remove_duplicate or place.module not in memo:
+                memo.add(place.module)
+                yield f"{prefix}.{place.plain}"[:-1] if prefix else place.plain[:-1], place.module
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """How the names of the members of a module begin: with the names of the modules around it, each with a dot."""
+
+    module: torch.nn.Module
+    actual: str
+    said: str
+    """In the state dict of the model: some wrappers leave their own step out."""
+    plain: str
+    """Without wrappers."""
+
+
+def _places(module: torch.nn.Module, actual: str = "", said: str = "", plain: str = "") -> Iterator[_Place]:
+    yield _Place(module, actual, said, plain)
+    step, is_said = _wrapper_step(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            added = f"{name}."
+            is_inner = name == step
+            yield from _places(
+                child,
+                actual + added,
+                said if is_inner and not is_said else said + added,
+                plain if is_inner else plain + added,
+            )
+
+
+def _wrapper_step(module: torch.nn.Module) -> tuple[str | None, bool]:
+    """Return the step that a wrapper of torch's puts into names, and whether its state dict has it, too.
+
+    None for any other module.
+    """
+    kind: Any = type(module)
+    return _step_of_class(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _step_of_class(kind: Any) -> tuple[str | None, bool]:
+    for above in kind.__mro__:
+        if (found := _WRAPPER_STEPS.get(f"{above.__module__}.{above.__qualname__}")) is not None:
+            return found
+    return None, True
+
+
+_WRAPPER_STEPS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", True),
+    "torch.nn.parallel.data_parallel.DataParallel": ("module", True),
+    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", True),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module",
+        False,
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp_wrapped_module", False),
+}
+
+
+def _moved(name: str, begins: Mapping[str, str]) -> str:
+    """A name with another beginning: that of the innermost module around it that is known."""
+    module, own = name, ""
+    while module:
+        module, dot, last = module.rpartition(".")
+        own = f"{last}.{own}" if own else last
+        if module + dot in begins:
+            return begins[module + dot] + own
+    return name
+
+
+def overrides(module: torch.nn.Module, method: str) -> bool:
+    """Return whether a method of a module is not torch's own: its class has another one, or it has one itself."""
+    return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
+
+
+def call_load_state_dict(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+    """Call `load_state_dict` of a module. A program's own is strict if the load is, as far as it takes that.
+
+    torch's own returns what does not fit, and the caller raises one error for all of it.
+    """
+    if isinstance(module, Unwrapped):
+        return module.load_by_own_names(state, strict=strict)
+    with writing_to(t for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)):
+        if not overrides(module, "load_state_dict"):
+            return module.load_state_dict(state, strict=False)
+        parameters = inspect.signature(module.load_state_dict).parameters.values()
+        takes = any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
+        return module.load_state_dict(state, strict=strict) if takes else module.load_state_dict(state)
 
 
 class NamesOnly(ModelView):
@@ -145,6 +327,14 @@ class NamesOnly(ModelView):
 
 
 def module_inside(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
+    """The model inside of wrappers, under the names that it has without any: see `_module_inside`."""
+    inside = _module_inside(model, loading=loading, stored=stored)
+    if isinstance(inside, ModelView) or not any(_wrapper_step(part)[0] for part in inside.modules()):
+        return inside
+    return Unwrapped(inside)
+
+
+def _module_inside(model: Any, *, loading: bool, stored: Container[str]) -> Any:
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 
     What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `ModelView`.
@@ -179,11 +369,18 @@ def module_inside(model: Any, *, loading: bool = False, stored: Container[str] =
 
 
 def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
-    """What is in torch's own wrappers, which only put a step before all names; None for any other module."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return model._modules["module"]
-    compiled = (type(model).__module__, type(model).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
-    return model._modules["_orig_mod"] if compiled else None
+    """What is in torch's own wrappers, which only put a step before all names; None for any other module.
+
+    Hooks that a program has registered on the wrapper are a part of how it saves and loads.
+    """
+    step, is_said = _wrapper_step(model)
+    hooks = (
+        model._state_dict_pre_hooks,
+        model._state_dict_hooks,
+        model._load_state_dict_pre_hooks,
+        model._load_state_dict_post_hooks,
+    )
+    return model._modules[step] if step is not None and is_said and not any(hooks) else None
 
 
 def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:
@@ -224,7 +421,7 @@ def _stage(model: Any) -> ModelView:
 def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
     base = unwrapped_model(inner, loading=loading)
     live = base.state_dict(keep_vars=True)
-    entries = dict(live) if loading else _live_of(model.state_dict(), live)
+    entries = with_metadata_of(live, dict(live) if loading else _live_of(model.state_dict(), live))
     # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
     if loading or any(lora.ADAPTER in name for name in entries):
         entries[lora.LORA_CONFIG] = _fields(model.lora_config)

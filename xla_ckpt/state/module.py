@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.arrays.registry import Adapters
-from xla_ckpt.arrays.torch_objects import is_module
+from xla_ckpt.arrays.torch_objects import is_lazy, is_module
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, refused_alone
 from xla_ckpt.state.problems import UNWANTED, Problem
@@ -29,7 +29,7 @@ def tree_of(model: Any) -> Any:
 def identity_of(value: Any, adapters: Adapters) -> Any:
     """What is equal for two arrays that share all their elements; None for any other value."""
     adapter = adapters.of(value)
-    return None if adapter is None else adapter.identity(value)
+    return None if adapter is None or is_lazy(value) else adapter.identity(value)
 
 
 def parameter_names(model: Any) -> dict[Any, str]:
@@ -67,6 +67,13 @@ def load(stored: Stored, model: Any) -> Loading:
     from xla_ckpt.state.torch_module import load_module
 
     return load_module(stored, model)
+
+
+def as_own_state(stored: Stored, module: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored state dict of a module as its `load_state_dict` takes it: by its own names, with metadata."""
+    from xla_ckpt.state.torch_module import own_state
+
+    return own_state(stored, module, state)
 
 
 def compare_keys(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.arrays.registry import is_meta, is_spec
+from xla_ckpt.arrays.torch_objects import is_lazy
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.rules import decided
 from xla_ckpt.sharding.sharding import Sharding
@@ -34,7 +35,7 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
     arrays = {
         str(name): _hint(schema.weight(str(name)), value, shardings)
         for name, value in (entries.items() if isinstance(entries, Mapping) else ())
-        if shardings.adapters.kind(value) is not None or is_spec(value)
+        if (shardings.adapters.kind(value) is not None and not is_lazy(value)) or is_spec(value)
     }
     names = module.parameter_names(model)
     groups = _groups(optimizer, names)

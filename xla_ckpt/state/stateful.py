@@ -10,15 +10,17 @@ from collections.abc import Mapping
 from itertools import starmap, zip_longest
 from typing import Any
 
-from xla_ckpt.arrays.torch_objects import is_torch_optimizer
+from xla_ckpt.arrays.torch_objects import is_module, is_torch_optimizer
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_freely, refused_alone
 from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful, is_scheduler
-from xla_ckpt.state.module import load_dict
+from xla_ckpt.state.module import as_own_state, load_dict
+from xla_ckpt.state.module import tree_of as tree_of_model
 from xla_ckpt.state.optimizer_load import load_by_position
 from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.rng import RNGState
+from xla_ckpt.state.wrappers import unwrapped_model
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.skeleton import children, is_array
 
@@ -49,6 +51,8 @@ def tree_of(member: Any, name: str) -> Any:
     if isinstance(member, Mapping):
         check_no_stateful(member, name)
         return member
+    if is_module(member):
+        return tree_of_model(unwrapped_model(member))
     if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
         raise UnsupportedStateError(
             f"an object of the class {type(member).__name__} has no state_dict() and load_state_dict()",
@@ -68,6 +72,8 @@ def load(stored: Stored, member: Any) -> Loading:
         return refused_alone(stored)  # `tree_of` would say to pass a dict, which does not take it either
     if is_torch_optimizer(member) and (by_position := load_by_position(stored, member)) is not None:
         return by_position
+    if is_module(member):
+        member = unwrapped_model(member, loading=True)
     loading = Loading()
     own = tree_of(member, stored.prefix)
     plan_freely(stored, loading, own)
@@ -75,7 +81,8 @@ def load(stored: Stored, member: Any) -> Loading:
         loading.problems += _of_another_class(stored, member, own)
 
     def take(arrays: Mapping[str, Any]) -> None:
-        member.load_state_dict(like_own(stored.build(lambda path, _: arrays[path]), own))
+        state = stored.build(lambda path, _: arrays[path])
+        member.load_state_dict(as_own_state(stored, member, state) if is_module(member) else like_own(state, own))
 
     if isinstance(member, RNGState):
         loading.finish = take  # last of all: whatever else is loaded may draw random numbers

@@ -52,7 +52,7 @@ def _encode_function(value: Any) -> Json:
 
 
 TORCH_KINDS: tuple[ValueKind, ...] = (
-    *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)),
+    *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
     ValueKind("function", types.FunctionType, _encode_function, _FUNCTIONS.__getitem__),
     ValueKind("torch.device", torch.device, str, torch.device),
     ValueKind("torch.Size", torch.Size, list, torch.Size),

@@ -179,7 +179,16 @@ SHELL_KINDS: tuple[ValueKind, ...] = (
     *(_in_zone(kind) for kind in (datetime.datetime, datetime.time)),
 )
 
-_OF_TORCH = ("dtype", "layout", "memory_format", "function", "torch.device", "torch.Size", "torch.Generator")
+_OF_TORCH = (
+    "dtype",
+    "layout",
+    "memory_format",
+    "qscheme",
+    "function",
+    "torch.device",
+    "torch.Size",
+    "torch.Generator",
+)
 """What the kinds of torch's values are called, which are in a module that imports torch."""
 
 

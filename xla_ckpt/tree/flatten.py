@@ -25,6 +25,7 @@ from xla_ckpt.tree.classes import (
     scalar_below,
 )
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec
+from xla_ckpt.tree.module_metadata import ASSIGNED, module_metadata
 
 MAX_DEPTH = 100
 """Containers inside containers; deeper trees are a cycle in all but name. Python's own stack ends not far behind."""
@@ -54,6 +55,9 @@ class Flat:
 
     skeleton: Json = None
     """The tree without them."""
+
+    module_metadata: dict[str, dict[str, Json]] = field(default_factory=dict)
+    """Leaf path of each module's state dict -> module -> its metadata (see `module_metadata`)."""
 
 
 ArrayKind = Callable[[Any], str | None]
@@ -107,10 +111,13 @@ class _Flattener:
     def mapping(self, value: Any, path: str) -> Json:
         """A dict, or one of the standard library's classes of dicts."""
         kind = type(value)
-        if kind is dict:
+        metadata = module_metadata(value) if kind is collections.OrderedDict else None
+        if metadata is not None:
+            self.flat.module_metadata[path] = {name: self.metadata(of, path) for name, of in metadata.items()}
+        if kind is dict or metadata is not None:
             if all(type(k) is str and not k.startswith("$") for k in value):
                 return self.fields(value, path)
-            return self.pairs("$dict", value, path)
+            return self.pairs(f"${kind.__name__}", value, path)
         if kind is collections.defaultdict:
             factory = self.factory(value)
             if factory is NotImplemented:
@@ -118,6 +125,20 @@ class _Flattener:
             pairs = self.pairs("$defaultdict", value, path)
             return pairs if "$object" in pairs else {"$defaultdict": [factory, pairs["$defaultdict"]]}
         return self.pairs(f"${kind.__name__}", value, path)
+
+    def metadata(self, value: Mapping[str, Any], path: str) -> Json:
+        """The metadata of one module, which must be plain."""
+        walk = _Flattener(lambda _: None, self.codec)
+        encoded = walk.visit({name: v for name, v in value.items() if name != ASSIGNED}, path)
+        if walk.flat.objects:
+            raise UnsupportedStateError(
+                "the metadata of a module (state_dict()._metadata) hold a value that is not plain",
+                leaf=path,
+                expected="numbers, texts, and containers of them",
+                found=type(walk.flat.objects[0][1]).__name__,
+                hint="Return the value from get_extra_state() of the module.",
+            )
+        return encoded
 
     def unordered(self, value: Any, path: str) -> Json:
         """A set, in an order that does not depend on the process; a pickle if a member is no plain value."""

@@ -11,6 +11,7 @@ from xla_ckpt.errors import FormatError, naming
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Json, ValueCodec
 from xla_ckpt.tree.flatten import CONTENT, MAX_DEPTH, component
+from xla_ckpt.tree.module_metadata import with_module_metadata
 
 ABSENT = "wanted, but not stored"
 """How it is said of a leaf that there is none."""
@@ -197,6 +198,7 @@ class Weave:
         *,
         parts: Callable[[Any, Json], ValueParts | None] = lambda pattern, stored: None,
         instead: Callable[[Any, Json], Any] = lambda pattern, stored: NotImplemented,
+        module_metadata: Callable[[str], Mapping[str, Mapping[str, Any]] | None] = lambda path: None,
     ) -> None:
         self.is_array = is_array
         self.codec = codec
@@ -205,6 +207,8 @@ class Weave:
         given what is stored in its place, too."""
         self.instead = instead
         """Makes an array like the pattern's of what is stored and is none; NotImplemented where that makes none."""
+        self.module_metadata = module_metadata
+        """Returns the metadata of the modules whose state dict is stored at a leaf path; None for anything else."""
         self.whole = whole
         """Called for a stored part that the pattern takes as it is."""
         self.wanted: dict[str, Any] = {}
@@ -253,6 +257,9 @@ class Weave:
             key: self._child(value, below, self._stored_component(key, below), path, stored)
             for key, value in pattern.items()
         }
+        metadata = self.module_metadata(path) if type(pattern) is collections.OrderedDict else None
+        if metadata is not None:
+            return lambda arrays: with_module_metadata({key: make(arrays) for key, make in makers.items()}, metadata)
         return lambda arrays: _like_mapping(pattern, {key: make(arrays) for key, make in makers.items()})
 
     def _sequence(self, pattern: Any, stored: Json, path: str) -> Make:

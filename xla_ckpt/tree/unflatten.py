@@ -6,8 +6,8 @@ A skeleton may come from a file that somebody forged. So whatever is no skeleton
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
@@ -18,7 +18,15 @@ from xla_ckpt.tree.classes import (
     scalar_below,
 )
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec
-from xla_ckpt.tree.flatten import ABOUT, CONTENT, FACTORIES, MAX_DEPTH, NAMESPACES, component
+from xla_ckpt.tree.flatten import (
+    ABOUT,
+    CONTENT,
+    FACTORIES,
+    MAX_DEPTH,
+    NAMESPACES,
+    component,
+)
+from xla_ckpt.tree.module_metadata import with_module_metadata
 
 Resolve = Callable[[str, type], Any]
 """(``module:qualname``, base kind) -> the class of a namedtuple, dataclass or enum; raises where it cannot."""
@@ -58,6 +66,9 @@ class Unflattener:
     compose: Callable[[Composite], Any] | None = None
     """What is put in the place of a value that consists of several arrays; None for that value."""
 
+    module_metadata: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    """Leaf path of each module's state dict -> module -> its metadata, as `flatten` found them."""
+
     def build(self, skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Any:
         """The tree below `path`.
 
@@ -71,6 +82,16 @@ class Unflattener:
             return self._items(skeleton, path, depth + 1)
         if not isinstance(skeleton, dict):
             return self.codec.decode(skeleton)
+        if path in self.module_metadata and isinstance(members := self._dict(skeleton, path, depth), dict):
+            return with_module_metadata(members, self.metadata_at(path))
+        return self._dict(skeleton, path, depth)
+
+    def metadata_at(self, path: str) -> dict[str, Any]:
+        """Return the metadata of the modules whose state dict is at a path."""
+        plain = Unflattener(array=lambda leaf, kind: None, codec=self.codec)
+        return {name: plain.build(of, path) for name, of in self.module_metadata[path].items()}
+
+    def _dict(self, skeleton: dict[str, Json], path: str, depth: int) -> Any:
         if len(skeleton) == 1 and type(kind := skeleton.get("$array")) is str:
             return self.array(path, kind)  # as nearly every leaf of a large state is
         if len(skeleton) != 1 or not next(iter(skeleton)).startswith("$"):

@@ -24,6 +24,7 @@ from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding, number_of_parts
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.module_metadata import with_metadata_of
 from xla_ckpt.tree.skeleton import array_paths
 
 _OTHER_HEADS = (
@@ -135,7 +136,8 @@ class NewJob:
         """The model of one pipeline stage."""
         if self.mesh.pp == 1:
             return self.trees[schema.MODEL]
-        return {name: v for name, v in self.trees[schema.MODEL].items() if self.stages[str(name)] == stage}
+        model = self.trees[schema.MODEL]
+        return with_metadata_of(model, {name: v for name, v in model.items() if self.stages[str(name)] == stage})
 
     def _optimizer(self, stage: int) -> Any:
         """The optimizer of one pipeline stage. State that belongs to no parameter stays in all stages."""

@@ -16,13 +16,13 @@ from xla_ckpt.layouts.dcp.files import DcpFiles
 from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
 from xla_ckpt.layouts.hugging_face import of_unknown_type, quantized, scanned_file
-from xla_ckpt.layouts.places import program_names
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.tree.parameter_names import program_names
 
 logger = get_logger(__name__)
 

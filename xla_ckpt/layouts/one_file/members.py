@@ -6,6 +6,7 @@ only single files have: lists of optimizers, an optimizer that numbers its param
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.module_metadata import module_metadata, with_metadata_of
 from xla_ckpt.tree.nested import leaves
 
 _LISTED = {"optimizer_states": "optimizer_states", "lr_schedulers": "lr_scheduler"}
@@ -63,10 +65,13 @@ def is_model_alone(tree: Any) -> bool:
 
 def _without_marks(tree: dict[Any, Any]) -> dict[Any, Any]:
     """A tree without SageMaker model parallel's marks on state dicts, which are no names of a model's."""
-    members = {key: _without_marks(v) if type(v) is dict else v for key, v in tree.items()}
-    if STATE_DICT_MARKS.isdisjoint(members) or not any(map(is_scanned_array, members.values())):
-        return members
-    return {key: value for key, value in members.items() if key not in STATE_DICT_MARKS}
+    plain = (dict, collections.OrderedDict)
+    members = {key: _without_marks(v) if type(v) in plain else v for key, v in tree.items()}
+    if not STATE_DICT_MARKS.isdisjoint(members) and any(map(is_scanned_array, members.values())):
+        members = {key: value for key, value in members.items() if key not in STATE_DICT_MARKS}
+    if module_metadata(tree) is None and type(tree) is collections.OrderedDict:
+        return collections.OrderedDict(members)
+    return with_metadata_of(tree, members)
 
 
 def _as_ours(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def _as_ours(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 def _unlisted(tree: dict[str, Any]) -> dict[str, Any]:
     """The same state, with a dict in place of a list of only one optimizer, or of only one scheduler."""
-    state = dict(tree)
+    state = with_metadata_of(tree, dict(tree))
     for name, called in _LISTED.items():
         listed = tree.get(name)
         if (

@@ -22,8 +22,12 @@ from xla_ckpt.layouts.torch_save.stand_ins import QUANTIZED, STORAGES, Opaque, S
 from xla_ckpt.layouts.torch_save.zip_reader import KIND_OF_TENSOR, StorageAt, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import TRUST_IT, UntrustedObject
 from xla_ckpt.lightweight import cached_property
+from xla_ckpt.logs import get_logger
 from xla_ckpt.state.values import CODEC
+from xla_ckpt.tree.module_metadata import module_metadata, with_module_metadata
 from xla_ckpt.tree.nested import leaves
+
+logger = get_logger(__name__)
 
 Step = Any
 """A key of a dict, a place in a list, or the name of an attribute."""
@@ -126,11 +130,26 @@ class _Walk:
         if not all(map(self._is_plain, value)):
             return self._untrusted(path, type(value).__name__)
         members = {key: self.visit(member, (*path, key)) for key, member in value.items()}
+        metadata = module_metadata(value)
+        if metadata is not None:
+            return with_module_metadata(members, {name: self._plain_metadata(of) for name, of in metadata.items()})
         if type(value) is dict or any(isinstance(leaf, TensorAt) for leaf in leaves(value)):
             return members  # a state dict is one of ours, whatever class it was: OrderedDict, as a rule
         if isinstance(value, collections.defaultdict):
             return collections.defaultdict(value.default_factory, members)
         return type(value)(members)  # type: ignore[call-arg]
+
+    def _plain_metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """What of the metadata of a module is plain: its version, as a rule. Classes of the program take trust."""
+        plain = {}
+        for name, value in metadata.items():
+            if isinstance(value, Mapping):
+                plain[name] = self._plain_metadata(value)
+            elif self._is_plain(value):
+                plain[name] = value
+            else:
+                logger.warning("%s: metadata %r of a module are left out: they are not plain", self.objects.file, name)
+        return plain
 
 
 class FileObjects:

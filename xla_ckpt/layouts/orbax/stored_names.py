@@ -71,7 +71,9 @@ def original_model(reader: TagReader) -> TagReader:
         files.arrays[f"{NAMES}/{len(files.arrays)}"] = array
     flat = flattened_model(parts.records())
     manifest, _ = scanned_manifest(reader.tag, flat, [*stored.files, *files.records()])
-    manifest = replace(manifest, head=stored.head, mesh=stored.mesh, world=stored.world)
+    manifest = replace(
+        manifest, head=stored.head, mesh=stored.mesh, world=stored.world, module_metadata=stored.module_metadata
+    )
     return TagReader(files, reader.root, reader.tag, manifest, ())
 
 

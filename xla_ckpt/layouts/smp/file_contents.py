@@ -24,6 +24,7 @@ from xla_ckpt.layouts.smp.tags import FP16_SET, JOB_CONFIG
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt, leaves_in
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.module_metadata import with_metadata_of
 
 SMP_VERSION = "1.12.1"
 """Version of SMP whose files these are."""
@@ -133,7 +134,7 @@ def model_file(state: RankState, job: StoredJob, mesh: Mesh) -> dict[Any, Any]:
         PARTITIONS: dict(job.partitions),
         ADDED_KEY: ours,
     }
-    return {**tree, IS_PARTIAL: True, LOAD_INFO: info}
+    return with_metadata_of(tree, {**tree, IS_PARTIAL: True, LOAD_INFO: info})
 
 
 def optimizer_file(state: RankState, job: StoredJob) -> dict[Any, Any]:

@@ -12,7 +12,6 @@ from xla_ckpt.layouts.by_rank.files import RankFiles
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.state import Stage
-from xla_ckpt.layouts.places import program_names
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -22,6 +21,7 @@ from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.parameter_names import program_names
 
 logger = get_logger(__name__)
 

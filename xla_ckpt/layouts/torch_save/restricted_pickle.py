@@ -41,6 +41,7 @@ from xla_ckpt.layouts.torch_save.stand_ins import (
     TensorView,
 )
 from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.tree.module_metadata import with_metadata_of
 
 _OF_OTHER_CLASSES = frozenset(
     NAMES_IN_PICKLES[name] for name in ("torch._tensor._rebuild_from_type_v2", "collections.defaultdict")
@@ -229,4 +230,5 @@ class _Walk:
             return members
         if type(value) is collections.defaultdict:
             return collections.defaultdict(value.default_factory, members)
-        return type(value)(members)  # type: ignore[call-arg]
+        same: Any = type(value)
+        return with_metadata_of(value, same(members))
