@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
@@ -79,6 +80,28 @@ class ShardedTensors:
         )
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        raise UnsupportedStateError(
-            "a ShardedTensor cannot be made anew", hint="Pass a state dict whose ShardedTensors are to be overwritten."
+        own = value.local_shards()
+        filled = [shard for shard in own if shard.tensor.numel()]
+        parts = [plain.like(*one) for plain, one in self._local(value)]
+        if dtype is not None and dtype != self.dtype(value):
+            raise UnsupportedStateError(
+                "a ShardedTensor is not made anew in another element type",
+                expected=self.dtype(value).name,
+                found=dtype.name,
+            )
+
+        def install() -> Any:
+            tensors = {id(shard): part.install() for shard, part in zip(filled, parts, strict=True)}
+            made = [Shard(tensors.get(id(shard), shard.tensor), shard.metadata) for shard in own]
+            # It meets no other rank: all of them have the metadata.
+            return ShardedTensor._init_from_local_shards_and_global_metadata(
+                made, value.metadata(), process_group=value._process_group
+            )
+
+        return ComposedTarget(
+            dtype=self.dtype(value),
+            local=local,
+            live=False,
+            fill=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
+            finish=install,
         )

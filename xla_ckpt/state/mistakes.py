@@ -78,11 +78,32 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     check_is_no_class(model, schema.MODEL)
     if model is not None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
+    if optimizer is not None:
+        _check_is_not_fsdp1(model)
     for each in optimizers_in(optimizer) if optimizer is not None else ():
         _check_optimizer(each)
         _check_consolidated(each, loading=loading)
         if is_module(model):
             _check_belongs(each, model)
+
+
+def _check_is_not_fsdp1(model: Any) -> None:
+    """Refuse an optimizer of a model in FSDP1, whose states are parts of flattened parameters.
+
+    Raises:
+        UnsupportedStateError: Its model is in FSDP1.
+    """
+    parts = model.modules() if is_module(model) else ()
+    if any(is_of(part, "torch.distributed.fsdp", "FullyShardedDataParallel") for part in parts):
+        raise UnsupportedStateError(
+            "the optimizer of a model in FullyShardedDataParallel (FSDP1) holds parts of flattened parameters",
+            leaf=schema.OPTIMIZER,
+            expected="a model sharded with torch.distributed.fsdp.fully_shard",
+            found="FullyShardedDataParallel",
+            hint="Shard it with fully_shard, which torch recommends in its place. Or save what get_state_dict of "
+            "torch.distributed.checkpoint.state_dict returns, with xla_ckpt.save, and hand what xla_ckpt.restore "
+            "(like=) returns to set_state_dict. The model alone is saved and loaded as it is.",
+        )
 
 
 def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
