@@ -12,7 +12,7 @@ from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.records import Head
 from xla_ckpt.storage.base import FileSystem, LocalFiles, ReadDirectory, Source
 from xla_ckpt.storage.small_files import write_small
-from xla_ckpt.tags.cleaning import move_to_trash, remove, retire
+from xla_ckpt.tags.cleaning import check_is_directory, move_to_trash, remove, retire
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.directory_draft import DirectoryDraft
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
@@ -59,6 +59,7 @@ class LocalFirst(DirectoryRoot):
             OSError: The storage refused.
         """
         while not (marks := self.store.names(DISK_MARK)) and anew:
+            check_is_directory(self.store, DISK_MARK)
             self.store.prepare()
             draft = self.store.make(f"{NEW_PREFIX}{uuid.uuid4().hex}")
             try:
