@@ -18,7 +18,7 @@ import torch
 
 import xla_ckpt
 import xla_ckpt.dcp
-from tests.runs import environment
+from tests.runs import environment, run
 from xla_ckpt.logs import get_logger
 
 
@@ -131,6 +131,26 @@ def test_calls(around: Surroundings, roots: Path, tmp_path: Path) -> None:
     wrong = {name: error for name, (raised, error) in results.items() if raised}
     assert not wrong, wrong
     assert "Traceback" not in printed
+
+
+def test_a_name_that_the_encoding_of_the_file_system_lacks(tmp_path: Path) -> None:
+    """It was a UnicodeEncodeError, or a SaveError with the text of one."""
+    program = """
+        import os, sys, numpy as np, xla_ckpt
+        root = sys.argv[1]
+        for call in (
+            lambda: xla_ckpt.save(root, "\\xe9", {"w": np.ones(2)}), lambda: xla_ckpt.restore(root, "\\xe9"),
+            lambda: xla_ckpt.save(root + "\\xe9", "a", {"w": np.ones(2)}),
+            lambda: xla_ckpt.has_checkpoint(root + "\\xe9"),
+        ):
+            try:
+                call()
+            except xla_ckpt.UsageError as error:
+                print(ascii(str(error)))
+    """
+    printed = run(program, tmp_path / "r", env=C_LOCALE).stdout.splitlines()
+    assert len(printed) == 4
+    assert all("expected characters that ascii has" in line and "PYTHONUTF8=1" in line for line in printed), printed
 
 
 HOSTILE = [
