@@ -129,16 +129,16 @@ class Committer:
     def _taken(self) -> Program:
         """A process that does no other job, until it is given to `_free` or `_drop`. OSError if none can be started."""
         taken: list[Program] = []
-        self._freed.wait_for(lambda: self._take(taken), PATIENCE)
-        if not taken:
-            self._take(taken, anew=True)
+        if not self._freed.wait_for(lambda: self._take(taken), PATIENCE):
+            self._freed.wait_for(lambda: self._take(taken, or_another=True))
         return taken[0]
 
-    def _take(self, taken: list[Program], *, anew: bool = False) -> bool:
+    def _take(self, taken: list[Program], *, or_another: bool = False) -> bool:
         with self._lock:
             if self._idle:
                 taken.append(self._idle.pop())
-            elif anew or not self._programs:
+            # One that is still starting is waited for: another one would take as long.
+            elif not self._programs or (or_another and all(program.is_ready for program in self._programs)):
                 taken.append(self._started())
             return bool(taken)
 
