@@ -121,3 +121,33 @@ def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     finally:
         (root / "f").unlink(missing_ok=True)
         root.rmdir()
+
+
+def test_every_directory_is_durable_before_the_one_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many are synced at a time, each once; after a failure, all of them again."""
+    directory, synced, fails = LocalDirectory(tmp_path), list[int](), [False]
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        if fails[0]:
+            raise OSError(5, "Input/output error")
+        fsync(fd)
+        synced.append(os.fstat(fd).st_ino)
+
+    for i in range(30):
+        write_small(directory, f"a/{i}/f", b"x")
+    monkeypatch.setattr(os, "fsync", noted)
+    fails[0] = True
+    with pytest.raises(OSError, match="Input/output error"):
+        directory.sync()
+    fails[0] = False
+    directory.sync()
+    inner = {(tmp_path / f"a/{i}").stat().st_ino for i in range(30)}
+    assert set(synced[:30]) == inner
+    assert synced[30:] == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
+    directory.sync()
+    assert synced[32:] == [tmp_path.stat().st_ino]
+    (tmp_path / "a/3/f").unlink()
+    directory.create("a/3/f", 0).abandon()
+    directory.sync()
+    assert (tmp_path / "a/3").stat().st_ino in synced[33:]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.tag_reader import TagReader, reader_within
-from xla_ckpt.engine.write import write_record
+from xla_ckpt.engine.write import write_records
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory
@@ -70,4 +70,4 @@ def _indexed(directory: Directory, root: str, manifest: Manifest, index: Index) 
     """The manifest, with the files that a layout makes from it, once they are written."""
     with reader_within(directory, root, manifest.head.tag, manifest) as reader:
         files = index(reader)
-    return replace(manifest, files=(*manifest.files, *(write_record(directory, *file) for file in files.items())))
+    return replace(manifest, files=(*manifest.files, *write_records(directory, [*files.items()])))

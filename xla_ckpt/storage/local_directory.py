@@ -18,8 +18,12 @@ from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Directory, Identity, ReadDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource, beneath, no_file
 from xla_ckpt.storage.open_files import Descriptor, open_descriptor
+from xla_ckpt.storage.pool import threads, work_off
 
 logger = get_logger(__name__)
+
+SYNCERS = 8
+"""Threads that make directories durable, if there are many of them, and the machine has the cores."""
 
 
 class LocalDirectory:
@@ -158,12 +162,25 @@ class LocalDirectory:
         )
 
     def sync(self) -> None:
-        for name in sorted(self._touched, reverse=True):  # children before parents
-            fd = self._directory_at(name or ".")
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        touched, self._touched = self._touched, {""}  # what is made meanwhile is for the next call
+        by_depth: dict[int, list[str]] = {}
+        for name in touched:
+            by_depth.setdefault(len(name.split("/")) if name else 0, []).append(name)
+        try:
+            for _, names in sorted(by_depth.items(), reverse=True):  # children before parents
+                # Several at a time: each waits for the disk, which makes many of them durable in one go.
+                workers = min(threads(SYNCERS, 3), len(names))
+                work_off(sorted(names), self._sync_one, workers=workers, buffer_bytes=0, name="xla_ckpt-sync")
+        except BaseException:
+            self._touched |= touched
+            raise
+
+    def _sync_one(self, name: str, _: memoryview) -> None:
+        fd = self._directory_at(name or ".")
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def free(self) -> int | None:
         try:
