@@ -316,6 +316,26 @@ def test_a_job_goes_on_after_a_rank_has_left_saves_out(
         assert "works" in error
 
 
+def leaves_a_root_out(rank: int, root: Path) -> list[list[str]]:
+    """Saves to two roots take turns, and both are in flight when rank 1 leaves one out."""
+    options = xla_ckpt.SaveOptions(timeout=LONG, stale="ignore")
+    for step in range(8):
+        for name in "ab":
+            dist.barrier()
+            if (rank, step, name) != (1, 3, "a"):
+                with contextlib.suppress(xla_ckpt.UsageError):
+                    tree = {"w": torch.full((3,), float(step))}
+                    xla_ckpt.save(root / name, f"step_{step}", tree, async_save=True, options=options)
+    xla_ckpt.finalize_checkpoint()
+    return [xla_ckpt.list_tags(root / name) for name in "ab"]
+
+
+def test_ranks_are_in_step_again_where_saves_to_two_roots_take_turns(tmp_path: Path) -> None:
+    for tags in run_on_ranks(leaves_a_root_out, 2, tmp_path)[0]:
+        assert tags[:3] == ["step_0", "step_1", "step_2"]
+        assert tags[-2:] == ["step_6", "step_7"]
+
+
 def claims_what_another_rank_did_not_improve(rank: int, root: Path) -> tuple[list[str], list[str]]:
     """Rank 1 alone saves the tag `best` at first; later all ranks do."""
     raised = []

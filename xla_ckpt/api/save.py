@@ -215,6 +215,8 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     try:
         with SAVES.turn(root.path):
             failed = SAVES.failed_before(root.path)
+            if failed is not None:
+                SAVES.wait_until_begun()
             phases.keep(WAIT, phases.origin, time.perf_counter(), about="for the save before")
             job = current_job(root.path, wish.mesh, doing="save", timeout=options.timeout)
             order = wish.order(path, tag, content, job, root=root, uploader=uploader)

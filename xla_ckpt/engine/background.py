@@ -78,7 +78,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._error_heard = error_heard
         """Whether somebody has heard of the error, or will hear of it elsewhere."""
-        self._is_for_next_call = not error_heard
+        self._is_for_next_call = in_background and not error_heard
         """Whether the next save may have to raise the error, on this rank or on another one."""
         self._raised: TracebackType | None = None
         """Where the error was raised first: each further raise would add to it."""
@@ -212,8 +212,9 @@ class SaveHandle:
         if self._error_heard:
             return
         self._error_heard = tell_error(on_error, error)
-        self._is_for_next_call = not self._error_heard
-        if self._in_background and not self._error_heard:
+        if self._error_heard:
+            self._is_for_next_call = False
+        elif self._in_background:
             logger.error("the asynchronous save of tag %s in %s failed: %s", self.tag, self.path, error)
 
     def give_up(self, cause: BaseException) -> None:
@@ -301,6 +302,14 @@ class Saves:
         if last is not None:
             last.wait()
         return last if last is not None and last._is_failed else None
+
+    def wait_until_begun(self) -> None:
+        """Wait until all ranks have begun all saves in flight: then it is known which of their calls differed."""
+        with self._lock:
+            handles = list(self._latest.values())
+        for handle in handles:
+            if handle._is_for_next_call and handle._thread is not None and handle._thread.is_alive():
+                waited(handle._opened.wait)
 
     def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
         """Run a save in the background, after all that the last one on the same path has left to do.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -149,8 +148,8 @@ class DifferentCalls:
         self._lock = threading.Lock()
         self._calls: dict[int, list[Call]] = {}
         """Number of a round -> the calls, rank by rank."""
-        self._left_out = Counter[int]()
-        """Another rank -> how many of its calls in these rounds this one has left out."""
+        self._left_out: list[tuple[int, Call]] = []
+        """The calls that this rank has left out since, with the number of the round before each."""
         self._error: CheckpointError | None = None
 
     def add(self, number: int, calls: list[Call], error: CheckpointError) -> None:
@@ -165,42 +164,53 @@ class DifferentCalls:
         """Forget all rounds before this one, in which the ranks were as far as each other."""
         with self._lock:
             self._calls = {other: calls for other, calls in self._calls.items() if other > number}
-            if not self._calls:
-                self._left_out.clear()
+            self._left_out = [(other, call) for other, call in self._left_out if other > number]
 
-    def left_out(self, call: Call, claims: Callable[[int, int], bool]) -> CheckpointError | None:
+    def left_out(self, number: int, call: Call, claims: Callable[[int, int], bool]) -> CheckpointError | None:
         """Return the error of a call that this rank leaves out because others have made it; None if it makes it.
 
         >>> a, b, c = (Call.of("save", "/root", tag) for tag in "abc")
         >>> behind, ahead = DifferentCalls(0), DifferentCalls(1)
         >>> for rank in (behind, ahead):
         ...     rank.add(1, [a, b], UsageError(DIFFERENT))
-        >>> print(behind.left_out(b, lambda first, other: True))
+        >>> print(behind.left_out(2, b, lambda first, other: True))
         the ranks make different calls, and this one leaves out save('/root', 'b'), which others have made already
-        >>> print(behind.left_out(c, lambda first, other: True), ahead.left_out(c, lambda first, other: True))
+        >>> print(behind.left_out(2, c, lambda first, other: True), ahead.left_out(2, c, lambda first, other: True))
         None None
 
         Args:
+            number: The number of the round that it would have.
             call: The call.
             claims: Given the first of the rounds and another rank: claims that this rank is behind the other one;
                 whether that one has not claimed the opposite.
         """
         with self._lock:
-            numbers = sorted(self._calls)
-            made = list(zip(*(self._calls[number] for number in numbers), strict=True))
-            ahead = [
-                rank
-                for rank, calls in enumerate(made)
-                if calls[0] != made[self._rank][0] and call in calls[self._left_out[rank] :][:1]
-            ]
+            rounds = sorted(self._calls)
+            made = [(n, self._calls[n][self._rank]) for n in rounds]
+            own = [its for _, its in sorted([*made, *self._left_out], key=lambda one: one[0])]
+            others = zip(*(self._calls[n] for n in rounds), strict=True)
+            ahead = [rank for rank, calls in enumerate(others) if call in calls[_caught_up(own, calls) :][:1]]
             error = self._error
-        ahead = [rank for rank in ahead if claims(numbers[0], rank)]
-        with self._lock:
-            self._left_out.update(ahead)
-        if not ahead or error is None:
+        claimed = [rank for rank in ahead if claims(rounds[0], rank)]
+        if error is None or not claimed:
             return None
+        with self._lock:
+            self._left_out.append((number - 1, call))
         text = f"{error.problem}, and this one leaves out {call}, which others have made already"
         return from_json(error.to_json() | {"problem": text})
+
+
+def _caught_up(own: Sequence[Call], other: Sequence[Call]) -> int:
+    """Return how many of another rank's calls this one has made later, too, of those that it begins with.
+
+    >>> a, b, c = (Call.of("save", "/root", tag) for tag in "abc")
+    >>> _caught_up([a, b], [b, c]), _caught_up([b, c], [a, b])
+    (1, 0)
+    """
+    count = 0
+    for call in own:
+        count += call in other[count : count + 1]
+    return count
 
 
 def is_missed(call: Call, verdict: Word) -> bool:

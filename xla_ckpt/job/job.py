@@ -104,7 +104,8 @@ class Job:
             UsageError: It is such a call. The next call of all ranks is the same one.
             RankFailedError: The store is gone.
         """
-        error = self.rounds.different.left_out(call, partial(self.rounds.is_behind, self.exchange.timeout))
+        number = self.exchange.number
+        error = self.rounds.different.left_out(number, call, partial(self.rounds.is_behind, self.exchange.timeout))
         if error is not None and self.rounds.give_back(self.exchange):
             raise earlier or error
 
