@@ -190,9 +190,13 @@ class SaveHandle:
         Raises:
             CheckpointError: They did not, and nobody has been told yet; the same error on every rank.
         """
-        self._opened.wait(unless=lambda: self._is_lost)
+        self.wait_until_begun()
         if not self._is_begun:
             self.finish()
+
+    def wait_until_begun(self) -> None:
+        """Wait until all ranks have begun this save, or its outcome is known. Never raises."""
+        self._opened.wait(unless=lambda: self._is_lost)
 
     def mark_told(self) -> None:
         """Note that the caller is told why the save fails."""
@@ -308,8 +312,8 @@ class Saves:
         with self._lock:
             handles = list(self._latest.values())
         for handle in handles:
-            if handle._is_for_next_call and handle._thread is not None and handle._thread.is_alive():
-                waited(handle._opened.wait)
+            if handle._is_for_next_call and handle._thread is not threading.current_thread():
+                handle.wait_until_begun()
 
     def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
         """Run a save in the background, after all that the last one on the same path has left to do.
