@@ -90,7 +90,8 @@ def written(root: Path, head: float) -> None:
     """A tag of theirs, of one stage; each weight is its number, and each state 10 times that."""
     value = {f"{name}.weight": float(i) for i, name in enumerate(NAMES)} | {"head.weight": head}
     rank_file(root / "a/model", {name: torch.full((2, 2), v) for name, v in value.items()})
-    state = {i: {"step": torch.tensor(1.0), "exp_avg": torch.full((2, 2), 10.0 * i)} for i in range(3)}
+    moments = [torch.full((2, 2), 10.0 * i) for i in range(3)]
+    state = {i: {"step": torch.tensor(1.0), "exp_avg": m, "exp_avg_sq": m} for i, m in enumerate(moments)}
     rank_file(root / "a/optim", {"state": state, "param_groups": [{"lr": 0.5, "params": [0, 1, 2]}]})
     (root / "a/done").write_text("1")
 

@@ -101,24 +101,23 @@ class StateTargets:
     def _dtype(self, path: str, record: ArrayRecord, rule: StateRule, parameter: Any) -> DType:
         """The dtype of a state: that of its parameter, as torch's `load_state_dict` has it, if the two were alike.
 
-        A program may keep state of a higher precision than its parameters, and it keeps it. Where no parameters are
-        stored, `cast` means state of torch's own optimizers.
+        A program may keep state of a higher precision than its parameters, and it keeps it. State of master weights is
+        cast to the dtype of parameters that have none only if the call says so, and so is state of torch's own
+        optimizers beside which no parameters are stored.
         """
         if not self._casts or rule.lies in (Lies.ON_HOST, Lies.REPLICATED, Lies.PER_RANK):
             return record.dtype
-        reference = self._stored_parameter(path)
-        alike = self._usual and self._stored.cast if reference is None else reference.dtype == record.dtype
+        master = self._stored.manifest.arrays.get(schema.master(self._owner(schema.place_of(path))[0]))
+        weight = self._weight(path)
+        if master is None and weight is not None:
+            alike = weight.dtype == record.dtype
+        else:
+            alike = self._stored.cast and (self._usual if master is None else master.dtype == record.dtype)
         adapter = self._shardings.adapters.of(parameter)
         if not alike or adapter is None:
             return record.dtype
         own = adapter.dtype(parameter, path)
         return own if can_cast(record.dtype, own) else record.dtype
-
-    def _stored_parameter(self, path: str) -> ArrayRecord | None:
-        """The stored tensor that the stored optimizer stepped: the master weight, if there is one."""
-        name = self._owner(schema.place_of(path))[0]
-        master = self._stored.manifest.arrays.get(schema.master(name))
-        return self._weight(path) if master is None else master
 
     def _weight(self, path: str) -> ArrayRecord | None:
         """The stored parameter whose state this is; None where only the optimizer is stored."""
