@@ -533,7 +533,7 @@ def test_reading_without_a_program_gives_what_torch_load_gives(tmp_path: Path) -
     file, data = saved(tmp_path)
     theirs = torch.load(io.BytesIO(data), weights_only=True)
     tree = xla_ckpt.restore(file).tree
-    assert not differences(dict(theirs["model_state_dict"]), tree["model"])
+    assert not differences(theirs["model_state_dict"], tree["model"])
     states = dict(zip(tree["optimizer"]["state"], theirs["optimizer_state_dict"]["state"].values(), strict=True))
     assert not differences(states, tree["optimizer"]["state"])
 

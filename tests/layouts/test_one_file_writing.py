@@ -36,7 +36,7 @@ def test_it_is_what_torch_save_would_leave(tmp_path: Path) -> None:
     assert (report.path, report.tag, report.layout, report.files) == (str(tmp_path / "out.pt"), "a", "torch", 1)
     held = loaded(tmp_path / "out.pt")
     assert list(held) == MEMBERS
-    assert not differences(dict(model.state_dict()), held["model"])
+    assert not differences(model.state_dict(), held["model"])
     weights, states = get_state_dict(model, optimizer)
     assert not differences(states["state"], held["optimizer"]["state"], order=False)
     assert [g["params"] for g in held["optimizer"]["param_groups"]] == [g["params"] for g in states["param_groups"]]
@@ -72,7 +72,7 @@ def test_tied_parameters_share_a_storage_and_are_two_tensors(tmp_path: Path) -> 
 def test_a_part_is_what_it_is(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
     for part, wanted in (
-        ("model", dict(model.state_dict())), ("user_content", CONTENT), ("user_content/pair", (1, 2.5)),
+        ("model", model.state_dict()), ("user_content", CONTENT), ("user_content/pair", (1, 2.5)),
         ("scheduler", {"last": 1}),
     ):  # fmt: skip
         file = tmp_path / f"{part.replace('/', '_')}.pt"
@@ -262,6 +262,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     where = [str(tmp_path), str(tmp_path / "model.pt")]
     assert main(["convert", *where, "--to", "torch", "--part", "model"]) == 0
     assert "as torch" in capsys.readouterr().out
-    assert not differences(dict(model.state_dict()), loaded(tmp_path / "model.pt"))
+    assert not differences(model.state_dict(), loaded(tmp_path / "model.pt"))
     assert main(["convert", *where, "--to", "torch"]) == 2
     assert "Name another one, or remove it first" in capsys.readouterr().err

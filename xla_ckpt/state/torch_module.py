@@ -74,7 +74,10 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     entries = {key: value for key, value in entries.items() if key not in of_other_ranks and key not in tied}
     compare_keys(stored, loading, entries, {k: v for k, v in saved.items() if k not in of_other_ranks})
     metadata = _metadata_of(stored, saved, own, own_names)
-    as_it_is = not loading.problems and not loading.unwanted and metadata == module_metadata(own)
+    here = module_metadata(own) or {}
+    homes = {name.rpartition(".")[0] for name in own}
+    same = all(metadata.get(home) == here.get(home) for home in homes)
+    as_it_is = not loading.problems and not loading.unwanted and same
     how = _how_it_loads(module, as_it_is=as_it_is)
     if any(_is_scalar(value) and stored.has_shape(key, (1,)) for key, value in entries.items() if key in saved):
         how = _How.FREELY  # torch 0.3 had no scalars, and torch takes them still

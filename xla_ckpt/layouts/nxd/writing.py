@@ -24,7 +24,6 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.module_metadata import with_metadata_of
 from xla_ckpt.tree.nested import in_dicts_and_lists
 from xla_ckpt.tree.skeleton import children
 
@@ -63,8 +62,7 @@ def files_of_rank(laying: Laying, *, xser: bool) -> list[FilePlan]:
     state, lay = laying.state, partial(lay_apart, laying) if xser else laying.shared
     plans: list[FilePlan] = []
     if schema.MODEL in state.parts:
-        model = state.parts[schema.MODEL]
-        tree = with_metadata_of(model, in_dicts_and_lists(model))
+        tree = in_dicts_and_lists(state.parts[schema.MODEL])
         plans += lay(RANK_FILES[MODEL], tree, schema.MODEL)
     if schema.OPTIMIZER in state.parts:
         tree = in_dicts_and_lists(numbered(state) if state.by_name else state.parts[schema.OPTIMIZER])
