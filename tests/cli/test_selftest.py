@@ -68,7 +68,7 @@ def replaces(store: LocalStore, old: str, new: str) -> None:
 
 
 LOOKED = threading.Event()
-HAS = LocalStore.has
+HAS, MAKE = LocalStore.has, LocalStore.make
 
 
 def has(store: LocalStore, path: str) -> bool:
@@ -98,7 +98,7 @@ def refuses(*_: object, **__: object) -> None:
 
 
 BREAKS: list[tuple[str, type, str, Callable[..., Any], str]] = [
-    ("names", LocalStore, "_at", lambda store, path: f"{store.path}/{path}".lower(), "exist"),
+    ("names", LocalStore, "make", lambda store, name: MAKE(store, name.lower()), "exist"),
     ("rename", LocalStore, "rename", replaces, "taken the place of one that was not empty"),
     ("rename", LocalStore, "exchange", exchanges_in_steps, "found one of them gone"),
     ("fsync", LocalSink, "commit", LocalSink.abandon, "reaches no disk"),
