@@ -24,7 +24,12 @@ from torch.nn.utils import parametrizations
 
 import xla_ckpt
 
-warnings.filterwarnings("ignore", message=".*torch.ao.quantization is deprecated.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch's own packed weights
+    pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+]
 
 Make = Callable[[], nn.Module]
 Inputs = Callable[[], tuple[Any, ...]]
