@@ -3,14 +3,19 @@ its call."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.crash.injection import Fork
 from tests.crash.instants import MAIN, Interrupts, Strike
+from tests.jobs import run_alone
 from xla_ckpt.storage.pool import work_off
 from xla_ckpt.storage.undisturbed import Undisturbed, undisturbed
 
@@ -113,6 +118,33 @@ def test_at_whatever_instant_a_signal_comes_it_is_raised_once_and_the_handlers_w
             signal.raise_signal(signal.SIGUSR2)
         outcomes.append(met is not None)
     assert len(outcomes) > 20
+
+
+def forks_on_another_thread(folder: Path) -> tuple[int, Any]:
+    """A child that is forked while handlers wait in the main thread; what it returns."""
+    signal.signal(signal.SIGUSR1, _stop)
+
+    def child() -> list[bool]:
+        raises = []
+        for context in (contextlib.nullcontext, undisturbed):
+            try:
+                with context():
+                    signal.raise_signal(signal.SIGUSR1)
+                    raises.append(False)
+            except _StopError:
+                raises.append(True)
+        return raises
+
+    forked = list[Fork]()
+    with undisturbed():
+        thread = threading.Thread(target=lambda: forked.append(Fork.of(child, folder / "printed")))
+        thread.start()
+        thread.join()
+    return forked[0].wait(20)
+
+
+def test_in_a_process_that_another_thread_forks_handlers_do_not_wait(tmp_path: Path) -> None:
+    assert run_alone(forks_on_another_thread, tmp_path) == (0, [True, False, True])
 
 
 def test_no_thread_of_a_crew_goes_on_when_its_caller_was_interrupted() -> None:

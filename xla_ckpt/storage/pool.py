@@ -71,11 +71,12 @@ def work_off(
 
     crew: list[Worker] = []
     try:
-        for i in range(1, workers):
-            helper = Worker(f"{name}-{i}", daemon=True)
-            crew.append(helper)
-            if not helper.submit(worker, errors.append):
-                break
+        with undisturbed():
+            for i in range(1, workers):
+                helper = Worker(f"{name}-{i}", daemon=True)
+                crew.append(helper)
+                if not helper.submit(worker, errors.append):
+                    break
         worker()
         for helper in crew:
             helper.wait()

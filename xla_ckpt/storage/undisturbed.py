@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from xla_ckpt.storage.process_state import process_wide
+
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
 """Asked for once: each time would be 0.2 ms of the 2 ms that the caller of an asynchronous save waits."""
 
@@ -29,6 +31,7 @@ class Undisturbed:
         self._early: BaseException | None = None
         """What a handler raised while it was about to be replaced."""
         self._begun = False
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Undisturbed:
         return self
@@ -38,7 +41,8 @@ class Undisturbed:
         ready = False
         while not ready:
             try:
-                if threading.current_thread() is threading.main_thread():
+                if threading.current_thread() is threading.main_thread() and _outermost in ([], [self]):
+                    _outermost[:] = [self]
                     self._begun = True
                     self._replace()
                 ready = True
@@ -57,12 +61,21 @@ class Undisturbed:
                 signal.signal(number, self._receive)
 
     def __exit__(self, *_: object) -> None:
+        if not self._begun:  # what came meanwhile waits for the end of the context around this one
+            return
+        _outermost.clear()  # handlers that run now may begin one of their own
         with contextlib.ExitStack() as ending:  # each of these is done, although another one raises
             for number, handler in self._former.items():
                 if signal.getsignal(number) == self._receive:
                     ending.callback(signal.signal, number, handler)
             ending.callback(self._deliver)
             self._begun = False  # a handler that is not given back yet passes on from here what it receives
+
+    def reset_after_fork(self) -> None:
+        """In a process that another thread has forked: no block is left whose end handlers could wait for."""
+        if self._thread != threading.get_ident():
+            self._came.clear()  # the parent handles them
+            self.__exit__()
 
     def _deliver(self) -> None:
         if self._came:
@@ -80,6 +93,10 @@ class Undisturbed:
             self._came.append((number, frame))
         else:
             self._former[number](number, frame)
+
+
+_outermost: list[Undisturbed] = process_wide([], lambda contexts: [each.reset_after_fork() for each in contexts])
+"""The context in which handlers wait now. It is costly to begin one (0.1 ms), and those within it need no more."""
 
 
 def comes_from_outside(error: BaseException) -> bool:
