@@ -110,6 +110,7 @@ def test_zero1_ranks_are_named_by_dp(tmp_path: Path, monkeypatch: pytest.MonkeyP
     mine, shard = weight(), torch.nn.Parameter(torch.zeros(1, 3))
     as_rank(monkeypatch, mesh, 1)
     optimizer = Zero1([[(mine, shard)]], [{}], mesh, 1)
+    optimizer.base_optimizer = torch.optim.SGD([shard])  # AdamW would need its own members of the state
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"\(dp 1\) differs from \(dp 0\)") as caught:
         xla_ckpt.load_checkpoint(tmp_path, "a", {"w": mine}, optimizer)
     assert caught.value.leaf == "optimizer/state/w/factors/0"
