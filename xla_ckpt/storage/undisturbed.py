@@ -95,7 +95,12 @@ class Undisturbed:
             self._former[number](number, frame)
 
 
-_outermost: list[Undisturbed] = process_wide([], lambda contexts: [each.reset_after_fork() for each in contexts])
+def _reset_after_fork(contexts: list[Undisturbed]) -> None:
+    for context in list(contexts):
+        context.reset_after_fork()
+
+
+_outermost: list[Undisturbed] = process_wide([], _reset_after_fork)
 """The context in which handlers wait now. It is costly to begin one (0.1 ms), and those within it need no more."""
 
 
