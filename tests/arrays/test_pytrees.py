@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,81 @@ class Nameless:
     @classmethod
     def tree_unflatten(cls, _: Any, parts: Any) -> Nameless:
         return cls(*parts)
+
+
+class Keyed(dict[str, Any]):
+    """A dict that gives its keys to jax beside its parts, in their order."""
+
+
+class KeyedAndActive(Keyed):
+    """Another one, which gives a function, too."""
+
+
+class Flattened:
+    """As haiku's FlatMap: it keeps the leaves, and jax's structure of the rest."""
+
+    def __init__(self, held: Any) -> None:
+        self.leaves, self.structure = jax.tree.flatten(held)
+
+    @classmethod
+    def of(cls, structure: Any, leaves: Any) -> Flattened:
+        return cls(jax.tree.unflatten(structure, leaves))
+
+
+class Listed(list[Any]):
+    """A list of a program's own, whose key paths are positions."""
+
+
+class Twice:
+    """A class with two parts of one name."""
+
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self.held = held
+
+
+def _register(kind: Any, known: Callable[[Any], Any], keys: Callable[[Any], Any]) -> None:
+    jax.tree_util.register_pytree_node(
+        kind, lambda d: (tuple(d.values()), known(d)), lambda known, parts: kind(zip(keys(known), parts, strict=True))
+    )
+
+
+_register(Keyed, tuple, lambda known: known)
+_register(KeyedAndActive, lambda d: (jnp.sin, tuple(d)), lambda known: known[1])
+jax.tree_util.register_pytree_node(Flattened, lambda f: (f.leaves, f.structure), Flattened.of)
+jax.tree_util.register_pytree_with_keys(
+    Listed,
+    lambda d: ([(jax.tree_util.SequenceKey(n), part) for n, part in enumerate(d)], None),
+    lambda _, parts: Listed(parts),
+)
+jax.tree_util.register_pytree_with_keys(
+    Twice,
+    lambda d: ([(jax.tree_util.DictKey(k), v) for k, v in d.held.items()], tuple(d.held)),
+    lambda keys, parts: Twice(dict(zip(keys, parts, strict=True))),
+)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A static value, which jax knows as a structure alone."""
+
+    width: int
+
+
+@jax.tree_util.register_static
+class Mode(enum.Enum):
+    """A static value of an enum."""
+
+    A = 1
+    B = 2
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Active:
+    """A static value that no file can hold."""
+
+    function: Callable[..., Any]
 
 
 def saved(root: Path, tree: Any) -> None:
@@ -189,3 +265,53 @@ def test_what_was_put_on_no_device_is_put_on_none(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "b", model)
     xla_ckpt.load_checkpoint(tmp_path, "b", model)
     assert {name: leaf.committed for name, leaf in model.items()} == {"count": False, "placed": True}
+
+
+ONE, TWO = jnp.ones(2, jnp.float32), jnp.full(2, 2, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (Keyed(scale=ONE, shift=TWO), Keyed(shift=TWO, scale=ONE)),
+        (Keyed(scale=ONE, shift=TWO), Keyed(scale=ONE, offset=TWO)),
+        (Keyed(scale=ONE, shift=TWO), Keyed(scale=ONE)),
+        (Keyed(scale=ONE), Keyed(scale=ONE, shift=TWO)),
+        (KeyedAndActive(scale=ONE, shift=TWO), KeyedAndActive(shift=TWO, scale=ONE)),
+        (KeyedAndActive(scale=ONE, shift=TWO), Keyed(scale=ONE, shift=TWO)),
+        (Flattened({"a": ONE, "b": TWO}), Flattened({"b": ONE, "c": TWO})),
+        (Flattened({"dec": {"w": ONE}, "enc": [TWO, None]}), Flattened({"enc": {"w": ONE}, "zdec": [TWO, None]})),
+        (Listed([ONE, TWO]), Listed([ONE])),
+        (Twice({1: ONE, "1": TWO}), Twice({"1": ONE, 1: TWO})),
+        (Nameless(ONE, TWO), Listed([ONE, TWO])),
+        ({"0": ONE, "1": TWO, "2": TWO}, Nameless(ONE, TWO)),
+    ],
+    ids=str,
+)
+def test_parts_without_key_paths_are_those_of_the_same_structure(tmp_path: Path, stored: Any, wanted: Any) -> None:
+    saved(tmp_path, {"p": stored})
+    with pytest.raises(IncompatibleCheckpointError, match="register_pytree_with_keys") as caught:
+        xla_ckpt.restore(tmp_path, "a", {"p": wanted})
+    assert caught.value.leaf == "p"
+    again = xla_ckpt.restore(tmp_path, "a", {"p": jax.tree.map(jnp.zeros_like, stored)}).tree
+    assert same(again, {"p": stored})
+    if not isinstance(stored, KeyedAndActive):
+        assert same(xla_ckpt.restore(tmp_path, "a").tree, {"p": stored})
+
+
+def test_parts_with_key_paths_are_matched_by_them(tmp_path: Path) -> None:
+    saved(tmp_path, Twice({"scale": ONE, "shift": TWO}))
+    found = xla_ckpt.restore(tmp_path, "a", Twice({"shift": ONE, "scale": ONE})).tree
+    assert [(key, part.tolist()) for key, part in found.held.items()] == [("shift", [2, 2]), ("scale", [1, 1])]
+
+
+def test_static_values(tmp_path: Path) -> None:
+    state = {"setting": Setting(4), "mode": Mode.B, "w": ONE, "inside": Nameless(Setting(5))}
+    saved(tmp_path, state)
+    assert xla_ckpt.restore(tmp_path, "a").tree["setting"] == Setting(4)
+    for like in (state, jax.eval_shape(lambda: state), None):
+        assert same(xla_ckpt.restore(tmp_path, "a", like).tree, state)
+    own = {"setting": Setting(3), "active": Active(jnp.cos)}  # a static value is the program's, as for jax
+    xla_ckpt.save(tmp_path, "b", {"setting": Setting(4), "active": Active(jnp.sin), "w": ONE})
+    assert xla_ckpt.restore(tmp_path, "b", own).tree == own
+    assert xla_ckpt.restore(tmp_path, "b").tree["active"] == {}, "a dict of the parts, of which it has none"

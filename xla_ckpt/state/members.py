@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_instead, is_spec, target_of_spec
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError
 from xla_ckpt.keywords import nearest
@@ -27,7 +26,7 @@ from xla_ckpt.state.program_hints import hints_of, hints_of_tree
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
-from xla_ckpt.state.values import CODEC
+from xla_ckpt.state.values import CODEC, parts_of_pattern
 from xla_ckpt.state.wrappers import is_names_only, unwrapped_model
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
@@ -327,7 +326,7 @@ class Like:
             lambda v: kind(v) is not None or is_spec(v),
             CODEC,
             whole,
-            parts=pytree.parts,
+            parts=parts_of_pattern,
             instead=array_instead,
             module_metadata=stored.metadata_at,
         )

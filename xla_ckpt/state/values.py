@@ -29,6 +29,7 @@ from xla_ckpt.tree.classes import scalar_below
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec, ValueKind
 from xla_ckpt.tree.flatten import NAMESPACES
 from xla_ckpt.tree.nested import in_dicts_and_lists
+from xla_ckpt.tree.skeleton import ValueParts
 from xla_ckpt.tree.unflatten import Resolve
 
 
@@ -215,7 +216,7 @@ def _check_torch(what: str) -> None:
         )
 
 
-_PLAIN = ValueCodec(SHELL_KINDS, later=_torch_kinds)
+_PLAIN = ValueCodec(SHELL_KINDS, pytree.structure_apart, later=_torch_kinds)
 
 
 def _apart(value: Any) -> Composite | None:
@@ -243,6 +244,15 @@ def _kind_of(parts: Composite) -> Any:
 
 def _compose(parts: Composite, resolve: Resolve) -> Any:
     return _kind_of(parts).compose(parts, resolve)
+
+
+def parts_of_pattern(pattern: Any, stored: Json) -> ValueParts | None:
+    """The parts of a pattern that jax takes apart (see `pytree.parts`); None for any other.
+
+    Raises:
+        IncompatibleCheckpointError: They do not fit to what is stored.
+    """
+    return pytree.parts(pattern, stored, CODEC, _PLAIN)
 
 
 def checked_members(parts: Composite, resolve: Resolve) -> Any:
