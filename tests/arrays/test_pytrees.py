@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 import xla_ckpt
 from xla_ckpt import FormatError, IncompatibleCheckpointError, UntrustedObjectError
@@ -212,9 +217,6 @@ def test_typed_keys(tmp_path: Path, implementation: str) -> None:
 
 def test_a_number_fills_an_array_without_dims(tmp_path: Path) -> None:
     """A step is a number until the first one has been compiled, and an array from then on."""
-    import numpy as np
-    import torch
-
     saved(tmp_path, {"step": 5})
     patterns = [
         jnp.zeros((), jnp.int32),
@@ -315,3 +317,117 @@ def test_static_values(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path, "b", {"setting": Setting(4), "active": Active(jnp.sin), "w": ONE})
     assert xla_ckpt.restore(tmp_path, "b", own).tree == own
     assert xla_ckpt.restore(tmp_path, "b").tree["active"] == {}, "a dict of the parts, of which it has none"
+
+
+NAN = float("nan")
+NUMBERS = [3, 0.5, 0.1, 2**40, 16777217, -1, True, 1e300, NAN, -math.inf, 1 + 2j, 0.1j]
+SCALARS = [np.float64(0.1), np.float32(0.1), np.int64(2**40), np.int8(3), np.uint64(2**63 + 5), np.bool_(True)]
+TYPES = ["uint8", "int32", "bfloat16", "float32", "float64", "complex64"]
+
+
+def _patterns(name: str) -> dict[str, Any]:
+    """Arrays without dims of a type, of each framework; jax has none of 64 bits."""
+    of_jax = {} if name.endswith("64") and name != "complex64" else {
+        "array": jnp.zeros((), name), "struct": jax.ShapeDtypeStruct((), jnp.dtype(name))
+    }  # fmt: skip
+    return of_jax | {
+        "numpy": np.zeros((), jnp.dtype(name)),
+        "torch": torch.zeros((), dtype=getattr(torch, name)),
+        "spec": xla_ckpt.ArraySpec((), name),
+    }
+
+
+def _python(value: Any) -> Any:
+    """The number of an array without dims, as one of Python's."""
+    return value.item() if isinstance(value, torch.Tensor) else np.asarray(value).item()
+
+
+@pytest.mark.parametrize("number", NUMBERS + SCALARS, ids=lambda n: f"{type(n).__name__}({n})")
+def test_a_number_comes_back_in_an_array_or_is_refused(tmp_path: Path, number: Any) -> None:
+    """Exact, or rounded to the type that the framework gives the number by itself; never another number."""
+    saved(tmp_path, {"v": number})
+    plain = _python(number)
+    natural = {"array": jnp.asarray(plain).dtype.name if plain not in (2**40, 2**63 + 5) else "int32"}
+    natural |= {"struct": natural["array"], "numpy": np.asarray(plain).dtype.name}
+    natural |= dict.fromkeys(("torch", "spec"), str(torch.tensor(0.1 if plain == 2**63 + 5 else plain).dtype)[6:])
+    for name in TYPES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                rounded = np.asarray(plain).astype(jnp.dtype(name)).item()
+            except (OverflowError, TypeError, ValueError):
+                rounded = None
+            if isinstance(plain, complex) and name != "complex64" and plain.imag:
+                rounded = None
+        exact = rounded == plain or (plain != plain and rounded is not None and rounded != rounded)
+        for kind, pattern in _patterns(name).items():
+            close = isinstance(plain, float | complex) and natural[kind] == name and abs(plain) < 1e30
+            if exact or close:
+                found = xla_ckpt.restore(tmp_path, "a", {"v": pattern}).tree["v"]
+                assert tuple(found.shape) == ()
+                assert str(found.dtype).removeprefix("torch.") == name
+                assert _python(found) == rounded or plain != plain
+            else:
+                with pytest.raises(IncompatibleCheckpointError, match="changes its value") as caught:
+                    xla_ckpt.restore(tmp_path, "a", {"v": pattern})
+                assert caught.value.leaf == "v"
+
+
+def test_cast_rounds_a_number(tmp_path: Path) -> None:
+    saved(tmp_path, {"v": 0.1})
+    found = xla_ckpt.restore(tmp_path, "a", {"v": jnp.zeros((), jnp.bfloat16)}, cast=True).tree["v"]
+    assert (found.dtype, found) == (jnp.bfloat16, jnp.bfloat16(0.1))
+    with pytest.raises(IncompatibleCheckpointError, match="changes its value"):
+        xla_ckpt.restore(tmp_path, "a", {"v": jnp.zeros((), jnp.int32)}, cast=True)
+
+
+def test_a_state_fits_its_own_eval_shape(tmp_path: Path) -> None:
+    state = {
+        "step": 3,
+        "rate": 0.1,
+        "on": True,
+        "z": 0.1j,
+        "n": np.float64(0.1),
+        "i": np.int64(7),
+        "w": jnp.asarray(0.1),
+    }
+    saved(tmp_path, state)
+    found = xla_ckpt.restore(tmp_path, "a", jax.eval_shape(lambda: state)).tree
+    assert same(found, jax.tree.map(jnp.asarray, state))
+    assert jax.tree.map(lambda v: v.dtype, found) == jax.tree.map(lambda v: jnp.asarray(v).dtype, state)
+
+
+def test_arrays_of_64_bits_are_not_truncated(tmp_path: Path) -> None:
+    """jax makes arrays of 32 bits where it is asked for 64, unless jax_enable_x64 is on."""
+    with jax.enable_x64(True):
+        values = {
+            "i": jnp.asarray([2**40 + 3, -1]), "f": jnp.asarray([1 / 3, 1e300]),
+            "u": jnp.asarray([2**63 + 1], jnp.uint64), "c": jnp.asarray([1 + 1e-12j]),
+        }  # fmt: skip
+        assert {value.dtype.itemsize for value in values.values()} == {8, 16}
+        saved(tmp_path, values)
+        saved_as_numpy = jax.tree.map(np.asarray, values)
+        xla_ckpt.save(tmp_path, "n", saved_as_numpy)
+        everywhere = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        for tag in ("a", "n"):
+            assert same(xla_ckpt.restore(tmp_path, tag, values).tree, values)
+    for tag, (name, value) in itertools.product(("a", "n"), values.items()):
+        as_numpy = saved_as_numpy[name]
+        for like in (
+            value,
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=everywhere),
+            xla_ckpt.ArraySpec(value.shape, value.dtype.name, sharding=everywhere),
+        ):
+            with pytest.raises(xla_ckpt.UsageError, match="jax_enable_x64 is off") as caught:
+                xla_ckpt.restore(tmp_path, tag, {name: like})
+            assert caught.value.leaf == name
+        for whole in (None, {name: as_numpy}):
+            found = xla_ckpt.restore(tmp_path, tag, whole).tree[name]
+            assert (found.dtype, found.tolist()) == (as_numpy.dtype, as_numpy.tolist())
+        rounded = jax.ShapeDtypeStruct(value.shape, jnp.float32)
+        if name == "f":
+            assert xla_ckpt.restore(tmp_path, tag, {name: rounded}, cast=True).tree[name].dtype == jnp.float32
+    xla_ckpt.save(tmp_path, "s", {"v": 3})
+    with pytest.raises(xla_ckpt.UsageError, match="jax_enable_x64 is off"):
+        xla_ckpt.restore(tmp_path, "s", {"v": xla_ckpt.ArraySpec((), "int64", sharding=everywhere)})

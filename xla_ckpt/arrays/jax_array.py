@@ -159,8 +159,7 @@ class Jax:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        sharding = wanted_sharding(value)
-        return NewJax(dtype or self.dtype(value), _on_devices(sharding, value.shape), sharding)
+        return fresh_jax(value.shape, numpy_dtype(dtype or self.dtype(value)), wanted_sharding(value))
 
     def _data(self, value: Any, local: LocalArray) -> list[Any]:
         """The data of each piece."""
@@ -234,5 +233,41 @@ def _room(shape: tuple[int, ...], element: np.dtype[Any], slabs: Slabs) -> Any:
 
 
 def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
-    """A target that makes a new jax array; `sharding` None means jax's default device."""
+    """A target that makes a new jax array; `sharding` None means jax's default device.
+
+    Raises:
+        UsageError: jax makes no arrays of this type, or the sharding does not fit to the shape.
+    """
+    check_makes(numpy_type)
     return NewJax(dtypes.dtype(np.dtype(numpy_type).name), _on_devices(sharding, shape), sharding)
+
+
+def makes(numpy_type: Any) -> bool:
+    """Whether jax makes arrays of a type, which it truncates to 32 bits otherwise."""
+    return bool(jax.dtypes.canonicalize_dtype(numpy_type) == numpy_type)
+
+
+def check_makes(numpy_type: Any) -> None:
+    """Refuse an element type of 64 bits where jax truncates it.
+
+    Raises:
+        UsageError: jax_enable_x64 is off.
+    """
+    if not makes(numpy_type):
+        raise UsageError(
+            "jax truncates arrays of 64 bits, since jax_enable_x64 is off",
+            expected=f"an array of {np.dtype(numpy_type).name}",
+            found=f"jax makes {jax.dtypes.canonicalize_dtype(numpy_type).name}",
+            hint="Call jax.config.update('jax_enable_x64', True) first. Or ask for an array of numpy's, with "
+            "ArraySpec(shape, np.dtype(...)); or for floating-point values of a smaller type, with cast=True.",
+        )
+
+
+def number_array(pattern: Any, number: Any) -> Any:
+    """A numpy array without dims as one of jax's like a pattern.
+
+    Raises:
+        UsageError: jax makes no arrays of its type.
+    """
+    check_makes(number.dtype)
+    return jax.device_put(number, wanted_sharding(pattern))

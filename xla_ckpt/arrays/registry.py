@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
@@ -16,11 +19,12 @@ from xla_ckpt.arrays.torch_objects import is_of, is_torch_tensor, torch_is_insta
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.manifest.forms import ArrayForm
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.tree.codec import ValueCodec
 
 if TYPE_CHECKING:
     import torch
@@ -192,8 +196,6 @@ def _names_tensor(element_type: Any) -> bool:
 def _name(element_type: Any) -> str:
     if _names_tensor(element_type):
         return str(element_type).removeprefix("torch.")
-    import numpy as np
-
     try:
         return str(np.dtype(element_type).name)
     except TypeError as error:
@@ -206,32 +208,88 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, ArraySpec | KeyRows) or (type(value).__name__ == "ShapeDtypeStruct" and not is_key(value))
 
 
-def array_instead(pattern: Any, stored: Any) -> Any:
+def array_instead(pattern: Any, stored: Any, codec: ValueCodec, *, cast: bool) -> Any:
     """An array like `pattern`, where something is stored that is none; NotImplemented where that makes no such array.
 
-    A plain number is an array without dims: jax counts steps in a number until a step has been compiled, and in an
-    array from then on.
+    A number is an array without dims: jax counts steps in a number until a step has been compiled, and in an array
+    from then on. `codec` wrote what is stored; `cast` allows to round it to a floating-point type.
 
     Raises:
-        IncompatibleCheckpointError: What is stored is a typed key.
+        IncompatibleCheckpointError: What is stored is a typed key, or a number that an array of this type changes.
+        UsageError: jax makes no arrays of this type.
     """
     if (problem := key_in_place_of_array(stored)) is not None:
         raise problem
-    if type(stored) not in (bool, int, float) or tuple(pattern.shape):
+    number = NotImplemented if tuple(pattern.shape) else _number_of(stored, codec)
+    if number is NotImplemented:
         return NotImplemented
     kind = pattern._kind if isinstance(pattern, ArraySpec) else None
-    if is_torch_tensor(pattern) or kind == "torch":
+    is_tensor = is_torch_tensor(pattern) or kind == "torch"
+    is_numpy = isinstance(pattern, np.ndarray) or kind == "numpy"
+    element = dtype(_name(pattern.dtype))
+    array = _array_of_number(number, numpy_dtype(element))
+    if array is None or not _is_same_number(array.item(), number):
+        rounds = (cast and element.floating and type(number) is float) or (
+            type(number) in (float, complex)
+            and numpy_dtype(element) == _natural_type(number, tensor=is_tensor, numpy=is_numpy)
+        )
+        if array is None or not rounds or not np.isfinite(array):
+            raise IncompatibleCheckpointError(
+                f"the number {number!r} is stored, and an array of {element.name} changes its value",
+                expected=f"a number that {element.name} has",
+                found=f"{number!r} ({type(number).__name__})",
+                hint="Put a number into `like`, or an array of a type that has its value."
+                + (" cast=True rounds it." if element.floating and type(number) is float and not cast else ""),
+            )
+    if is_tensor:
         from xla_ckpt.arrays.torch_arrays import number_tensor
 
-        return number_tensor(pattern, stored)
-    import numpy as np
-
-    array = np.asarray(stored, numpy_dtype(dtype(_name(pattern.dtype))))
-    if isinstance(pattern, np.ndarray) or kind == "numpy":
+        return number_tensor(pattern, number)
+    if is_numpy:
         return array
+    from xla_ckpt.arrays.jax_array import number_array
+
+    return number_array(pattern, array)
+
+
+def _number_of(stored: Any, codec: ValueCodec) -> Any:
+    """The number of Python's that is stored, as such or as a scalar of numpy's; NotImplemented if none is."""
+    if isinstance(stored, dict) and len(stored) == 1 and next(iter(stored)).startswith(_NUMBERS):
+        stored = codec.decode(stored)
+        stored = stored.item() if isinstance(stored, np.generic) else stored
+    return stored if type(stored) in (bool, int, float, complex) else NotImplemented
+
+
+_NUMBERS = ("$int", "$float", "$complex", "$numpy.")
+"""How the skeleton names numbers that are none of JSON's begin; other scalars of numpy's begin so, too."""
+
+
+def _array_of_number(number: Any, element: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
+    """A number as an array without dims, rounded where the type does not have it; None where it makes none."""
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy 1 wraps integers, and warns of it
+            return np.array(number, element)
+    except (OverflowError, TypeError, ValueError):  # too large; a complex number; NaN as an integer
+        return None
+
+
+def _is_same_number(one: Any, other: Any) -> bool:
+    return bool(one == other or (one != one and other != other))
+
+
+def _natural_type(number: complex, *, tensor: bool, numpy: bool) -> np.dtype[Any]:
+    """The type of the array that torch, numpy or jax makes of a number by itself."""
+    own = np.dtype(type(number))
+    if tensor:
+        import torch
+
+        return numpy_dtype(dtype(_name(torch.tensor(number).dtype)))
+    if numpy:
+        return own
     import jax
 
-    return jax.device_put(array, wanted_sharding(pattern))
+    return np.dtype(jax.dtypes.canonicalize_dtype(own))
 
 
 def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Target:
@@ -265,11 +323,9 @@ def making_new(
         if (making := making_new_tensors(element, shape, local, device)) is not None:
             return making
     if kind == "jax" and "jax" in sys.modules:
-        import jax
-
-        from xla_ckpt.arrays.jax_array import fresh_jax
+        from xla_ckpt.arrays.jax_array import fresh_jax, makes
 
         numpy_type = numpy_dtype(element)
-        if jax.dtypes.canonicalize_dtype(numpy_type) == numpy_type:
+        if makes(numpy_type):
             return functools.partial(fresh_jax, local.shape, numpy_type, None)
     return functools.partial(fresh_numpy, element, shape, numpy_dtype(element), local)

@@ -327,7 +327,7 @@ class Like:
             CODEC,
             whole,
             parts=parts_of_pattern,
-            instead=array_instead,
+            instead=partial(array_instead, codec=CODEC, cast=stored.cast),
             module_metadata=stored.metadata_at,
         )
         make = weave.visit(self.like, stored.skeleton)
