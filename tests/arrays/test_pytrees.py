@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import itertools
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +20,11 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.layouts.orbax_saves import eight_devices
+from tests.runs import ROOT
 from xla_ckpt import FormatError, IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.state.values import CODEC, resolver
 from xla_ckpt.tree.codec import Composite
 
@@ -394,7 +399,7 @@ def test_a_state_fits_its_own_eval_shape(tmp_path: Path) -> None:
     saved(tmp_path, state)
     found = xla_ckpt.restore(tmp_path, "a", jax.eval_shape(lambda: state)).tree
     assert same(found, jax.tree.map(jnp.asarray, state))
-    assert jax.tree.map(lambda v: v.dtype, found) == jax.tree.map(lambda v: jnp.asarray(v).dtype, state)
+    assert jax.eval_shape(lambda: found) == jax.eval_shape(lambda: jax.tree.map(jnp.asarray, state))
 
 
 def test_arrays_of_64_bits_are_not_truncated(tmp_path: Path) -> None:
@@ -431,3 +436,62 @@ def test_arrays_of_64_bits_are_not_truncated(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path, "s", {"v": 3})
     with pytest.raises(xla_ckpt.UsageError, match="jax_enable_x64 is off"):
         xla_ckpt.restore(tmp_path, "s", {"v": xla_ckpt.ArraySpec((), "int64", sharding=everywhere)})
+
+
+WEAK = {"temperature": jnp.asarray(0.1), "count": jnp.asarray(3), "several": jnp.full((2, 3), 0.5)}
+STRONG = {name: value.astype(value.dtype) for name, value in WEAK.items()}
+PLACED = {name: jax.device_put(value, jax.devices()[0]) for name, value in WEAK.items()}
+
+
+def _weak_types(tree: Any) -> Any:
+    return jax.tree.map(lambda value: value.weak_type, tree)
+
+
+@pytest.mark.parametrize("state", [WEAK, STRONG, PLACED], ids=["weak", "strong", "placed"])
+def test_the_weak_type_of_the_save_comes_back(tmp_path: Path, state: Any) -> None:
+    """Weakly typed values take the element type of what they meet, so that a program would compute something else."""
+    saved(tmp_path, state)
+    xla_ckpt.convert(tmp_path, tmp_path / "converted", "a")
+    shapes = jax.eval_shape(lambda: WEAK)
+    for root, like in itertools.product((tmp_path, tmp_path / "converted"), (None, WEAK, STRONG, PLACED, shapes)):
+        found = xla_ckpt.restore(root, "a", like).tree
+        assert _weak_types(found) == _weak_types(state)
+        assert same(found, state)
+        if like is WEAK or like is PLACED:
+            assert [v.committed for v in found.values()] == [like is PLACED] * 3
+    model = dict(STRONG)
+    xla_ckpt.save_checkpoint(tmp_path, "model", state)
+    xla_ckpt.load_checkpoint(tmp_path, "model", model)
+    assert _weak_types(model) == _weak_types(state)
+    halves = jnp.ones((2, 3), jnp.bfloat16)
+    assert (halves * found["several"]).dtype == (halves * state["several"]).dtype
+    assert jax.jit(lambda v: v * 2)(found["several"]).weak_type == state["several"].weak_type
+
+
+def test_tags_of_older_versions_take_the_weak_type_of_the_pattern(tmp_path: Path) -> None:
+    saved(tmp_path, WEAK)
+    path = tmp_path / "a" / "manifest.json"
+    manifest = manifest_json.parse(path.read_bytes())
+    unknown = {leaf: record.changed(weak_type=None) for leaf, record in manifest.arrays.items()}
+    path.write_bytes(manifest_json.dump(dataclasses.replace(manifest, arrays=Arrays.of(unknown))))
+    assert b"weak_type" not in path.read_bytes()
+    for like in (WEAK, STRONG, jax.eval_shape(lambda: WEAK)):
+        assert _weak_types(xla_ckpt.restore(tmp_path, "a", like).tree) == _weak_types(like)
+    assert not any(_weak_types(xla_ckpt.restore(tmp_path, "a").tree).values())
+
+
+def test_a_weakly_typed_array_over_several_devices(tmp_path: Path) -> None:
+    code = """
+import sys, jax, jax.numpy as jnp, numpy as np, xla_ckpt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+state = {"s": jax.device_put(jnp.full((8, 2), 0.5), split), "r": jax.device_put(jnp.full((2,), 0.5), whole)}
+xla_ckpt.save(sys.argv[1], "a", state)
+like = {"s": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(mesh, P("x", "y"))), "r": state["r"]}
+found = xla_ckpt.restore(sys.argv[1], "a", like).tree
+for name, value in found.items():
+    assert value.weak_type and state[name].weak_type and value.sharding == like[name].sharding and value.committed
+    assert (value == state[name]).all() and (value * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16, name
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=eight_devices(), check=True)

@@ -55,7 +55,7 @@ def tag() -> TagReader:
     array = np.arange(leaf.nbytes // 4, dtype=np.float32)
     directory = MemoryDirectory()
     written = write_files(directory, plan_save([leaf]), {("model/w", 0): array.view(np.uint8).data})
-    facts = {"model/w": ("float32", SHAPE, None)}
+    facts = {"model/w": ("float32", SHAPE, None, None)}
     merged = merge(
         [Record.of(written.shards, rank=0, files=written.files, arrays=facts, aliases={}, skeleton=None)], Mesh()
     )

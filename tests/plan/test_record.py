@@ -56,7 +56,7 @@ def record(shards: Any, samples: Any, *, says_common: bool) -> Record:
         LeafShards.of(shards), samples, common=NAMES[1::-1], says_common=says_common, rank=1, aliases={},
         skeleton={"a": 1},
         files=(FileRecord(path="f", size=9, head=9, digest=(1 << 64) - 1),), objects=(0,), parts={"model": "x"},
-        arrays={"model/a": ("float32", (2, 3), (None, ("tp",)))} if says_common else {},
+        arrays={"model/a": ("float32", (2, 3), (None, ("tp",)), None)} if says_common else {},
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
         plan = plan_save([leaf for leaf, _ in held], rank, len(ranks))
         memory = {(leaf.path, i): bytes_view(a) for leaf, arrays in held for i, a in enumerate(arrays)}
         written = write_files(directory, plan, memory, Crew(workers=2), segment_bytes=segment_bytes)
-        arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf, _ in held}
+        arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None) for leaf, _ in held}
         records.append(
             Record.of(written.shards, rank=rank, files=written.files, arrays=arrays, aliases={}, skeleton=None)
         )

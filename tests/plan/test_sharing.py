@@ -37,7 +37,7 @@ def recorded(files: list[Written], ranks: list[list[Leaf]], mesh: Mesh) -> Manif
     records = [
         Record.of(
             written.shards, rank=rank, files=written.files, aliases={}, skeleton={} if rank == 0 else None,
-            arrays={leaf.path: (leaf.dtype.name, leaf.shape, None) for leaf in ranks[rank]},
+            arrays={leaf.path: (leaf.dtype.name, leaf.shape, None, None) for leaf in ranks[rank]},
         )
         for rank, written in enumerate(files)
     ]  # fmt: skip

@@ -97,7 +97,10 @@ class NewTag:
                 written.shards,
                 rank=0,
                 files=tuple(records),
-                arrays={leaf: (r.dtype.name, r.shape, rewriting.specs.get(leaf)) for leaf, r in old.arrays.items()},
+                arrays={
+                    leaf: (r.dtype.name, r.shape, rewriting.specs.get(leaf), r.form.weak_type)
+                    for leaf, r in old.arrays.items()
+                },
                 aliases=old.aliases,
                 skeleton=old.skeleton,
                 module_metadata=old.module_metadata,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -159,7 +159,8 @@ class Jax:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        return fresh_jax(value.shape, numpy_dtype(dtype or self.dtype(value)), wanted_sharding(value))
+        element = numpy_dtype(dtype or self.dtype(value))
+        return fresh_jax(value.shape, element, wanted_sharding(value), weak_type=value.weak_type)
 
     def _data(self, value: Any, local: LocalArray) -> list[Any]:
         """The data of each piece."""
@@ -193,6 +194,8 @@ class NewJax(Target):
     sharding: Any
     """None means jax's default device."""
 
+    weak_type: bool
+
     parts: dict[Box, Any] = field(default_factory=dict)
     """The memory of each region."""
 
@@ -212,7 +215,11 @@ class NewJax(Target):
         # One call for all that go to the default device: a call for each takes more than twice as long.
         free = [target._whole() for target in targets if target.sharding is None]
         free = iter(jax.device_put(free))
-        return [next(free) if target.sharding is None else target._placed() for target in targets]
+        arrays = [next(free) if target.sharding is None else target._placed() for target in targets]
+        return [_weak(array) if target.weak_type else array for target, array in zip(targets, arrays, strict=True)]
+
+    def with_weak_type(self, weak_type: bool) -> NewJax:
+        return replace(self, weak_type=weak_type)
 
     def _whole(self) -> Any:
         (part,) = self.parts.values()
@@ -226,20 +233,28 @@ class NewJax(Target):
         return jax.make_array_from_callback(shape, self.sharding, lambda index: parts[_box(index, shape)])
 
 
+def _weak(array: Any) -> Any:
+    """The same array with a weak type. jax has no public function that makes one of more than a number."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return type(array)(array.aval.update(weak_type=True), array.sharding, shards, committed=array.committed)
+
+
 def _room(shape: tuple[int, ...], element: np.dtype[Any], slabs: Slabs) -> Any:
     """Memory for a region. On a CPU, jax copies it unless it is aligned, as what slabs give is."""
     nbytes = math.prod(shape) * element.itemsize
     return slabs.take(nbytes).view(element).reshape(shape) if nbytes >= HUGE_BYTES else np.empty(shape, element)
 
 
-def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
+def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any, *, weak_type: bool = False) -> Target:
     """A target that makes a new jax array; `sharding` None means jax's default device.
+
+    The stored array decides on the weak type, unless an older version stored it (see `Target.with_weak_type`).
 
     Raises:
         UsageError: jax makes no arrays of this type, or the sharding does not fit to the shape.
     """
     check_makes(numpy_type)
-    return NewJax(dtypes.dtype(np.dtype(numpy_type).name), _on_devices(sharding, shape), sharding)
+    return NewJax(dtypes.dtype(np.dtype(numpy_type).name), _on_devices(sharding, shape), sharding, weak_type)
 
 
 def makes(numpy_type: Any) -> bool:
@@ -270,4 +285,5 @@ def number_array(pattern: Any, number: Any) -> Any:
         UsageError: jax makes no arrays of its type.
     """
     check_makes(number.dtype)
-    return jax.device_put(number, wanted_sharding(pattern))
+    array = jax.device_put(number, wanted_sharding(pattern))
+    return _weak(array) if getattr(pattern, "weak_type", False) else array

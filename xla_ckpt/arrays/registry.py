@@ -300,7 +300,9 @@ def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Targe
 
     if isinstance(value, KeyRows):
         return fresh_jax(stored.shape, numpy_dtype(stored.dtype), value.sharding(stored.shape))
-    return fresh_jax(tuple(value.shape), value.dtype, wanted_sharding(value))
+    return fresh_jax(
+        tuple(value.shape), value.dtype, wanted_sharding(value), weak_type=getattr(value, "weak_type", False)
+    )
 
 
 def new_array(element: DType, local: LocalArray, kind: str, device: torch.device | None = None) -> Target:
@@ -309,7 +311,7 @@ def new_array(element: DType, local: LocalArray, kind: str, device: torch.device
 
 
 def making_new(
-    element: DType, local: LocalArray, kind: str, device: torch.device | None = None
+    element: DType, local: LocalArray, kind: str, device: torch.device | None = None, *, weak_type: bool = False
 ) -> Callable[[], Target]:
     """What makes targets, each of them for a new array of a kind, in host memory unless a torch device is named.
 
@@ -327,5 +329,5 @@ def making_new(
 
         numpy_type = numpy_dtype(element)
         if makes(numpy_type):
-            return functools.partial(fresh_jax, local.shape, numpy_type, None)
+            return functools.partial(fresh_jax, local.shape, numpy_type, None, weak_type=weak_type)
     return functools.partial(fresh_numpy, element, shape, numpy_dtype(element), local)

@@ -10,6 +10,7 @@ from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.unchanged import Fixed
 from xla_ckpt.engine.writing import Writing
 from xla_ckpt.plan.leaf import Leaves
+from xla_ckpt.plan.same_arrays import ArrayFact
 from xla_ckpt.snapshot.take import Snapshot
 
 
@@ -54,10 +55,10 @@ class Frozen:
         """Whether all ranks of this pipeline stage have a leaf."""
         return not path.startswith(self.alone)
 
-    def types(self, which: Callable[[str], bool]) -> dict[str, tuple[str, tuple[int, ...], Any]]:
-        """(dtype, global shape, spec) of some leaves, by leaf path."""
+    def types(self, which: Callable[[str], bool]) -> dict[str, ArrayFact]:
+        """What the manifest says of some leaves, by leaf path."""
         with collector_paused():
             leaves = self.leaves
-            facts = [(dtype.name, holding.shape, holding.spec) for dtype, holding in leaves.forms]
+            facts = [(dtype.name, holding.shape, holding.spec, holding.weak_type) for dtype, holding in leaves.forms]
             rows = zip(leaves.paths, leaves.form.tolist(), strict=True)
             return {path: facts[form] for path, form in rows if which(path)}

@@ -51,6 +51,10 @@ class Target(Protocol):
         """The memory of the program that each box ends up in, however it gets there; none if the array is a new one."""
         return ()
 
+    def with_weak_type(self, weak_type: bool) -> Target:  # only arrays of jax have one
+        """The same target for an array with a weak type, or without."""
+        return self
+
     @classmethod
     def memory_of(cls, targets: Sequence[Any], slabs: Slabs) -> list[list[memoryview]]:
         """`memory` of some targets of this kind."""

@@ -92,7 +92,11 @@ class ArrayRecord:
 
 
 def array_record(
-    dtype: DType, shape: tuple[int, ...], shards: Sequence[Shard] | ShardColumns, spec: Any = None
+    dtype: DType,
+    shape: tuple[int, ...],
+    shards: Sequence[Shard] | ShardColumns,
+    spec: Any = None,
+    weak_type: bool | None = None,
 ) -> ArrayRecord:
     """The record of an array that is stored in these shards, as one grid if they are one.
 
@@ -102,7 +106,8 @@ def array_record(
     if not isinstance(shards, ShardColumns):
         places = [shard for shard in shards if shard.box.size]
         if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
-            form = form_of(dtype=dtype, shape=shape, grids=(single(places[0].box),), spec=frozen(spec))
+            grids = (single(places[0].box),)
+            form = form_of(dtype=dtype, shape=shape, grids=grids, spec=frozen(spec), weak_type=weak_type)
             return ArrayRecord(form=form, files=(places[0].file,), offsets=(places[0].offset,))
         try:
             shards = ShardColumns.of(places)
@@ -117,7 +122,13 @@ def array_record(
     files, offsets = shards.file.tolist(), shards.offset.tolist()
     of_cells = None if frames is None else tuple([frames[i] for i in order])
     return ArrayRecord(
-        form=form_of(dtype=dtype, shape=shape, grids=tuple([grid for grid, _ in fitted]), spec=frozen(spec)),
+        form=form_of(
+            dtype=dtype,
+            shape=shape,
+            grids=tuple([grid for grid, _ in fitted]),
+            spec=frozen(spec),
+            weak_type=weak_type,
+        ),
         files=tuple([files[i] for i in order]),
         offsets=tuple([offsets[i] for i in order]),
         frames=of_cells if of_cells is not None and any(frame is not None for frame in of_cells) else None,

@@ -28,6 +28,7 @@ def form_json(arrays: Arrays, number: int) -> dict[str, Any]:
         "shape": list(form.shape),
         **({"spec": form.spec} if split else {}),
         **({"divergent": True} if form.divergent else {}),
+        **({} if form.weak_type is None else {"weak_type": form.weak_type}),
         "cuts": [[intseq.pack_ints(cuts) for cuts in grid.cuts] for grid in form.grids],
         "names": [arrays.names[row] for row in arrays.by_form[number].tolist()],
         "files": intseq.pack_ints(arrays.file[cells]),
@@ -130,6 +131,7 @@ def _parse_form(entry: Any, grids: list[Any], budget: int) -> ArrayForm:
         grids=tuple(cells),
         spec=_parse_spec(entry, len(shape)),
         divergent="divergent" in entry and member(entry, "divergent", bool),
+        weak_type=member(entry, "weak_type", bool) if "weak_type" in entry else None,
     )
 
 

@@ -53,6 +53,9 @@ class ArrayForm:
     divergent: bool = False
     """Whether the ranks had different bytes in place of equal replicas. Those of the first replica are stored."""
 
+    weak_type: bool | None = None
+    """Whether it was an array of jax's with a weak type; None if it was none of jax's, or older versions stored it."""
+
     cells: int = field(init=False, repr=False, compare=False)
     """Number of shards."""
 

@@ -28,6 +28,9 @@ class Holding:
     spec: tuple[object, ...] | None = None
     """How the array is split, for people and for `explain` (see `xla_ckpt.sharding.sharding.Sharding.spec`)."""
 
+    weak_type: bool | None = None
+    """Whether it is an array of jax's with a weak type; None for arrays that are none of jax's."""
+
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         for shard in self.shards:
@@ -100,10 +103,10 @@ def leaf_of(path: str, dtype: DType, local: LocalArray) -> Leaf:
     return Leaf(path, dtype, holding_of(local))
 
 
-def holding_of(local: LocalArray, *, together: bool = False) -> Holding:
+def holding_of(local: LocalArray, *, together: bool = False, weak_type: bool | None = None) -> Holding:
     """What a process holds whose tensor lies like this. `together`: one holder writes each shard whole."""
     shards = tuple(_shard(piece, local, together) for piece in local.pieces)
-    return Holding(shape=local.shape, shards=shards, spec=local.spec)
+    return Holding(shape=local.shape, shards=shards, spec=local.spec, weak_type=weak_type)
 
 
 def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:

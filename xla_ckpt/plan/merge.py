@@ -23,15 +23,13 @@ from xla_ckpt.manifest.shards import ShardColumns
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.replicas import LeafNumbers, Replicas, compare_replicas
+from xla_ckpt.plan.same_arrays import ArrayFact
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.grid import single
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import renumbered
-
-Fact = tuple[str, tuple[int, ...], Any]
-"""(dtype, global shape, spec) of an array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
     warnings, divergent = compare_replicas(records, mesh, replicas, numbers)
     files: list[FileRecord] = []
     first_files: list[int] = []
-    facts: dict[str, Fact] = {}
+    facts: dict[str, ArrayFact] = {}
     aliases: dict[str, str] = {}
     objects: list[int] = []
     skeleton: Any = None
@@ -125,7 +123,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
 
 
 def _arrays(
-    records: Sequence[Record], facts: Mapping[str, Fact], numbers: LeafNumbers, first_files: Sequence[int]
+    records: Sequence[Record], facts: Mapping[str, ArrayFact], numbers: LeafNumbers, first_files: Sequence[int]
 ) -> tuple[Arrays, list[Duplicate]]:
     """All arrays, from the shards of all ranks; and what two ranks wrote, which is not in them twice."""
     shards = ShardColumns.joined([record.shards for record in records], first_files)
@@ -134,7 +132,10 @@ def _arrays(
     order = np.argsort(leaf, kind="stable")
     ends = np.searchsorted(leaf[order], np.arange(len(numbers.of) + 1))
     kinds: dict[tuple[Any, ...], int] = {}
-    kind = [kinds.setdefault((dtype, shape, frozen(spec)), len(kinds)) for dtype, shape, spec in facts.values()]
+    kind = [
+        kinds.setdefault((dtype, shape, frozen(spec), weak_type), len(kinds))
+        for dtype, shape, spec, weak_type in facts.values()
+    ]
     number = np.array([numbers.of.get(name, len(numbers.of)) for name in facts], np.int64)
     row = _only_rows(shards, order, ends, number, [fact[1] for fact in facts.values()])
     whole = np.flatnonzero(row >= 0)  # as most arrays of a job of few ranks
@@ -144,8 +145,14 @@ def _arrays(
     of_one_shard = Arrays(
         names=[names[i] for i in whole.tolist()],
         forms=tuple(
-            form_of(dtype=dtypes.dtype(dtype), shape=shape, grids=(single(Box.whole(shape)),), spec=spec)
-            for dtype, shape, spec in map(all_kinds.__getitem__, used.tolist())
+            form_of(
+                dtype=dtypes.dtype(dtype),
+                shape=shape,
+                grids=(single(Box.whole(shape)),),
+                spec=spec,
+                weak_type=weak_type,
+            )
+            for dtype, shape, spec, weak_type in map(all_kinds.__getitem__, used.tolist())
         ),
         form=form.reshape(-1),
         file=shards.file[which],
@@ -189,12 +196,12 @@ def _only_rows(shards: ShardColumns, order: Ints, ends: Ints, number: Ints, shap
     return row
 
 
-def _array(leaf: str, fact: Fact, shards: ShardColumns, ranks: Ints) -> tuple[ArrayRecord, list[Duplicate]]:
+def _array(leaf: str, fact: ArrayFact, shards: ShardColumns, ranks: Ints) -> tuple[ArrayRecord, list[Duplicate]]:
     """The record of an array, from its shards, each with the rank that wrote it; and what two ranks wrote."""
-    name, shape, spec = fact
+    name, shape, spec, weak_type = fact
     dtype = dtypes.dtype(name)
     try:
-        return array_record(dtype, shape, shards, spec), []
+        return array_record(dtype, shape, shards, spec, weak_type), []
     except FormatError as error:
         first = shards.box.first_of_equals()
         once = np.flatnonzero(first == np.arange(len(first)))
@@ -213,7 +220,7 @@ def _array(leaf: str, fact: Fact, shards: ShardColumns, ranks: Ints) -> tuple[Ar
         if a != b
     ]
     try:
-        return array_record(dtype, shape, shards.rows(once), spec), duplicates
+        return array_record(dtype, shape, shards.rows(once), spec, weak_type), duplicates
     except FormatError as error:
         raise _not_once(leaf, shape, shards.rows(once), ranks[once], error) from error
 

@@ -165,7 +165,7 @@ class Record:
             leaf=leaf,
             shards=shards,
             samples=SampleColumns.from_json(json["samples"]),
-            arrays={leaf: (dtype, tuple(shape), spec) for leaf, (dtype, shape, spec) in json["arrays"].items()},
+            arrays={leaf: (dtype, tuple(shape), *more) for leaf, (dtype, shape, *more) in json["arrays"].items()},
             aliases=json["aliases"],
             skeleton=json["skeleton"],
             objects=tuple(json["objects"]),

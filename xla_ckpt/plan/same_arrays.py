@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xla_ckpt.errors import SaveError
 from xla_ckpt.fingerprint import text_fingerprint
 from xla_ckpt.plan.agreement import Disagreement
 from xla_ckpt.sharding.mesh import Mesh
 
-Types = Mapping[str, tuple[str, tuple[int, ...], object]]
-"""Leaf path -> (dtype, global shape, spec)."""
+ArrayFact = tuple[str, tuple[int, ...], Any, bool | None]
+"""(dtype, global shape, spec, weak type) of an array."""
+
+Types = Mapping[str, ArrayFact]
+"""By leaf path."""
 
 NOT_THERE = "nothing"
 
@@ -78,9 +82,9 @@ def check_same_arrays(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) ->
                 )
 
 
-def _text(fact: tuple[str, tuple[int, ...], object] | None) -> str:
+def _text(fact: ArrayFact | None) -> str:
     if fact is None:
         return NOT_THERE
-    dtype, shape, spec = fact
-    split = f" split as {json.dumps(spec)}" if spec and any(spec) else ""  # type: ignore[arg-type]
-    return f"{dtype} {list(shape)}{split}"
+    dtype, shape, spec, weak_type = fact
+    split = f" split as {json.dumps(spec)}" if spec and any(spec) else ""
+    return f"{'weak ' if weak_type else ''}{dtype} {list(shape)}{split}"

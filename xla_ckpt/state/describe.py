@@ -249,7 +249,7 @@ def describe_arrays(
     places: list[LocalArray] = []
     kept: list[ArrayAdapter] = []
     form: list[int] = []
-    numbers: dict[tuple[int, int, bool], int] = {}
+    numbers: dict[tuple[int, int, bool, bool | None], int] = {}
     """By the identity of what is kept here: a hash of it would take as long as all the rest."""
     forms: list[tuple[DType, Holding]] = []
     described = zip(arrays.items(), adapters, shardings.forms(arrays, adapters), strict=True)
@@ -258,9 +258,10 @@ def describe_arrays(
         if identity is not None and (same := first.setdefault(identity, path)) != path:
             aliases[path] = same
             continue
-        number = numbers.setdefault((id(dtype), id(local), path in together), len(forms))
+        weak_type = value.weak_type if adapter.kind == "jax" else None
+        number = numbers.setdefault((id(dtype), id(local), path in together, weak_type), len(forms))
         if number == len(forms):
-            forms.append((dtype, holding_of(local, together=path in together)))
+            forms.append((dtype, holding_of(local, together=path in together, weak_type=weak_type)))
         paths.append(path)
         values.append(value)
         places.append(local)

@@ -157,7 +157,8 @@ class Stored:
             form = self.form(path)
             make = alike.get((id(form), kind))
             if make is None:
-                make = alike[id(form), kind] = making_new(form.dtype, whole(form.shape), kind)
+                weak_type = bool(form.weak_type)
+                make = alike[id(form), kind] = making_new(form.dtype, whole(form.shape), kind, weak_type=weak_type)
             targets[path] = make()
         return targets
 
@@ -247,7 +248,7 @@ class Loading:
             self.add_problem(path, other_shape(form.shape, target.shape))
             return False
         if target.dtype == form.dtype:
-            self.targets[path] = target
+            self.targets[path] = target if form.weak_type is None else target.with_weak_type(form.weak_type)
             return True
         castable = can_cast(form.dtype, target.dtype)
         if target.dtype == form.stands_for or (self.cast and castable):
