@@ -284,12 +284,13 @@ def _natural_type(number: complex, *, tensor: bool, numpy: bool) -> np.dtype[Any
     if tensor:
         import torch
 
-        return numpy_dtype(dtype(_name(torch.tensor(number).dtype)))
+        return numpy_dtype(dtype(_name(torch.tensor(number, device="cpu").dtype)))
     if numpy:
         return own
     import jax
 
-    return np.dtype(jax.dtypes.canonicalize_dtype(own))
+    made: np.dtype[Any] = np.dtype(jax.dtypes.canonicalize_dtype(own))
+    return made
 
 
 def target_of_spec(value: Any, placement: Placement, stored: ArrayForm) -> Target:
