@@ -71,7 +71,7 @@ class Undisturbed:
             ending.callback(self._deliver)
             self._begun = False  # a handler that is not given back yet passes on from here what it receives
 
-    def reset_after_fork(self) -> None:
+    def end_after_fork(self) -> None:
         """In a process that another thread has forked: no block is left whose end handlers could wait for."""
         if self._thread != threading.get_ident():
             self._came.clear()  # the parent handles them
@@ -97,7 +97,7 @@ class Undisturbed:
 
 def _reset_after_fork(contexts: list[Undisturbed]) -> None:
     for context in list(contexts):
-        context.reset_after_fork()
+        context.end_after_fork()
 
 
 _outermost: list[Undisturbed] = process_wide([], _reset_after_fork)
