@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from xla_ckpt.display import make_lines_printable, make_printable
+from xla_ckpt.display import Lines, make_lines_printable, make_printable
 
 
 class CheckpointError(Exception):
@@ -72,7 +72,8 @@ class CheckpointError(Exception):
         ]
         text += f": {', '.join(compared)}" if compared else ""
         end = "" if text.endswith("!") else "."
-        text = make_printable(f"{text}{end} {self.hint}" if self.hint else text)
+        escape = make_lines_printable if isinstance(self.problem, Lines) else make_printable
+        text = escape(f"{text}{end} {self.hint}" if self.hint else text)
         return f"{text}\n{make_lines_printable(self.details)}" if self.details else text
 
     def at(self, **facts: Any) -> CheckpointError:

@@ -13,6 +13,7 @@ from neuron_compat.smp import files
 from neuron_compat.smp.elsewhere import read_otherwise
 from neuron_compat.smp.errors import MissingCheckpointFilesError, SMPValidationError
 from neuron_compat.smp.sources import Stored
+from xla_ckpt.display import join_lines, make_lines_printable
 from xla_ckpt.facade import (
     JOB_CONFIG,
     MODEL_SET,
@@ -139,12 +140,14 @@ def config_differences(root: str, name: str, current: Mapping[str, Any], *, refu
     refused = [text for key, text in sorted(differing.items()) if key in FIXED]
     if refuse and refused:
         raise SMPValidationError(
-            f"The following features changes are not allowed for loading partial: \n{''.join(refused)}"
+            make_lines_printable(
+                f"The following features changes are not allowed for loading partial: \n{''.join(refused)}"
+            )
         )
     if differing:
         logger.warning(
-            "Warning: Found mismatched features between save and load: \n%sThe checkpoint is loaded all the same.",
-            "".join(differing.values()),
+            "Warning: Found mismatched features between save and load: \n%s\nThe checkpoint is loaded all the same.",
+            join_lines(text.rstrip("\n") for text in differing.values()),
         )
 
 

@@ -43,6 +43,12 @@ def whole(root: Path, tag: str) -> int:
     return number
 
 
+def found_in(root: Path) -> tuple[list[str], str | None, dict[str, int]]:
+    """All tags, the newest one, and what is in each of them."""
+    tags = xla_ckpt.list_tags(root)
+    return tags, xla_ckpt.latest_tag(root), {tag: whole(root, tag) for tag in tags}
+
+
 @pytest.mark.crash
 def test_kill_nine(tmp_path: Path, kill_instant: float, request: pytest.FixtureRequest) -> None:
     """At an instant of a save, as a part of its length: --kill-instants=30 tries more of them."""
@@ -65,10 +71,10 @@ def test_kill_nine(tmp_path: Path, kill_instant: float, request: pytest.FixtureR
     committed |= {tag: int(number) for number, tag in (line.split() for line in rest if len(line.split()) == 2)}
 
     last = max(committed.values())
-    tags, newest = xla_ckpt.list_tags(tmp_path), xla_ckpt.latest_tag(tmp_path)
-    while tags != xla_ckpt.list_tags(tmp_path):  # the process that commits may outlive the one that was killed
-        tags, newest = xla_ckpt.list_tags(tmp_path), xla_ckpt.latest_tag(tmp_path)
-    there = {tag: whole(tmp_path, tag) for tag in tags}
+    seen = None
+    while seen != (seen := found_in(tmp_path)):  # the process that commits may outlive the one that was killed
+        pass
+    tags, newest, there = seen
     assert there["best"] >= committed["best"]
     assert max(there.values()) >= last, "a committed tag is gone"
     assert newest is not None

@@ -91,15 +91,15 @@ def test_what_orbax_cannot_write_for_itself_keeps_the_tag_from_appearing(
 ) -> None:
     put(tmp_path, "a", 1)
     xla_ckpt.finalize_checkpoint()
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, *args: str, **options: str) -> int:
+    def full(path: Path, data: bytes) -> int:
         if path.name == "commit_success.txt":
             raise OSError(28, "No space left on device", str(path))
-        return write(path, *args, **options)
+        return write(path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr(Path, "write_bytes", full)
         for tag in ("a", "b"):
             with pytest.raises(xla_ckpt.StorageError, match="No space left on device") as caught:
                 put(tmp_path, tag, 2)

@@ -330,9 +330,13 @@ def _pickle(leaf: str, value: Any) -> bytes:
     return pickles.dump(value, leaf)
 
 
+_FRAMES_BETWEEN = (f"{PACKAGE}.", "torch._dynamo.")
+"""Modules between a program and a warning: this library, and Dynamo, which it has run its calls as they are."""
+
+
 def _frames_of_ours() -> int:
     """How far up the stack the program's own code is, for a warning that is to show the program's line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_FRAMES_BETWEEN):
         frame, level = frame.f_back, level + 1
     return level

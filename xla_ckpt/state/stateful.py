@@ -16,7 +16,6 @@ from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_freely, refused_alone
 from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful, is_scheduler
 from xla_ckpt.state.module import as_own_state, load_dict
-from xla_ckpt.state.module import tree_of as tree_of_model
 from xla_ckpt.state.optimizer_load import load_by_position
 from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.rng import RNGState
@@ -52,7 +51,7 @@ def tree_of(member: Any, name: str) -> Any:
         check_no_stateful(member, name)
         return member
     if is_module(member):
-        return tree_of_model(unwrapped_model(member))
+        return unwrapped_model(member).state_dict()
     if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
         raise UnsupportedStateError(
             f"an object of the class {type(member).__name__} has no state_dict() and load_state_dict()",

@@ -117,14 +117,19 @@ class LocalDirectory:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         fd = open_descriptor(f"{path}.new", flags, 0o666, dir_fd=self.fd)
         try:
-            written = os.write(fd, data)
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        if written < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        os.rename(f"{path}.new", path, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            try:
+                written = 0
+                while written < len(data):  # of a short write the next one says why
+                    written += os.write(fd, data[written:])
+                if durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(f"{path}.new", path, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.new", dir_fd=self.fd)
+            raise
 
     def open(self, path: str, size: int | None = None) -> LocalSource:
         if self._descriptor is None:
