@@ -495,3 +495,66 @@ for name, value in found.items():
     assert (value == state[name]).all() and (value * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16, name
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=eight_devices(), check=True)
+
+
+class Streams(Nameless):
+    """As nnx.Rngs: each attribute that it is asked for is a stream, which draws when it is called."""
+
+    drawn = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def draw(*_: Any) -> Any:
+            self.drawn += 1
+            return {"key": jax.random.key(self.drawn)}
+
+        return draw
+
+
+class Loader(Nameless):
+    """A class that is registered with jax, and has a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": list(self.parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts = tuple(state["parts"])
+
+
+for kind in (Streams, Loader):
+    jax.tree_util.register_pytree_node_class(kind)
+
+
+def test_methods_that_a_pytree_makes_up_are_not_called(tmp_path: Path) -> None:
+    streams, other = Streams(ONE), Streams(TWO)
+    for objects in (
+        {"extras": {"rngs": streams}},
+        {"extras": {"rngs": xla_ckpt.PerRank(streams)}},
+        {"optimizer": streams},
+        {"scheduler": streams},
+    ):
+        with pytest.raises((xla_ckpt.UnsupportedStateError, xla_ckpt.UsageError), match="state_dict"):
+            xla_ckpt.save_checkpoint(tmp_path, "a", {"w": ONE}, **objects)
+        assert xla_ckpt.list_tags(tmp_path) == []
+    saved(tmp_path, {"rngs": streams, "nested": [streams]})
+    found = xla_ckpt.restore(tmp_path, "a", {"rngs": other, "nested": [other]}).tree
+    assert found["rngs"].parts[0].tolist() == found["nested"][0].parts[0].tolist() == [1, 1]
+    xla_ckpt.save_checkpoint(tmp_path, "b", {"w": ONE}, extras={"rngs": {"state": ONE}, "loader": Loader(ONE)})
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="state_dict"):
+        xla_ckpt.load_checkpoint(tmp_path, "b", extras={"rngs": other})
+    loader = Loader(TWO)
+    xla_ckpt.load_checkpoint(tmp_path, "b", extras={"loader": loader})
+    assert loader.parts[0].tolist() == [1, 1]
+    assert streams.drawn == other.drawn == 0
+
+
+@pytest.mark.parametrize("model", [Train(5, {}, jnp.sin), grown(1), Nameless(ONE), Plain(ONE), [ONE], (ONE,)], ids=repr)
+def test_what_no_load_takes_as_a_model_is_not_saved_as_one(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(xla_ckpt.UsageError, match=r"no model.*xla_ckpt.restore") as caught:
+        xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    assert (caught.value.leaf, xla_ckpt.list_tags(tmp_path)) == ("model", [])
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": ONE})
+    with pytest.raises(xla_ckpt.UsageError, match="no model"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model)

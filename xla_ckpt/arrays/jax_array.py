@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,10 +213,12 @@ class NewJax(Target):
 
     @classmethod
     def install_all(cls, targets: Sequence[NewJax]) -> list[Any]:
-        # One call for all that go to the default device: a call for each takes more than twice as long.
-        free = [target._whole() for target in targets if target.sharding is None]
-        free = iter(jax.device_put(free))
-        arrays = [next(free) if target.sharding is None else target._placed() for target in targets]
+        # One call for all that go to the default device, and one for all others: a call for each takes more than twice
+        # as long. These transfers are explicit, which jax.transfer_guard("disallow") allows.
+        free = iter(jax.device_put([target._whole() for target in targets if target.sharding is None]))
+        copies = [copy for target in targets if target.sharding is not None for copy in target._copies()]
+        placed = iter(jax.device_put([part for part, _ in copies], [device for _, device in copies]))
+        arrays = [next(free) if target.sharding is None else target._placed(placed) for target in targets]
         return [_weak(array) if target.weak_type else array for target, array in zip(targets, arrays, strict=True)]
 
     def with_weak_type(self, weak_type: bool) -> NewJax:
@@ -225,12 +228,19 @@ class NewJax(Target):
         (part,) = self.parts.values()
         return part
 
-    def _placed(self) -> Any:
-        shape, parts = self.local.shape, self.parts
-        if len(parts) == 1:
-            part = self._whole()
-            return jax.make_array_from_callback(shape, self.sharding, lambda _: part)
-        return jax.make_array_from_callback(shape, self.sharding, lambda index: parts[_box(index, shape)])
+    def _copies(self) -> list[tuple[Any, Any]]:
+        """The part of each device, and the sharding of that device alone."""
+        indices = self.sharding.addressable_devices_indices_map(self.local.shape)
+        kind = self.sharding.memory_kind
+        return [
+            (self.parts[_box(index, self.local.shape)], jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+            for device, index in indices.items()
+        ]
+
+    def _placed(self, placed: Iterator[Any]) -> Any:
+        """The array of the next ones that are `placed`."""
+        of_devices = list(itertools.islice(placed, len(self.local.pieces)))
+        return jax.make_array_from_single_device_arrays(self.local.shape, self.sharding, of_devices)
 
 
 def _weak(array: Any) -> Any:
@@ -254,7 +264,27 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any, *, weak_ty
         UsageError: jax makes no arrays of this type, or the sharding does not fit to the shape.
     """
     check_makes(numpy_type)
+    sharding = _concrete(sharding)
     return NewJax(dtypes.dtype(np.dtype(numpy_type).name), _on_devices(sharding, shape), sharding, weak_type)
+
+
+def _concrete(sharding: Any) -> Any:
+    """A sharding over devices. One over an abstract mesh, as `jax.eval_shape` makes it, takes that of the context.
+
+    Raises:
+        UsageError: There is none, or it is another one.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(sharding.mesh, jax.sharding.Mesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.shape_tuple != sharding.mesh.shape_tuple:
+        raise UsageError(
+            "the sharding of an array is one over an abstract mesh, which has no devices",
+            expected=f"jax.set_mesh with a mesh of {dict(sharding.mesh.shape)}",
+            found="no mesh" if mesh.empty else f"a mesh of {dict(mesh.shape)}",
+            hint="Call restore inside of `with jax.set_mesh(mesh):`, or put shardings over a mesh into `like`.",
+        )
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def makes(numpy_type: Any) -> bool:
@@ -285,5 +315,5 @@ def number_array(pattern: Any, number: Any) -> Any:
         UsageError: jax makes no arrays of its type.
     """
     check_makes(number.dtype)
-    array = jax.device_put(number, wanted_sharding(pattern))
+    array = jax.device_put(number, _concrete(wanted_sharding(pattern)))
     return _weak(array) if getattr(pattern, "weak_type", False) else array

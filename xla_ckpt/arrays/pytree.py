@@ -206,6 +206,21 @@ def _node_of(value: Any) -> _Node | None:
     return _Node(type(value), members, structure, by_position)
 
 
+def is_registered(value: Any) -> bool:
+    """Whether a value is of a class that is registered with jax, and not one of Python's containers."""
+    return _node_of(value) is not None
+
+
+def has_methods(value: Any, *names: str) -> bool:
+    """Whether an object has these methods.
+
+    Of a registered class only those count that the class defines: `nnx.Rngs` makes a stream of random numbers of
+    whatever attribute it is asked for.
+    """
+    holder = type(value) if is_registered(value) else value
+    return all(callable(getattr(holder, name, None)) for name in names)
+
+
 def _name(entry: Any) -> str:
     """What jax calls a part: a key, an attribute, or a number."""
     for attribute in ("key", "name", "idx"):

@@ -289,7 +289,7 @@ def _natural_type(number: complex, *, tensor: bool, numpy: bool) -> np.dtype[Any
         return own
     import jax
 
-    made: np.dtype[Any] = np.dtype(jax.dtypes.canonicalize_dtype(own))
+    made: np.dtype[Any] = jax.dtypes.canonicalize_dtype(own)
     return made
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from xla_ckpt.arrays.pytree import has_methods, is_registered
 from xla_ckpt.arrays.torch_objects import has_torchs, is_lazy, is_module, is_of, is_parameter, is_torchs_own
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.logs import get_logger
@@ -77,7 +78,7 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     """
     check_is_no_class(model, schema.MODEL)
     if model is not None:
-        _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
+        _check_model(model, loading=loading)
     if optimizer is not None:
         _check_is_not_fsdp1(model)
     for each in optimizers_in(optimizer) if optimizer is not None else ():
@@ -106,9 +107,12 @@ def _check_is_not_fsdp1(model: Any) -> None:
         )
 
 
-def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
-    """`strict`: its members must have names, because a load or an optimizer's state asks for them."""
-    if is_module(model) or isinstance(model, mapping):
+def _check_model(model: Any, *, loading: bool) -> None:
+    """Refuse what no load takes: it changes the model, and asks for its members by name."""
+    is_mapping = isinstance(model, MutableMapping) or (
+        not loading and isinstance(model, Mapping) and not is_registered(model)
+    )
+    if is_module(model) or is_mapping:
         return
     if acts_as_optimizer(model):
         raise _in_the_place_of("a model", "an optimizer", model)
@@ -122,14 +126,14 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
             found=f"{len(model)} values",
             hint="Give each a name, in the save and in each load: model={'first': ..., 'second': ...}.",
         )
-    if strict:
-        raise UsageError(
-            "this is no model",
-            leaf=schema.MODEL,
-            expected="a torch.nn.Module or a dict of arrays",
-            found=_kind(model),
-            hint="xla_ckpt.save and xla_ckpt.restore take any tree of arrays.",
-        )
+    raise UsageError(
+        "this is no model",
+        leaf=schema.MODEL,
+        expected="a torch.nn.Module or a dict of arrays",
+        found=_kind(model),
+        hint="xla_ckpt.save and xla_ckpt.restore take any tree of arrays, such as a TrainState or nnx.state(model). Of "
+        "a mapping that cannot be changed, give a dict.",
+    )
 
 
 def check_is_no_class(value: Any, leaf: str) -> None:
@@ -186,7 +190,7 @@ def _check_optimizer(optimizer: Any) -> None:
             hint="Give several as a dict, each by a name. The state of one of optax goes to extras, in a dict: "
             "extras={'optax': {'state': ...}}.",
         )
-    if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
+    if not has_methods(optimizer, "state_dict", "load_state_dict"):
         raise UsageError(
             "this is no optimizer",
             leaf=schema.OPTIMIZER,
@@ -243,7 +247,7 @@ def check_no_stateful(members: Mapping[Any, Any], leaf: str) -> None:
         UsageError: It holds such an object.
     """
     for key, member in members.items():
-        if all(callable(getattr(member, name, None)) for name in ("state_dict", "load_state_dict")):
+        if has_methods(member, "state_dict", "load_state_dict"):
             names = ", ".join(f'"{name}": ...' for name in list(members)[:3])
             raise UsageError(
                 f"a dict holds an object that has a state of its own: {key!r}",
@@ -291,7 +295,7 @@ def is_scheduler(value: Any) -> bool:
     """Whether it is a learning rate scheduler. One that steps the parameters, too, is an optimizer."""
     if acts_as_optimizer(value) or hasattr(value, "zero_grad"):
         return False
-    return is_of(value, "torch.optim.lr_scheduler", "LRScheduler") or callable(getattr(value, "get_last_lr", None))
+    return is_of(value, "torch.optim.lr_scheduler", "LRScheduler") or has_methods(value, "get_last_lr")
 
 
 def _shard_again(model: torch.nn.Module) -> None:

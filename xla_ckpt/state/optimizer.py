@@ -14,6 +14,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xla_ckpt.arrays.pytree import has_methods
 from xla_ckpt.arrays.registry import array_kind
 from xla_ckpt.arrays.torch_objects import is_module, is_torch_tensor
 from xla_ckpt.errors import UnsupportedStateError
@@ -37,7 +38,7 @@ def has_groups(optimizer: Any) -> bool:
 
 def acts_as_optimizer(value: Any) -> bool:
     """Whether a value is an optimizer, of whatever library."""
-    return has_groups(value) and callable(getattr(value, "state_dict", None))
+    return has_groups(value) and has_methods(value, "state_dict")
 
 
 def parameters_in_order(optimizer: Any) -> list[tuple[Any, str]]:

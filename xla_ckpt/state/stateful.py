@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import starmap, zip_longest
 from typing import Any
 
+from xla_ckpt.arrays.pytree import has_methods
 from xla_ckpt.arrays.torch_objects import is_module, is_torch_optimizer
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept_state
@@ -34,7 +35,7 @@ class _ByGetState:
 
 def with_state_dict(member: Any) -> Any:
     """A member as an object with `state_dict` and `load_state_dict`, if it has calls for its state at all."""
-    if not hasattr(member, "state_dict") and hasattr(member, "get_state") and hasattr(member, "set_state"):
+    if not hasattr(member, "state_dict") and has_methods(member, "get_state", "set_state"):
         return _ByGetState(member)
     return member
 
@@ -52,7 +53,7 @@ def tree_of(member: Any, name: str) -> Any:
         return member
     if is_module(member):
         return unwrapped_model(member).state_dict()
-    if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
+    if not has_methods(member, "state_dict", "load_state_dict"):
         raise UnsupportedStateError(
             f"an object of the class {type(member).__name__} has no state_dict() and load_state_dict()",
             leaf=name,
@@ -67,7 +68,7 @@ def load(stored: Stored, member: Any) -> Loading:
     if isinstance(member, dict):
         check_no_stateful(member, stored.prefix)
         return load_dict(stored, member)
-    if is_array(stored.skeleton) and not hasattr(member, "load_state_dict"):
+    if is_array(stored.skeleton) and not has_methods(member, "load_state_dict"):
         return refused_alone(stored)  # `tree_of` would say to pass a dict, which does not take it either
     if is_torch_optimizer(member) and (by_position := load_by_position(stored, member)) is not None:
         return by_position
