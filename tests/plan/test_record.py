@@ -77,7 +77,7 @@ def test_a_record_arrives_as_it_was(shards: Any, samples: Any) -> None:
         assert (name, file, offset, frame is None) == (wanted, shard.file, shard.offset, shard.frame is None)
         assert box.start == (*shard.box.start, *(0,) * widest)[: max(widest, len(box.start))]
     assert told(first).named_by(told(first)).names[:2] == ("model/a", "model/b")
-    assert told(first).arrays == {"model/a": ("float32", (2, 3), [None, ["tp"]])}
+    assert told(first).arrays == {"model/a": ("float32", (2, 3), [None, ["tp"]], None)}
 
 
 def packed_one_by_one(values: list[int]) -> Any:

@@ -92,7 +92,7 @@ def stored(topology: Topology) -> TagReader:
         pieces = {(p, i): cut(v, piece.local).contiguous() for p, (local, v) in arrays.items()
                   for i, piece in enumerate(local.pieces)}  # fmt: skip
         written = write_files(directory, plan, {k: bytes_of(v) for k, v in pieces.items()}, Crew(workers=1))
-        facts = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves}
+        facts = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None) for leaf in leaves}
         records.append(
             Record.of(written.shards, rank=rank, files=written.files, arrays=facts, aliases={}, skeleton=None)
         )

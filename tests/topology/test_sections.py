@@ -102,7 +102,7 @@ def stored(job: Job, full: torch.Tensor) -> TagReader:
         pieces = [cut(tensor, piece.local).contiguous() for piece in local.pieces]
         memory = {(leaf.path, i): bytes_of(piece) for i, piece in enumerate(pieces)}
         written = write_files(directory, plan, memory, Crew(workers=1))
-        fact = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec)}
+        fact = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None)}
         records.append(
             Record.of(written.shards, rank=rank, files=written.files, arrays=fact, aliases={}, skeleton=None)
         )
