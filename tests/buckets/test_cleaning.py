@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import xla_ckpt
+from tests.buckets.s3_server import S3Server
 from tests.buckets.test_jobs import HOW, another, files_of, ledger_of
 from tests.cli.test_cli import call
 from tests.jobs import run_alone
@@ -18,12 +21,14 @@ from tests.runs import environment
 from tests.tags.test_lease import Job, save, set_up
 from tests.tags.test_ledger import begin, put, text_of
 from xla_ckpt.cli.main import main
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.small_files import write_small
 from xla_ckpt.tags import ledger_cleaning
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.attempt import Attempt
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
 from xla_ckpt.tags.root import Kind
+from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tags.transaction import Transaction
 
 Capture = pytest.CaptureFixture[str]
@@ -119,6 +124,73 @@ def test_a_lost_ledger_is_made_anew(root: str, how: str, capsys: Capture) -> Non
     ledger.clean()
     assert xla_ckpt.list_tags(root) == [*names, *"xyz"]
     assert files_of(root) == {its.attempt for its in ledger.read().tags.values()}
+
+
+READS: dict[str, Callable[[str], object]] = {
+    "has_checkpoint": xla_ckpt.has_checkpoint,
+    "has_checkpoint of a tag": lambda root: xla_ckpt.has_checkpoint(f"{root}/b"),
+    "list_tags": xla_ckpt.list_tags,
+    "latest_tag": xla_ckpt.latest_tag,
+    "load_checkpoint": lambda root: xla_ckpt.load_checkpoint(root, model=torch.nn.Linear(2, 2)),
+    "load_checkpoint of a tag": lambda root: xla_ckpt.load_checkpoint(root, "b", model=torch.nn.Linear(2, 2)),
+    "load_checkpoint of a tag's path": lambda root: xla_ckpt.load_checkpoint(f"{root}/b", model=torch.nn.Linear(2, 2)),
+    "load_checkpoint of another tag": lambda root: xla_ckpt.load_checkpoint(root, "x", model=torch.nn.Linear(2, 2)),
+    "restore": xla_ckpt.restore,
+    "verify": xla_ckpt.verify,
+    "Checkpoints": lambda root: xla_ckpt.Checkpoints(root).tags(),
+    "convert": lambda root: xla_ckpt.convert(root, f"{root}-native"),
+    "diff": lambda root: xla_ckpt.diff(f"{root}/b", f"{root}/a"),
+}
+
+
+@pytest.fixture
+def without_ledger(root: str) -> str:
+    """A root with the tags a and b, of which the ledger is gone."""
+    ledger = ledger_of(root)
+    for tag in "ab":
+        put(ledger, tag, tag)
+    ledger.store.remove(LEDGER)
+    return root
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_reads_of_a_root_without_its_ledger_raise_the_error_of_saves(
+    without_ledger: str, read: Callable[[str], object], s3: S3Server
+) -> None:
+    message = "complete tags, and no record of them.*xla-ckpt adopt ROOT makes a new one"
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match=message):
+        read(without_ledger)
+    assert not [request for request in s3.requests if request.method == "DELETE"]
+
+
+def test_reads_after_a_refused_save_find_the_ledger_still_lost(without_ledger: str, capsys: Capture) -> None:
+    with pytest.raises(xla_ckpt.CorruptCheckpointError):
+        save(without_ledger, "later")
+    assert ledger_of(without_ledger).read().sequence == 0, "the save has left an empty ledger"
+    for read in (xla_ckpt.has_checkpoint, xla_ckpt.list_tags):
+        with pytest.raises(xla_ckpt.CorruptCheckpointError, match="xla-ckpt adopt"):
+            read(without_ledger)
+    assert call(capsys, "ls", without_ledger)[0] == 1
+    assert call(capsys, "adopt", without_ledger)[0] == 0
+    assert xla_ckpt.list_tags(without_ledger) == ["a", "b"]
+
+
+def test_a_root_whose_first_save_was_killed_has_no_tags(root: str) -> None:
+    ledger = ledger_of(root)
+    write_small(Transaction(ledger, "unfinished").begin().directory, "text", b"")
+    for _ in range(2):
+        assert not xla_ckpt.has_checkpoint(root)
+        assert xla_ckpt.list_tags(root) == []
+        ledger.store.remove(LEDGER)
+
+
+def test_the_first_commit_during_a_read_is_no_lost_ledger(root: str) -> None:
+    look = store_at(root).look()
+    assert look.object_store is not None
+    assert look.object_store.read_record(LEDGER) is None
+    put(ledger_of(root), "a", "1")
+    assert root_of(look).entries() == [], "a look sees one state"
+    assert xla_ckpt.list_tags(root) == ["a"]
 
 
 @pytest.mark.parametrize("wrote", ["nothing", "a file"])

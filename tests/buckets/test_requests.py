@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 
 import xla_ckpt
 from tests.buckets.s3_server import Request, S3Server
@@ -131,6 +133,45 @@ def test_a_stranger_among_the_tags_is_all_that_is_asked_about(saved: str, s3: S3
     assert xla_ckpt.list_tags(saved) == ["step_1", "step_2", "step_3", "step_4"]
     of_tags = [request.path for request in s3.requests[ours:] if "step_" in request.path]
     assert of_tags == []
+
+
+def put_dcp_tags(root: str, tags: int, files: int) -> list[str]:
+    """Put directories of stock DCP into the server's memory, each with metadata and files of ranks; their names."""
+    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    bucket, _, run = root.removeprefix("s3://").partition("/")
+    names = [f"step-{10 * number}" for number in range(1, tags + 1)]
+    for name in names:
+        for file in (".metadata", *(f"__{rank}_0.distcp" for rank in range(files - 1))):
+            backend.put_object(bucket, f"{run}/{name}/{file}", b"stock")
+    return names
+
+
+@pytest.mark.parametrize(("tags", "files"), [(160, 2), (160, 9), (3, 1100)])
+def test_the_newest_tag_of_stock_dcp_takes_a_few_requests(tags: int, files: int, root: str, s3: S3Server) -> None:
+    names = put_dcp_tags(root, tags, files)
+    for read, expected in (
+        (xla_ckpt.list_tags, names),
+        (xla_ckpt.has_checkpoint, True),
+        (xla_ckpt.latest_tag, names[-1]),
+    ):
+        s3.forget()
+        assert read(root) == expected
+        assert len(s3.requests) <= (min(20, 4 + 2 * tags) if read is xla_ckpt.list_tags else 20)
+
+
+def test_a_listing_in_pages_answers_as_requests_for_each_file_do(root: str, s3: S3Server) -> None:
+    (small, *_), (large, *_) = put_dcp_tags(root, 1, 3), put_dcp_tags(f"{root}/in", 1, 1100)
+    for name, data in {f"{small}/empty": b"", f"{small}-b/file": b"1", f"{small}/nested/file": b"2", "z": b"3"}.items():
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(*f"{root}/{name}".removeprefix("s3://").split("/", 1), data)
+    store, look = store_at(root), store_at(root).look()
+    below = [".metadata", "__1_0.distcp", "empty", "nested", "nested/file", "none", "__1_0.distcp/none", "n", ""]
+    paths = [
+        f"{name}/{path}".rstrip("/") for name in (small, f"{small}-b", "in", f"in/{large}", "z", "no") for path in below
+    ]
+    for path in paths:
+        for question in ("has", "is_directory", "names"):
+            assert getattr(look, question)(path) == getattr(store, question)(path), (question, path)
+        assert (look.modified(path) is None) == (store.modified(path) is None), path
 
 
 def test_a_save_asks_for_nothing_twice(saved: str, s3: S3Server) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError, storage_errors
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.keywords import closest, meant
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.hugging_face import ADAPTER_ARRAYS
@@ -16,8 +16,6 @@ from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.ledger_cleaning import check_not_lost
-from xla_ckpt.tags.ledger_rules import Ledger
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
@@ -35,19 +33,13 @@ def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
 
 
 def check_lies_there(store: Store) -> None:
-    """Refuse a root where nothing lies at all, or whose tags are lost: its list would look like that of an empty one.
+    """Refuse a root where nothing lies at all: its list would look like that of an empty one.
 
     Raises:
         NoCheckpointError: Nothing lies there.
-        CorruptCheckpointError: Tags lie there, and the record of them is gone.
     """
-    if root_of(store).is_certain():
-        return
-    if not store.is_directory(""):
+    if not (root_of(store).is_certain() or store.is_directory("")):
         raise no_tag(store, None)
-    if store.object_store is not None:
-        with storage_errors("listing the tags", path=store.path):
-            check_not_lost(store.object_store, Ledger)
 
 
 def check_is_own(store: Store, tag: str) -> None:

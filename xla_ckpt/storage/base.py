@@ -188,8 +188,9 @@ class Store(Protocol):
     def look(self) -> Store:
         """The same root for one call of a reader, who asks many things about one state of it.
 
-        An object store, where each question is a request, then reads its records and the names in the root once. Who
-        waits for a change looks anew. A file system is never looked at as a whole: it returns itself.
+        An object store, where each question is a request, then reads its records and the names in the root once, and
+        lists the files of directories that are asked about. Who waits for a change looks anew. A file system is never
+        looked at as a whole: it returns itself.
         """
 
     def address(self, name: str) -> str:

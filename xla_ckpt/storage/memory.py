@@ -25,7 +25,7 @@ class File:
 
     data: bytes
     meta: dict[str, Any]
-    """When it was written, as obstore says it."""
+    """Its name, its size, and when it was written, as obstore gives them."""
 
     version: dict[str, str]
     """Unlike that of any other one."""
@@ -84,6 +84,10 @@ class MemoryFiles(MutableMapping[str, bytes]):
     def metas_below(self, prefix: str) -> list[dict[str, Any]]:
         return [self._files[name].meta for name in self.below(prefix)]
 
+    def page_below(self, prefix: str, after: str) -> tuple[list[dict[str, Any]], bool]:
+        names = self.below(prefix)
+        return [self._files[name].meta for name in names[bisect.bisect_right(names, after) :]], True
+
     def below(self, prefix: str) -> list[str]:
         with self._lock:
             if not prefix:
@@ -104,8 +108,8 @@ class MemoryFiles(MutableMapping[str, bytes]):
         with self._lock:
             if name not in self._files:
                 bisect.insort(self._names, name)
-            written = {"last_modified": datetime.datetime.now(datetime.UTC)}
-            self._files[name] = File(data, written, {"version": str(next(self._versions))})
+            meta = {"path": name, "size": len(data), "last_modified": datetime.datetime.now(datetime.UTC)}
+            self._files[name] = File(data, meta, {"version": str(next(self._versions))})
 
     def __delitem__(self, name: str) -> None:
         with self._lock:

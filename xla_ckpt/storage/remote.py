@@ -6,9 +6,11 @@ Nothing of a file can be seen before its last byte is there. A record is replace
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import errno
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +45,79 @@ START_BYTES = 1 * MIB
 
 DELETED_AT_ONCE = 1000
 """Names in one request that deletes files."""
+
+MAX_LISTED = 10_000
+"""Files of one directory that a reader lists at most before it asks for single ones."""
+
+LISTED_DEPTH = 2
+"""A list of files begins at a directory in a root, or in such a directory: deeper ones are parts of a tag."""
+
+
+class Listing:
+    """Parts of the sorted list of all files below a root, for readers who ask many things about the same directories.
+
+    A part begins at the directory that is asked about. Its last page goes on into the next directories, so that small
+    ones share a request.
+
+    Args:
+        client: The bucket.
+        prefix: The beginning of the names of all files of the root.
+    """
+
+    def __init__(self, client: Client | MemoryFiles, prefix: str) -> None:
+        self._client, self._prefix = client, prefix
+        self._parts: list[tuple[str, str | None, list[str], list[Any]]] = []
+        """All names after the first one and up to the second one (None: all others), and what is stored of each."""
+
+        self._begun: set[str] = set()
+
+    def below(self, key: str) -> Sequence[Any] | None:
+        """Return what is stored of all files below a directory, or None if only a request can tell."""
+        return self._range(key, f"{key}/", f"{key}0")  # "0" follows "/"
+
+    def file(self, key: str) -> Sequence[Any] | None:
+        """Return what is stored of a file, nothing if there is no such file, or None if only a request can tell."""
+        found = self._range(key.rpartition("/")[0], key, f"{key}\0")
+        # An empty file may be the mark of a directory, whose name ends with a slash that obstore leaves out.
+        return None if found is None or any(meta["size"] == 0 for meta in found) else found
+
+    def has_no(self, key: str) -> bool:
+        """Return whether what is listed already shows that there is no such file."""
+        return self._known(key, f"{key}\0") == []
+
+    def _range(self, directory: str, first: str, end: str) -> Sequence[Any] | None:
+        found = self._known(first, end)
+        names = directory[len(self._prefix) :].split("/")
+        for depth in range(1, 1 + min(LISTED_DEPTH, len(names))):
+            begin = self._prefix + "/".join(names[:depth])
+            if found is None and names[0] and begin not in self._begun:
+                self._begun.add(begin)
+                self._list(begin)
+                found = self._known(first, end)
+        return found
+
+    def _list(self, directory: str) -> None:
+        keys: list[str] = []
+        files: list[Any] = []
+        is_last = False
+        while not is_last and len(keys) < MAX_LISTED and (not keys or keys[-1] < f"{directory}0"):
+            last = keys[-1] if keys else directory
+            page, is_last = self._client.page_below(self._prefix, last)
+            names = [meta["path"] for meta in page]
+            if any(one >= two for one, two in itertools.pairwise([last, *names])):
+                is_last = False  # some servers do not sort
+                break
+            keys += names
+            files += page
+        if keys or is_last:
+            self._parts.append((directory, None if is_last else keys[-1], keys, files))
+
+    def _known(self, first: str, end: str) -> Sequence[Any] | None:
+        for after, last, keys, files in reversed(self._parts):
+            if after < first and (last is None or end <= last):
+                found: Sequence[Any] = files[bisect.bisect_left(keys, first) : bisect.bisect_left(keys, end)]
+                return found
+        return None
 
 
 class RemoteSource:
@@ -232,6 +307,9 @@ class RemoteStore(Addresses):
         super().__init__(path, key)
         self._seen: dict[str, Any] | None = None
         """What was read of records and of the names in the root, by its name; None where nothing is kept."""
+        self._listing: Listing | None = None
+        """What a look has listed of the files below the root."""
+
         self._client: Client | MemoryFiles = client_of(scheme, bucket) if files is None else files
         self._bucket = scheme, bucket
 
@@ -244,8 +322,11 @@ class RemoteStore(Addresses):
 
     def look(self) -> RemoteStore:
         seen = copy.copy(self)
-        seen._seen = {}
+        seen._forget()
         return seen
+
+    def _forget(self) -> None:
+        self._seen, self._listing = {}, Listing(self._client, self.below(""))
 
     def _once(self, name: str, read: Callable[[], Any]) -> Any:
         """What `read` gives; that of its first call, in a look."""
@@ -276,28 +357,53 @@ class RemoteStore(Addresses):
 
     def names(self, path: str = "") -> list[str]:
         if path:
-            return self._client.names_below(self.below(path))
+            start = len(self.below(path))
+            metas = self._below(path)
+            if metas is None:
+                return self._client.names_below(self.below(path))
+            return sorted({meta["path"][start:].partition("/")[0] for meta in metas})
         names: list[str] = self._once("", lambda: self._client.names_below(self.below("")))
         return list(names)
 
+    def _below(self, path: str) -> Sequence[Any] | None:
+        """What this look has listed below a directory; None if a request has to find it out."""
+        return None if self._listing is None or not path else self._listing.below(self.key(path))
+
+    def _head(self, path: str) -> Any:
+        """What is stored of a file: FileNotFoundError if there is none."""
+        key = self.key(path)
+        found = None if self._listing is None else self._listing.file(key)
+        if found is None:
+            return self._client.head(key)
+        if not found:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", key)
+        return found[0]
+
     def has(self, path: str) -> bool:
-        if key := self.key(path):
+        if self._below(path):
+            return True
+        if self.key(path):
             with contextlib.suppress(FileNotFoundError):
-                self._client.head(key)
+                self._head(path)
                 return True
         return self.is_directory(path)
 
     def is_directory(self, path: str) -> bool:
-        return self._client.is_any_below(self.below(path))
+        metas = self._below(path)
+        return self._client.is_any_below(self.below(path)) if metas is None else bool(metas)
 
     def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        return bytes(self._client.read(self.key(path), 0, nbytes, None)[0])
+        key = self.key(path)
+        if self._listing is not None and self._listing.has_no(key):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", key)
+        return bytes(self._client.read(key, 0, nbytes, None)[0])
 
     def modified(self, path: str) -> int | None:
         try:
-            metas: Sequence[Any] = [self._client.head(self.key(path))]
+            metas: Sequence[Any] = [self._head(path)]
         except FileNotFoundError:
-            metas = list(self._client.metas_below(self.below(path)))
+            listed = self._below(path)
+            metas = self._client.metas_below(self.below(path)) if listed is None else listed
         return max((int(meta["last_modified"].timestamp() * 1e9) for meta in metas), default=None)
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> RemoteDirectory:
@@ -328,5 +434,5 @@ class RemoteStore(Addresses):
     def write_record(self, name: str, data: bytes, version: str | None) -> str:
         # S3 calls equal bytes an equal version, so every record has something in it that no other one has.
         if self._seen is not None:
-            self._seen.clear()  # it is another one then, or was before
+            self._forget()  # it is another one then, or was before
         return json.dumps(self._client.write_if(self.key(name), data, None if version is None else json.loads(version)))

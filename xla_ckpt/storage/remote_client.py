@@ -47,6 +47,9 @@ whose store does not answer, and a save, which asks once more to clean up, twice
 RETRIES = 1000
 """How often it is repeated: until the time is over."""
 
+LISTED_AT_ONCE = 1000
+"""Names in one answer that lists files, at most: S3's answers have as many."""
+
 BROKEN_OFF = 3
 """How often it is asked again, at once, where an answer broke off."""
 
@@ -258,6 +261,13 @@ class Client:
     def metas_below(self, prefix: str) -> list[ObjectMeta]:
         """All files below a prefix."""
         return [meta for some in self._quick.list(prefix or None) for meta in some]
+
+    @_quickly
+    @_whole
+    def page_below(self, prefix: str, after: str) -> tuple[Sequence[ObjectMeta], bool]:
+        """Return the first files below a prefix whose names come after another one, and whether these are all."""
+        page = next(iter(self._quick.list(prefix or None, offset=after, chunk_size=LISTED_AT_ONCE)), ())
+        return page, len(page) < LISTED_AT_ONCE
 
     def below(self, prefix: str) -> list[str]:
         """The full names of all files below a prefix, sorted."""

@@ -75,7 +75,11 @@ class LedgerRoot:
         return self._record.read()
 
     def entries(self) -> list[TagEntry]:
-        return rules.entries_in(self.read())
+        ledger = self.read()
+        if ledger.sequence == 0:
+            with storage_errors("listing the tags", path=self.path):
+                check_not_lost(self.store)
+        return rules.entries_in(ledger)
 
     def entry(self, tag: str) -> TagEntry | None:
         check_tag(tag, self.path)
@@ -95,7 +99,11 @@ class LedgerRoot:
                 return None
 
     def is_ours(self, name: str) -> bool:
-        return name in self.read().tags
+        ledger = self.read()
+        if ledger.sequence == 0:
+            with storage_errors("looking for a tag", path=self.path, tag=name):
+                check_not_lost(self.store, [name])
+        return name in ledger.tags
 
     def knows(self, name: str) -> bool:
         return rules.knows(self.read(), name)
@@ -282,7 +290,7 @@ class LedgerRoot:
         if job is not None:
             ledger = self.take(job)
             if ledger.sequence == 0:
-                check_not_lost(self.store, self.read)
+                check_not_lost(self.store)
             LEASES.note(self.path, "", ledger.sequence)
 
     def _check_is_no_tag(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.manifest import manifest_json
@@ -11,6 +12,7 @@ from xla_ckpt.storage.base import ObjectStore
 from xla_ckpt.storage.small_files import read_whole
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.tags.ledger_record import LedgerRecord
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.names import NEW_PREFIX, is_tag_name
 from xla_ckpt.tags.root import Cleaned
@@ -21,11 +23,14 @@ UNCHANGED = 24 * 3600.0
 By the clock of this machine, which may differ from the store's; S3 refuses one that is a quarter of an hour wrong.
 """
 
+LOST_IN_ERROR = 5
+"""Tags that the error for a lost ledger names, at most."""
 
-def attempts_in(store: ObjectStore) -> list[str]:
-    """All attempts that have files, also those that no ledger names."""
-    tags = [name for name in store.names() if is_tag_name(name)]
-    return [f"{tag}/{name}" for tag in tags for name in store.names(tag) if rules.is_attempt(f"{tag}/{name}")]
+
+def attempts_in(store: ObjectStore, tags: Iterable[str] | None = None) -> list[str]:
+    """All attempts that have files, also those that no ledger names; with `tags`, those of these names."""
+    names = [name for name in (store.names() if tags is None else tags) if is_tag_name(name)]
+    return [f"{tag}/{name}" for tag in names for name in store.names(tag) if rules.is_attempt(f"{tag}/{name}")]
 
 
 def judged(store: ObjectStore, attempts: Iterable[str]) -> tuple[dict[str, LedgerTag], dict[str, str]]:
@@ -54,23 +59,27 @@ def complete_among(store: ObjectStore, attempts: Iterable[str]) -> dict[str, Led
     return judged(store, attempts)[0]
 
 
-def check_not_lost(store: ObjectStore, read: Callable[[], Ledger]) -> None:
-    """Make sure that a root whose ledger knows of no commit has not lost the one that did.
+def check_not_lost(store: ObjectStore, tags: Iterable[str] | None = None) -> None:
+    """Check that a root whose ledger has no commit has not lost the ledger that had some.
 
     Args:
-        store: The root.
-        read: Gives the ledger.
+        store: The root. It may be a look at an earlier state: the ledger is read anew.
+        tags: The names that are looked at; None for all.
 
     Raises:
-        CorruptCheckpointError: It has. A save would begin a new one, in which the tags are not.
+        CorruptCheckpointError: It has. A job would train anew, and a save would begin a ledger without these tags.
         OSError: The storage refused.
     """
-    attempts = attempts_in(store)  # first: what another process of this job begins meanwhile is in the ledger then
-    if lost := complete_among(store, _unnamed(read(), attempts)):
+    attempts = attempts_in(store, tags)  # first: what another process begins meanwhile is in the ledger then
+    if not attempts:
+        return
+    ledger = LedgerRecord(store.look().object_store or store).read()
+    complete = (attempt for attempt in _unnamed(ledger, attempts) if complete_among(store, [attempt]))
+    if lost := list(itertools.islice(complete, LOST_IN_ERROR)):
         raise CorruptCheckpointError(
             "there are complete tags, and no record of them: somebody has removed it",
             path=store.path,
-            found=", ".join(sorted(lost)[:5]),
+            found=", ".join(lost),
             hint="xla-ckpt adopt ROOT makes a new one from the manifests. Or save to another directory.",
         )
 

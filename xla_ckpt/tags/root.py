@@ -120,6 +120,7 @@ class Root(Protocol):
         """All committed tags of ours, oldest first. An absent root has none.
 
         Raises:
+            CorruptCheckpointError: There are complete tags, and the record of them is gone.
             StorageError: It cannot be read.
         """
 
