@@ -155,7 +155,8 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
     return Record.of(
         shards_of(plan.files), samples, common=[leaf.path for leaf in leaves], says_common=speaks,
         rank=rank, files=tuple(files),
-        arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None) for leaf in leaves} if speaks else {}, aliases={},
+        arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None) for leaf in leaves} if speaks else {},
+        aliases={},
         skeleton=skeleton_of(model, mesh, stage) if speaks else None, objects=(),
         parts={part: to_hex(stage) for part in ("model", "optimizer")},
     )  # fmt: skip
