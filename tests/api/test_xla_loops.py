@@ -41,16 +41,16 @@ BATCH = 4
 
 
 class Training:
-    """A model in training. `save` is called with the number of finished steps."""
+    """A model in training, on the batches from `first` on. `save` is called with the number of finished steps."""
 
-    def __init__(self, steps: int, save: Callable[[Training, int], None]) -> None:
+    def __init__(self, steps: int, save: Callable[[Training, int], None], first: int = 0) -> None:
         torch.manual_seed(0)
         self.device = torch_xla.device()
         xm.set_rng_state(7, str(self.device))
         layers = nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 2)
         self.model = nn.Sequential(*layers).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.batches = [(torch.randn(BATCH, 8), torch.randn(BATCH, 2)) for _ in range(STEPS)][:steps]
+        self.batches = [(torch.randn(BATCH, 8), torch.randn(BATCH, 2)) for _ in range(STEPS)][first:steps]
         self.losses: list[torch.Tensor] = []
         self._save = save
         torch_xla.sync()
@@ -228,6 +228,52 @@ def the_loss_is_read_in_every_step(t: Training) -> None:
         torch_xla.sync()
 
 
+def mark_step_of_xm(t: Training) -> None:
+    for number, (x, y) in enumerate(t.batches, 1):
+        t.step(x, y)
+        xm.mark_step()
+        t.save(number)
+
+
+def accumulation_under_a_loader(t: Training) -> None:
+    """The loader ends a step after each batch; the weights change after every second one."""
+    for number, (x, y) in enumerate(t.loader(), 1):
+        (t.forward(x, y) / 2).backward()
+        if number % 2 == 0:
+            t.optimizer.step()
+            t.optimizer.zero_grad()
+        t.save(number)
+
+
+def accumulation_in_a_graph(t: Training) -> None:
+    for number, (x, y) in enumerate(t.batches, 1):
+        t.optimizer.zero_grad()
+        t.forward(x[:2], y[:2]).backward()
+        t.forward(x[2:], y[2:]).backward()
+        t.optimizer.step()
+        t.save(number)
+        torch_xla.sync()
+
+
+def eager(t: Training) -> None:
+    """No sync ends a step."""
+    torch_xla.experimental.eager_mode(True)
+    try:
+        for number, (x, y) in enumerate(t.batches, 1):
+            t.step(x, y)
+            t.save(number)
+    finally:
+        torch_xla.experimental.eager_mode(False)
+
+
+def eager_under_a_loader(t: Training) -> None:
+    torch_xla.experimental.eager_mode(True)
+    try:
+        mp_device_loader(t)
+    finally:
+        torch_xla.experimental.eager_mode(False)
+
+
 Loop = Callable[[Training], None]
 
 COMPILE_NOTHING: list[Loop] = [
@@ -253,6 +299,26 @@ CUT: list[Loop] = [
     between_forward_and_backward,
 ]
 """Loops in which a save cuts a graph in two: the first save compiles the two."""
+
+RESUMED: list[Loop] = [
+    mp_device_loader,
+    optimizer_step_under_a_loader,
+    step_closures,
+    accumulation_under_a_loader,
+    two_steps_in_a_graph,
+    mark_step_of_xm,
+    sync_before_the_save,
+    sync_after_the_save,
+    optimizer_step,
+    the_loss_is_read_in_every_step,
+    accumulation_in_a_graph,
+    inside_torch_xla_step,
+    after_torch_xla_step,
+    torch_xla_compile,
+    eager,
+    eager_under_a_loader,
+]
+"""Loops that save after a step, so that a run can be resumed there."""
 
 
 def run(loop: Loop, save: Callable[[Training, int], None] = lambda *_: None, steps: int = STEPS) -> Training:
@@ -343,6 +409,58 @@ def test_a_save_that_cuts_a_graph(
         check_rounded(at_the_cut[finished], run(loop, steps=finished).state())
 
 
+def check_resumed(root: Path, loop: Loop, exact: bool = True) -> None:
+    """Check that a run that is resumed with `RNGState` has the losses of the run that saved, dropout included.
+
+    `exact`: the save changes nothing in the run that makes it.
+    """
+    (saved_at, _), extras = SAVES, {"rng": xla_ckpt.RNGState()}
+
+    def save(training: Training, finished: int) -> None:
+        if finished == saved_at:
+            xla_ckpt.save_checkpoint(root, "middle", training.model, training.optimizer, extras=extras)
+
+    whole = run(loop, save).numbers()
+    if exact:
+        assert whole == run(loop).numbers()
+    resumed = Training(STEPS, lambda *_: None, first=saved_at)
+    xla_ckpt.load_checkpoint(root, "middle", resumed.model, resumed.optimizer, extras=extras)
+    loop(resumed)
+    found = resumed.numbers()
+    assert found == whole[-len(found) :]
+
+
+@pytest.mark.filterwarnings("ignore:Use torch_xla.sync instead")  # of xm.mark_step
+@pytest.mark.parametrize("loop", RESUMED, ids=lambda loop: loop.__name__)
+def test_dropout_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loop: Loop
+) -> None:
+    monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
+    check_resumed(tmp_path, loop, exact=loop not in CUT)
+    assert "RNGState" not in caplog.text
+
+
+def test_dropout_after_a_save_within_a_step(tmp_path: Path) -> None:
+    """The rest of the step goes on with the numbers that a run without the save draws."""
+
+    def save(training: Training, finished: int) -> None:
+        if finished in SAVES:
+            extras = {"rng": xla_ckpt.RNGState()}
+            xla_ckpt.save_checkpoint(tmp_path, str(finished), nn.Linear(1, 1), extras=extras)
+
+    assert run(gradient_accumulation, save).numbers() == run(gradient_accumulation).numbers()
+
+
+def test_a_save_between_the_steps_of_a_loader_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def save(training: Training, finished: int) -> None:
+        if finished == 3:
+            extras = {"rng": xla_ckpt.RNGState()}
+            xla_ckpt.save_checkpoint(tmp_path, "middle", training.model, training.optimizer, extras=extras)
+
+    run(two_steps_in_a_graph, save, steps=4)
+    assert "pass batches_per_execution=1" in caplog.text
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """neuronx-distributed's arrangement of a job of one rank."""
@@ -393,6 +511,8 @@ def spmd(root: str) -> None:
     xla_ckpt.finalize_checkpoint()
     for finished in SAVES:
         check_same(stored(Path(root), f"step_{finished}"), run(loop, steps=finished).state())
+    for each in (loop, mp_device_loader):
+        check_resumed(Path(root) / each.__name__, each)
     assert len(list((Path(root) / "step_4" / "model").iterdir())) == 4, "the weights were not sharded"
 
 

@@ -221,6 +221,27 @@ def test_states_of_jax_are_taken_apart(tmp_path: Path) -> None:
     assert "key_data" in (refused.value.hint or "")
 
 
+def test_integers_of_64_bits(tmp_path: Path) -> None:
+    import orbax.checkpoint as v0
+    from orbax.checkpoint import v1
+
+    state = {"signed": -(2**63), "seed": 2**63 + 5, "largest": 2**64 - 1, "array": np.ones(())}
+    xla_ckpt.save(tmp_path, "a", state, layout="orbax")
+    for tree in (
+        xla_ckpt.restore(tmp_path, "a").tree,
+        v0.PyTreeCheckpointer().restore(tmp_path / "a"),
+        v1.load(tmp_path / "a"),
+    ):
+        assert {name: int(value) for name, value in tree.items()} == {**state, "array": 1}
+    for number in (2**64, -(2**63) - 1, 1 << 20_000):  # str() of the last one raises
+        with pytest.raises(
+            xla_ckpt.UnsupportedStateError, match=r"expected one from -2\*\*63 to 2\*\*64 - 1"
+        ) as refused:
+            xla_ckpt.save(tmp_path, "b", {"deep": [number]}, layout="orbax")
+        assert refused.value.leaf == "deep/0"
+    assert xla_ckpt.list_tags(tmp_path) == ["a"]
+
+
 def test_a_model_and_its_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)

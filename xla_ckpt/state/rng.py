@@ -19,6 +19,9 @@ class RNGState:
     fewer devices, or without torch_xla leaves out what it has no generator for, with a warning. A program that has not
     imported torch has python's and numpy's alone. jax has none: its keys are values of the program.
 
+    XLA's state is that with which the resumed run begins: after random operations of a step it is the state of the next
+    step or, in a loop over torch_xla's `MpDeviceLoader`, the one from which the loader makes the next.
+
     What draws between the load and the next step shifts all that follows. A `DataLoader` of torch's does so when
     somebody begins to iterate over it, unless it has a ``generator`` of its own.
 

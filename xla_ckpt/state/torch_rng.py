@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from xla_ckpt.logs import get_logger
 
 logger = get_logger(__name__)
 
+_SEEDS = 1 << 64
+"""The number of seeds of XLA's generator."""
+
 _ELSEWHERE = ("python", "numpy", "torch", "xla")
 """Keys of the state that name no kind of accelerator."""
 
@@ -20,9 +24,7 @@ def generators() -> dict[str, Any]:
     """The state of torch's generators, as they are now."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if _has_xla():
-        import torch_xla.core.xla_model as xm
-
-        state["xla"] = int(xm.get_rng_state())
+        state["xla"] = _xla_seed()
     kind = _accelerator()
     if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
         state[kind] = [torch.get_device_module(kind).get_rng_state(*device) for device in _devices(kind)]
@@ -46,6 +48,52 @@ def set_generators(state: Mapping[str, Any]) -> None:
 def _has_xla() -> bool:
     """Whether this process has loaded torch_xla. Whoever keeps it from being imported leaves None there."""
     return sys.modules.get("torch_xla") is not None
+
+
+def _xla_seed() -> int:
+    """Return the seed with which a resumed run draws the numbers that this run is going to draw.
+
+    A draw advances the seed within a step, and a sync derives the seed of the next step from the first seed of this
+    one. If a save precedes the sync of its step, the resumed run begins after that sync, except with a loader, which
+    syncs before the first batch. In eager mode without a loader no sync ends the step.
+    """
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from torch_xla.experimental import is_eager_mode
+
+    seed = int(xm.get_rng_state())
+    loader = None
+    if is_eager_mode() and (loader := _loader_in_use()) is None:
+        return seed
+    device = torch_xla._XLAC._xla_get_default_device()
+    first: int = torch_xla._XLAC._get_base_seed_as_tensor(str(device)).item() % _SEEDS
+    if seed == first:
+        return seed
+    while xm.get_rng_state() != seed:  # the call above has set the generator to the first seed
+        torch.rand((), device=device)
+    loader = loader or _loader_in_use()
+    if loader is None:
+        return (1012031 + first * 7012063) % _SEEDS  # as torch_xla.sync() does, and torch_xla's bridge to dynamo
+    if loader._sync_batch_count == 0:
+        return first
+    if loader._batches_yielded:
+        logger.warning(
+            "XLA's random generator is saved in the middle of a step of MpDeviceLoader: expected a save after a "
+            "multiple of batches_per_execution=%d batches, got %d more. A resumed run draws other random numbers. "
+            "Save after a multiple, or pass batches_per_execution=1.",
+            loader._sync_batch_count + 1,
+            loader._batches_yielded,
+        )
+    xm.set_rng_state(seed)  # the rest of the step, and the next one, begin from this seed in both runs
+    return seed
+
+
+def _loader_in_use() -> Any | None:
+    """Return the iterator of a loader of torch_xla's over which the program iterates; None if there is none."""
+    module = sys.modules.get("torch_xla.distributed.parallel_loader")
+    if module is None:
+        return None
+    return next((found for found in gc.get_objects() if issubclass(type(found), module.PerDeviceLoader)), None)
 
 
 def _accelerator() -> str | None:

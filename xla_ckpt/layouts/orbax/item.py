@@ -142,7 +142,13 @@ def _kind(keys: Keys, value: Any) -> str:
             return kind
     if type(value) is str:
         return metadata.STRING
-    if type(value) in (bool, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63):
+    if type(value) in (bool, int, float):
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            raise UnsupportedStateError(
+                f"orbax stores integers of 64 bits: expected one from -2**63 to 2**64 - 1, got {f'{value:#x}'[:40]}",
+                leaf=_path(keys),
+                hint=f"Store it as a string. {_ELSEWHERE}",
+            )
         return metadata.SCALAR
     raise UnsupportedStateError(f"orbax has no place for a {type(value).__name__}", leaf=_path(keys), hint=_ELSEWHERE)
 
@@ -189,7 +195,8 @@ def _header(element: DType, shape: tuple[int, ...], chunk: tuple[int, ...]) -> b
 
 def _scalar(value: bool | int | float) -> tuple[DType, bytes]:  # a value of the state
     """The element type of a number, and its bytes."""
-    name, form = {bool: ("bool", "<?"), int: ("int64", "<q"), float: ("float64", "<d")}[type(value)]
+    whole = ("int64", "<q") if value < 1 << 63 else ("uint64", "<Q")
+    name, form = {bool: ("bool", "<?"), int: whole, float: ("float64", "<d")}[type(value)]
     return dtype(name), struct.pack(form, value)
 
 
