@@ -203,4 +203,4 @@ def repair(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
     store, tag = located(path, tag)
     name = chosen_tag(store, tag)
     with storage_errors("repairing a tag", path=store.path, tag=name), naming(path=store.path, tag=name):
-        return tuple(repair_stored(store, name, num_workers))
+        return tuple(repair_stored(store_at(store.path), name, num_workers))  # a look does not see new files

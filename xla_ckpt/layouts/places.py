@@ -21,7 +21,8 @@ OPTIMIZER_NAMES = (
 )
 """What an optimizer's state dict is called, where there are several of them."""
 
-SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "sched")
+"""What a scheduler's state dict is called, the likeliest first."""
 
 MAX_NESTING = 3
 """How deep in a state dict a model or an optimizer is looked for."""

@@ -23,6 +23,20 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """What programs give to torch.save as the ending of a name."""
 
 
+def tensors_folder(file: str) -> str:
+    """Return the directory in which torch_xla's ``serialization.save`` has the tensors of a file."""
+    return f"{file}.tensors"
+
+
+def tensor_file(file: str, tid: int) -> str:
+    """Return the file in it of the tensor that has this number.
+
+    >>> tensor_file("epoch_3.pt", 7)
+    'epoch_3.pt.tensors/tensor_7.pt'
+    """
+    return f"{tensors_folder(file)}/tensor_{tid}.pt"
+
+
 class SavedFiles:
     """A directory as if some files were all that is in it. They are only read."""
 

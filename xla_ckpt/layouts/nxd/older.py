@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.layouts.by_rank.form import RankContent, RankForm, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.nxd.optimizer import stored_optimizer
+from xla_ckpt.layouts.places import MODEL_NAMES, OPTIMIZER_NAMES, SCHEDULER_NAMES
 from xla_ckpt.tree import schema
 
 _NAMES = tuple(
@@ -21,12 +22,18 @@ _NAMES = tuple(
 def _content(tree: Mapping[Any, Any], _: RankAt) -> RankContent:
     if "model" not in tree and all(isinstance(value, StoredTensor) for value in tree.values()):
         return RankContent(model=tree)  # the program saved a bare state dict of its model
-    model, optimizer = ((tree[key] if isinstance(tree.get(key), Mapping) else None) for key in ("model", "optimizer"))
-    others = {key: value for key, value in tree.items() if key not in ("model", "optimizer")}
-    parts = {schema.SCHEDULER: others.pop("scheduler")} if "scheduler" in others else {}
+    others = dict(tree)
+    model, optimizer, scheduler = (_taken(others, n) for n in (MODEL_NAMES, OPTIMIZER_NAMES, SCHEDULER_NAMES))
+    parts = {} if scheduler is None else {schema.SCHEDULER: scheduler}
     return RankContent(
         model=model, optimizer=optimizer, parts={**parts, **({schema.USER_CONTENT: others} if others else {})}
     )
+
+
+def _taken(tree: dict[Any, Any], names: Sequence[str]) -> Mapping[Any, Any] | None:
+    """Remove the state dict with the first of these names from a tree, and return it; None if there is none."""
+    name = next((name for name in names if isinstance(tree.get(name), Mapping)), None)
+    return None if name is None else tree.pop(name)
 
 
 OLDER_FORM = RankForm(names=_NAMES, content=_content, optimizer=stored_optimizer)

@@ -20,6 +20,7 @@ from xla_ckpt.layouts.by_rank.files import RankFiles, stored_leaf
 from xla_ckpt.layouts.by_rank.form import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankName
 from xla_ckpt.layouts.by_rank.plan import Laying, RankTensor, stem
+from xla_ckpt.layouts.saved_files import tensor_file, tensors_folder
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps, dumps_referring
 from xla_ckpt.layouts.torch_save.stand_ins import Reference
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
@@ -30,15 +31,6 @@ from xla_ckpt.tree.nested import replaced_leaves
 
 _EXPERT = "expert_model_parallel"
 """Key of whether a tensor differs between expert-parallel ranks."""
-
-
-def _folder(path: str) -> str:
-    """Where the tensors of a rank file lie."""
-    return f"{path}.tensors"
-
-
-def _tensor_file(path: str, tid: int) -> str:
-    return f"{_folder(path)}/tensor_{tid}.pt"
 
 
 def _description(path: str) -> str:
@@ -85,7 +77,7 @@ class TensorFiles(RankFiles):
 
     def are_apart(self, path: str) -> bool:
         """Whether the tensors of a rank file lie in files of their own."""
-        return _description(path) in self.names or _folder(path) in self.folders
+        return _description(path) in self.names or tensors_folder(path) in self.folders
 
     def tree(self, path: str, at: RankAt) -> Any:
         info = self.read(_description(path)) if _description(path) in self.names else {}
@@ -111,7 +103,7 @@ class TensorFiles(RankFiles):
 
     def _referenced(self, path: str, at: RankAt, tid: int, info: Any) -> StoredTensor:
         """The tensor of a number in a rank file; `info` is what the file beside it says."""
-        own = _tensor_file(path, tid)
+        own = tensor_file(path, tid)
         # A tensor that all expert-parallel ranks have alike lies with the first of them.
         shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
         if info is None:
@@ -161,13 +153,13 @@ def lay_apart(
             lengths, sources, entries = laying.regions([(leaf, tensor)], sharing)
             own = dumps(InFile(0, tensor.dtype, tensor.shape), leaf)
             codec = TorchFile(stem=f"tensor_{tid}", pickled=own, storages=lengths)
-            file = _tensor_file(path, tid)
+            file = tensor_file(path, tid)
             files.append(FilePlan(path=file, codec=codec, sources=sources, entries=entries))
     if writer_number == 0:
         info = dumps({tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}, part)
         # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
         main = TorchFile(stem=stem(path), pickled=pickled)
-        files.append(FilePlan(path=path, codec=main, folder=_folder(path)))
+        files.append(FilePlan(path=path, codec=main, folder=tensors_folder(path)))
         files.append(FilePlan(path=_description(path), codec=TorchFile(stem=stem(_description(path)), pickled=info)))
     return files
 

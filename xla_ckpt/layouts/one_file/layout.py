@@ -7,7 +7,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.nxd.tags import OF_EXPERTS, OF_RANK
-from xla_ckpt.layouts.saved_files import SUFFIXES
+from xla_ckpt.layouts.saved_files import SUFFIXES, tensors_folder
 from xla_ckpt.layouts.smp.tags import user_content_beside
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
@@ -26,7 +26,8 @@ class OneFile(Layout):
     """A state, or a part of it, in one file that torch alone reads. It is no tag: it has no manifest.
 
     A file that a path names is opened, and no root lists it among its tags. A full checkpoint of SageMaker model
-    parallel's has its user content in a second file, beside the first one.
+    parallel's has its user content in a second file, beside the first one. A file of torch_xla's
+    ``serialization.save`` has its tensors in a directory beside it.
     """
 
     name = "torch"
@@ -45,8 +46,11 @@ class OneFile(Layout):
             return None
         if not is_zip:
             return None
-        beside = user_content_beside(store, tag)
-        return TagEntry(tag=tag, directory=tag, files=() if beside is None else (tag, beside))
+        folder = tensors_folder(tag)
+        beside = [f"{folder}/{name}" for name in store.names(folder)]
+        if (user_content := user_content_beside(store, tag)) is not None:
+            beside.append(user_content)
+        return TagEntry(tag=tag, directory=tag, files=(tag, *beside) if beside else ())
 
     def tag_of(self, entry: TagEntry) -> str:
         stem, dot, suffix = entry.tag.rpartition(".")

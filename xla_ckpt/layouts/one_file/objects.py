@@ -41,6 +41,7 @@ def stored_tree(
     *,
     compared: bool = True,
     parts: Callable[[TensorParts], Any] | None = None,
+    reference: Callable[[int], TensorAt] | None = None,
 ) -> Any:
     """What a file holds: something for each tensor, and an `UntrustedObject` for what is read on trust only.
 
@@ -49,6 +50,7 @@ def stored_tree(
         compared: Whether `files` compares its storages with their CRC-32s from now on.
         parts: Makes something of a tensor that consists of several, for each of which `tensor` has made something. None
             has such tensors read on trust only.
+        reference: Finds the tensor of a number that lies in a file of its own. None refuses such numbers.
 
     Raises:
         CorruptCheckpointError: It is cut off or damaged, or torch.save did not write it.
@@ -60,7 +62,7 @@ def stored_tree(
         files.storages[ahead.file] = storages
     objects = FileObjects(files, ahead.file, archive.pickled, storages)
     kept = None if parts is None else (lambda value: value)
-    value = archive.value(strided=True, tolerant=True, parts=kept, more=more)
+    value = archive.value(reference, strided=True, tolerant=True, parts=kept, more=more)
     return _Walk(objects, tensor, parts).visit(value, ())
 
 
@@ -89,7 +91,8 @@ class _Walk:
     def visit(self, value: Any, path: tuple[Step, ...]) -> Any:
         """A value of the file; `path` leads to it."""
         if isinstance(value, TensorAt):
-            self.objects.read_by_others.add(value.offset)
+            if value.file == self.objects.file:
+                self.objects.read_by_others.add(value.offset)
             return self.tensor(value)
         if isinstance(value, TensorParts) and self.parts is not None:
             # Their storages stay with the objects: torch puts none of these kinds together on the device meta.

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import UnsupportedStateError, naming
+from xla_ckpt.engine.tag_reader import DAMAGED, TagReader
+from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, naming
 from xla_ckpt.layouts.one_file.members import file_members, is_model_alone
 from xla_ckpt.layouts.one_file.objects import stored_tree
-from xla_ckpt.layouts.saved_files import SavedFiles
+from xla_ckpt.layouts.saved_files import SavedFiles, tensor_file, tensors_folder
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.ahead import FEW_AHEAD, Ahead
 from xla_ckpt.layouts.torch_save.strided import composite_of, record_at
-from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.logs import get_logger
 from xla_ckpt.manifest.arrays import ArrayRecord
@@ -55,7 +55,8 @@ def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
 def _scan(
     directory: SavedFiles, file: str, tree: Any, records: list[FileRecord], hints: Hints
 ) -> tuple[Manifest, list[UntrustedObject]]:
-    beside = next((other for other in directory.files() if other != file), None)
+    tensors = f"{tensors_folder(file)}/"
+    beside = next((other for other in directory.files() if other != file and not other.startswith(tensors)), None)
     is_full = beside is not None and is_model_alone(tree)
     members = file_members({schema.MODEL: tree} if is_full else tree, hints)
     state = members.tree
@@ -82,25 +83,60 @@ def _scan(
 
 def _tree(directory: SavedFiles, file: str, records: list[FileRecord]) -> Any:
     """What a file holds, with a record for each tensor. The file gets its own record behind those of others."""
+    of_files = _Records(records)
+    tensors: dict[int, TensorAt] = {}
+
+    def reference(tid: int) -> TensorAt:
+        if tid not in tensors:
+            tensors[tid] = _tensor_alone(directory, tensor_file(file, tid), of_files)
+        return tensors[tid]
+
     with closing(directory.open(file)) as source, naming(file=file):
-        records.append(FileRecord(path=file, size=source.size))
-        of_file = _Records(len(records) - 1)
-        return stored_tree(directory, Ahead(source, file, FEW_AHEAD), of_file.of, parts=composite_of)
+        of_files.add(file, source.size)
+        is_apart = any(name.startswith(f"{tensors_folder(file)}/") for name in directory.files())
+        ahead = Ahead(source, file, FEW_AHEAD)
+        return stored_tree(directory, ahead, of_files.of, parts=composite_of, reference=reference if is_apart else None)
+
+
+def _tensor_alone(directory: SavedFiles, file: str, of_files: _Records) -> TensorAt:
+    """The tensor in a file of its own."""
+    try:
+        source = directory.open(file)
+    except FileNotFoundError:
+        raise CorruptCheckpointError("the file of a tensor is missing", file=file, hint=DAMAGED) from None
+    with closing(source), naming(file=file):
+        archive = Zip(Ahead(source, file, FEW_AHEAD), 0, source.size)
+        at = archive.value(strided=True)
+        if not isinstance(at, TensorAt):
+            raise CorruptCheckpointError("the file of a tensor does not hold one", file=file, found=type(at).__name__)
+        directory.storages[file] = archive.storages()
+        of_files.add(file, source.size)
+        return at
 
 
 class _Records:
-    """Records of the tensors of a file: one for all tensors that are the same elements."""
+    """Records of the tensors of files: one for all tensors that are the same elements.
 
-    def __init__(self, file: int) -> None:
-        self._file = file
+    Args:
+        files: The records of the files, to which those of others are added.
+    """
+
+    def __init__(self, files: list[FileRecord]) -> None:
+        self._files = files
+        self._numbers: dict[str, int] = {}
         self._records: dict[tuple[Any, ...], ArrayRecord | UnknownArray] = {}
+
+    def add(self, file: str, size: int) -> None:
+        """Add the record of a file."""
+        self._numbers[file] = len(self._files)
+        self._files.append(FileRecord(path=file, size=size))
 
     def of(self, at: TensorAt) -> ArrayRecord | UnknownArray:
         """The record of a tensor: one for all tensors that are the same elements."""
         elements = Box.whole(at.shape)
-        key = (at.offset, at.dtype, at.shape, at.strides) if elements.size else (at, len(self._records))
+        key = (at.file, at.offset, at.dtype, at.shape, at.strides) if elements.size else (at, len(self._records))
         if key not in self._records:
-            self._records[key] = _record(at, self._file)
+            self._records[key] = _record(at, self._numbers[at.file])
         return self._records[key]
 
 

@@ -208,8 +208,8 @@ class Zip:
                 raise CorruptCheckpointError(
                     "a reference to a tensor where none can be",
                     file=self.file,
-                    hint="torch_xla's serialization.save has the tensors in <file>.tensors. docs/leaving-xla.md says "
-                    "how such files are read."
+                    hint="torch_xla's serialization.save has the tensors in <file>.tensors: put that directory beside "
+                    "the file."
                     if reference is None
                     else None,
                 )
