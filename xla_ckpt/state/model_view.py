@@ -64,7 +64,7 @@ class ModelView(torch.nn.Module):
         return dict(self._entries)
 
     def said_names(self) -> dict[str, str]:
-        """Name in the state dict of the model itself -> the name here, where they may differ."""
+        """Return other name -> the name here, of what a tag of an earlier version may call by another name."""
         return {}
 
     def other_names(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Unwrapped(ModelView):
         metadata = module_metadata(entries) or {}
         plain_of = {place.actual: place.plain for place in self._places}
         # torch's own: the wrappers' `named_parameters` leave out their own step, and no one's below.
-        named = torch.nn.Module.named_parameters(model, remove_duplicate=False)
+        named = [*torch.nn.Module.named_parameters(model, remove_duplicate=False)]
         super().__init__(
             with_module_metadata(
                 plain,
@@ -176,10 +176,11 @@ class Unwrapped(ModelView):
             parts=[model],
             put=lambda state_dict: None,
         )
-        self._plain_names = {name: _moved(name, self._plain) for name in entries}
+        self._plain_names = {name: _moved(name, plain_of) for name, _ in named}
+        self._plain_names |= {name: _moved(name, self._plain) for name in entries}
 
     def said_names(self) -> dict[str, str]:
-        """See `ModelView`: the names in the state dict of the model, by which earlier versions have saved it."""
+        """See `ModelView`: the names with wrappers, in the state dict and in `named_parameters`."""
         return dict(self._plain_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, *_: Any, **__: Any) -> Any:

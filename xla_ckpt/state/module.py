@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from xla_ckpt.arrays.registry import Adapters
@@ -11,9 +11,11 @@ from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, refused_alone
 from xla_ckpt.state.problems import UNWANTED, Problem
 from xla_ckpt.state.values import CODEC
+from xla_ckpt.state.wrappers import is_view
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.nested import leaves
+from xla_ckpt.tree.parameter_names import UNMISTAKABLE, program_names
 from xla_ckpt.tree.skeleton import ABSENT
 
 
@@ -58,6 +60,24 @@ def parameter_name(parameter: Any, names: Mapping[Any, str]) -> str | None:
         return name
     identity = identity_of(parameter, Adapters())
     return names.get(identity) if identity is not None else None
+
+
+def renamed_members(stored: Collection[str], own: Collection[str], model: Any) -> dict[str, str]:
+    """Return stored name -> the model's name, of the members that are stored with the steps of wrappers, or without.
+
+    Args:
+        stored: Names of parameters and buffers in a tag: those of a model, or of an optimizer.
+        own: The names that they have in the program.
+        model: The model of the program.
+    """
+    if set(own) == set(stored):
+        return {}
+    said = model.said_names() if is_view(model) else {}
+    known = {name: plain for name, plain in said.items() if name != plain and name in stored and plain not in stored}
+    left = {name: name for name in stored if name not in known}
+    wanted = {name: name for name in own if name not in known.values()}
+    names = program_names(left, wanted, UNMISTAKABLE)
+    return known | {name: plain for name, plain in names.items() if name != plain}
 
 
 def load(stored: Stored, model: Any) -> Loading:

@@ -1,5 +1,7 @@
 """Parameters that have several names, as tied weights do: a stored optimizer may call one by any of them.
 
+So may one that was saved with the steps of wrappers in its names, as earlier versions saved it.
+
 A pipeline whose stages share a weight stores it under a name of each stage, with a state each; a program that is one
 stage has one parameter of two names, and one state. So a load asks for a state under the name that is stored.
 """
@@ -10,6 +12,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from xla_ckpt.arrays.torch_objects import is_module
+from xla_ckpt.state.module import renamed_members
 from xla_ckpt.tree import schema
 
 
@@ -41,6 +44,7 @@ def stored_names(names: Mapping[Any, str], model: Any, optimizer: Any, aliases: 
     by_leaf = {_leaf(name, aliases): name for name in known}
     others = {called[0]: called for called in all_names(model)}
     own = {*names.values(), *(name for called in others.values() for name in called)}
+    known |= {plain: name for name, plain in renamed_members(known, own, model).items()}
     # Two parameters of the program that were one when they were saved do not get the same state.
     apart = {leaf: name for leaf, name in by_leaf.items() if name not in own}
     stored_name: dict[str, str] = {}

@@ -22,12 +22,12 @@ from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import ArrayAt, Loading, Stored, other_shape, plan_arrays, plan_freely, refused_alone
 from xla_ckpt.state.model_view import ModelView, call_load_state_dict, overrides
-from xla_ckpt.state.module import compare_keys, identity_of
+from xla_ckpt.state.module import compare_keys, identity_of, renamed_members
 from xla_ckpt.state.problems import UNWANTED, Problem, incompatible
 from xla_ckpt.state.wrappers import modules_in
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.module_metadata import module_metadata, renamed_metadata, with_module_metadata
-from xla_ckpt.tree.parameter_names import UNMISTAKABLE, canonical, program_names
+from xla_ckpt.tree.parameter_names import UNMISTAKABLE, canonical
 from xla_ckpt.tree.skeleton import ABSENT
 
 
@@ -66,7 +66,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     loading = Loading(cast=stored.cast)
     own = entries_of(module)
     entries = module.wanted(saved) if isinstance(module, ModelView) else own
-    own_names = _own_names(saved, entries, module)
+    own_names = renamed_members(saved, entries, module)
     stored_names = {name: key for key, name in own_names.items()}
     entries = {stored_names.get(name, name): value for name, value in entries.items()}
     of_other_ranks = rank_numbers.unfit(stored, entries)
@@ -106,21 +106,9 @@ def _is_scalar(value: Any) -> bool:
 def own_state(stored: Stored, module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored state dict of a module as its `load_state_dict` takes it: by its own names, with metadata."""
     own = entries_of(module)
-    own_names = _own_names(state, own, module)
+    own_names = renamed_members(state, own, module)
     metadata = _metadata_of(stored, state, own, own_names)
     return with_module_metadata({own_names.get(name, name): value for name, value in state.items()}, metadata)
-
-
-def _own_names(saved: Mapping[str, Any], entries: Mapping[str, Any], module: torch.nn.Module) -> dict[str, str]:
-    """Stored name -> the module's name, of the members that are stored with the steps of wrappers, or without them."""
-    if entries.keys() == saved.keys():
-        return {}
-    said = module.said_names() if isinstance(module, ModelView) else {}
-    own = {name: plain for name, plain in said.items() if name != plain and name in saved and plain not in saved}
-    left = {name: value for name, value in saved.items() if name not in own}
-    wanted = entries.keys() - own.values()
-    names = program_names(left, {name: entries[name] for name in wanted}, UNMISTAKABLE)
-    return own | {stored: name for stored, name in names.items() if stored != name}
 
 
 def _metadata_of(
