@@ -82,6 +82,9 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "detect anomaly": torch.autograd.detect_anomaly,
 }
 
+COVERED = ("plain", "default device xla", "default device meta", "inference mode", "autocast")
+"""Those in which something has failed. The others run with --rest."""
+
 # -- a training run, on the CPU
 
 
@@ -535,7 +538,11 @@ def failures(surroundings: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    "surroundings", [pytest.param(s, marks=pytest.mark.xla if "xla" in s else ()) for s in SURROUNDINGS]
+    "surroundings",
+    [
+        pytest.param(s, marks=[pytest.mark.xla] * ("xla" in s) + [pytest.mark.rest] * (s not in COVERED))
+        for s in SURROUNDINGS
+    ],
 )
 def test_each_call_in_each_surroundings(surroundings: str, name: str) -> None:
     for rank, failed in enumerate(failures(surroundings)):
