@@ -93,7 +93,8 @@ def _loader_in_use() -> Any | None:
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is None:
         return None
-    return next((found for found in gc.get_objects() if issubclass(type(found), module.PerDeviceLoader)), None)
+    kind = module.PerDeviceLoader
+    return next((found for found in gc.get_referrers(kind) if type(found) is kind), None)  # a "for" holds it alone
 
 
 def _accelerator() -> str | None:
