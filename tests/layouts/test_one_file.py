@@ -122,11 +122,13 @@ def test_a_scheduler_under_another_name_is_found_in_extras(tmp_path: Path) -> No
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    torch.save({"model": model.state_dict(), "sched": {**scheduler.state_dict(), "last_epoch": 7}}, tmp_path / "c.pt")
+    torch.save(
+        {"model": model.state_dict(), "lr_sched": {**scheduler.state_dict(), "last_epoch": 7}}, tmp_path / "c.pt"
+    )
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as error:
         xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=model, scheduler=scheduler)
-    assert "(extras: sched; extras={'sched': ...} loads one of them into an object)" in str(error.value)
-    xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=model, extras={"sched": scheduler})
+    assert "(extras: lr_sched; extras={'lr_sched': ...} loads one of them into an object)" in str(error.value)
+    xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=model, extras={"lr_sched": scheduler})
     assert scheduler.last_epoch == 7
 
 
