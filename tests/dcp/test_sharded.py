@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import xla_ckpt
@@ -158,6 +160,34 @@ def mistakes(rank: int, root: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     run_on_ranks(mistakes, 2, tmp_path)
+
+
+WRAPS: tuple[Callable[[torch.nn.Module], Any], ...] = (
+    lambda layer: torch.compile(layer, backend="eager"),
+    lambda layer: torch.compile(checkpoint_wrapper(layer), backend="eager"),
+    checkpoint_wrapper,
+    torch.nn.DataParallel,
+)
+
+
+def wrapped(rank: int) -> None:
+    layer, _ = stepped(rank, 2)
+    for wrap in WRAPS:
+        model = torch.nn.Sequential(wrap(layer), torch.nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        held = {"model": model.state_dict(), "named": dict(model.named_parameters()), "optim": optimizer.state_dict()}
+        made = dcp.sharded(held, model, mesh="tp=2", optimizer=optimizer)
+        for part in ("model", "named"):
+            shapes = {name.rpartition(".")[2]: value.shape for name, value in made[part].items() if ".up" in name}
+            assert shapes == {"up": (8, 6)}
+            assert all(
+                isinstance(v, dcp.GlobalTensor) == name.endswith(("up", "down", "fused"))
+                for name, v in made[part].items()
+            )
+
+
+def test_a_state_dict_of_a_wrapped_model() -> None:
+    run_on_ranks(wrapped, 2)
 
 
 def test_other_things_in_the_place_of_the_arguments() -> None:

@@ -22,7 +22,7 @@ from xla_ckpt.sharding.rules import Rules, decided, idle, parse_rules
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.module import parameter_names
 from xla_ckpt.state.shardings import Parameter, StateShardings
-from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
+from xla_ckpt.state.wrappers import is_view, unwrapped_model, unwrapped_optimizer
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.nested import Keys, replaced_leaves
@@ -115,6 +115,9 @@ class _Views:
         self.places = StateShardings(
             placement, self.rules, {component(name): p for name, p in self.parameters.items()}
         ).of_model(model)
+        # A state dict of a wrapped model may have the steps of the wrappers in its names.
+        others = model.said_names() if is_view(model) else {}
+        self.parameters |= {name: self.parameters[plain] for name, plain in others.items() if plain in self.parameters}
         self.seen: list[str] = []
 
     def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
