@@ -558,3 +558,35 @@ def test_what_no_load_takes_as_a_model_is_not_saved_as_one(tmp_path: Path, model
     xla_ckpt.save_checkpoint(tmp_path, "a", {"w": ONE})
     with pytest.raises(xla_ckpt.UsageError, match="no model"):
         xla_ckpt.load_checkpoint(tmp_path, "a", model)
+
+
+def test_registered_classes_in_a_dict_are_loaded_like_its_own(tmp_path: Path) -> None:
+    state = {
+        "train": [Train(5, grown(1), jnp.sin)],
+        "keyed": Keyed(scale=ONE, shift=TWO),
+        "w": TWO,
+        "n": 7,
+        "m": {1: 2, "a": 3},
+    }
+    xla_ckpt.save_checkpoint(tmp_path, "a", dict(state), extras={"state": dict(state)})
+    for place in ("model", "extras"):
+        own = {
+            "train": [Train(0, grown(0), jnp.cos)],
+            "keyed": Keyed(scale=TWO, shift=ONE),
+            "w": ONE,
+            "n": 0,
+            "m": {1: 0, "a": 0},
+        }
+        xla_ckpt.load_checkpoint(tmp_path, "a", **{place: own if place == "model" else {"state": own}})
+        assert own.pop("m") == state["m"]  # jax takes no dict apart whose keys have no order
+        assert same(own, {k: v for k, v in state.items() if k != "m"} | {"train": [Train(5, grown(1), jnp.cos)]})
+        for wrong, error in (
+            ({"keyed": Keyed(shift=TWO, scale=ONE)}, "register_pytree_with_keys"),
+            ({"train": [Train(0, Frozen({"inner": grown(0).held["inner"]}), jnp.cos)]}, "stored, but not wanted"),
+            ({"train": [Train(0, Frozen({**grown(0).held, "more": ONE}), jnp.cos)]}, "wanted, but not stored"),
+        ):
+            other = {**own, "m": {}, **wrong}
+            before = dict(other)
+            with pytest.raises(IncompatibleCheckpointError, match=error):
+                xla_ckpt.load_checkpoint(tmp_path, "a", **{place: other if place == "model" else {"state": other}})
+            assert all(other[key] is before[key] for key in before)

@@ -23,7 +23,7 @@ from typing import Any
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.tree.classes import class_name
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec
-from xla_ckpt.tree.flatten import Flat, flatten
+from xla_ckpt.tree.flatten import MAX_DEPTH, Flat, flatten
 from xla_ckpt.tree.skeleton import ValueParts, children
 
 KEY = "jax:key"
@@ -209,6 +209,25 @@ def _node_of(value: Any) -> _Node | None:
 def is_registered(value: Any) -> bool:
     """Whether a value is of a class that is registered with jax, and not one of Python's containers."""
     return _node_of(value) is not None
+
+
+def holds_registered(value: Any) -> bool:
+    """Whether a value, or one in the containers of Python's that it consists of, is of a registered class."""
+    return _jax() is not None and _holds_registered(value, set(), 0)
+
+
+def _holds_registered(value: Any, others: set[type], depth: int) -> bool:
+    """The same; `others` are the classes that are known not to be registered."""
+    kind = type(value)
+    if kind in others or depth > MAX_DEPTH:
+        return False
+    if _is_builtin(value):
+        members = value.values() if isinstance(value, dict) else value or ()
+        return any(_holds_registered(member, others, depth + 1) for member in members)
+    if is_registered(value):
+        return True
+    others.add(kind)
+    return False
 
 
 def has_methods(value: Any, *names: str) -> bool:

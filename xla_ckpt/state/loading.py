@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.registry import array_kind, check_memory, making_new, new_array
+from xla_ckpt.arrays.registry import (
+    array_instead,
+    array_kind,
+    check_memory,
+    is_spec,
+    making_new,
+    new_array,
+    target_of_spec,
+)
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
 from xla_ckpt.engine.cast import can_cast, cast
 from xla_ckpt.engine.target import Target
@@ -24,11 +33,11 @@ from xla_ckpt.state.attributes import is_declared
 from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.values import CODEC, checked_members
+from xla_ckpt.state.values import CODEC, checked_members, parts_of_pattern
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import flatten
-from xla_ckpt.tree.skeleton import array_paths, children, is_array, is_object, part_at
+from xla_ckpt.tree.skeleton import Make, Weave, array_paths, children, is_array, is_object, part_at
 from xla_ckpt.tree.unflatten import Resolve, Unflattener
 
 
@@ -301,6 +310,48 @@ def plan_arrays(
         if new is not None and (target is None or target.shape != form.shape):
             target = new(path, stored.manifest.required(path), kind) or target
         loading.want(path, target or new_array(form.dtype, whole(form.shape), kind), form)
+
+
+def plan_whole(stored: Stored, loading: Loading) -> Make:
+    """Want a stored part as it was saved: what makes it of the restored arrays.
+
+    Raises:
+        UntrustedObjectError: It holds what is not loaded without trust.
+        IncompatibleCheckpointError: A class that it takes is gone, or has changed.
+    """
+    plan_arrays(stored, loading, {})
+    stored.build()  # an object that may not be loaded is found out before anything is read
+    return lambda arrays: stored.build(lambda path, _: arrays[path])
+
+
+def plan_like(stored: Stored, loading: Loading, pattern: Any) -> Make:
+    """Want what a pattern has of a stored part: what makes a value like it of the restored arrays.
+
+    Raises:
+        CheckpointError: Something stored cannot be loaded at all.
+    """
+    kind = stored.shardings.adapters.kind
+    weave = Weave(
+        lambda v: kind(v) is not None or is_spec(v),
+        CODEC,
+        lambda skeleton, leaf: plan_whole(stored.part(skeleton, leaf), loading),
+        parts=parts_of_pattern,
+        instead=partial(array_instead, codec=CODEC, cast=stored.cast),
+        module_metadata=stored.metadata_at,
+    )
+    make = weave.visit(pattern, stored.skeleton, stored.prefix)
+    for leaf, why in weave.refused.items():
+        loading.add_problem(leaf, why)
+    placement = stored.shardings.placement
+    for leaf, wanted in weave.wanted.items():
+        form = stored.form(leaf)
+        try:  # `naming` would take a tenth of the time of many small arrays
+            target = target_of_spec(wanted, placement, form) if is_spec(wanted) else stored.like(leaf, wanted)
+        except CheckpointError as error:
+            error.at(leaf=leaf)
+            raise
+        loading.want(leaf, target, form)
+    return make
 
 
 def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:

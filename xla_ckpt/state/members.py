@@ -12,25 +12,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from xla_ckpt.arrays.registry import array_instead, is_spec, target_of_spec
-from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError
+from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.keywords import nearest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.frozen_base import split_base, without_base
-from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays
+from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays, plan_like, plan_whole
 from xla_ckpt.state.loadings import Loadings
 from xla_ckpt.state.program_hints import hints_of, hints_of_tree
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
-from xla_ckpt.state.values import CODEC, parts_of_pattern
 from xla_ckpt.state.wrappers import is_names_only, unwrapped_model
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import Make, Weave, children, is_array, is_object, leaves_below, part_at
+from xla_ckpt.tree.skeleton import children, is_array, is_object, leaves_below, part_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,34 +310,8 @@ class Like:
         """Compare a stored state with it. The value of the load is the new tree."""
         loading = Loading(cast=stored.cast)
 
-        def whole(skeleton: Any, leaf: str) -> Make:
-            part = stored.part(skeleton, leaf)
-            plan_arrays(part, loading, {})
-            part.build()  # an object that may not be loaded is found out before anything is read
-            return lambda arrays: part.build(lambda path, _: arrays[path])
-
         if self.like is None:
-            return Loadings([loading], whole(_part_at(stored.skeleton, self.part), self.part))
-
-        kind = stored.shardings.adapters.kind
-        weave = Weave(
-            lambda v: kind(v) is not None or is_spec(v),
-            CODEC,
-            whole,
-            parts=parts_of_pattern,
-            instead=partial(array_instead, codec=CODEC, cast=stored.cast),
-            module_metadata=stored.metadata_at,
-        )
-        make = weave.visit(self.like, stored.skeleton)
-        for leaf, why in weave.refused.items():
-            loading.add_problem(leaf, why)
-        placement = stored.shardings.placement
-        for leaf, wanted in weave.wanted.items():
-            form = stored.form(leaf)
-            try:  # `naming` would take a tenth of the time of many small arrays
-                target = target_of_spec(wanted, placement, form) if is_spec(wanted) else stored.like(leaf, wanted)
-            except CheckpointError as error:
-                error.at(leaf=leaf)
-                raise
-            loading.want(leaf, target, form)
+            make = plan_whole(stored.part(_part_at(stored.skeleton, self.part), self.part), loading)
+        else:
+            make = plan_like(stored, loading, self.like)
         return Loadings([loading], make)

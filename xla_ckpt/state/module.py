@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from xla_ckpt.arrays.pytree import holds_registered
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.arrays.torch_objects import is_lazy, is_module
 from xla_ckpt.state import rank_numbers
-from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, refused_alone
+from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, plan_like, refused_alone
 from xla_ckpt.state.problems import UNWANTED, Problem
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import is_view
@@ -16,7 +17,7 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.nested import leaves
 from xla_ckpt.tree.parameter_names import UNMISTAKABLE, program_names
-from xla_ckpt.tree.skeleton import ABSENT
+from xla_ckpt.tree.skeleton import ABSENT, Make, array_paths
 
 
 def tree_of(model: Any) -> Any:
@@ -119,7 +120,8 @@ def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
         compare_keys(stored, loading, target, stored_entries)
     current = arrays_of(target, stored.prefix)
     keys = [k for k in stored_entries if whole or k in target]
-    left = leaves([stored_entries[k] for k in stored_entries.keys() - set(keys)])
+    makers = {} if whole else _like_own(stored, loading, {k: target[k] for k in keys})
+    left = leaves([stored_entries[k] for k in stored_entries.keys() - (set(keys) - makers.keys())])
     plan_arrays(stored, loading, current, without={leaf.path for leaf in left if isinstance(leaf, ArrayAt)})
     before = {p.leaf for p in loading.problems}
 
@@ -127,8 +129,27 @@ def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
         for key in keys:
             path = paths.join(stored.prefix, paths.escape(str(key)))
             part = stored.at(component(CODEC.encode(key)))
-            if path not in before and part is not None:
+            if key in makers:
+                target[key] = makers[key](arrays)
+            elif path not in before and part is not None:
                 target[key] = part.build(lambda path, _: arrays.get(path, current.get(path)))
 
     loading.finish = finish
     return loading
+
+
+def _like_own(stored: Stored, loading: Loading, own: Mapping[Any, Any]) -> dict[Any, Make]:
+    """Want those members of a dict like its own in which something is of a class that is registered with jax.
+
+    What no file can hold of them, such as functions, is the program's.
+    """
+    makers: dict[Any, Make] = {}
+    for key, value in own.items():
+        part = stored.at(component(CODEC.encode(key)))
+        if part is None or not holds_registered(value):
+            continue
+        makers[key] = plan_like(part, loading, value)
+        problems = {problem.leaf for problem in loading.problems}
+        unwanted = array_paths(part.skeleton, part.prefix).keys() - loading.targets.keys() - problems
+        loading.unwanted += [Problem(leaf, UNWANTED) for leaf in sorted(unwanted)]
+    return makers
