@@ -183,7 +183,7 @@ def test_what_torch_xla_saved_is_all_there(page: Ran, source: str, tag: str) -> 
     assert len(truth) == 48
     tree = xla_ckpt.restore(page.folder / "dcp", tag).tree
     assert differ(flat(tree), truth) == []
-    assert (tree["user_content"] if source == "xser" else tree["extras"]) == {"epoch": 3}
+    assert tree["extras"] == {"epoch": 3}
 
 
 STOCK = """of_model, of_optimizer = get_state_dict(model, optimizer)
