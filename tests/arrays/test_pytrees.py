@@ -293,7 +293,7 @@ ONE, TWO = jnp.ones(2, jnp.float32), jnp.full(2, 2, jnp.float32)
         (Nameless(ONE, TWO), Listed([ONE, TWO])),
         ({"0": ONE, "1": TWO, "2": TWO}, Nameless(ONE, TWO)),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_parts_without_key_paths_are_those_of_the_same_structure(tmp_path: Path, stored: Any, wanted: Any) -> None:
     saved(tmp_path, {"p": stored})
