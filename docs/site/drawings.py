@@ -138,6 +138,7 @@ ROOMS = {
     "keywords": "names and choices that do not exist",
     "extras": "packages that are not installed",
     "errors": "the errors; cheap imports",
+    "display": "text for terminals",
 }
 
 
