@@ -22,6 +22,7 @@ import xla_ckpt
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
 from xla_ckpt.api import checkpoints
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags import deleting, listing
@@ -188,7 +189,8 @@ def test_a_record_in_memory_adopts_what_it_has_lost(capsys: pytest.CaptureFixtur
     store = store_at(path).object_store
     assert store is not None
     store.remove(LEDGER)
-    assert xla_ckpt.list_tags(path) == []
+    with pytest.raises(CorruptCheckpointError, match="xla-ckpt adopt"):
+        xla_ckpt.list_tags(path)
     assert call(capsys, "adopt", path, "b")[:2] == (0, "b: adopted\n")
     assert call(capsys, "adopt", path)[:2] == (0, "a: adopted\n")
     assert call(capsys, "adopt", path)[:2] == (0, "a: was known already\nb: was known already\n")

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -136,7 +137,9 @@ def test_a_fork_finds_no_lock_held(tmp_path: Path) -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    pid = os.fork()
+    with warnings.catch_warnings():  # of jax, which another test may have loaded
+        warnings.simplefilter("ignore", RuntimeWarning)
+        pid = os.fork()
     if not pid:
         try:
             signal.alarm(20)  # a lock that nobody gives back ends it

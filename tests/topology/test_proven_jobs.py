@@ -83,16 +83,15 @@ def jax_devices(root: Path) -> list[str]:
     xla_ckpt.save(root, "t", {"w": like})
     report = xla_ckpt.restore(root, "t", {"w": like}, options=PROVE).report
     problems = [] if report.proven_bytes == 2 * like.nbytes else [f"{report.proven_bytes} bytes"]
-    make = jax.make_array_from_callback
+    make = jax.make_array_from_single_device_arrays
     for lane in range(4):
 
-        def broken(shape: Any, sharding: Any, callback: Any, lane: int = lane) -> Any:
-            good = make(shape, sharding, callback)
-            parts = [shard.data for shard in good.addressable_shards]
+        def broken(shape: Any, sharding: Any, parts: Any, lane: int = lane) -> Any:
+            parts = list(parts)
             parts[lane] = jax.device_put(np.asarray(parts[lane]) + 1, parts[lane].devices().pop())
-            return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+            return make(shape, sharding, parts)
 
-        jax.make_array_from_callback = broken
+        jax.make_array_from_single_device_arrays = broken
         try:
             xla_ckpt.restore(root, "t", {"w": like}, options=PROVE)
             problems.append(f"device {lane} is not looked at")

@@ -77,23 +77,21 @@ def beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]
     """
     check_encodable(path)
     *parents, name = path.split("/")
+    start = None
     if isinstance(directory, int):
-        fd, owned = directory, -1
+        start = directory
     elif parents:
-        fd = owned = open_descriptor(os.path.join(directory, parents.pop(0)), _ON_THE_WAY)
+        parents[0] = os.path.join(directory, parents[0])
     else:
-        yield None, os.path.join(directory, name) if name else directory
-        return
+        name = os.path.join(directory, name) if name else directory
+    opened: list[int] = []
     try:
         for parent in parents:
-            fd = open_descriptor(parent, _ON_THE_WAY, dir_fd=fd)
-            if owned >= 0:
-                os.close(owned)
-            owned = fd
-        yield fd, name
+            opened.append(open_descriptor(parent, _ON_THE_WAY, dir_fd=opened[-1] if opened else start))
+        yield opened[-1] if opened else start, name
     finally:
-        if owned >= 0:
-            os.close(owned)
+        while opened:  # each is forgotten first: an interrupted close would be done again, to another file by then
+            os.close(opened.pop())
 
 
 def _allocate(fd: int, size: int) -> None:
