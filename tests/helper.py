@@ -101,7 +101,7 @@ class _Told:
             self.line.settimeout(timeout)
             try:
                 self.returncode = int(self.line.recv(100))
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # the latter where `timeout` is 0
                 raise subprocess.TimeoutExpired("a process of a nursery", timeout or 0.0) from None
         return self.returncode
 
