@@ -260,21 +260,24 @@ class _Repair:
         return replaced
 
     def _check_is_whole(self, directory: ReadDirectory, manifest: Manifest) -> None:
-        """Refuse what still differs from the digests of the manifest when all is as the parity has it.
+        """Raise an error if files still differ from the manifest's digests after the parity has restored them.
 
         Raises:
-            CorruptCheckpointError: Something does.
+            CorruptCheckpointError: They differ.
         """
-        with reader_within(directory, self.root.path, self.tag, manifest) as reader:
-            problems = verify_payload(reader, workers=self.workers).problems
-        if problems:
+        if problems := self._problems(directory, manifest):
             raise CorruptCheckpointError(
                 "the parity was made of bytes that were damaged already, and gives them back as they are: nothing was "
                 "changed",
                 found=f"{len(problems)} problems",
                 hint="Load another tag, or restore these files from a copy.",
-                details="\n".join(f"  {line}" for line in problems[:MAX_NAMED]),
+                details=join_lines(f"  {line}" for line in problems[:MAX_NAMED]),
             )
+
+    def _problems(self, directory: ReadDirectory, manifest: Manifest) -> list[CheckpointError]:
+        """Compare all bytes in a directory with the digests of the manifest, and return the differences."""
+        with reader_within(directory, self.root.path, self.tag, manifest) as reader:
+            return verify_payload(reader, workers=self.workers).problems
 
     def renew_whole_parity(self, manifest: Manifest, text: bytes, problem: CorruptCheckpointError) -> list[str]:
         """Make the parity anew, if all else is as the manifest says: without its index it gives nothing back.
@@ -282,8 +285,7 @@ class _Repair:
         Raises:
             CorruptCheckpointError: Something else is damaged, too.
         """
-        with reader_within(self.directory, self.root.path, self.tag, manifest) as reader:
-            problems = verify_payload(reader).problems
+        problems = self._problems(self.directory, manifest)
         if problems or read_whole(self.directory, MANIFEST) != text:
             problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
             problem.details = join_lines(f"  {line}" for line in problems[:MAX_NAMED])

@@ -252,11 +252,11 @@ def _places(module: torch.nn.Module, actual: str = "", said: str = "", plain: st
 
 
 def _wrapper_step(module: torch.nn.Module) -> tuple[str | None, bool]:
-    """Return the step that a wrapper of torch's puts into names, and whether its state dict has it, too.
+    """Return the step that a torch wrapper adds to names, and whether its state dict contains that step.
 
-    None for any other module.
+    The step is None if the module is not a wrapper.
     """
-    kind: Any = type(module)
+    kind: Any = type(module)  # mypy takes classes of modules for unhashable
     return _step_of_class(kind)
 
 

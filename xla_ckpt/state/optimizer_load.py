@@ -11,7 +11,7 @@ then, and these are the old ones before. Hooks run once (see `optimizer_install.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,21 +121,47 @@ def _runs_code(match: OptimizerMatch) -> bool:
 def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
     """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`, or hooks."""
     plan_arrays(stored, loading, {})
-    made: list[Installation] = []
     own_code = loads_itself(optimizer)
+    _install_with(loading, stored, optimizer, lambda packed: Installation(optimizer, packed, own_code))
+    return loading
+
+
+def _install_with(
+    loading: Loading,
+    stored: Stored,
+    optimizer: Any,
+    make: Callable[[Any], Installation],
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Have a load try a stored state out in an optimizer before anything else is changed, and install it at the end.
+
+    Args:
+        loading: The load.
+        stored: The state of the optimizer.
+        optimizer: The optimizer.
+        make: Makes the installation of the restored state. Called once.
+        after: Called when the state is installed.
+    """
+    made: list[Installation] = []
 
     def installation(arrays: Mapping[str, Any]) -> Installation:
         if not made:
-            made.append(Installation(optimizer, stored.build(lambda path, _: arrays[path]), own_code))
+            made.append(make(stored.build(lambda path, _: arrays[path])))
         return made[0]
 
-    loading.finish = lambda arrays: installation(arrays).finish()
+    def finish(arrays: Mapping[str, Any]) -> None:
+        installation(arrays).finish()
+        after()
+
+    loading.finish = finish
     loading.handover = Handover(
-        leaf=stored.prefix,
-        take=lambda arrays: installation(arrays).try_out(),
-        keep=lambda: kept_state(optimizer) if own_code else kept(optimizer),
+        leaf=stored.prefix, take=lambda arrays: installation(arrays).try_out(), keep=lambda: _kept(optimizer)
     )
-    return loading
+
+
+def _kept(optimizer: Any) -> PutBack:
+    """Keep the state of an optimizer, and return a function that puts it back."""
+    return kept_state(optimizer) if loads_itself(optimizer) else kept(optimizer)
 
 
 def load_by_position(stored: Stored, optimizer: Any) -> Loading | None:
@@ -156,25 +182,14 @@ def load_by_position(stored: Stored, optimizer: Any) -> Loading | None:
         return loading
     plan_freely(stored, loading, optimizer.state_dict())
     options = unsupported_options(tree, match, range(len(optimizer.param_groups)))
-    made: list[Installation] = []
 
-    def installation(arrays: Mapping[str, Any]) -> Installation:
-        if not made:
-            packed = stored.build(lambda path, _: arrays[path])
-            groups = [{**group, **own} for group, own in zip(packed[schema.GROUPS], options, strict=True)]
-            state = _numbered(packed[schema.STATE], numbers)
-            packed = {**packed, schema.STATE: state, schema.GROUPS: groups}
-            made.append(Installation(optimizer, packed, own_code=False, casts=True))
-        return made[0]
+    def installation(packed: Any) -> Installation:
+        groups = [{**group, **own} for group, own in zip(packed[schema.GROUPS], options, strict=True)]
+        state = _numbered(packed[schema.STATE], numbers)
+        packed = {**packed, schema.STATE: state, schema.GROUPS: groups}
+        return Installation(optimizer, packed, own_code=False, casts=True)
 
-    def finish(arrays: Mapping[str, Any]) -> None:
-        installation(arrays).finish()
-        _tell_unsupported(optimizer, options)
-
-    loading.finish = finish
-    loading.handover = Handover(
-        leaf=stored.prefix, take=lambda arrays: installation(arrays).try_out(), keep=lambda: kept(optimizer)
-    )
+    _install_with(loading, stored, optimizer, installation, after=lambda: _tell_unsupported(optimizer, options))
     return loading
 
 
@@ -298,7 +313,7 @@ class _Change:
         """Keep what the optimizer has, and return what puts it back."""
         wrappers = [self.match.optimizer, *zero1.parts_of(self.match.optimizer)] if self.match.sharded else []
         put_back = [kept(wrapper) for wrapper in wrappers]
-        put_back += [kept_state(holder) if loads_itself(holder) else kept(holder) for holder in self.match.holders]
+        put_back += map(_kept, self.match.holders)
         return lambda: [put() for put in put_back]
 
     def try_out(self, arrays: Mapping[str, Any]) -> None:

@@ -178,13 +178,11 @@ def retire(store: FileSystem, doomed: Sequence[TagEntry]) -> None:
     retire_each(store, entries, lambda tag: retire_unchanged(entries[tag]))
 
 
-def retire_each(store: Store, names: Iterable[str], retire: Callable[[str], object]) -> None:
-    """Retire tags, or what else has these names. One that this user may not move, or that the storage refuses to move,
-    is told of once, and stays: the others go.
-    """
+def retire_each(store: Store, names: Iterable[str], retire_one: Callable[[str], object]) -> None:
+    """Retire the directories with these names. One that cannot be moved stays and is logged once; the others go."""
     for name in names:
         try:
-            retire(name)
+            retire_one(name)
         except FileNotFoundError:
             logger.debug("%s in %s: another job has retired it", name, store.path)
         except (OSError, CheckpointError) as error:

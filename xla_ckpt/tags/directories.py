@@ -111,17 +111,18 @@ class DirectoryRoot:
             raise
 
     def _replaced(self, name: str) -> tuple[LocalFiles | None, Identity | None]:
-        """The directory that the next one of a name replaces, open, and the number of what has that name.
+        """Return the directory that the next one of a name replaces, open, and the identity of what has that name.
 
-        Both are of one directory, as far as it has the name: another program may put one in its place meanwhile.
+        Both belong to the same directory, unless other programs keep putting another one in its place.
         """
-        for last in (False, False, True):
+        attempts = 3
+        while True:
             place = self.place_of(name)
             before, replaced = _directory_of(self.store, place), self.store.identity(name)
-            if before is None or place != name or before.identity == replaced or last:  # a link has a number of its own
+            attempts -= 1
+            if before is None or place != name or before.identity == replaced or not attempts:  # a link has its own
                 return before, replaced
             before.close()
-        raise AssertionError("the last look counts")
 
     def above(self) -> int:
         """Above which number the next tag has its own, whatever those in this directory have."""

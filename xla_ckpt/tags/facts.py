@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,23 +69,30 @@ def tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Retention)
         logger.warning("%s: no older tag is deleted: %s", store.path, error)
         return []
     if any(isinstance(part, EveryNSteps) for part in policy.parts):
-        without = [fact.tag for fact in facts if fact.readable and fact.step is None]
-        if without and store.path not in _told_of_steps:  # once, and not with every save
-            _told_of_steps.add(store.path)
-            logger.warning(
-                "%s: EveryNSteps keeps tags without a step in their names or in user_content, such as %s: name tags "
-                "like step_100, or save user_content={'step': 100, ...}",
-                store.path,
-                without[0],
-            )
+        _warn_of_missing_steps(store.path, facts)
     for part in policy.parts if not retired else ():  # a number that no tag has keeps all
         if isinstance(part, BestN) and part.is_unknown(facts):
             _tell_unknown(store.path, part.metric)
     return retired
 
 
+def _warn_of_missing_steps(path: str, facts: Sequence[TagFact]) -> None:
+    """Warn of tags without a step, once for each root and not with every save."""
+    if path in _told_of_steps:
+        return
+    without = next((fact.tag for fact in facts if fact.readable and fact.step is None), None)
+    if without is not None:
+        _told_of_steps.add(path)
+        logger.warning(
+            "%s: EveryNSteps keeps tags without a step in their names or in user_content, such as %s: name tags "
+            "like step_100, or save user_content={'step': 100, ...}",
+            path,
+            without,
+        )
+
+
 _told_of_steps: set[str] = set()
-"""The roots whose tags without a step were told of."""
+"""The roots that `_warn_of_missing_steps` has warned of."""
 
 
 @functools.cache  # once, and not with every save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -49,6 +50,7 @@ def _counting(tag: str) -> str:
     return _NOT_COUNTED.sub(" ", tag.lower()).strip()
 
 
+@functools.lru_cache(maxsize=10_000)  # a policy asks for the step of each tag several times in each save
 def labelled_step(tag: str) -> int | None:
     """Return the step in the name of a tag that says so: ``step_400``, ``iter_0000400``, ``checkpoint-400``, ``400``.
 
@@ -60,6 +62,7 @@ def labelled_step(tag: str) -> int | None:
     return next(map(int, found), None)
 
 
+@functools.lru_cache(maxsize=10_000)
 def bare_number(tag: str) -> int | None:
     """Return the number at the end of the name of a tag, or at its start, if it is the only one there.
 
