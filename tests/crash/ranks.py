@@ -269,7 +269,7 @@ def _strike(case: Case) -> tuple[_Clock, _Clock]:
     """Have the fault happen in this process; the clocks of messages and of new files."""
 
     def at_message(number: int) -> None:
-        if number != case.at:
+        if number != case.at or (case.fault == RAISES and _CALL_ENDED.is_set()):
             return
         if case.fault == NAPS:
             time.sleep(SLOW * case.timeout)
@@ -298,6 +298,9 @@ def interrupt() -> None:
 
 _HANDLED = threading.Event()
 
+_CALL_ENDED = threading.Event()
+"""Set once the call of `takes_part` returned: the message that the process sends when it exits does not raise."""
+
 
 def _handle(number: int, frame: object) -> None:
     _HANDLED.set()
@@ -317,6 +320,7 @@ def takes_part(rank: int, root: Path, case: Case) -> Told:
         finally:
             # A thread of the call may send a message when the call has ended, and nothing here would catch Ctrl-C then.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _CALL_ENDED.set()
     except xla_ckpt.CheckpointError as error:
         told |= {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     except (MemoryError, KeyboardInterrupt) as error:
@@ -407,7 +411,7 @@ def one(case: Case) -> Outcome:
 
 def cases_of(operation: str, mesh: str, faults: Sequence[str], each: int | None) -> list[Case]:
     """All faults of an operation, as many as a run without one makes messages and files; or `each` of them."""
-    outcome = one(Case(operation, 0, KILLED, 0, mesh))
+    outcome = one(Case(operation, 0, KILLED, 0, mesh, LONG))
     if outcome.wrong or any(told["error"] for told in outcome.told):
         raise RuntimeError(f"{operation} over {mesh} does not work without a fault: {outcome}")
     cases = [
