@@ -86,8 +86,11 @@ class Interrupts:
         """Set when the program has gone on, and has changed its weights."""
         self._handled = threading.Event()
         self._armed = False
+        self._pid = os.getpid()
 
     def _tick(self, clock: str) -> bool:
+        if os.getpid() != self._pid:  # the process in which orbax commits, which is forked from this one here
+            return False
         count = self.counted[clock] = next(self._counts[clock])
         return self._armed and self._strike.clock == clock and count == self._strike.at
 
