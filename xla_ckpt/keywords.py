@@ -10,7 +10,8 @@ import inspect
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ParamSpec, SupportsIndex, TypeVar, cast
 
 from xla_ckpt.errors import UsageError
@@ -51,15 +52,25 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
 
 
 def keeping_for(
-    later: Callable[..., Any], **values: type[Any]
+    *later: Callable[..., Any], without: Collection[str] = (), **values: type[Any]
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """`taking_values` for a function that keeps its ``**more`` for a call of `later`, hours of training away.
+    """Check a function that keeps its ``**more`` for calls of `later`, hours of training away, as `taking_values` does.
+
+    Args:
+        later: The functions that will be called with the keywords.
+        without: Names of their arguments that the function does not take: it passes these itself.
+        values: Dataclasses, by the names of the arguments that take them.
 
     >>> keeping_for(check_choice)(meant)(nam="a")
     Traceback (most recent call last):
     TypeError: meant() has no argument 'nam': did you mean 'name'?
     """
-    kept = list(inspect.signature(later).parameters)
+    kept = {
+        name: parameter
+        for call in later
+        for name, parameter in inspect.signature(call).parameters.items()
+        if name not in without
+    }
     return lambda call: _checked(call, _fields_of(values), kinds=False, kept=kept)
 
 
@@ -171,15 +182,16 @@ def _checked(
     kinds: bool = True,  # a dataclass knows more of its fields than their kinds, and checks them itself
     otherwise: str = "",
     further: Sequence[str] = (),
-    kept: Sequence[str] = (),
+    kept: Mapping[str, inspect.Parameter] = MappingProxyType({}),
 ) -> Callable[Parameters, Result]:
     parameters = {n: p for n, p in inspect.signature(call).parameters.items() if p.kind is not p.VAR_KEYWORD}
-    known = [*parameters, *kept]
+    known = [*dict.fromkeys([*parameters, *kept])]
     ordered = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     others = [name for name in parameters if name not in ordered]
     otherwise = otherwise or f": it has {', '.join(name for name in known if name != 'self')}"
-    annotations = {name: p.annotation for name, p in parameters.items() if kinds and isinstance(p.annotation, str)}
-    flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}
+    typed = {**kept, **parameters} if kinds else kept
+    annotations = {name: p.annotation for name, p in typed.items() if isinstance(p.annotation, str)}
+    flags = {name: _FLAGS[p.annotation] for name, p in {**kept, **parameters}.items() if p.annotation in _FLAGS}
     called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(call)

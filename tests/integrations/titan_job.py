@@ -39,8 +39,10 @@ def run(rank: int, folder: str, steps: int, options: dict[str, Any]) -> Result:
     * ``first``: the step from which the run goes on.
     * ``theirs``: torchtitan's own manager saves and loads, which keeps no random generators.
     * ``reseed``: these are seeded in each step.
+    * ``member``: a further member.
+    * ``grown``: the model has another layer.
     """
-    first, theirs, reseed = (options.pop(name, default) for name, default in _OPTIONS)
+    first, theirs, reseed, member, grown = (options.pop(name, default) for name, default in _OPTIONS)
     from torch.distributed.fsdp import fully_shard
     from torchtitan.components import checkpointer
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -49,6 +51,8 @@ def run(rank: int, folder: str, steps: int, options: dict[str, Any]) -> Result:
 
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2))
+    if grown:
+        model.append(torch.nn.Linear(2, 2))
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizers = default_adamw(lr=0.05).build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=10)
@@ -57,7 +61,7 @@ def run(rank: int, folder: str, steps: int, options: dict[str, Any]) -> Result:
     config = kind.Config(enable=True, **{"interval": 2, "last_save_model_only": False, **options})
     manager = config.build(
         dataloader=loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers,
-        states={"train_state": trained}, sd_adapter=None, base_folder=folder,
+        states={"train_state": trained} | ({"member": member} if member else {}), sd_adapter=None, base_folder=folder,
     )  # fmt: skip
     resumed = manager.load(first)
     losses = []
@@ -79,7 +83,7 @@ def run(rank: int, folder: str, steps: int, options: dict[str, Any]) -> Result:
     return resumed, loader.at, losses, weights
 
 
-_OPTIONS = (("first", -1), ("theirs", False), ("reseed", False))
+_OPTIONS = (("first", -1), ("theirs", False), ("reseed", False), ("member", None), ("grown", False))
 
 
 def alone(rank: int, folder: str) -> Result:

@@ -23,6 +23,9 @@ _SIZE = re.compile(
     re.DOTALL,
 )
 _KIND = re.compile(r"Invalid checkpoint metadata for (?P<key>.*), expected BytesStorageMetadata but found ", re.DOTALL)
+PARTIAL_LOAD = "planner=DefaultLoadPlanner(allow_partial_load=True)"
+"""The argument of `load` for state dicts with keys that are not stored."""
+
 _NO_GROUP = "Default process group has not been initialized"
 _OTHER_SIZE = (
     "Make the model as it was at the save. If it is a part of a tensor-parallel rank, give the call "
@@ -112,8 +115,7 @@ def _of_stock(error: BaseException, stored: Iterable[str]) -> CheckpointError | 
     facts: dict[str, Any] = {}
     if (match := _MISSING.fullmatch(text)) is not None:
         keys = [*stored]
-        partial = "planner=DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."
-        facts = {"hint": f"{_beside(match['key'], keys)}{partial}"}
+        facts = {"hint": f"{_beside(match['key'], keys)}{PARTIAL_LOAD} leaves out what is not stored."}
         text = f"Missing key in checkpoint state_dict: {match['key']}{nearest(match['key'], keys)}"
     elif (match := _SIZE.fullmatch(text)) is not None:
         facts = {"expected": match["stored"], "found": match["wanted"], "hint": _OTHER_SIZE}

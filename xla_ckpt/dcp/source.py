@@ -28,6 +28,9 @@ from xla_ckpt.storage.pool import READERS, threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.roots import root_of
 
+TRUST_PICKLE = "Pass trust_pickle=True to xla_ckpt.dcp.load, or to StorageReader"
+"""How values of any class are loaded."""
+
 Start = tuple[int, ...]
 """The first element of a chunk: its name among the chunks of its key."""
 
@@ -101,9 +104,7 @@ class Opened(DcpFiles):
                 tensors = ZipTensors(zipped, ahead.source)
                 torch.save(zipped.value(strided=True, tensor=tensors.of, parts=composed), buffer)
             except UntrustedObjectError as error:
-                error.hint = (
-                    "Pass trust_pickle=True to xla_ckpt.dcp.load, or to StorageReader, if you trust whoever wrote it."
-                )
+                error.hint = f"{TRUST_PICKLE}, if you trust whoever wrote it."
                 raise
             return buffer.getvalue()
 

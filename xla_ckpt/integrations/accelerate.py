@@ -63,7 +63,7 @@ def load_state(
         root: Root directory of the tags.
         tag: Which checkpoint; None takes the newest good one.
         extras: Further objects, under the names that they were saved under.
-        keywords: Those of `load_checkpoint`, such as ``options``.
+        keywords: Those of `load_checkpoint`, such as ``trust_pickle``, ``strict`` or ``options``.
 
     Returns:
         The `user_content` of the save, and a report.

@@ -6,6 +6,7 @@ a job of another size can load them. A `CheckpointIO` gets one dict that Lightni
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,12 @@ from xla_ckpt.api.preemption import PreemptionGuard
 from xla_ckpt.api.save import finalize_checkpoint, save, save_checkpoint
 from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import NoCheckpointError, UsageError
+from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
 from xla_ckpt.integrations.random_state import RandomMoment
 from xla_ckpt.job.current import world_size
 from xla_ckpt.keywords import keeping_for
-from xla_ckpt.options import SaveOptions
+from xla_ckpt.options import LoadOptions, SaveOptions
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.door import PathLike, full_path
 
@@ -195,12 +197,16 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
     `CheckpointIO` on rank 0 alone, where nothing says how arrays are split: `CheckpointCallback` is for those.
 
     Args:
-        save_options: Keywords of `xla_ckpt.save`, such as ``async_save``. Lightning says itself which are deleted.
+        load_options: The `options` of `xla_ckpt.restore`; by default those of `default_options`. Unless they name a
+            directory, loads look into the ``local`` one of the saves.
+        keywords: Keywords of `xla_ckpt.save`, such as ``async_save`` or ``options``, and of `xla_ckpt.restore`, such as
+            ``trust_pickle``; ``num_workers``, ``mesh`` and ``shardings`` go to both. Lightning decides itself which
+            checkpoints are deleted, and how the weights have to fit (the module's ``strict_loading``).
     """
 
-    @keeping_for(save, options=SaveOptions)
-    def __init__(self, **save_options: Any) -> None:
-        self._options = save_options
+    @keeping_keywords(save, restore, without=("cast",))
+    def __init__(self, *, load_options: LoadOptions | None = None, **keywords: Any) -> None:
+        self._keywords = CallKeywords.of(keywords, load_options, save=save, load=restore)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Save a checkpoint under a path.
@@ -220,29 +226,37 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
                 found=f"{world} ranks",
                 hint="Use xla_ckpt.integrations.lightning.CheckpointCallback in the place of ModelCheckpoint.",
             )
-        save(root, tag, checkpoint, **self._options)
+        save(root, tag, checkpoint, **self._keywords.save)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what was saved under a path, as CPU tensors. Pickled objects are loaded if `weights_only` is False.
+        """Load what was saved under a path, as CPU tensors.
+
+        Pickled objects are loaded with ``weights_only=False``, and with ``TagIO(trust_pickle=True)`` unless
+        `weights_only` is True.
 
         Raises:
             CheckpointError: As `xla_ckpt.restore`.
         """
         root, tag = _place(path)
-        tree: dict[str, Any] = restore(root, tag, trust_pickle=weights_only is False).tree
+        keywords = self._keywords.load
+        if weights_only is not None:
+            keywords["trust_pickle"] = not weights_only
+        tree: dict[str, Any] = restore(root, tag, **keywords).tree
         return tree
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a tag, once what is in flight is saved.
+        """Delete a tag, once what is in flight is saved. If it is gone already, do nothing.
 
         Raises:
             CheckpointError: As `xla_ckpt.Checkpoints.delete`.
         """
         finalize_checkpoint()
         root, tag = _place(path)
-        Checkpoints(root).delete(tag, force=True)
+        # A run that resumes from an older checkpoint deletes once more what was deleted after it.
+        with contextlib.suppress(NoCheckpointError):
+            Checkpoints(root).delete(tag, force=True)
 
     def teardown(self) -> None:
         """Wait for the save in flight."""

@@ -8,6 +8,8 @@ place of torchtitan's own manager, in the same folder. (Interface and names of t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +21,25 @@ from torchtitan.tools.utils import GarbageCollection
 
 import xla_ckpt.dcp as dcp
 from xla_ckpt.api.tags import list_tags
+from xla_ckpt.dcp.failures import PARTIAL_LOAD
+from xla_ckpt.dcp.source import TRUST_PICKLE
 from xla_ckpt.dcp.states import LoadPlanner
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.logs import get_logger
 from xla_ckpt.state.rng import RNGState
+from xla_ckpt.tree.path import listed
 
 logger = get_logger(__name__)
 
 _STEP = re.compile(r"step-(\d+)")
 _RNG = "rng"
 """What the random generators are called in a checkpoint."""
+
+_SETTINGS = {
+    PARTIAL_LOAD: "CheckpointManager.Config(strict=False)",
+    TRUST_PICKLE: "Set CheckpointManager.Config(trust_pickle=True)",
+}
+"""Arguments that errors of `xla_ckpt.dcp` propose -> the settings that pass them."""
 
 
 class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  # torchtitan is not looked into
@@ -53,6 +64,10 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
         trust_pickle: bool = False
         """Whether stored values that are no tensors may be of any class. Loading them may run code."""
 
+        strict: bool = True
+        """False leaves what is not stored as it is, and logs it. torchtitan leaves out whole members by
+        ``exclude_from_loading``."""
+
     def __init__(self, config: Any, *, states: dict[str, Any], **members: Any) -> None:
         if config.enable and AsyncMode(config.async_mode) is AsyncMode.ASYNC_WITH_PINNED_MEM:
             raise UsageError(
@@ -61,7 +76,7 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
                 hint="Use async_mode='async'.",
             )
         super().__init__(config, states={**states, _RNG: _Generators()}, **members)
-        self.trust_pickle = config.trust_pickle
+        self.trust_pickle, self.strict = config.trust_pickle, config.strict
 
     def dcp_save(
         self,
@@ -86,7 +101,9 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        dcp.load(state_dict, checkpoint_id=checkpoint_id, planner=_Planner(), trust_pickle=self.trust_pickle)
+        planner = _Planner(allow_partial_load=not self.strict)
+        with _naming_settings():
+            dcp.load(state_dict, checkpoint_id=checkpoint_id, planner=planner, trust_pickle=self.trust_pickle)
         self.states[MODEL].load_state_dict(state_dict)
 
     def _steps(self) -> list[int]:
@@ -103,6 +120,17 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
         if self._should_purge():
             for step in self._steps()[: -self.keep_latest_k]:
                 self.purge_queue.put(self._create_checkpoint_id(step))
+
+
+@contextmanager
+def _naming_settings() -> Iterator[None]:
+    """Have errors propose this manager's settings in the place of arguments of the calls behind it."""
+    try:
+        yield
+    except CheckpointError as error:
+        for argument, setting in _SETTINGS.items():
+            error.hint = error.hint and error.hint.replace(argument, setting)
+        raise
 
 
 class _Generators:
@@ -132,6 +160,8 @@ class _Planner(LoadPlanner):
             wanted = {kind: state for kind, state in state_dict[_RNG][_own()].items() if kind in kinds}
             state_dict[_RNG] = {_own(): wanted} if wanted else {}
         super().set_up_planner(state_dict, metadata, *args)
+        if self.allow_partial_load and (absent := sorted(self.state_dict.keys() - {*stored})):
+            logger.warning("not stored, and left as they are (strict=False): %s", listed(absent))
 
 
 def _own() -> str:

@@ -27,10 +27,10 @@ from xla_ckpt.api.save import finalize_checkpoint, save_checkpoint
 from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
 from xla_ckpt.integrations.random_state import RandomMoment
-from xla_ckpt.keywords import keeping_for
 from xla_ckpt.logs import get_logger
-from xla_ckpt.options import SaveOptions
+from xla_ckpt.options import LoadOptions
 from xla_ckpt.storage.door import PathLike
 
 logger = get_logger(__name__)
@@ -61,22 +61,28 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         root: Root directory of the tags.
         guard: Asked after each step; if the job is to end, the run is saved and stops.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
+        load_options: The `options` of `load_checkpoint`; by default those of `default_options`. Unless they name a
+            directory, loads look into the ``local`` one of the saves.
+        keywords: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``, and of
+            `load_checkpoint`, such as ``trust_pickle``, ``strict`` or ``cast``; ``num_workers``, ``mesh`` and
+            ``shardings`` go to both.
     """
 
-    @keeping_for(save_checkpoint, options=SaveOptions)
+    @keeping_keywords(save_checkpoint, load_checkpoint)
     def __init__(
         self,
         root: PathLike,
         *,
         guard: PreemptionGuard | None = None,
         extras: Mapping[str, Any] | None = None,
-        **save_options: Any,
+        load_options: LoadOptions | None = None,
+        **keywords: Any,
     ) -> None:
         self.handle: SaveHandle | None = None
         """The newest save."""
 
-        self._root, self._guard, self._extras, self._options = root, guard, dict(extras or {}), save_options
+        self._root, self._guard, self._extras = root, guard, dict(extras or {})
+        self._keywords = CallKeywords.of(keywords, load_options, save=save_checkpoint, load=load_checkpoint)
         self._trainer: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tag: str | None = None
@@ -101,9 +107,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """
         self._check(trainer)
         self._trainer = trainer
-        if tag is None and not has_checkpoint(self._root):
+        if tag is None and not has_checkpoint(self._root, local=self._keywords.load_options.local):
             return None
-        loaded = load_checkpoint(self._root, tag)
+        loaded = load_checkpoint(self._root, tag, **self._keywords.load)
         content = loaded.user_content
         if not isinstance(content, Mapping) or _STATE not in content:
             raise IncompatibleCheckpointError(
@@ -159,7 +165,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             objects["optimizer"],
             objects["lr_scheduler"],
             extras=self._members(),
-            **{name: self._options[name] for name in ("mesh", "shardings") if name in self._options},
+            **self._keywords.load,
         )
         self._resumed = True
         self._resumed_in_epoch = not float(state.epoch or 0).is_integer()
@@ -222,7 +228,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             objects["lr_scheduler"],
             {_STATE: {**dataclasses.asdict(state), "stateful_callbacks": self._callback_states()}},
             extras=self._members(),
-            **self._options,
+            **self._keywords.save,
         )
 
     def _members(self) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The keywords that an adapter takes once, for all saves and loads of its trainer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+from xla_ckpt.keywords import keeping_for
+from xla_ckpt.options import LoadOptions, SaveOptions, chosen
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Call = Callable[..., Any]
+
+_OF_THE_ADAPTER = ("path", "tag", "model", "optimizer", "scheduler", "user_content", "zero1_optimizer", "tree", "like")
+"""Arguments of saves and loads that an adapter passes itself, or that have no effect."""
+
+
+def keeping_keywords(
+    save: Call, load: Call, *, without: tuple[str, ...] = ()
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Check the keywords of an adapter's constructor that go to its saves and loads, hours of training away.
+
+    Args:
+        save: The function that the adapter saves with.
+        load: The function that the adapter loads with.
+        without: Names of further arguments of both that the adapter does not take.
+    """
+    # An option of both kinds, such as timeout=, is looked for among those of saves.
+    values: dict[str, type[Any]] = {"load_options": LoadOptions, "options": SaveOptions}
+    return keeping_for(save, load, without=(*_OF_THE_ADAPTER, *without), **values)
+
+
+@dataclass(frozen=True, slots=True)
+class CallKeywords:
+    """The keywords of an adapter, each passed to the calls that have an argument of that name."""
+
+    save: dict[str, Any]
+    """The keywords of each save."""
+
+    _load: dict[str, Any]
+    _load_options: LoadOptions | None
+
+    @classmethod
+    def of(
+        cls, keywords: Mapping[str, Any], load_options: LoadOptions | None, *, save: Call, load: Call
+    ) -> CallKeywords:
+        """Return the keywords for calls of `save` and `load`.
+
+        Args:
+            keywords: Those of the adapter. ``num_workers``, ``mesh`` and ``shardings`` go to both calls, and
+                ``options`` to saves alone.
+            load_options: The ``options`` of loads.
+            save: The function that the adapter saves with.
+            load: The function that the adapter loads with.
+
+        Raises:
+            UsageError: ``options`` or ``load_options`` are of another class.
+        """
+        chosen(SaveOptions, keywords.get("options"))
+        chosen(LoadOptions, load_options)
+        shared = {name: value for name, value in keywords.items() if name != "options"}
+        return cls(_select(keywords, save), _select(shared, load), load_options)
+
+    @property
+    def load_options(self) -> LoadOptions:
+        """The options of a load that begins now, which looks into the local directory of the saves, too.
+
+        The newest tag may be there alone: a load from the bucket would take an older one.
+        """
+        options = chosen(LoadOptions, self._load_options)
+        saves: SaveOptions | None = self.save.get("options")
+        return options if saves is None or options.local is not None else replace(options, local=saves.local)
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """The keywords of a load that begins now."""
+        return {**self._load, "options": self.load_options}
+
+
+def _select(keywords: Mapping[str, Any], call: Call) -> dict[str, Any]:
+    """Return the keywords that a function has an argument for."""
+    names = inspect.signature(call).parameters
+    return {name: value for name, value in keywords.items() if name in names}
