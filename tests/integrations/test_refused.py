@@ -63,6 +63,23 @@ def test_a_tag_that_has_no_state_of_a_trainer(tmp_path: Path) -> None:
 
 
 @needs("accelerate")
+def test_a_trainer_that_goes_on_from_another_folder(tmp_path: Path) -> None:
+    from xla_ckpt.integrations.transformers import CheckpointCallback
+
+    callback = CheckpointCallback(tmp_path / "tags")
+    first = trainer(tmp_path, [callback], save_strategy="epoch")
+    first.train(resume_from_checkpoint=callback.resume(first))
+    callback = CheckpointCallback(tmp_path / "tags")
+    second = trainer(tmp_path, [callback])
+    folder = callback.resume(second)
+    with pytest.raises(xla_ckpt.UsageError, match="another folder") as caught:
+        second.train(resume_from_checkpoint=str(tmp_path / "out"))
+    assert caught.value.found == str(tmp_path / "out")
+    second.train(resume_from_checkpoint=folder)
+    assert second._load_from_checkpoint.__func__ is type(second)._load_from_checkpoint, "its own is in force again"
+
+
+@needs("accelerate")
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
 def test_accelerate_where_others_keep_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     from accelerate import Accelerator, DistributedType

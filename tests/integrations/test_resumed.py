@@ -49,8 +49,10 @@ def compare(
             {"accelerator_config": {"use_seedable_sampler": False}, "gradient_accumulation_steps": 2, "save_steps": 5},
             {"stop_after": 4},  # by a preemption guard; the plain sampler draws its order from torch's generator
         ),
+        pytest.param({"lora": {}}, {"kill_after": 11}, marks=needs("peft")),
+        pytest.param({"lora": {"only": "adapters"}}, {"kill_after": 11}, marks=needs("peft")),
     ],
-    ids=["killed in an epoch", "killed after an epoch", "told to end"],
+    ids=["killed in an epoch", "killed after an epoch", "told to end", "a model of peft's", "adapters alone"],
 )
 def test_the_trainer_of_transformers(options: dict[str, Any], broken: dict[str, Any], tmp_path: Path) -> None:
     tags = compare(tmp_path, hf_job.transformers, options, broken)

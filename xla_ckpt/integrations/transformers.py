@@ -1,25 +1,22 @@
 """Checkpoints of a Hugging Face `Trainer`: a callback, and how its `train` goes on from a tag.
 
 The Trainer decides from the files of a folder how many batches it skips, before it calls any callback. So
-`CheckpointCallback.resume` makes a folder that holds the Trainer's own state and no weights, and the callback loads the
-tag as soon as the optimizer is there. (Files and order of events: `Trainer._inner_training_loop` of transformers 4.57
-and 5.24.)
+`CheckpointCallback.resume` makes a folder that holds the Trainer's own state and no weights, keeps the Trainer from
+loading weights, and the callback loads the tag as soon as the optimizer is there. (Files and order of events:
+`Trainer.train` and `Trainer._inner_training_loop` of transformers 4.57 and 5.24.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from xla_ckpt.api.load import load_checkpoint
 from xla_ckpt.api.preemption import PreemptionGuard
@@ -35,7 +32,6 @@ from xla_ckpt.storage.door import PathLike
 
 logger = get_logger(__name__)
 
-_NO_WEIGHTS = "none.safetensors"
 _STATE = "trainer_state"
 """Where the Trainer's own state is in the `user_content` of a tag."""
 
@@ -121,12 +117,25 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._tag = loaded.report.tag
         self._folder = tempfile.TemporaryDirectory(prefix="xla_ckpt-trainer-")
         TrainerState(**content[_STATE]).save_to_json(os.path.join(self._folder.name, TRAINER_STATE_NAME))
-        # Every weight has a place in the index, or the Trainer would ask for missing ones; the file has none of them.
-        index = {"metadata": {}, "weight_map": dict.fromkeys(trainer.model.state_dict(), _NO_WEIGHTS)}
-        with open(os.path.join(self._folder.name, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as file:
-            json.dump(index, file)
-        save_file({}, os.path.join(self._folder.name, _NO_WEIGHTS))
+        self._hold_back_weights(trainer, self._folder.name)
         return self._folder.name
+
+    def _hold_back_weights(self, trainer: Any, folder: str) -> None:
+        """Keep the Trainer from loading weights from a folder, until `on_train_begin`.
+
+        Each kind of models looks for other files there, and so does each kind of Trainers.
+        """
+
+        def load_nothing(checkpoint: str, *_: Any) -> None:
+            if checkpoint != folder:
+                raise UsageError(
+                    "the Trainer goes on from another folder than the one that was made for it",
+                    expected=folder,
+                    found=checkpoint,
+                    hint="trainer.train(resume_from_checkpoint=callback.resume(trainer))",
+                )
+
+        trainer._load_from_checkpoint = load_nothing
 
     def _check(self, trainer: Any) -> None:
         if self not in trainer.callback_handler.callbacks:
@@ -158,6 +167,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             return
         self._folder.cleanup()
         self._folder = None
+        del self._trainer._load_from_checkpoint  # its class's own is in force again
         load_checkpoint(
             self._root,
             self._tag,
