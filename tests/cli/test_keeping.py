@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import xla_ckpt
+import xla_ckpt.__main__
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
 from xla_ckpt.api import checkpoints
@@ -93,6 +95,18 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line_and_130(tmp_path: Path
         [sys.executable, "-c", program], env=environment({"PYTHONPATH": path}), capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (130, "xla-ckpt: interrupted\n")
+
+
+def test_ctrl_c_while_the_arguments_are_parsed_is_one_line_and_130(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: argparse.ArgumentParser) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "format_usage", interrupted)
+    monkeypatch.setattr(sys, "argv", ["xla-ckpt", "verify", str(root)])
+    assert xla_ckpt.__main__.main() == 130
+    assert capsys.readouterr().err == "xla-ckpt: interrupted\n"
 
 
 def test_ctrl_c_is_one_line_and_130(root: Path) -> None:

@@ -85,6 +85,7 @@ class Interrupts:
         self.changed = threading.Event()
         """Set when the program has gone on, and has changed its weights."""
         self._handled = threading.Event()
+        self._begun = threading.Event()
         self._armed = False
         self._pid = os.getpid()
 
@@ -114,6 +115,7 @@ class Interrupts:
         if self._strike.clock == TIME and self._strike.at:
             threading.Thread(target=self._in_time, args=(number,), daemon=True).start()
         sys.settrace(self._enter if self._strike.clock == MAIN else None)
+        self._begun.set()
         try:
             yield
         finally:
@@ -122,6 +124,7 @@ class Interrupts:
             threading.setprofile(None)  # type: ignore[arg-type]
 
     def _in_time(self, number: int) -> None:
+        self._begun.wait()
         time.sleep(self._strike.at)
         signal.pthread_kill(threading.main_thread().ident or 0, number)
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def perform(name: str, root: Path, strike: Any) -> dict[str, Any]:
 
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # those of the process that this one is a fork of, such as its temporary directory's
+    warnings.simplefilter("ignore")  # Python drops an exception that it meets while it prints a warning
     scene, interrupts = SCENES[name], Interrupts(strike)
     returned, error, began = False, None, time.perf_counter()
     try:

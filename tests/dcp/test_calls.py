@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import xla_ckpt
 import xla_ckpt.dcp as dcp
 from tests.same import same
+from xla_ckpt.dcp import reader
 from xla_ckpt.errors import KINDS, CheckpointError
 
 pytestmark = [
@@ -61,6 +62,21 @@ def test_what_either_saves_either_loads(tmp_path: Path, saver: Any, loader: Any)
     assert loader.load(target, checkpoint_id=tmp_path / "a") is None
     assert same(target, held)
     assert target["model"]["w"] is weight, "tensors are filled in place"
+
+
+@pytest.mark.parametrize("loader", [stock, dcp])
+def test_what_is_raised_while_metadata_is_read_is_raised_by_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any
+) -> None:
+    def refuses(*_: object) -> None:
+        raise TypeError("no metadata")
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    target = {"w": torch.zeros(2)}
+    monkeypatch.setattr(reader, "stock_metadata", refuses)
+    with pytest.raises((TypeError, stock.CheckpointException), match="no metadata"):
+        loader.load(target, storage_reader=dcp.StorageReader(tmp_path / "a"))
+    assert not target["w"].any()
 
 
 def test_stock_calls_with_our_storage(tmp_path: Path) -> None:

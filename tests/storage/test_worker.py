@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.crash.instants import MAIN, Interrupts, Strike
+from tests.crash.instants import MAIN, AskedError, Interrupts, Strike
 from tests.no_threads import TOO_LARGE
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.snapshot.freezing import Freezing
+from xla_ckpt.storage.threads import is_thread_running
 from xla_ckpt.storage.waiting import Latch, Notifier, Outcome
 from xla_ckpt.storage.worker import Worker
 
@@ -171,6 +173,24 @@ def test_at_whatever_instant_a_wait_is_interrupted_others_go_on(made: Any) -> No
             break
         struck += 1
     assert struck > 5
+
+
+def test_a_running_thread_is_never_taken_for_an_ended_one() -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait, daemon=True)
+    thread.start()
+    struck, interrupted = 0, True
+    while interrupted:
+        interrupts = Interrupts(Strike(MAIN, struck + 1, "SIGUSR1"))
+        with contextlib.suppress(AskedError), interrupts.coming():
+            is_thread_running(thread)
+        interrupted = interrupts.raised is not None
+        struck += interrupted
+        assert is_thread_running(thread), interrupts.where
+    assert struck > 1
+    ends.set()
+    thread.join()
+    assert not is_thread_running(thread)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import reprlib
 import signal
 import threading
@@ -18,6 +17,7 @@ from xla_ckpt.keywords import known_options
 from xla_ckpt.logs import get_logger
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.storage.undisturbed import undisturbed
 
 logger = get_logger(__name__)
 
@@ -121,10 +121,10 @@ class PreemptionGuard:
 
     def close(self) -> None:
         """Give the signals their former handlers back."""
-        with contextlib.ExitStack() as ending:  # the others are given back, too, if an interrupt comes after one
+        with undisturbed():
             for number, handler in self._former.items():
-                # A handler that was not set from python cannot be given back by python.
-                ending.callback(signal.signal, number, signal.SIG_DFL if handler is None else handler)
+                # A handler that was not set from Python cannot be restored by Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._former = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

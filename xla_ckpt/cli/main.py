@@ -251,7 +251,12 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     command = parsers[words[at]]
     COMMANDS[words[at]].add_arguments(command)
     # Else an argument such as TAG, which may be left out, would have to stand before all options.
-    args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
+    try:
+        args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
+    except AttributeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # argparse fails to clean up after an early one
+            raise error.__context__ from None
+        raise
     if unknown:
         options = [option for option, _ in completion.options_of(command)]
         near = meant(unknown[0].partition("=")[0], options)

@@ -119,13 +119,13 @@ class StorageReader(Named, StockReader):
                 raise UsageError("nobody has said where the checkpoint is", hint="Give checkpoint_id, the directory.")
             with storage_errors("opening a checkpoint", path=self._path), naming(path=self._path):
                 self._opened = open_source(self._path)
+            opened = self._opened.stored
+            about = StorageMeta(checkpoint_id=self._path, save_id=opened.save_id, load_id=self.load_id)
+            self._keys = (*opened.tensors, *opened.objects)
+            return dataclasses.replace(stock_metadata(opened), storage_meta=about)
         except BaseException as error:
             self._failure = error
             raise
-        opened = self._opened.stored
-        about = StorageMeta(checkpoint_id=self._path, save_id=opened.save_id, load_id=self.load_id)
-        self._keys = (*opened.tensors, *opened.objects)
-        return dataclasses.replace(stock_metadata(opened), storage_meta=about)
 
     def keys(self) -> Sequence[str]:
         """The keys that are stored, as far as the metadata was read."""

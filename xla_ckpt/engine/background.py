@@ -19,7 +19,7 @@ from xla_ckpt.logs import get_logger
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.storage.process_state import process_lock, process_wide
-from xla_ckpt.storage.threads import before_threads_end, interpreter_is_ending, started
+from xla_ckpt.storage.threads import before_threads_end, interpreter_is_ending, is_thread_running, started
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.storage.waiting import Latch
 from xla_ckpt.tags.lease import LEASES
@@ -262,14 +262,14 @@ class SaveHandle:
     @property
     def _is_lost(self) -> bool:
         """Whether nobody will ever know the outcome here."""
-        return self._thread is not None and not self._thread.is_alive() and not self.done()
+        return self._thread is not None and not is_thread_running(self._thread) and not self.done()
 
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():  # it was made in the foreground
             return
-        self._tidied.wait(unless=lambda: not thread.is_alive())
+        self._tidied.wait(unless=lambda: not is_thread_running(thread))
         with undisturbed():  # Python takes a thread for ended when a signal handler interrupts who joins it
             thread.join()
 

@@ -22,7 +22,16 @@ def interpreter_is_ending() -> bool:
 
     So it is in functions of `atexit`, and in threads that outlive the main one.
     """
-    return bool(getattr(threading, "_SHUTTING_DOWN", False)) or not threading.main_thread().is_alive()
+    return bool(getattr(threading, "_SHUTTING_DOWN", False))
+
+
+def is_thread_running(thread: threading.Thread) -> bool:
+    """Return whether a thread runs in this process.
+
+    A signal handler that raises within `threading.Thread.is_alive` makes Python 3.11 and 3.12 take a running thread for
+    an ended one, for good.
+    """
+    return thread in threading.enumerate()
 
 
 def started(work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread | None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from xla_ckpt.storage.process_state import process_lock
-from xla_ckpt.storage.threads import started
+from xla_ckpt.storage.threads import is_thread_running, started
 from xla_ckpt.storage.undisturbed import comes_from_outside, undisturbed
 from xla_ckpt.storage.waiting import Notifier
 
@@ -43,7 +43,7 @@ class Worker:
     @property
     def _has_thread(self) -> bool:
         thread = self._thread
-        return thread is not None and thread.is_alive()
+        return thread is not None and is_thread_running(thread)
 
     @property
     def is_lost(self) -> bool:
