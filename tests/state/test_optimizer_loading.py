@@ -337,6 +337,52 @@ def test_an_optimizer_in_extras_is_loaded_as_the_optimizer_is(tmp_path: Path) ->
     assert found(again, target) == before
 
 
+@pytest.mark.parametrize("place", ["optimizer", "several", "extras", "hooked", "file"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fused_optimizer_goes_on_alike_with_weights_in_another_memory_format(
+    kind: Callable[..., Optimizer], place: str, tmp_path: Path
+) -> None:
+    """A fused step reads moments and weights in the order of memory: moments in another order moved other weights."""
+
+    def begin() -> tuple[Any, Any]:
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(6, 2)).to(
+            memory_format=torch.channels_last
+        )
+        model[1].weight = torch.nn.Parameter(model[1].weight.detach().t().contiguous().t())  # a transposed weight
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return model, kind(model.parameters(), lr=0.1, fused=True, **options)
+
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 2 * 3 * 8 * 8, device="cpu").reshape(2, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = begin()
+    train(model, optimizer)
+    again, target = begin()
+    if place == "file":
+        path: Path = tmp_path / "a.pt"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        xla_ckpt.load_checkpoint(path, None, again, target)
+    else:
+        path, tag = tmp_path, "a"
+        members: Callable[[Any], dict[str, Any]] = {
+            "several": lambda one: {"optimizer": {"one": one}},
+            "extras": lambda one: {"extras": {"one": one}},
+        }.get(place, lambda one: {"optimizer": one})
+        xla_ckpt.save_checkpoint(path, tag, model, **members(optimizer))
+        if place == "hooked":
+            target.register_load_state_dict_pre_hook(lambda _, state: copy.deepcopy(state))
+        xla_ckpt.load_checkpoint(path, tag, again, **members(target))
+    for one in (model, again):
+        train(one, optimizer if one is model else target)
+    for left, right in zip(model.parameters(), again.parameters(), strict=True):
+        assert right.stride() == left.stride()
+        assert torch.equal(right, left)
+        ours, theirs = target.state[right], optimizer.state[left]
+        assert {k: v.stride() for k, v in ours.items()} == {k: v.stride() for k, v in theirs.items()}
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
 def test_numbers_of_parameters_that_stock_dcp_stored_as_text(tmp_path: Path) -> None:
     """Their state was left under the text, and the optimizer began anew."""

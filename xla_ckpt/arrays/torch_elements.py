@@ -127,6 +127,15 @@ def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
 
 
+def copy_with_strides(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor into a new one with the strides and on the device of a pattern of the same shape.
+
+    Fused optimizers step through state and parameters in the order of their memory, which must be the same. If elements
+    of the pattern share memory, or have gaps between them, the strides are those that torch gives to a copy of it.
+    """
+    return torch.empty_like(pattern.detach(), dtype=value.dtype, device=pattern.device).copy_(value)
+
+
 def writing_to(values: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which these tensors can be written to: those of inference mode can be nowhere else."""
     return torch.inference_mode() if any(map(torch.is_inference, values)) else contextlib.nullcontext()

@@ -18,6 +18,7 @@ from xla_ckpt.arrays.torch_elements import (
     bytes_of,
     check_dense,
     check_writable,
+    copy_with_strides,
     cut,
     dtype_of,
     memory_under,
@@ -132,8 +133,12 @@ class TorchHost(WholeTensors):
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
-        element = dtype or dtype_of(value)
-        return making_tensors(element, tuple(value.shape), torch_type(element, value), value.device, local)()
+        element, shape = dtype or dtype_of(value), tuple(value.shape)
+        kind = torch_type(element, value)
+        if value.is_contiguous():
+            return making_tensors(element, shape, kind, value.device, local)()
+        fresh = making_tensors(element, shape, kind, None, local)()
+        return changed(fresh, lambda: copy_with_strides(fresh.install(), value))
 
 
 class Spread:

@@ -141,6 +141,8 @@ class Installation:
 def _cast_as_torch(value: Any, parameter: Any, group: Mapping[str, Any], as_stored: frozenset[int]) -> Any:
     """The state of a parameter with its tensors in the dtype and on the device of the parameter, as torch loads it.
 
+    A tensor of the shape of the parameter has its strides, too.
+
     Args:
         value: The state.
         parameter: The parameter.
@@ -159,7 +161,12 @@ def _cast_as_torch(value: Any, parameter: Any, group: Mapping[str, Any], as_stor
         if keys and keys[-1] in NUMBERS:
             return leaf  # torch casts these, too, and loses digits of them
         casts = parameter.is_floating_point() and leaf.is_floating_point()
-        return leaf.to(device=parameter.device, dtype=parameter.dtype if casts else leaf.dtype)
+        leaf = leaf.to(device=parameter.device, dtype=parameter.dtype if casts else leaf.dtype)
+        if leaf.shape != parameter.shape or leaf.stride() == parameter.stride():
+            return leaf
+        from xla_ckpt.arrays.torch_elements import copy_with_strides
+
+        return copy_with_strides(leaf, parameter)
 
     return replaced_leaves(value, cast, classes=True)
 
