@@ -10,10 +10,12 @@ import subprocess
 import sys
 import unicodedata
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,6 +162,24 @@ def test_a_name_that_the_encoding_of_the_file_system_lacks(tmp_path: Path) -> No
     printed = run(program, tmp_path / "r", env=C_LOCALE).stdout.splitlines()
     assert len(printed) == 4
     assert all("expected characters that ascii has" in line and "PYTHONUTF8=1" in line for line in printed), printed
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda root: xla_ckpt.save(f"{root}\0", "a", {"w": np.ones(2)}),
+        lambda root: xla_ckpt.save(root, "a", {"w\0": np.ones(2)}, layout="orbax"),  # a directory has the name
+        lambda root: xla_ckpt.restore(f"{root}\0"),
+        lambda root: xla_ckpt.has_checkpoint(f"{root}\0"),
+        lambda root: xla_ckpt.list_tags(f"{root}\0"),
+    ],
+    ids=["save", "leaf", "restore", "has_checkpoint", "list_tags"],
+)
+def test_a_name_with_nul_is_named(call: Callable[[Path], object], tmp_path: Path) -> None:
+    """It was a bare ValueError of Python's: "embedded null byte"."""
+    with pytest.raises(xla_ckpt.UsageError, match="the character NUL"):
+        call(tmp_path / "r")
+    assert xla_ckpt.list_tags(tmp_path / "r") == []
 
 
 HOSTILE = [

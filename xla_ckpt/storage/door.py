@@ -110,7 +110,7 @@ def absolute_path(path: str) -> str:
 
     Raises:
         StorageError: The path is relative, and the directory that the program works in was removed.
-        UsageError: The path has characters that the encoding of the file system lacks.
+        UsageError: The path has characters that the encoding of the file system lacks, or the character NUL.
     """
     check_encodable(path)
     with storage_errors("asking which directory the program works in", path=path):

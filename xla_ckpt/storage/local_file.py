@@ -43,8 +43,10 @@ def check_encodable(path: str) -> None:
     """Refuse a path that the operating system cannot be given.
 
     Raises:
-        UsageError: It has characters that the encoding of the file system lacks.
+        UsageError: It has characters that the encoding of the file system lacks, or the character NUL.
     """
+    if "\0" in path:
+        raise UsageError("a name contains the character NUL", expected="a name without it", found=ascii(path))
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:
@@ -72,7 +74,7 @@ def beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]
 
     Raises:
         NotADirectoryError: A link, or a file, is on the way.
-        UsageError: The path has characters that the encoding of the file system lacks.
+        UsageError: The path has characters that the encoding of the file system lacks, or the character NUL.
         OSError: The storage refused; FileNotFoundError if a directory is not there.
     """
     check_encodable(path)
