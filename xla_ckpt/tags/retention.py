@@ -28,8 +28,11 @@ _END = r"(?![0-9a-z])"
 _LABELS = (r"step", r"steps", r"(?<![a-z])(?:iter|iters|iteration|iterations)", r"(?<![a-z])(?:updates?|ba)")
 """Words that say that the number behind or before them is the step, the clearest first."""
 
+_NUMBER = r"[0-9]{1,3}(?:_[0-9]{3})+(?![0-9_])|[0-9]+"
+"""A number, also as ``f"{step:_}"`` writes it: ``1_000``."""
+
 _LABELLED = (
-    *(re.compile(rf"{label}[-_=: .]*([0-9]+){_END}") for label in _LABELS),
+    *(re.compile(rf"{label}[-_=: .]*({_NUMBER}){_END}") for label in _LABELS),
     *(re.compile(rf"(?<![0-9a-z.])([0-9]+)[-_ ]?{label}(?![a-z]|[-_=: .]*[0-9])") for label in _LABELS),
     re.compile(r"^(?:checkpoint|ckpt)?[-_=]?([0-9]+)$"),
 )
@@ -54,8 +57,8 @@ def _counting(tag: str) -> str:
 def labelled_step(tag: str) -> int | None:
     """Return the step in the name of a tag that says so: ``step_400``, ``iter_0000400``, ``checkpoint-400``, ``400``.
 
-    >>> [labelled_step(tag) for tag in ("epoch=1-step=400-v1", "400.ckpt", "ep0-ba400-rank0", "run-7b", "epoch_4")]
-    [400, 400, 400, None, None]
+    >>> [labelled_step(tag) for tag in ("epoch=1-step=400-v1", "400.ckpt", "step_1_400", "run-7b", "epoch_4")]
+    [400, 400, 1400, None, None]
     """
     name = _counting(tag)
     found = (numbers[-1] for pattern in _LABELLED if (numbers := pattern.findall(name)))
