@@ -14,6 +14,7 @@ NEEDS_XLA = "needs torch_xla"
 collect_ignore_glob = [
     "xla_ckpt/integrations/*.py",  # they cannot be imported where their trainers are not installed
     "tests/integrations/package_storage.py",  # a plugin, likewise
+    "tests/integrations/lightning_runs.py",  # runs of one of them
     *(str(path) for path in Path("neuron_compat").rglob("*.py") if "\nabsent(__name__" in path.read_text()),
 ]
 """Modules without doctests that cannot be imported."""

@@ -85,7 +85,7 @@ def with_lightning(root: Path, told: Told) -> None:
     callback = CheckpointCallback(root / "tags", async_save=True)
     pl.Trainer(
         max_epochs=STEPS // PER_EPOCH, callbacks=[callback], accelerator="cpu", devices=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False,
     ).fit(Module(), loader)  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def lightning_losses(
             plugins, callbacks = [], [Stop(), callback]
         trainer = pl.Trainer(
             max_epochs=3, accelerator="auto" if has_accelerator() else "cpu", devices=1, logger=False, plugins=plugins,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=io, callbacks=callbacks,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
         )  # fmt: skip
         tags = xla_ckpt.list_tags(root)
         at = os.path.join(root, tags[-1]) if io and tags else None

@@ -73,7 +73,7 @@ def under_lightning(rank: int, world: int, root: Path) -> tuple[list[str], list[
     goes_on(callback, raised)
     trainer = pl.Trainer(
         max_steps=5, accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[callback],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(rows(), batch_size=2))
     return raised, xla_ckpt.list_tags(root)

@@ -1,60 +1,88 @@
 """Checkpoints of a Lightning `Trainer`: a callback for any number of ranks, and a `CheckpointIO` for one process.
 
-The callback saves the objects of a run (the module, its optimizers, the loops, the random state) on all ranks, so that
-a job of another size can load them. A `CheckpointIO` gets one dict that Lightning has put together on rank 0.
+The callback stores what Lightning's own checkpoint of a run contains, through this library: the module, its optimizers
+and schedulers as arrays and plain values that a job of another size can load, and the rest as user content. To resume,
+it hands Lightning that checkpoint before `fit` restores anything, so the order of all hooks is Lightning's own.
+
+A `CheckpointIO` gets one dict that Lightning has put together on rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO
 
 from xla_ckpt.api.checkpoints import Checkpoints
-from xla_ckpt.api.load import load_checkpoint, restore
+from xla_ckpt.api.load import Loaded, load_checkpoint, restore
 from xla_ckpt.api.preemption import PreemptionGuard
 from xla_ckpt.api.save import finalize_checkpoint, save, save_checkpoint
 from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import NoCheckpointError, UsageError
 from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
+from xla_ckpt.integrations.lightning_run import (
+    LOADERS,
+    MONITORED,
+    RUN,
+    Resumed,
+    contents_of,
+    numbered,
+    rename_weights,
+    shards_itself,
+)
 from xla_ckpt.integrations.random_state import RandomMoment
-from xla_ckpt.job.current import world_size
+from xla_ckpt.job.call import Call
+from xla_ckpt.job.current import current_job, world_size
 from xla_ckpt.keywords import keeping_for
-from xla_ckpt.options import LoadOptions, SaveOptions
+from xla_ckpt.options import LoadOptions, SaveOptions, chosen
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.door import PathLike, full_path
 
-_LOADERS = "combined_loader"
-"""Where the state of a fit loop has those of its data loaders (lightning 2.6, `_FitLoop.on_save_checkpoint`)."""
+_FINISHED = "_iterator_finished"
+"""Where the state of torchdata's `StatefulDataLoader` records that its epoch is over."""
 
 
-class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not looked into
-    """Saves a run at the ends of epochs, or every so many steps, and goes on from the newest tag.
+class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not looked into
+    """Save a run at the ends of epochs, or every so many steps, and resume from the newest tag.
 
     ::
 
         callback = CheckpointCallback("runs/lm", async_save=True, num_kept_ckpts=3)
-        Trainer(max_epochs=3, callbacks=[callback], enable_checkpointing=False).fit(module, loader)
+        Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 
-    `fit` begins by loading the newest tag of `root`, if there is one. A tag is called ``step_N``, N being the number of
-    optimizer steps. It holds the module, the optimizers and schedulers, the loops, the states of the other callbacks
-    and of the precision plugin, and the random generators of each rank.
+    `fit` begins by restoring the newest tag of `root`, if there is one. A tag is called ``step_N``, N being the number
+    of optimizer steps. It contains everything that Lightning's own checkpoint does, such as the state of callbacks and
+    of the data module, hyper-parameters, and the keys that ``on_save_checkpoint`` of modules and callbacks adds; and
+    the random generators and data loaders of each rank. Lightning restores it as it restores its own: it calls
+    ``on_load_checkpoint`` and ``load_state_dict`` in the same order. With ``fit(ckpt_path=...)`` it restores that file
+    instead.
+
+    Lightning calls this callback after all others, as it does with its own `ModelCheckpoint`. A save that is due at the
+    last step of an epoch is made when the epoch ends, after the hooks of the module and of other callbacks.
 
     A run that is resumed inside of an epoch gets the batches that are left only from a data loader that has a
     ``state_dict`` (torchdata's ``StatefulDataLoader``); Lightning begins the epoch's data anew with any other one, and
-    says so. A tag of the end of an epoch is exact with any data loader.
+    logs a warning. A tag of the end of an epoch is exact with any data loader.
 
     Args:
         root: Root directory of the tags.
         every_n_steps: Save when the number of optimizer steps is divisible by this; None: at the end of each epoch.
         guard: Asked after each batch; if the job is to end, the run is saved and stops.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
+        strict: False resumes with the weights that fit, and logs those that do not. True leaves it to the module's
+            ``strict_loading``, as Lightning does.
+        trust_pickle: Load pickled objects, which can run any code. Plain values and arrays never need it; a callback, a
+            data module or a hook that stores other objects does, and the save logs a warning that names them.
         save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
     """
+
+    best_model_path = ""
+    """Lightning reads this of a checkpoint callback for ``ckpt_path="best"``: none of the tags is the best one."""
 
     @keeping_for(save_checkpoint, options=SaveOptions)
     def __init__(
@@ -64,6 +92,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
         every_n_steps: int | None = None,
         guard: PreemptionGuard | None = None,
         extras: Mapping[str, Any] | None = None,
+        strict: bool = True,
+        trust_pickle: bool = False,
         **save_options: Any,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
@@ -73,109 +103,242 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
 
         self._root, self._every, self._guard = root, every_n_steps, guard
         self._extras, self._options = dict(extras or {}), save_options
-        self._saved_at = -1
+        self._strict, self._trust = strict, trust_pickle
+        self._places = {name: save_options[name] for name in ("mesh", "shardings") if name in save_options}
+        self._saved_at = 0  # nothing is trained yet
+        self._due = False
         self._random = RandomMoment()
-        self._resumed = False
+        self._resumed: Resumed | None = None
+        self._hook: Any = None
+
+    # Resuming, in the order of a Trainer's events.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Read the newest tag, and hand it to Lightning, which restores it after this."""
+        if stage == "fit" and not shards_itself(trainer):
+            self._resume(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the newest tag. The optimizers are there by now, and no batch has been fetched."""
-        if not has_checkpoint(self._root):
+        """Have the states of optimizers fit those that exist by now. Lightning loads them after this."""
+        if shards_itself(trainer):
+            self._resume(trainer, pl_module)
+        if self._resumed is None:
             return
-        model, optimizer, scheduler, members = self._contents(trainer, pl_module)
-        places = {name: self._options[name] for name in ("mesh", "shardings") if name in self._options}
-        load_checkpoint(self._root, None, model, optimizer, scheduler, extras=members, **places)
-        self._saved_at = trainer.global_step
+        if self._hook is not None:
+            self._hook.remove()
+            if not self._resumed.has_weights:  # the program has named another checkpoint
+                self._resumed = None
+                return
+        # The search of a batch size or a learning rate has dropped it.
+        trainer._checkpoint_connector._loaded_checkpoint = self._resumed.checkpoint
+        self._resumed.fit_optimizers(trainer, pl_module)
+        self._saved_at = self._resumed.checkpoint["global_step"]
         self._random.restore()  # the samplers' seeds are drawn after this
-        self._resumed = True
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore what Lightning does not, of a tag of the end of an epoch."""
+        if self._resumed is None:
+            return
+        _step_schedulers(trainer, pl_module, self._resumed.monitored)
+        loop = trainer.fit_loop
+        states = loop._combined_loader_states_to_load
+        # torchdata's loaders have generators of their own, which go on in the next epoch. Lightning does not load them
+        # between epochs: a loader of another kind would take its place at the end of the last epoch for that in this.
+        if states and all(isinstance(state, Mapping) and state.get(_FINISHED) for state in states):
+            loop._combined_loader._load_state_dicts(states)
+            loop._combined_loader._state_dicts()  # which makes the iterators that have come to their ends
+            self._random.restore()
+            iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Inside of an epoch, set the random state once more: the samplers drew from it at the epoch's begin."""
-        if self._resumed and batch_idx > 0:
-            self._random.restore()
-        self._resumed = False
+        if self._resumed is not None and not self._resumed.has_begun:
+            self._resumed.has_begun = True
+            if batch_idx > 0:
+                self._random.restore()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save, if it is the step for it, or the job is to end."""
         ending = self._guard is not None and self._guard.should_save()
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+            return  # no checkpoint has the gradients of the batches since the last step
+        step = trainer.global_step
+        is_step = self._every is not None and step % self._every == 0
+        due = self._due or (step != self._saved_at and (is_step or ending))
+        # What follows such a batch may change anything: the hooks of a validation, or of the epoch's end.
+        waits = trainer.is_last_batch or _validation_follows(trainer)
+        self._due = due and waits
         if ending:
             trainer.should_stop = True
-        if ending or (self._every is not None and trainer.global_step % self._every == 0):
+        if due and (ending or not waits):  # a job that is to end may not have the time to wait
+            self._save(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save, if the last step asked for it, and the epoch goes on."""
+        if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save, if the ends of epochs are meant."""
-        if self._every is None:
-            self._save(trainer, pl_module)
+        """Save, if the ends of epochs are meant, or the last step asked for it."""
+        if self._resumed is not None and trainer.fit_loop.restarting:
+            # Lightning does not step these in an epoch that it has not begun.
+            _step_schedulers(trainer, pl_module, _monitored(trainer))
+        self._resumed = None
+        if self._due or (self._every is None and trainer.global_step != self._saved_at):
+            self._save(trainer, pl_module, at_end=True)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the save in flight."""
         finalize_checkpoint()
 
-    def _save(self, trainer: Any, pl_module: Any) -> None:
-        step = trainer.global_step
-        if step == self._saved_at:  # gradients are accumulated, or the guard has said it again
-            return
-        self._saved_at = step
+    def _save(self, trainer: Any, module: Any, *, at_end: bool = False) -> None:
+        self._saved_at = step = trainer.global_step
+        self._due = False
+        contents = contents_of(self._dump(trainer), trainer, module)
         self._random.take()
-        model, optimizer, scheduler, members = self._contents(trainer, pl_module)
-        content = {"step": step, "epoch": trainer.current_epoch}
+        optimizer, optimizers = numbered("optimizer", contents.optimizers)
+        scheduler, schedulers = numbered("scheduler", contents.schedulers)
+        loaders = PerRank(_Loaders(_ended(contents.loaders) if at_end else contents.loaders), reshard=_resharded)
+        monitored = _monitored(trainer) if at_end and not trainer.fit_loop.restarting else {}
         self.handle = save_checkpoint(
-            self._root, f"step_{step}", model, optimizer, scheduler, content, extras=members, **self._options
+            self._root,
+            f"step_{step}",
+            contents.model,
+            optimizer,
+            scheduler,
+            {"step": step, "epoch": trainer.current_epoch, RUN: contents.rest, MONITORED: monitored},
+            extras={"rng": self._random, "loaders": loaders, **optimizers, **schedulers, **self._extras},
+            **self._options,
         )
 
-    def _contents(self, trainer: Any, module: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
-        """The module, the first optimizer and scheduler, and everything else by name."""
-        members: dict[str, Any] = {"rng": self._random, "lightning": _Run(trainer, self)}
+    def _dump(self, trainer: Any) -> dict[str, Any]:
+        """Lightning's checkpoint of the run. A hook that raises on one rank fails the save on all of them."""
+        checkpoint: dict[str, Any] = {}
+
+        def dump() -> None:
+            checkpoint.update(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+
+        timeout = chosen(SaveOptions, self._options.get("options")).timeout
+        job = current_job("", self._options.get("mesh"), doing="lightning", timeout=timeout)
+        call = Call.of("dump_checkpoint")
+        job.leave_out_if_behind(call)
+        with job.taking_part():
+            job.begin(call, dump)
+        return checkpoint
+
+    def _resume(self, trainer: Any, module: Any) -> None:
+        """Read the newest tag, and give Lightning the checkpoint that it holds."""
+        if not has_checkpoint(self._root):
+            return
+        connector, loaders = trainer._checkpoint_connector, _Loaders([])
+        extras = {"rng": self._random, "loaders": PerRank(loaders, reshard=_resharded), **self._extras}
+        if shards_itself(trainer):
+            resumed = self._load_shards(trainer, module, extras)
+        else:
+            stored = restore(self._root, None, trust_pickle=self._trust, **self._places)
+            resumed = Resumed(stored.tree, path=stored.report.path, tag=stored.tag, strict=self._strict)
+            self._load(stored.tag, extras=extras)
+            rename_weights(resumed.checkpoint["state_dict"], module)  # for hooks; layers may be missing until `setup`
+
+            def fit(module: Any, weights: dict[str, Any], *_: Any) -> None:
+                if connector._loaded_checkpoint is resumed.checkpoint:  # and no other that the program has named
+                    resumed.fit_weights(module, weights, partial(self._load, stored.tag))
+
+            self._hook = module.register_load_state_dict_pre_hook(fit)
+        resumed.put_loaders(loaders.states)
+        connector._loaded_checkpoint = resumed.checkpoint
+        self._resumed = resumed
+
+    def _load_shards(self, trainer: Any, module: Any, extras: Mapping[str, Any]) -> Resumed:
+        """Load weights, optimizers and schedulers into those of the run, as strategies do that shard the module."""
+        loaded = self._load(None)
+        older: dict[str, dict[str, Any]] = {} if RUN in (loaded.user_content or {}) else {RUN: {}}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        firsts: list[Any] = []
-        for kind, objects in (("optimizer", trainer.optimizers), ("scheduler", schedulers)):
-            first, *others = objects or [None]
-            firsts.append(first)
-            members |= {f"{kind}_{number}": other for number, other in enumerate(others, 1)}
-        members["loaders"] = PerRank(_Loaders(trainer.fit_loop), reshard=_resharded)
-        return module, firsts[0], firsts[1], {**members, **self._extras}
+        optimizer, others = numbered("optimizer", trainer.optimizers)
+        scheduler, more = numbered("scheduler", schedulers)
+        self._load(loaded.tag, module, optimizer, scheduler, extras={**extras, **others, **more, **older})
+        tree = {"user_content": loaded.user_content, "extras": older}
+        resumed = Resumed(tree, path=loaded.report.path, tag=loaded.tag, strict=self._strict)
+        resumed.checkpoint["lr_schedulers"] = [each.state_dict() for each in schedulers]
+        return resumed
+
+    def _load(
+        self,
+        tag: str | None,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> Loaded:
+        return load_checkpoint(
+            self._root,
+            tag,
+            model,
+            optimizer,
+            scheduler,
+            strict=self._strict,
+            extras=extras,
+            trust_pickle=self._trust,
+            **self._places,
+        )
 
 
-class _Run:
-    """What Lightning keeps of a run itself, alike on all ranks: loops, other callbacks, precision."""
+def _ended(states: Sequence[Any]) -> list[Any]:
+    """Return the states of data loaders at the end of an epoch. Lightning does not ask for more than the last batch, so
+    torchdata's loaders have not noticed it.
+    """
+    return [
+        {**state, _FINISHED: True} if isinstance(state, Mapping) and _FINISHED in state else state for state in states
+    ]
 
-    def __init__(self, trainer: Any, callback: Callback) -> None:
-        self._trainer = trainer
-        self._callbacks = {other.state_key: other for other in trainer.callbacks if other is not callback}
 
-    def state_dict(self) -> dict[str, Any]:
-        loop = self._trainer.fit_loop.state_dict()
-        return {
-            "fit_loop": loop | {"state_dict": {k: v for k, v in loop["state_dict"].items() if k != _LOADERS}},
-            "callbacks": {key: state for key, other in self._callbacks.items() if (state := other.state_dict())},
-            "precision": self._trainer.precision_plugin.state_dict(),
-        }
+def _validation_follows(trainer: Any) -> bool:
+    """Return True if Lightning runs a validation after the batch that has just ended, inside of the epoch."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trainer.fit_loop.load_state_dict(state["fit_loop"])
-        for key, callback_state in state["callbacks"].items():
-            if key in self._callbacks:
-                self._callbacks[key].load_state_dict(callback_state)
-        self._trainer.precision_plugin.load_state_dict(state["precision"])
+
+def _monitored(trainer: Any) -> dict[int, Any]:
+    """Number of a scheduler -> the value with which it is to be stepped when this epoch has ended, after all hooks.
+
+    (lightning 2.6, `_FitLoop.on_advance_end`; its own checkpoints lack that step.)
+    """
+    if (
+        not trainer.lightning_module.automatic_optimization
+        or not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    ):
+        return {}
+    return {
+        number: trainer.callback_metrics[config.monitor]
+        for number, config in enumerate(trainer.lr_scheduler_configs)
+        if config.reduce_on_plateau
+        and config.interval == "epoch"
+        and (trainer.current_epoch + 1) % config.frequency == 0
+        and config.monitor in trainer.callback_metrics
+    }
+
+
+def _step_schedulers(trainer: Any, module: Any, monitored: Mapping[int, Any]) -> None:
+    for number, value in monitored.items():
+        module.lr_scheduler_step(trainer.lr_scheduler_configs[number].scheduler, value)
 
 
 class _Loaders:
-    """The states of the data loaders, of which each rank has its own."""
+    """The states of the data loaders of this rank."""
 
-    def __init__(self, loop: Any) -> None:
-        self._loop = loop
+    def __init__(self, states: list[Any]) -> None:
+        self.states = states
 
     def state_dict(self) -> dict[str, Any]:
-        return {_LOADERS: self._loop.state_dict()["state_dict"].get(_LOADERS, [])}
+        return {LOADERS: self.states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state[_LOADERS]:
-            self._loop.on_load_checkpoint(dict(state))
+        self.states = state[LOADERS]
 
 
 def _resharded(states: Sequence[Mapping[str, Any]], _rank: int, world: int) -> Mapping[str, Any]:
     """The state of the data loaders in a job of another size: there is one only if no loader has a state."""
-    if any(state[_LOADERS] for state in states):
+    if any(state[LOADERS] for state in states):
         raise UsageError(
             "the data loaders have states of their own, each of a part of the data",
             expected=f"{len(states)} ranks",

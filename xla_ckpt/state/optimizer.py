@@ -110,7 +110,7 @@ def _check_common(optimizer: Any, called: Sequence[str]) -> None:
 
 def is_by_name(optimizer: Any, tree: Any) -> bool:
     """Whether an optimizer's state has torch's structure, in which `tree_of` puts names in place of positions."""
-    return has_groups(optimizer) and _is_standard(tree)
+    return has_groups(optimizer) and is_standard(tree)
 
 
 def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement) -> dict[str, Parameter]:
@@ -149,7 +149,8 @@ def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> d
     }
 
 
-def _is_standard(packed: Any) -> bool:
+def is_standard(packed: Any) -> bool:
+    """Return True if a state has the structure of those of torch's optimizers."""
     if not isinstance(packed, Mapping) or not isinstance(packed.get(schema.STATE), Mapping):
         return False
     groups = packed.get(schema.GROUPS)
