@@ -35,7 +35,7 @@ $(READY) $(LATEST)/.ready: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(@D)/bin/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python --require-hashes -r $(filter %.txt,$^)
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
-	@$(@D)/bin/python -c 'import sys; from neuron_compat.lazy import imported; sys.tracebacklimit = 0; imported("$(IMPORTED)")'
+	@$(@D)/bin/python -c 'import sys; from neuron_compat.lazy_imports import import_module; sys.tracebacklimit = 0; import_module("$(IMPORTED)")'
 	@touch $@
 
 demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
@@ -127,7 +127,6 @@ $(DOCS)/.ready: requirements-docs.txt
 # With --quiet, mkdocs does not count warnings, and a broken link would pass.
 docs: $(DOCS)/.ready ## the documents as a site, in build/site; a warning is an error
 	$(DOCS)/bin/python docs/site/drawings.py --check
-	$(DOCS)/bin/python docs/site/modules.py --check
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 screens: $(READY) ## pictures of the pages of xla-ckpt view, in docs/drawings/view, by the Chromium that XLA_CKPT_CHROMIUM names

@@ -148,8 +148,8 @@ def floor(args: argparse.Namespace, root: str) -> None:
     import xxhash
 
     import xla_ckpt
-    from xla_ckpt.arrays.adopted import Adoptable
-    from xla_ckpt.snapshot.memory import Slabs
+    from xla_ckpt.arrays.dlpack_buffer import DLPackBuffer
+    from xla_ckpt.snapshot.memory import SlabAllocator
 
     lib: Any = torch_xla._XLAC
     module, n, rounds = xla_module([(256,)] * args.arrays), args.arrays, args.rounds
@@ -160,8 +160,8 @@ def floor(args: argparse.Namespace, root: str) -> None:
     host = [torch._C._from_dlpack(lib._to_dlpack(value)) for value in values]
     buffers = [value.numpy().data.cast("B") for value in host]
 
-    def ready() -> list[Adoptable]:
-        return [Adoptable(torch.float32, (256,), Slabs()) for _ in range(n)]
+    def ready() -> list[DLPackBuffer]:
+        return [DLPackBuffer(torch.float32, (256,), SlabAllocator()) for _ in range(n)]
 
     def adopt(capsules: list[Any]) -> None:
         for value, capsule in zip(values, capsules, strict=True):
@@ -186,9 +186,9 @@ def floor(args: argparse.Namespace, root: str) -> None:
     made: list[Any] = []
     for _ in range(rounds):
         held = ready()
-        made.append([one.capsule() for one in held])
+        made.append([one.create_capsule() for one in held])
         for one in held:
-            one.given()
+            one.release_ownership()
     row("new XLA buffers from capsules, in the parameters", lambda: adopt(made.pop()), rounds)
 
 

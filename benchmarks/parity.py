@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import xla_ckpt
-from xla_ckpt.plan.parity import Parity
+from xla_ckpt.core.files.parity import ParityLevel
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -59,7 +59,7 @@ def main() -> None:
     print("|---|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         plain, root = 0, Path(folder, "root")
-        for parity in (None, *get_args(Parity)):
+        for parity in (None, *get_args(ParityLevel)):
             save = partial(
                 xla_ckpt.save_checkpoint, root, "t", model, layout="xser", options=xla_ckpt.SaveOptions(parity=parity)
             )

@@ -24,26 +24,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xla_ckpt import dtypes
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.arrays import Arrays
-from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.manifest.records import FileRecord, Head, Manifest
-from xla_ckpt.plan.file_plan import shards_of
-from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.plan.merge import merge
-from xla_ckpt.plan.record import Record, Sample
-from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
-from xla_ckpt.plan.save_plan import SavePlan, plan_save
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.checksum import compute_digest, to_hex
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.arrays import ArrayTable
+from xla_ckpt.core.manifest.manifest import FileRecord, Manifest, ManifestHeader
+from xla_ckpt.core.plan.leaf import ArrayLeaf, create_leaf
+from xla_ckpt.core.plan.merge import merge_records
+from xla_ckpt.core.plan.rank_record import RankRecord, ReplicaSample
+from xla_ckpt.core.plan.restore_plan import ReadRequest, RestorePlan, plan_restore
+from xla_ckpt.core.plan.save_plan import SavePlan, collect_shards, plan_save
+from xla_ckpt.core.sharding.local_array import LocalArray
+from xla_ckpt.core.sharding.mesh import Mesh
+from xla_ckpt.core.sharding.sharding import Sharding
 
 ROOT = Path(__file__).parent.parent
 WORLDS = (8, 64, 512, 1024, 4096, 16384)
 WHOLE_AT = 512
 """The number of ranks whose checkpoint one process restores whole, too: the first with more than 100,000 shards."""
-BF16, F32 = dtypes.dtype("bfloat16"), dtypes.dtype("float32")
+BF16, F32 = dtypes.get_dtype("bfloat16"), dtypes.get_dtype("float32")
 ROWS, COLUMNS, WHOLE = Sharding.parse(("tp", None)), Sharding.parse((None, "tp")), Sharding()
 ZERO1 = ("dp",)
 
@@ -99,7 +98,7 @@ def mesh_of(world: int, tp: int = 8, pp: int = 8) -> Mesh:
     return Mesh(pp=pp, dp=world // (tp * pp), tp=tp)
 
 
-def leaves_of(model: Model, mesh: Mesh, rank: int) -> list[Leaf]:
+def leaves_of(model: Model, mesh: Mesh, rank: int) -> list[ArrayLeaf]:
     """What a rank holds, in the order of the state tree: bf16 weights; fp32 moments and master weights by ZeRO-1."""
     parameters = list(model.stage(mesh.pp, mesh.coordinates(rank)["pp"]))
     places: dict[tuple[tuple[int, ...], Sharding], tuple[LocalArray, LocalArray]] = {}
@@ -110,19 +109,23 @@ def leaves_of(model: Model, mesh: Mesh, rank: int) -> list[Leaf]:
                 for n, split in zip(shape, (*sharding.dims, *(None,) * len(shape)), strict=False)
             )
             places[shape, sharding] = (
-                sharding.place(local, mesh, rank),
-                sharding.zero1(local, mesh, rank, ZERO1) if mesh.dp > 1 else sharding.place(local, mesh, rank),
+                sharding.map_local_shape(local, mesh, rank),
+                sharding.map_zero1_shape(local, mesh, rank, ZERO1)
+                if mesh.dp > 1
+                else sharding.map_local_shape(local, mesh, rank),
             )
-    step = WHOLE.place((), mesh, rank)
-    leaves = [leaf_of(f"model/{name}", BF16, places[shape, how][0]) for name, shape, how in parameters]
+    step = WHOLE.map_local_shape((), mesh, rank)
+    leaves = [create_leaf(f"model/{name}", BF16, places[shape, how][0]) for name, shape, how in parameters]
     for name, shape, how in parameters:
         state = f"optimizer/state/{name}/"
         leaves += [
-            leaf_of(state + "step", F32, step),
-            leaf_of(state + "exp_avg", F32, places[shape, how][1]),
-            leaf_of(state + "exp_avg_sq", F32, places[shape, how][1]),
+            create_leaf(state + "step", F32, step),
+            create_leaf(state + "exp_avg", F32, places[shape, how][1]),
+            create_leaf(state + "exp_avg_sq", F32, places[shape, how][1]),
         ]
-    return leaves + [leaf_of(f"optimizer/master/{name}", F32, places[shape, how][1]) for name, shape, how in parameters]
+    return leaves + [
+        create_leaf(f"optimizer/master/{name}", F32, places[shape, how][1]) for name, shape, how in parameters
+    ]
 
 
 def skeleton_of(model: Model, mesh: Mesh, stage: int) -> Any:
@@ -137,13 +140,18 @@ def skeleton_of(model: Model, mesh: Mesh, stage: int) -> Any:
     }
 
 
-def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan: SavePlan) -> Record:
+def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[ArrayLeaf], plan: SavePlan) -> RankRecord:
     """What the rank would report had it written its files: as `engine.save` makes it."""
     files = []
     for file in plan.files:
-        size = file.codec.size
+        size = file.layout.size
         files.append(
-            FileRecord(path=file.path, size=size, head=size - file.data_bytes, digest=digest(file.path.encode()))
+            FileRecord(
+                path=file.path,
+                size=size,
+                framing_bytes=size - file.data_bytes,
+                framing_digest=compute_digest(file.path.encode()),
+            )
         )
     stage = mesh.coordinates(rank)["pp"]
     speaks = rank == mesh.first_of_stage(rank)
@@ -151,9 +159,9 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
     for leaf in leaves if mesh.size > 1 else ():
         if any(s.replicas > 1 for s in leaf.shards):
             place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
-            samples[leaf.path] = (Sample(digest(place.encode()), digest(leaf.path.encode())),)
-    return Record.of(
-        shards_of(plan.files), samples, common=[leaf.path for leaf in leaves], says_common=speaks,
+            samples[leaf.path] = (ReplicaSample(compute_digest(place.encode()), compute_digest(leaf.path.encode())),)
+    return RankRecord.from_shards(
+        collect_shards(plan.files), samples, common_leaves=[leaf.path for leaf in leaves], reports_common=speaks,
         rank=rank, files=tuple(files),
         arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None) for leaf in leaves} if speaks else {},
         aliases={},
@@ -223,7 +231,7 @@ def restore(model: Model, manifest: Manifest, mesh: Mesh) -> tuple[float, Restor
     rank = mesh.rank({"pp": mesh.pp // 2, "dp": mesh.dp // 2, "tp": mesh.tp - 1})
     leaves = leaves_of(model, mesh, rank)
     boxes = [(leaf.path, shard.box) for leaf in leaves for shard in leaf.shards]
-    wants = [Want(path, box, slot) for slot, (path, box) in enumerate(boxes)]
+    wants = [ReadRequest(path, box, slot) for slot, (path, box) in enumerate(boxes)]
     runs = [timed(plan_restore, manifest, wants) for _ in range(3)]
     plan: RestorePlan = runs[0][1]
     assert plan.needed_bytes == sum(
@@ -232,9 +240,9 @@ def restore(model: Model, manifest: Manifest, mesh: Mesh) -> tuple[float, Restor
     return statistics.median(seconds for seconds, _ in runs), plan
 
 
-def hear(text: bytes) -> Record:
+def hear(text: bytes) -> RankRecord:
     """The record of a rank, as rank 0 receives it."""
-    return Record.from_json(json.loads(text))
+    return RankRecord.from_json(json.loads(text))
 
 
 def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lambda _: None) -> Result:
@@ -244,7 +252,10 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
         world,
         mesh,
         Manifest(
-            head=Head(tag="", sequence=1, pinned=False, created=""), skeleton=None, arrays=Arrays.of({}), files=()
+            header=ManifestHeader(tag="", sequence=1, pinned=False, created=""),
+            skeleton=None,
+            arrays=ArrayTable.from_records({}),
+            files=(),
         ),
     )
     facts = result.facts
@@ -268,17 +279,17 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
         seconds, record = timed(hear, zlib.decompress(data))
         facts["hear"] += seconds
         records.append(record)
-        records[-1] = record.named_by(records[mesh.first_of_stage(record.rank)])
-    facts["merge"], merged = timed(merge, records, mesh)
+        records[-1] = record.resolve_names(records[mesh.first_of_stage(record.rank)])
+    facts["merge"], merged = timed(merge_records, records, mesh)
     assert (merged.duplicates, merged.warnings) == ((), ())
     facts["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del records, wire
-    head = Head(tag="step_1000", sequence=1, pinned=False, created="2025-01-01T00:00:00.000+00:00")
-    facts["prove"], manifest = timed(merged.manifest, head, mesh)
-    facts["dump"], text = timed(manifest_json.dump, manifest)
+    head = ManifestHeader(tag="step_1000", sequence=1, pinned=False, created="2025-01-01T00:00:00.000+00:00")
+    facts["prove"], manifest = timed(merged.build_manifest, head, mesh)
+    facts["dump"], text = timed(manifest_json.dump_manifest, manifest)
     facts["bytes"] = len(text)
-    facts["parse"], again = timed(manifest_json.parse, text)
-    assert manifest_json.dump(again) == text
+    facts["parse"], again = timed(manifest_json.parse_manifest, text)
+    assert manifest_json.dump_manifest(again) == text
     result.manifest = again
     for number, topology in enumerate(topologies(world)):
         facts[f"restore{number}"], plan = restore(model, again, topology)

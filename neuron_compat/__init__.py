@@ -1,12 +1,12 @@
-"""Calls that PyTorch/XLA scripts already make, answered by `xla_ckpt`.
+"""Drop-in replacements for calls that PyTorch/XLA scripts already make, implemented with `xla_ckpt`.
 
-- `neuron_compat.nxd` stands in for neuronx-distributed: its checkpoint functions and the calls that set a job up,
-  which are here, too, its parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs,
-  and what is not there.
-- `neuron_compat.smp` stands in for SageMaker model parallel (``smdistributed.modelparallel.torch``).
-- `emulate` has torch_xla's collectives reach all processes of a torchrun job on CPUs, so that a script written for many
-  XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported, and
-  leaves ``init_process_group`` to the program (docs/testing-on-cpus.md).
+- `neuron_compat.nxd` replaces neuronx-distributed: its checkpoint functions, the calls that set up a job, its
+  parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md lists what is the same, what differs, and what is
+  unsupported.
+- `neuron_compat.smp` replaces SageMaker model parallel (``smdistributed.modelparallel.torch``).
+- `emulate` makes torch_xla's collectives reach all processes of a torchrun job on CPUs, so that you can test a script
+  that was written for many XLA devices. With ``NEURON_COMPAT_EMULATE=1`` in the environment, importing this package
+  calls it, and leaves ``init_process_group`` to the program (docs/testing-on-cpus.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import lazily
+from neuron_compat.lazy_imports import attach_lazy_names
 
 if TYPE_CHECKING:
     from neuron_compat import nxd as nxd
@@ -43,7 +43,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = attach_lazy_names(
     __name__,
     {
         "emulation": "Emulation emulate",

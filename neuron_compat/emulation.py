@@ -1,16 +1,16 @@
-"""Many XLA devices, emulated: a script written for them runs under torchrun on CPUs, one process a device.
+"""Emulate many XLA devices on CPUs: torch_xla's queries and collectives over gloo, one process for each device.
 
-Under torchrun every process has an XLA client of its own, in which it is alone: `xr.world_size()` is 1, and XLA's
-collectives reach nobody. `emulate()` has torch_xla's queries and collectives answer for the whole job instead, over
-gloo. Sums are made in the order of the ranks, so that every rank gets the same bits, run after run. It is for tests
-and continuous integration: every collective ends the lazy graph and travels through host memory.
+Under torchrun every process has its own XLA client with one device: `xr.world_size()` is 1, and XLA's collectives
+reach no other process. `emulate()` replaces torch_xla's queries and collectives with ones for the whole job, over
+gloo. Sums are computed in the order of the ranks, so that every rank gets the same bits in every run. It is for tests
+and continuous integration: every collective ends the lazy graph and copies through host memory.
 
 Emulated are `torch_xla.runtime`'s ``global_ordinal``, ``world_size``, ``global_device_count``, ``process_index``,
 ``process_count``, ``local_ordinal`` and ``local_process_count``, and `torch_xla.core.xla_model`'s ``all_reduce``,
-``all_gather``, ``reduce_scatter``, ``collective_permute``, ``collective_broadcast``, ``all_to_all`` and ``rendezvous``,
-with what torch_xla builds on them (`reduce_gradients`, `optimizer_step`, `mesh_reduce`, the bucketized forms,
-`ZeroRedundancyOptimizer`, the process groups of ``init_process_group("xla")``, also with ``xla://`` and ``pjrt://``).
-Not emulated: ``send`` and ``recv``, and collectives inside of a compiled graph.
+``all_gather``, ``reduce_scatter``, ``collective_permute``, ``collective_broadcast``, ``all_to_all`` and
+``rendezvous``, with what torch_xla builds on them (`reduce_gradients`, `optimizer_step`, `mesh_reduce`, the
+bucketized forms, `ZeroRedundancyOptimizer`, the process groups of ``init_process_group("xla")``, also with ``xla://``
+and ``pjrt://``). Unsupported: ``send`` and ``recv``, and collectives inside of a compiled graph.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from neuron_compat.emulated.process_group import gathered
-from neuron_compat.lazy import imported
+from neuron_compat.lazy_imports import import_module
 
 Groups: TypeAlias = Sequence[Sequence[int]] | None
 Tensors: TypeAlias = Any
 """A tensor, or a list of tensors."""
 
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "mul": torch.mul,
     "and": torch.bitwise_and,
@@ -66,10 +65,10 @@ class Emulation:
         while self._originals:
             module, name, original = self._originals.pop()
             setattr(module, name, original)
-        _current.clear()
+        _active.clear()
 
 
-_current: list[Emulation] = []
+_active: list[Emulation] = []
 """The emulation in force, if any."""
 
 
@@ -88,19 +87,19 @@ def emulate(*, join: bool = True) -> Emulation:
             made before, by a torch_xla that did not know the other processes.
     """
     distributed: Any = torch.distributed
-    if not _current:
+    if not _active:
         if not distributed.is_initialized() and "RANK" not in os.environ:
             raise RuntimeError(
                 "neuron_compat.emulate(), which NEURON_COMPAT_EMULATE=1 calls, needs torchrun, or an initialised "
                 "torch.distributed; a single process needs no emulation"
             )
-        _current.append(_replaced(*_place()))
+        _active.append(_replace_torch_xla(*_get_rank_and_world_size()))
     if join:
-        _join()
-    return _current[0]
+        _ensure_process_group()
+    return _active[0]
 
 
-def _place() -> tuple[int, int]:
+def _get_rank_and_world_size() -> tuple[int, int]:
     """(this rank, number of ranks): of the process group, or what torchrun says before there is one."""
     distributed: Any = torch.distributed
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -115,17 +114,17 @@ def _place() -> tuple[int, int]:
     return rank, world
 
 
-def _join() -> None:
+def _ensure_process_group() -> None:
     """Make the process group, if the program has not."""
     distributed: Any = torch.distributed
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")
 
 
-def _replaced(rank: int, world: int) -> Emulation:
+def _replace_torch_xla(rank: int, world: int) -> Emulation:
     """torch_xla's functions, replaced by ours."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
-    xm, xr = imported("torch_xla.core.xla_model"), imported("torch_xla.runtime")
+    xm, xr = import_module("torch_xla.core.xla_model"), import_module("torch_xla.runtime")
     emulation = Emulation()
     emulation.replace(
         xr,
@@ -150,20 +149,20 @@ def _replaced(rank: int, world: int) -> Emulation:
     return emulation
 
 
-def _group_of(groups: Groups) -> tuple[tuple[int, ...], Any]:
+def _find_group(groups: Groups) -> tuple[tuple[int, ...], Any]:
     """(ranks of this process' group in their order, process group) for XLA's list of replica groups."""
-    _join()
+    _ensure_process_group()
     distributed: Any = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     known = tuple(tuple(g) for g in groups) if groups else (tuple(range(world)),)
     members = next((g for g in known if rank in g), None)
     if members is None:
         raise RuntimeError(f"rank {rank} is in none of the replica groups {known}")
-    return members, _process_group(members)
+    return members, _create_process_group(members)
 
 
 @functools.cache
-def _process_group(members: tuple[int, ...]) -> Any:
+def _create_process_group(members: tuple[int, ...]) -> Any:
     """A gloo group of these ranks. They alone make it: the stages of a pipeline have lists of their own."""
     distributed: Any = torch.distributed
     # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
@@ -172,30 +171,30 @@ def _process_group(members: tuple[int, ...]) -> Any:
 
 def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
     """The value of every rank of the group, in the group's order, on the CPU."""
-    members, group = _group_of(groups)
-    values = gathered(value.detach().cpu(), group)
+    members, group = _find_group(groups)
+    values = gather_tensors(value.detach().cpu(), group)
     by_rank = dict(zip(sorted(members), values, strict=True))  # a process group orders its ranks itself
     return [by_rank[r] for r in members]
 
 
-def _index(groups: Groups) -> int:
+def _get_group_index(groups: Groups) -> int:
     """The place of this process in its group."""
     distributed: Any = torch.distributed
-    return _group_of(groups)[0].index(distributed.get_rank())
+    return _find_group(groups)[0].index(distributed.get_rank())
 
 
-def _reduced(kind: str, value: torch.Tensor, scale: float, groups: Groups) -> torch.Tensor:
+def _reduce(kind: str, value: torch.Tensor, scale: float, groups: Groups) -> torch.Tensor:
     """The values of the group, reduced and scaled, on the CPU."""
-    total = functools.reduce(_REDUCE[kind], _gather(value, groups))
+    total = functools.reduce(_REDUCTIONS[kind], _gather(value, groups))
     return total if scale == 1.0 else total * scale
 
 
-def _each(value: Tensors, output: Tensors, one: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-    """Apply `one` to a tensor or to each of a list, into `output` where that is given."""
-    if isinstance(value, torch.Tensor):
-        result = one(value).to(value.device)
+def _apply_to_each(inputs: Tensors, output: Tensors, function: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    """Apply `function` to a tensor or to each of a list, into `output` where that is given."""
+    if isinstance(inputs, torch.Tensor):
+        result = function(inputs).to(inputs.device)
         return result if output is None else output.copy_(result)
-    results = [one(v).to(v.device) for v in value]
+    results = [function(v).to(v.device) for v in inputs]
     if output is None:
         return results
     return [o.copy_(r) for o, r in zip(output, results, strict=True)]
@@ -206,9 +205,9 @@ def _all_reduce(
     reduce_type: str, inputs: Tensors, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
 ) -> Tensors:
     if isinstance(inputs, torch.Tensor):
-        return _reduced(reduce_type, inputs, scale, groups).to(inputs.device)
+        return _reduce(reduce_type, inputs, scale, groups).to(inputs.device)
     for tensor in inputs:
-        tensor.copy_(_reduced(reduce_type, tensor, scale, groups).to(tensor.device))
+        tensor.copy_(_reduce(reduce_type, tensor, scale, groups).to(tensor.device))
     return inputs
 
 
@@ -222,7 +221,7 @@ def _all_gather(
     channel_id: Any = None,
     use_global_device_ids: Any = None,
 ) -> Tensors:
-    return _each(value, output, lambda v: torch.cat(_gather(v, groups), dim))
+    return _apply_to_each(value, output, lambda v: torch.cat(_gather(v, groups), dim))
 
 
 @torch.no_grad()
@@ -241,9 +240,13 @@ def _reduce_scatter(
     def one(value: torch.Tensor) -> torch.Tensor:
         if value.shape[scatter_dim] % shard_count:
             raise ValueError(f"dim {scatter_dim} of {list(value.shape)} does not divide into {shard_count} shards")
-        return _reduced(reduce_type, value, scale, groups).chunk(shard_count, scatter_dim)[_index(groups)].contiguous()
+        return (
+            _reduce(reduce_type, value, scale, groups)
+            .chunk(shard_count, scatter_dim)[_get_group_index(groups)]
+            .contiguous()
+        )
 
-    return _each(input, output, one)
+    return _apply_to_each(input, output, one)
 
 
 @torch.no_grad()
@@ -259,7 +262,7 @@ def _collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> 
 def _collective_broadcast(
     tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
 ) -> None:
-    at = _group_of(groups)[0].index(root_ordinal)
+    at = _find_group(groups)[0].index(root_ordinal)
     for tensor in tensors:
         tensor.copy_(_gather(tensor, groups)[at].to(tensor.device))
 
@@ -273,16 +276,25 @@ def _all_to_all(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    index = _index(groups)
+    index = _get_group_index(groups)
     parts = [v.chunk(split_count, split_dimension)[index] for v in _gather(value, groups)]
     return torch.cat(parts, concat_dimension).to(value.device)
 
 
 def _rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
     distributed: Any = torch.distributed
-    _, group = _group_of([list(replicas)] if replicas else None)
+    _, group = _find_group([list(replicas)] if replicas else None)
     messages: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(messages, (tag, payload), group=group)
     if any(t != tag for t, _ in messages):
         raise RuntimeError(f"ranks meet at different rendezvous: {sorted({t for t, _ in messages})}")
     return [p for _, p in messages]
+
+
+def gather_tensors(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """The value of every rank of a process group, in the group's order, on the device of `value`."""
+    distributed: Any = torch.distributed
+    data = value.contiguous().reshape(-1).view(torch.uint8)  # bytes: gloo does not know all element types
+    received = [torch.empty_like(data) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(received, data, group=group)
+    return [part.view(value.dtype).reshape(value.shape) for part in received]

@@ -1,4 +1,4 @@
-"""Which ranks form a group, computed from the mesh. Pure."""
+"""Rank groups (replica groups), computed from the mesh. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xla_ckpt import Mesh
 
-SHARED = {
+FIXED_AXES = {
     "tp": ("pp", "dp", "cp"),
     "pp": ("dp", "cp", "tp"),
     "dp": ("pp", "cp", "tp"),
@@ -25,7 +25,7 @@ Ranks that differ in their part of the context hold the same weights, so they co
 as in neuronx-distributed, and ZeRO-1 deals its states out to them, too (``dp_cp``).
 """
 
-NAMES = {
+NXD_NAMES = {
     "tp": "tensor_model_parallel",
     "pp": "pipeline_model_parallel",
     "cp": "context_model_parallel",
@@ -37,36 +37,36 @@ NAMES = {
 """Kind of group -> what neuronx-distributed's functions call it."""
 
 
-def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
+def list_rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
     """All groups of a kind, members and groups in ascending order: XLA's replica groups.
 
     >>> from xla_ckpt import Mesh
-    >>> rank_groups(Mesh(dp=2, tp=2), "tp"), rank_groups(Mesh(dp=2, tp=2), "dp")
+    >>> list_rank_groups(Mesh(dp=2, tp=2), "tp"), list_rank_groups(Mesh(dp=2, tp=2), "dp")
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
-        groups.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
+        groups.setdefault(tuple(at[axis] for axis in FIXED_AXES[kind]), []).append(rank)
     return list(groups.values())
 
 
-def members(mesh: Mesh, kind: str, rank: int) -> list[int]:
+def find_rank_group(mesh: Mesh, kind: str, rank: int) -> list[int]:
     """The ranks of a rank's group, in ascending order.
 
     >>> from xla_ckpt import Mesh
-    >>> members(Mesh(pp=2, dp=2, tp=2), "pp_tp", 5)
+    >>> find_rank_group(Mesh(pp=2, dp=2, tp=2), "pp_tp", 5)
     [0, 1, 4, 5]
     """
-    return next(group for group in rank_groups(mesh, kind) if rank in group)
+    return next(group for group in list_rank_groups(mesh, kind) if rank in group)
 
 
-def kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[list[int]]:
+def list_kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[list[int]]:
     """The ranks that hold copies of the same keys and values, one tensor-parallel group after the other.
 
     Within a tensor-parallel group they are in the order of the parts of keys and values that they hold.
 
-    >>> kv_groups([[0, 1, 2, 3]], 2, adjacent=False), kv_groups([[0, 1, 2, 3]], 2, adjacent=True)
+    >>> list_kv_groups([[0, 1, 2, 3]], 2, adjacent=False), list_kv_groups([[0, 1, 2, 3]], 2, adjacent=True)
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     """
     parts = len(tp_groups[0]) // copies

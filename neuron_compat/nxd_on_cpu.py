@@ -28,25 +28,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from neuron_compat.emulation import emulate
-from neuron_compat.lazy import LastFinder, imported
+from neuron_compat.lazy_imports import FallbackFinder, import_module
 from xla_ckpt import UsageError
 
-SDK = ("libneuronxla", "neuronpy", "neuronxcc", "neuronxlogger", "nki", "nkilib", "torch_neuronx")
+SDK_PACKAGES = ("libneuronxla", "neuronpy", "neuronxcc", "neuronxlogger", "nki", "nkilib", "torch_neuronx")
 """The packages of the Neuron SDK that neuronx-distributed imports."""
 
-PLATFORM = "trn1"
+PLATFORM_TARGET = "trn1"
 """The machine that neuronx-distributed is told of."""
 
 
 # -- what the Neuron SDK has
 
 
-class _Anything(type):
+class _StubMeta(type):
     """The class of classes that have every attribute, each another such class."""
 
     def __getattr__(cls, name: str) -> Any:
-        _refuse_special(name)
-        stand_in = _anything(name)
+        _refuse_dunder(name)
+        stand_in = _make_stub(name)
         setattr(cls, name, stand_in)
         return stand_in
 
@@ -62,33 +62,33 @@ class _Anything(type):
     __ror__ = __or__
 
 
-def _refuse_special(name: str) -> None:
+def _refuse_dunder(name: str) -> None:
     """Raise AttributeError for a special name such as `__len__`: Python asks objects for those that they may lack."""
     if name.startswith("__") and name.endswith("__"):
         raise AttributeError(name)
 
 
-def _decorated(arguments: Sequence[Any], otherwise: Any) -> Any:
+def _unwrap_decorator_call(arguments: Sequence[Any], otherwise: Any) -> Any:
     """What a decorator is given, if that is what was called: the function stays as it is."""
     is_decorator = len(arguments) == 1 and isinstance(arguments[0], types.FunctionType | type)
     return arguments[0] if is_decorator else otherwise
 
 
-def _anything(name: str) -> Any:
+def _make_stub(name: str) -> Any:
     """A class of this name: a type for annotations, a base class, a decorator, or a function that does nothing."""
 
     def make(cls: Any, *arguments: Any, **_: Any) -> Any:
-        return _decorated(arguments, object.__new__(cls))
+        return _unwrap_decorator_call(arguments, object.__new__(cls))
 
     def ignore(self: Any, *arguments: Any, **options: Any) -> None:
         pass
 
     def call(self: Any, *arguments: Any, **_: Any) -> Any:
-        return _decorated(arguments, self)
+        return _unwrap_decorator_call(arguments, self)
 
     def attribute(_: Any, name: str) -> Any:
-        _refuse_special(name)
-        return _anything(name)
+        _refuse_dunder(name)
+        return _make_stub(name)
 
     members = {
         "__new__": make,
@@ -97,45 +97,45 @@ def _anything(name: str) -> Any:
         "__getattr__": attribute,
         "__getitem__": call,
     }
-    return _Anything(name, (), members)
+    return _StubMeta(name, (), members)
 
 
-class _SdkModule(types.ModuleType):
+class _StubModule(types.ModuleType):
     """A module of the Neuron SDK."""
 
     __path__ = []  # noqa: RUF012  # as the import system has it: modules below it are looked for
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:
-        _refuse_special(name)
-        stand_in = _anything(name)
+        _refuse_dunder(name)
+        stand_in = _make_stub(name)
         setattr(self, name, stand_in)
         return stand_in
 
 
-class _SdkLoader(importlib.abc.Loader):
+class _StubLoader(importlib.abc.Loader):
     """Makes the modules of the Neuron SDK, where they are not installed."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = _SdkModule(spec.name)
+        module = _StubModule(spec.name)
         if spec.name == "torch_neuronx.utils":
-            vars(module)["get_platform_target"] = lambda: PLATFORM
+            vars(module)["get_platform_target"] = lambda: PLATFORM_TARGET
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing is in it."""
 
 
-def _sdk_spec(fullname: str) -> importlib.machinery.ModuleSpec:
+def _make_stub_spec(fullname: str) -> importlib.machinery.ModuleSpec:
     """How a module of the SDK is imported: as a package of stand-ins."""
-    return importlib.machinery.ModuleSpec(fullname, _SdkLoader(), is_package=True)
+    return importlib.machinery.ModuleSpec(fullname, _StubLoader(), is_package=True)
 
 
 # -- connections
 
 
 @functools.cache  # once, however often `prepare` is called
-def _stay_here() -> None:
+def _block_remote_connections() -> None:
     """Refuse connections to other machines at once."""
     connect = socket.socket.connect
 
@@ -161,12 +161,12 @@ def prepare() -> None:
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("HOST_WORLD_SIZE", "1")  # launchers of Neuron's set it
     os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")  # boto3 asks for one where it is imported
-    imported("torch_xla.core.xla_model")  # before the finder: it looks for a libneuronxla that is one
+    import_module("torch_xla.core.xla_model")  # before the finder: it looks for a libneuronxla that is one
     # neuronx-distributed reads a name that torch_xla has no more.
-    imported("torch_xla.core.xla_env_vars").HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
-    vars(torch.classes)["neuron"] = _anything("neuron")  # a library of Neuron's registers it, for annotations
-    _stay_here()
-    LastFinder(SDK, _sdk_spec).install()
+    import_module("torch_xla.core.xla_env_vars").HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
+    vars(torch.classes)["neuron"] = _make_stub("neuron")  # a library of Neuron's registers it, for annotations
+    _block_remote_connections()
+    FallbackFinder(SDK_PACKAGES, _make_stub_spec).install()
     try:
         importlib.import_module("neuronx_distributed")
     except ModuleNotFoundError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xla_ckpt.sharding.box import Box, overlapping_pair
+from xla_ckpt.core.sharding.box import Box, find_overlap
 
 
 def is_partition(boxes: Iterable[Box], whole: Box) -> bool:
@@ -15,4 +15,4 @@ def is_partition(boxes: Iterable[Box], whole: Box) -> bool:
     """
     nonempty = [b for b in boxes if b.size]
     inside = all(whole.contains(b) for b in nonempty)
-    return inside and sum(b.size for b in nonempty) == whole.size and overlapping_pair(nonempty) is None
+    return inside and sum(b.size for b in nonempty) == whole.size and find_overlap(nonempty) is None

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from xla_ckpt.state.loadings import Loadings
+from xla_ckpt.state.load_plan import LoadPlan
 
 
 def after_install(monkeypatch: pytest.MonkeyPatch, then: Callable[[Mapping[str, Any]], None]) -> None:
     """Have something happen when everything is installed; it is given the arrays by leaf path."""
-    install = Loadings.install
+    install = LoadPlan.install
 
-    def broken(self: Loadings) -> Any:
+    def broken(self: LoadPlan) -> Any:
         value = install(self)
         then(self.installed)
         return value
 
-    monkeypatch.setattr(Loadings, "install", broken)
+    monkeypatch.setattr(LoadPlan, "install", broken)
 
 
 def broken_after(monkeypatch: pytest.MonkeyPatch, leaf: str, at: int) -> None:

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from tests.helper import FromNursery, InThread
 from tests.nursery import begin, end_all
 from tests.slow import listed, mark
-from xla_ckpt.storage.remote_client import client_of
+from xla_ckpt.storage.remote_client import get_client
 from xla_ckpt.tags import orbax_commit
 from xla_ckpt.tags.lease import LEASES
 
@@ -39,7 +39,7 @@ gc.disable()  # until all tests are collected: looking for garbage would take a 
 if TYPE_CHECKING:
     from tests.buckets.s3_server import S3Server
 
-orbax_commit.Program = FromNursery  # type: ignore[misc]  # one that imports orbax anew would take two seconds
+orbax_commit.HelperProcess = FromNursery  # type: ignore[misc]  # one that imports orbax anew would take two seconds
 
 settings.register_profile("fast", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -82,10 +82,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def commits_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """orbax commits within this process, where what a test puts in place of a function concerns it, too."""
-    orbax_commit.COMMITTER._end()
-    monkeypatch.setattr(orbax_commit, "Program", InThread)
+    orbax_commit.ORBAX_COMMITTER._stop_processes()
+    monkeypatch.setattr(orbax_commit, "HelperProcess", InThread)
     yield
-    orbax_commit.COMMITTER._end()
+    orbax_commit.ORBAX_COMMITTER._stop_processes()
 
 
 @pytest.fixture(scope="session")
@@ -104,10 +104,10 @@ def use_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str
     def use(environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        client_of.cache_clear()
+        get_client.cache_clear()
 
     yield use
-    client_of.cache_clear()
+    get_client.cache_clear()
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def s3(server_of_all: S3Server, use_store: Callable[[Mapping[str, str]], None]) 
     yield server_of_all
     server_of_all.forget()
     xla_ckpt.finalize_checkpoint()  # what saves do after their commit is not to meet the next test's faults
-    LEASES.give_back()  # else they would be beaten while the next test counts its requests
+    LEASES.release_all()  # else they would be beaten while the next test counts its requests
 
 
 @pytest.fixture(autouse=True)

@@ -14,64 +14,64 @@ from typing import Any
 
 import psutil
 
-from xla_ckpt.storage.program import Program
+from xla_ckpt.storage.helper_process import HelperProcess
 
 
-class InThread(Program):
+class InThread(HelperProcess):
     """It runs on a thread: what a test has put in place of a function concerns it, too."""
 
     def start(self) -> None:
-        from xla_ckpt.tags.orbax_process import committer, serve
+        from xla_ckpt.tags.orbax_process import create_committer, serve
 
         def work() -> None:
-            with self._theirs:
-                serve(self._theirs, committer())
+            with self._child_channel:
+                serve(self._child_channel, create_committer())
 
         threading.Thread(target=work, name="orbax", daemon=True).start()
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._channel.close()
         self._output.close()
 
 
-class InFork(Program):
+class InFork(HelperProcess):
     """It is a fork of this process, which has imported orbax before, and so takes jobs within milliseconds."""
 
     first: Callable[[], object] = staticmethod(lambda: None)
     """What the fork does first."""
 
     def start(self) -> None:
-        from xla_ckpt.tags.orbax_process import committer, serve
+        from xla_ckpt.tags.orbax_process import create_committer, serve
 
-        theirs = self._theirs.dup()  # a fork closes what it has of the parent's
+        theirs = self._child_channel.dup()  # a fork closes what it has of the parent's
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 self.first()
                 with theirs:
-                    serve(theirs, committer())
+                    serve(theirs, create_committer())
                 code = 0
             finally:
                 os._exit(code)
         theirs.close()
-        self._theirs.close()
+        self._child_channel.close()
         process: Any = _Forked(pid)
         self._process = process
 
 
-class FromNursery(Program):
+class FromNursery(HelperProcess):
     """It is born where the tests' processes are: there orbax has been imported, which takes seconds."""
 
     def start(self) -> None:
         from tests.nursery import bear_committer
 
-        process: Any = _Told(*bear_committer(self._theirs, self._output))
-        self._theirs.close()
+        process: Any = _Told(*bear_committer(self._child_channel, self._output))
+        self._child_channel.close()
         self._process = process
 
-    def end(self) -> None:
-        super().end()
+    def close(self) -> None:
+        super().close()
         told: Any = self._process
         if isinstance(told, _Told):
             told.line.close()
@@ -83,9 +83,9 @@ def commit(channel: socket.socket) -> None:
 
     os.setsid()
     Path("/proc/self/comm").write_text("orbax_process")
-    orbax_process.be_alone()
+    orbax_process.isolate_process()
     with channel:
-        orbax_process.serve(channel, orbax_process.committer())
+        orbax_process.serve(channel, orbax_process.create_committer())
 
 
 class _Told:

@@ -127,7 +127,7 @@ def _run(request: dict[str, Any]) -> None:
     if os.environ.get("NEURON_COMPAT_EMULATE") and "neuron_compat" in sys.modules:
         importlib.reload(sys.modules["neuron_compat"])  # what its import does in this environment
     what = request["what"]
-    orbax_commit.Program = helper.FromNursery  # type: ignore[attr-defined]
+    orbax_commit.HelperProcess = helper.FromNursery  # type: ignore[attr-defined]
     if request["end"] == "as python":
         gc.unfreeze()  # triton's bindings complain of what is never collected
         _do(what, request["outcome"])

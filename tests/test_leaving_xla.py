@@ -21,9 +21,9 @@ import torch
 
 import xla_ckpt
 from tests.commands import MODULE
+from tests.formats.gold import Gold
+from tests.formats.optimum import Job, write_checkpoint
 from tests.jobs import places, run_alone
-from tests.layouts.gold import Gold
-from tests.layouts.optimum import Job, write_checkpoint
 from tests.nursery import Program, bear
 from tests.runs import ROOT, environment
 

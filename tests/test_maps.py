@@ -13,10 +13,10 @@ from tests.nursery import Program, bear
 from tests.runs import ROOT
 from tests.test_documents import BLOCK
 from xla_ckpt.cli.main import COMMANDS
-from xla_ckpt.engine.phases import LOAD_PHASES, SAVE_PHASES
-from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.registry import all_layouts
+from xla_ckpt.formats.base import Layout
+from xla_ckpt.formats.rank_files.layout import RankLayout
+from xla_ckpt.formats.registry import list_layouts
+from xla_ckpt.reports import LOAD_PHASES, SAVE_PHASES
 from xla_ckpt.storage.schemes import SCHEMES
 
 DOCUMENTS = [
@@ -110,21 +110,23 @@ def test_the_page_for_a_new_layout_names_all_that_a_layout_may_say() -> None:
 def test_documents_name_all_object_stores() -> None:
     page = (ROOT / "docs/object-stores.md").read_text()
     rows = re.findall(r"^\| `(\w+://[^`]+)` \| ([^|]+) \|", page, re.MULTILINE)
-    assert [row for row in rows if not row[0].startswith("file:")] == [(s.address, s.store) for s in SCHEMES.values()]
+    assert [row for row in rows if not row[0].startswith("file:")] == [
+        (s.example, s.description) for s in SCHEMES.values()
+    ]
     assert re.findall(r"^\| `(\w+)://` \| \|$", page, re.MULTILINE) == [*SCHEMES], "a table of credentials for each"
     for scheme in SCHEMES.values():
-        for variable in re.findall(r"[A-Z]+_[A-Z_]+", f"{scheme.credentials} {scheme.allow_http}"):
+        for variable in re.findall(r"[A-Z]+_[A-Z_]+", f"{scheme.credentials_hint} {scheme.allow_http_variable}"):
             assert variable in page
-        assert f"`xla-ckpt selftest {scheme.address}`" in (ROOT / "docs/unverified.md").read_text()
+        assert f"`xla-ckpt selftest {scheme.example}`" in (ROOT / "docs/unverified.md").read_text()
         assert f"`{scheme.name}://`" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("layout", all_layouts(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", list_layouts(), ids=lambda layout: layout.name)
 def test_what_a_layout_says_of_itself_is_so(layout: Layout) -> None:
     kind = type(layout)
     if isinstance(layout, RankLayout):  # it writes what it has files for
-        form = getattr(layout, "form", None)
-        own_files = kind.files_of is not RankLayout.files_of or kind.writing is not RankLayout.writing
+        form = getattr(layout, "file_format", None)
+        own_files = kind.plan_files is not RankLayout.plan_files or kind.writing is not RankLayout.writing
         writes = converts = own_files or (form is not None and form.tree is not None)
     else:
         writes, converts = kind.writing is not Layout.writing, kind.rewriting is not Layout.rewriting

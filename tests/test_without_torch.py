@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.gold import SMALL
+from tests.formats.gold import SMALL
 from tests.runs import ROOT, environment
 
 TORCHS = ("torch", "functorch", "_xlac", "triton", "nvidia", "xla_ckpt", "__editable__")

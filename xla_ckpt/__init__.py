@@ -37,42 +37,22 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.storage.threads import before_threads_end
+from xla_ckpt.storage.threads import register_shutdown
 
 if TYPE_CHECKING:
-    from xla_ckpt.api.checkpoints import Checkpoints as Checkpoints
-    from xla_ckpt.api.contents import TagContents as TagContents
-    from xla_ckpt.api.convert import ConvertReport as ConvertReport
-    from xla_ckpt.api.convert import convert as convert
-    from xla_ckpt.api.diff import Difference as Difference
-    from xla_ckpt.api.diff import diff as diff
-    from xla_ckpt.api.explain import explain as explain
-    from xla_ckpt.api.export import ExportReport as ExportReport
-    from xla_ckpt.api.export import export_hf as export_hf
-    from xla_ckpt.api.llama import LlamaJob as LlamaJob
-    from xla_ckpt.api.load import Loaded as Loaded
-    from xla_ckpt.api.load import Restored as Restored
-    from xla_ckpt.api.load import load_checkpoint as load_checkpoint
-    from xla_ckpt.api.load import restore as restore
-    from xla_ckpt.api.preemption import PreemptionGuard as PreemptionGuard
-    from xla_ckpt.api.products import Product as Product
-    from xla_ckpt.api.samples import ArraySample as ArraySample
-    from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
-    from xla_ckpt.api.save import save as save
-    from xla_ckpt.api.save import save_checkpoint as save_checkpoint
-    from xla_ckpt.api.summaries import TagSummary as TagSummary
-    from xla_ckpt.api.tags import has_checkpoint as has_checkpoint
-    from xla_ckpt.api.tags import latest_tag as latest_tag
-    from xla_ckpt.api.tags import list_tags as list_tags
-    from xla_ckpt.api.tags import repair as repair
-    from xla_ckpt.api.tags import verify as verify
     from xla_ckpt.arrays.registry import ArraySpec as ArraySpec
-    from xla_ckpt.engine.background import SaveHandle as SaveHandle
-    from xla_ckpt.engine.ending import on_report as on_report
-    from xla_ckpt.engine.phases import Phase as Phase
-    from xla_ckpt.engine.report import LoadReport as LoadReport
-    from xla_ckpt.engine.report import SaveReport as SaveReport
-    from xla_ckpt.engine.verify import VerifyReport as VerifyReport
+    from xla_ckpt.conversion.convert import ConvertReport as ConvertReport
+    from xla_ckpt.conversion.convert import convert as convert
+    from xla_ckpt.conversion.diff import Difference as Difference
+    from xla_ckpt.conversion.diff import diff as diff
+    from xla_ckpt.conversion.explain import explain as explain
+    from xla_ckpt.conversion.export import ExportReport as ExportReport
+    from xla_ckpt.conversion.export import export_hf as export_hf
+    from xla_ckpt.conversion.llama.job import LlamaJob as LlamaJob
+    from xla_ckpt.core.plan.explain import Explanation as Explanation
+    from xla_ckpt.core.sharding.mesh import Mesh as Mesh
+    from xla_ckpt.core.tree.optimizer_schema import OptimizerSchema as OptimizerSchema
+    from xla_ckpt.distributed.mesh_source import add_mesh_source as add_mesh_source
     from xla_ckpt.errors import ChangedStateError as ChangedStateError
     from xla_ckpt.errors import ChangedTagError as ChangedTagError
     from xla_ckpt.errors import CheckpointError as CheckpointError
@@ -97,19 +77,40 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import UnsupportedVersionError as UnsupportedVersionError
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
     from xla_ckpt.errors import UsageError as UsageError
-    from xla_ckpt.job.mesh_source import add_mesh_source as add_mesh_source
-    from xla_ckpt.layouts.base import Layout as Layout
-    from xla_ckpt.layouts.orbax.maxtext import maxtext_names as maxtext_names
-    from xla_ckpt.layouts.orbax.name_rules import register_names as register_names
-    from xla_ckpt.layouts.registry import register_layout as register_layout
+    from xla_ckpt.features.preemption import PreemptionGuard as PreemptionGuard
+    from xla_ckpt.features.products.product import Product as Product
+    from xla_ckpt.formats.base import Layout as Layout
+    from xla_ckpt.formats.orbax.maxtext import maxtext_names as maxtext_names
+    from xla_ckpt.formats.orbax.name_rules import register_names as register_names
+    from xla_ckpt.formats.registry import register_layout as register_layout
+    from xla_ckpt.inspection.checkpoints import Checkpoints as Checkpoints
+    from xla_ckpt.inspection.contents import ArraySample as ArraySample
+    from xla_ckpt.inspection.contents import TagContents as TagContents
+    from xla_ckpt.inspection.tags import TagSummary as TagSummary
+    from xla_ckpt.inspection.tags import has_checkpoint as has_checkpoint
+    from xla_ckpt.inspection.tags import latest_tag as latest_tag
+    from xla_ckpt.inspection.tags import list_tags as list_tags
+    from xla_ckpt.inspection.tags import repair as repair
+    from xla_ckpt.inspection.tags import verify as verify
+    from xla_ckpt.loading.load import Loaded as Loaded
+    from xla_ckpt.loading.load import Restored as Restored
+    from xla_ckpt.loading.load import load_checkpoint as load_checkpoint
+    from xla_ckpt.loading.load import restore as restore
+    from xla_ckpt.loading.verify import VerifyReport as VerifyReport
     from xla_ckpt.options import ConvertOptions as ConvertOptions
     from xla_ckpt.options import LoadOptions as LoadOptions
     from xla_ckpt.options import SaveOptions as SaveOptions
     from xla_ckpt.options import default_options as default_options
-    from xla_ckpt.plan.explain import Explanation as Explanation
-    from xla_ckpt.sharding.mesh import Mesh as Mesh
+    from xla_ckpt.reports import LoadReport as LoadReport
+    from xla_ckpt.reports import Phase as Phase
+    from xla_ckpt.reports import SaveReport as SaveReport
+    from xla_ckpt.reports import on_report as on_report
+    from xla_ckpt.saving.registry import SaveHandle as SaveHandle
+    from xla_ckpt.saving.save import finalize_checkpoint as finalize_checkpoint
+    from xla_ckpt.saving.save import save as save
+    from xla_ckpt.saving.save import save_checkpoint as save_checkpoint
+    from xla_ckpt.state.optimizer import register_optimizer as register_optimizer
     from xla_ckpt.state.per_rank import PerRank as PerRank
-    from xla_ckpt.state.registered import register_optimizer as register_optimizer
     from xla_ckpt.state.rng import RNGState as RNGState
     from xla_ckpt.tags.retention import AnyOf as AnyOf
     from xla_ckpt.tags.retention import BestN as BestN
@@ -118,36 +119,29 @@ if TYPE_CHECKING:
     from xla_ckpt.tags.retention import LatestDuration as LatestDuration
     from xla_ckpt.tags.retention import LatestN as LatestN
     from xla_ckpt.tags.retention import Retention as Retention
-    from xla_ckpt.tree.optimizer_schema import OptimizerSchema as OptimizerSchema
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "job.mesh_source": ("add_mesh_source",),
-    "state.per_rank": ("PerRank",),
-    "state.registered": ("register_optimizer",),
-    "tree.optimizer_schema": ("OptimizerSchema",),
+_EXPORTS = {
     "arrays.registry": ("ArraySpec",),
-    "state.rng": ("RNGState",),
-    "api.checkpoints": ("Checkpoints",),
-    "api.contents": ("TagContents",),
-    "api.convert": ("ConvertReport", "convert"),
-    "api.diff": ("Difference", "diff"),
-    "api.explain": ("explain",),
-    "api.export": ("ExportReport", "export_hf"),
-    "api.llama": ("LlamaJob",),
-    "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
-    "api.preemption": ("PreemptionGuard",),
-    "api.products": ("Product",),
-    "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
-    "api.samples": ("ArraySample",),
-    "api.summaries": ("TagSummary",),
-    "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "repair", "verify"),
-    "engine.background": ("SaveHandle",),
-    "engine.ending": ("on_report",),
-    "engine.phases": ("Phase",),
-    "engine.report": ("LoadReport", "SaveReport"),
-    "engine.verify": ("VerifyReport",),
+    "conversion.convert": (
+        "ConvertReport",
+        "convert",
+    ),
+    "conversion.diff": (
+        "Difference",
+        "diff",
+    ),
+    "conversion.explain": ("explain",),
+    "conversion.export": (
+        "ExportReport",
+        "export_hf",
+    ),
+    "conversion.llama.job": ("LlamaJob",),
+    "core.plan.explain": ("Explanation",),
+    "core.sharding.mesh": ("Mesh",),
+    "core.tree.optimizer_schema": ("OptimizerSchema",),
+    "distributed.mesh_source": ("add_mesh_source",),
     "errors": (
         "ChangedStateError",
         "ChangedTagError",
@@ -174,31 +168,79 @@ _HOMES = {
         "UntrustedObjectError",
         "UsageError",
     ),
-    "layouts.base": ("Layout",),
-    "layouts.orbax.maxtext": ("maxtext_names",),
-    "layouts.orbax.name_rules": ("register_names",),
-    "layouts.registry": ("register_layout",),
-    "sharding.mesh": ("Mesh",),
-    "options": ("ConvertOptions", "LoadOptions", "SaveOptions", "default_options"),
-    "plan.explain": ("Explanation",),
-    "tags.retention": ("AnyOf", "BestN", "EveryNSeconds", "EveryNSteps", "LatestDuration", "LatestN", "Retention"),
+    "features.preemption": ("PreemptionGuard",),
+    "features.products.product": ("Product",),
+    "formats.base": ("Layout",),
+    "formats.orbax.maxtext": ("maxtext_names",),
+    "formats.orbax.name_rules": ("register_names",),
+    "formats.registry": ("register_layout",),
+    "inspection.checkpoints": ("Checkpoints",),
+    "inspection.contents": (
+        "ArraySample",
+        "TagContents",
+    ),
+    "inspection.tags": (
+        "TagSummary",
+        "has_checkpoint",
+        "latest_tag",
+        "list_tags",
+        "repair",
+        "verify",
+    ),
+    "loading.load": (
+        "Loaded",
+        "Restored",
+        "load_checkpoint",
+        "restore",
+    ),
+    "loading.verify": ("VerifyReport",),
+    "options": (
+        "ConvertOptions",
+        "LoadOptions",
+        "SaveOptions",
+        "default_options",
+    ),
+    "reports": (
+        "LoadReport",
+        "Phase",
+        "SaveReport",
+        "on_report",
+    ),
+    "saving.registry": ("SaveHandle",),
+    "saving.save": (
+        "finalize_checkpoint",
+        "save",
+        "save_checkpoint",
+    ),
+    "state.optimizer": ("register_optimizer",),
+    "state.per_rank": ("PerRank",),
+    "state.rng": ("RNGState",),
+    "tags.retention": (
+        "AnyOf",
+        "BestN",
+        "EveryNSeconds",
+        "EveryNSteps",
+        "LatestDuration",
+        "LatestN",
+        "Retention",
+    ),
 }
-_OF_TORCH = ("arrays.torch_arrays", "state.torch_values", "state.torch_module", "job.process_group")
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_TORCH_MODULES = ("arrays.torch_registry", "state.torch_values", "state.torch_module", "distributed.torch_store")
+_MODULE_OF = {name: home for home, names in _EXPORTS.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604  # all of them are strings
+__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604  # all of them are strings
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'xla_ckpt' has no attribute {name!r}")
-    home = _HOME_OF[name]
-    collector = importlib.import_module("xla_ckpt.engine.garbage_collection")
+    home = _MODULE_OF[name]
+    collector = importlib.import_module("xla_ckpt.garbage_collection")
     # Modules make no garbage, and a look through all objects of torch takes as long as to load them.
-    with collector.collector_paused():
-        if home.startswith(("arrays", "state")) or home in ("api.load", "api.save"):
-            importlib.import_module("xla_ckpt.api.save")
-            for module in _OF_TORCH if "torch" in sys.modules else ():
+    with collector.pause_gc():
+        if home.startswith(("arrays", "state")) or home in ("loading.load", "saving.save"):
+            importlib.import_module("xla_ckpt.saving.save")
+            for module in _TORCH_MODULES if "torch" in sys.modules else ():
                 importlib.import_module(f"xla_ckpt.{module}")
         value = getattr(importlib.import_module(f"xla_ckpt.{home}"), name)
     globals()[name] = value
@@ -209,15 +251,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _leave(imported_by: int) -> None:
+def _shut_down_job(imported_by: int) -> None:
     """At the end of a program that may be a rank of a job, even if it made no call: others may wait for it."""
     if "torch.distributed" in sys.modules or "jax" in sys.modules:
-        channel = importlib.import_module("xla_ckpt.job.peers").channel
+        channel = importlib.import_module("xla_ckpt.distributed.current_job").get_communicator
         # A worker that a rank forks is not that rank.
-        importlib.import_module("xla_ckpt.job.job").leave(channel() if os.getpid() == imported_by else None)
+        importlib.import_module("xla_ckpt.distributed.job").shut_down(channel() if os.getpid() == imported_by else None)
 
 
 try:
-    before_threads_end(partial(_leave, os.getpid()))
+    register_shutdown(partial(_shut_down_job, os.getpid()))
 except RuntimeError:
     pass  # the program is at its end, and imports this to look into a directory: it makes no call that others wait for

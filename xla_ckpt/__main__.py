@@ -7,7 +7,7 @@ import io
 import os
 import sys
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C: what a shell says of a program that SIGINT has ended."""
 
 
@@ -21,7 +21,7 @@ def main() -> int:
         return run()
     except KeyboardInterrupt:
         sys.stderr.write("xla-ckpt: interrupted\n")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def open_closed_streams() -> None:

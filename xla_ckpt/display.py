@@ -1,4 +1,4 @@
-"""Text and streams of terminals: names in a checkpoint may have any characters, and some would control a terminal."""
+"""Escape text for terminals: names in a checkpoint may have characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-_SHORT = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_SHORT_ESCAPES = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
 
-class Lines(str):
+class PrintableLines(str):
     """Text of several lines, each of which is printable."""
 
     __slots__ = ()
@@ -26,24 +26,26 @@ def make_printable(text: str) -> str:
     """
     if text.isprintable():  # which is almost always so, and looked for in one call
         return text
-    return "".join(_escaped(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text)
+    return "".join(
+        _escape_character(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text
+    )
 
 
-def _escaped(character: str) -> str:
+def _escape_character(character: str) -> str:
     code = ord(character)
-    return _SHORT.get(character) or (f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}")
+    return _SHORT_ESCAPES.get(character) or (f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}")
 
 
-def join_lines(texts: Iterable[str]) -> Lines:
+def join_lines(texts: Iterable[str]) -> PrintableLines:
     r"""Return texts as the lines of one text, each of them printable.
 
     >>> join_lines(["a\nb", "c"])
     'a\\nb\nc'
     """
-    return Lines("\n".join(map(make_printable, texts)))
+    return PrintableLines("\n".join(map(make_printable, texts)))
 
 
-def make_lines_printable(text: str) -> Lines:
+def make_lines_printable(text: str) -> PrintableLines:
     r"""Return a text of several lines with everything escaped in it that `make_printable` escapes, but its line feeds.
 
     >>> make_lines_printable("a\n\x1b[2J")

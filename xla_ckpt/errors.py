@@ -1,8 +1,8 @@
 """The errors of this library: one closed tree, each also the builtin that a caller would expect.
 
-An error is an address, a comparison and a way out: where (path, tag, leaf, rank, file), what was expected and what
-was found, and what to do. The same facts are attributes, and an error survives a trip through JSON unchanged, so
-that every rank of a job can raise the one that a single rank met.
+An error is an address, a comparison and a way out: where (path, tag, leaf, rank, file), what was expected and what was
+found, and what to do. The same facts are attributes, and an error survives a trip through JSON unchanged, so that
+every rank of a job can raise the one that a single rank met.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from xla_ckpt.display import Lines, make_lines_printable, make_printable
+from xla_ckpt.display import PrintableLines, make_lines_printable, make_printable
 
 
 class CheckpointError(Exception):
@@ -72,7 +72,7 @@ class CheckpointError(Exception):
         ]
         text += f": {', '.join(compared)}" if compared else ""
         end = "" if text.endswith("!") else "."
-        escape = make_lines_printable if isinstance(self.problem, Lines) else make_printable
+        escape = make_lines_printable if isinstance(self.problem, PrintableLines) else make_printable
         text = escape(f"{text}{end} {self.hint}" if self.hint else text)
         return f"{text}\n{make_lines_printable(self.details)}" if self.details else text
 
@@ -140,9 +140,9 @@ class StorageError(CheckpointError, OSError):
     __str__ = CheckpointError.__str__
 
     @classmethod
-    def of(cls, error: OSError, doing: str, **facts: Any) -> StorageError:
+    def of(cls, error: OSError, operation: str, **facts: Any) -> StorageError:
         """`error` as a `StorageError` that says what was being done."""
-        storage_error = cls(f"{doing} failed: {error.strerror or error}", **facts)
+        storage_error = cls(f"{operation} failed: {error.strerror or error}", **facts)
         storage_error.errno = error.errno
         storage_error.strerror = error.strerror
         return storage_error
@@ -211,7 +211,7 @@ class RemoteError(CheckpointError, RuntimeError):
 
 
 @contextlib.contextmanager
-def naming(**facts: Any) -> Iterator[None]:
+def annotate_errors(**facts: Any) -> Iterator[None]:
     """Add facts to the errors of this library that the block raises: the tag that they are about, for instance.
 
     What an error knows already stays as it is.
@@ -224,7 +224,7 @@ def naming(**facts: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def storage_errors(doing: str, **facts: Any) -> Iterator[None]:
+def wrap_os_errors(operation: str, **facts: Any) -> Iterator[None]:
     """Raise the errors of the operating system as a `StorageError`, which says what was being done.
 
     Errors of this library pass unchanged, although some of them are OSErrors, too.
@@ -234,26 +234,26 @@ def storage_errors(doing: str, **facts: Any) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError.of(error, doing, **facts) from error
+        raise StorageError.of(error, operation, **facts) from error
 
 
-KINDS: dict[str, type[CheckpointError]] = {
+ERROR_TYPES: dict[str, type[CheckpointError]] = {
     name: kind for name, kind in [*globals().items()] if isinstance(kind, type) and issubclass(kind, CheckpointError)
 }
 """Every kind of error that can travel between ranks, by name."""
 
 
-def add_kinds(*kinds: type[CheckpointError]) -> None:
+def register_error_types(*kinds: type[CheckpointError]) -> None:
     """Have further kinds of error, such as those of a facade, arrive on other ranks as what they are.
 
     A kind is made from its problem and facts, as `CheckpointError` is. All ranks add it before one of them raises it.
     """
-    KINDS.update({kind.__name__: kind for kind in kinds})
+    ERROR_TYPES.update({kind.__name__: kind for kind in kinds})
 
 
 def from_json(facts: dict[str, Any]) -> CheckpointError:
     """The error that `CheckpointError.to_json` described on another rank."""
-    kind = KINDS.get(str(facts.get("kind")), RemoteError)
+    kind = ERROR_TYPES.get(str(facts.get("kind")), RemoteError)
     known = {name: facts[name] for name in CheckpointError.FACTS if name in facts}
     error = kind(str(facts.get("problem", "unknown problem")), **known)
     if isinstance(error, StorageError):

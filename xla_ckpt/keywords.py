@@ -1,4 +1,4 @@
-"""Arguments of the public functions: names and choices that do not exist, and those that were probably meant."""
+"""Check the arguments of public functions, and suggest the keyword, choice or leaf that was probably meant."""
 
 from __future__ import annotations
 
@@ -20,50 +20,53 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
-LIKE = 0.7
+MIN_SIMILARITY = 0.7
 """How much of two words is equal if one may be meant by the other (1: all). Below, ``step`` would be like ``stale``."""
 
-SHORTEST = 3
+MIN_WORD_LENGTH = 3
 """Letters of the shortest word that may be meant by one with another letter, or with its letters in another order: of
 two, too many words are like it."""
 
 
-def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def check_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, which says of an unknown keyword which one was probably meant, and refuses ``strict="no"``.
 
     It refuses what is no number in the place of one, too.
 
-    >>> known_options(check_choice)(nam="a")
+    >>> check_arguments(check_choice)(nam="a")
     Traceback (most recent call last):
     TypeError: check_choice() has no argument 'nam': did you mean 'name'?
     """
-    return _checked(call, {})
+    return _wrap_call(call, {})
 
 
-def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """`known_options` for a function with arguments that are values of several fields.
+def check_arguments_and_fields(
+    **values: type[Any],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """`check_arguments` for a function with arguments that are values of several fields.
 
     A keyword that is such a field is answered with the value that it belongs into.
 
     Args:
         values: Dataclasses, by the names of the arguments that take them.
     """
-    return lambda call: _checked(call, _fields_of(values))
+    return lambda call: _wrap_call(call, _map_fields(values))
 
 
-def keeping_for(
+def check_deferred_arguments(
     *later: Callable[..., Any], without: Collection[str] = (), **values: type[Any]
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Check a function that keeps its ``**more`` for calls of `later`, hours of training away, as `taking_values` does.
+    """Check a function that keeps its ``**more`` for calls of `later`, hours of training away, as
+    `check_arguments_and_fields` does.
 
     Args:
         later: The functions that will be called with the keywords.
         without: Names of their arguments that the function does not take: it passes these itself.
         values: Dataclasses, by the names of the arguments that take them.
 
-    >>> keeping_for(check_choice)(meant)(nam="a")
+    >>> check_deferred_arguments(check_choice)(suggest_leaf)(laef="a")
     Traceback (most recent call last):
-    TypeError: meant() has no argument 'nam': did you mean 'name'?
+    TypeError: suggest_leaf() has no argument 'laef': did you mean 'leaf'?
     """
     kept = {
         name: parameter
@@ -71,56 +74,58 @@ def keeping_for(
         for name, parameter in inspect.signature(call).parameters.items()
         if name not in without
     }
-    return lambda call: _checked(call, _fields_of(values), kinds=False, kept=kept)
+    return lambda call: _wrap_call(call, _map_fields(values), kinds=False, kept=kept)
 
 
-def _fields_of(values: Mapping[str, type[Any]]) -> dict[str, tuple[str, type[Any]]]:
+def _map_fields(values: Mapping[str, type[Any]]) -> dict[str, tuple[str, type[Any]]]:
     """Name of each field -> the argument whose value has it, and that one's class."""
     return {field.name: (name, kind) for name, kind in values.items() for field in dataclasses.fields(kind)}
 
 
-def known_names(*behind: Callable[..., Any]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """`known_options` for a function of another library's, which refuses a value of another kind itself.
+def check_argument_names(
+    *forwarded_to: Callable[..., Any],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """`check_arguments` for a function of another library's, which refuses a value of another kind itself.
 
     Args:
         behind: The functions that get, as ``**more``, the keywords that it does not have. What is like no argument of
             its own goes on to them, who know their own.
 
-    >>> known_names()(check_choice)(nam="a")
+    >>> check_argument_names()(check_choice)(nam="a")
     Traceback (most recent call last):
     TypeError: check_choice() has no argument 'nam': did you mean 'name'?
     """
-    further = [name for call in behind for name in inspect.signature(call).parameters]
-    return lambda call: _checked(call, {}, kinds=False, further=further)
+    further = [name for call in forwarded_to for name in inspect.signature(call).parameters]
+    return lambda call: _wrap_call(call, {}, kinds=False, further=further)
 
 
-def known_fields(kind: type[Value], more: str = "") -> type[Value]:
+def check_fields(kind: type[Value], more: str = "") -> type[Value]:
     """The same dataclass, whose constructor says of an unknown keyword which field was probably meant.
 
     `more` is said behind the names of all fields, where none is like it.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in names:
-        _OWNERS.setdefault(name, kind.__name__)
+        _FIELD_OWNERS.setdefault(name, kind.__name__)
     fields = ", ".join(names)
-    constructor = _checked(kind.__init__, {}, kinds=False, otherwise=f": it has {fields}{more}")
+    constructor = _wrap_call(kind.__init__, {}, kinds=False, otherwise=f": it has {fields}{more}")
     kind.__init__ = constructor  # type: ignore[method-assign]
     return kind
 
 
-def options_of_calls(kind: type[Value]) -> type[Value]:
-    """`known_fields` for what is passed to calls that have further arguments of their own."""
-    return known_fields(kind, "; others are arguments of the call itself")
+def check_option_fields(kind: type[Value]) -> type[Value]:
+    """`check_fields` for what is passed to calls that have further arguments of their own."""
+    return check_fields(kind, "; others are arguments of the call itself")
 
 
-_OWNERS: dict[str, str] = {}
+_FIELD_OWNERS: dict[str, str] = {}
 """Name of a field -> the class that has it: a keyword of another call's options is told where it belongs."""
 
-_FLAGS: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | None": (None, True, False)}
+_FLAG_CHOICES: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | None": (None, True, False)}
 """Annotation of an argument that is no more than yes or no -> its choices. Any text counts as true in Python."""
 
 
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_KIND_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: isinstance(value, SupportsIndex), "a whole number"),
     "float": (lambda value: hasattr(value, "__float__"), "a number"),
     "str": (lambda value: isinstance(value, str), "a text"),
@@ -128,7 +133,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, str) or (hasattr(value, "__fspath__") and isinstance(value.__fspath__(), str)),
         "a path, as a str or os.PathLike",
     ),
-    "Rules": (lambda value: isinstance(value, Iterable), "a list of (regular expression, spec)"),
+    "ShardingRules": (lambda value: isinstance(value, Iterable), "a list of (regular expression, spec)"),
     "str | Sequence": (lambda value: isinstance(value, Sequence), "a name, or a list of names"),
     "Sequence": (lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes), "a list"),
     "Callable": (callable, "a function"),
@@ -139,10 +144,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 Without this check a value of another kind fails from deep inside, with an error of Python's that names no argument."""
 
 
-def as_texts(name: str, value: Any, expected: str) -> tuple[str, ...]:
+def parse_texts(name: str, value: Any, expected: str) -> tuple[str, ...]:
     """The texts that an argument gives: one, or a list of several.
 
-    >>> as_texts("layout", "native", "a layout"), as_texts("layout", ["xser", "native"], "layouts")
+    >>> parse_texts("layout", "native", "a layout"), parse_texts("layout", ["xser", "native"], "layouts")
     (('native',), ('xser', 'native'))
 
     Raises:
@@ -154,15 +159,15 @@ def as_texts(name: str, value: Any, expected: str) -> tuple[str, ...]:
     return texts
 
 
-_OWN_ERRORS = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
+_SELF_CHECKED = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
 """Arguments whose functions refuse a value of another kind with an error of their own."""
 
 
 def _check_kind(name: str, value: Any, annotation: str) -> None:
     """Refuse a value that is not of the kind that an argument takes."""
     kind = annotation.removesuffix(" | None")
-    check, expected = _KINDS.get(kind.partition("[")[0], (None, ""))
-    if check is None or name in _OWN_ERRORS or (value is None and kind != annotation):
+    check, expected = _KIND_CHECKS.get(kind.partition("[")[0], (None, ""))
+    if check is None or name in _SELF_CHECKED or (value is None and kind != annotation):
         return
     if not check(value):
         raise UsageError(
@@ -175,7 +180,7 @@ def _check_kind(name: str, value: Any, annotation: str) -> None:
         )
 
 
-def _checked(
+def _wrap_call(
     call: Callable[Parameters, Result],
     fields: dict[str, tuple[str, type[Any]]],
     *,
@@ -191,15 +196,19 @@ def _checked(
     otherwise = otherwise or f": it has {', '.join(name for name in known if name != 'self')}"
     typed = {**kept, **parameters} if kinds else kept
     annotations = {name: p.annotation for name, p in typed.items() if isinstance(p.annotation, str)}
-    flags = {name: _FLAGS[p.annotation] for name, p in {**kept, **parameters}.items() if p.annotation in _FLAGS}
+    flags = {
+        name: _FLAG_CHOICES[p.annotation] for name, p in {**kept, **parameters}.items() if p.annotation in _FLAG_CHOICES
+    }
     called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(call)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
-            if name in known or name in further or (further and closest(name, [*known, *further]) not in known):
+            if name in known or name in further or (further and find_closest(name, [*known, *further]) not in known):
                 continue
-            hint = meant(name, [*known, *fields]) or (f": {_OWNERS[name]} has it" if name in _OWNERS else otherwise)
+            hint = suggest(name, [*known, *fields]) or (
+                f": {_FIELD_OWNERS[name]} has it" if name in _FIELD_OWNERS else otherwise
+            )
             if name in fields:
                 argument, kind = fields[name]
                 hint = f": say {argument}={kind.__name__}({name}=...)"
@@ -214,12 +223,12 @@ def _checked(
                 check_choice(name, value, flags[name])
             elif name in annotations:
                 _check_kind(name, value, annotations[name])
-        return _untraced(call)(*args, **kwargs)
+        return _disable_tracing(call)(*args, **kwargs)
 
     return checked
 
 
-def _untraced(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def _disable_tracing(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same function, which torch.compile runs as it is where a compiled function calls it.
 
     Dynamo would trace all that it calls. It is loaded wherever a function is compiled.
@@ -228,68 +237,72 @@ def _untraced(call: Callable[Parameters, Result]) -> Callable[Parameters, Result
     return call if disable is None else cast("Callable[Parameters, Result]", disable(call))
 
 
-def meant(word: Any, known: Sequence[Any]) -> str:
+def suggest(word: Any, known: Sequence[Any]) -> str:
     """Return the end of a sentence that names the known word closest to `word`, or an empty string.
 
     The string is also empty if `word` itself is known: then the caller refuses it for another reason than its spelling.
 
-    >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"]), meant("mesh", ["mesh"])
+    >>> suggest("async_safe", ["async_save", "mesh"]), suggest("x", ["mesh"]), suggest("mesh", ["mesh"])
     (": did you mean 'async_save'?", '', '')
     """
-    near = "" if word in known else closest(str(word), [k for k in known if isinstance(k, str)])
+    near = "" if word in known else find_closest(str(word), [k for k in known if isinstance(k, str)])
     return f": did you mean {near!r}?" if near else ""
 
 
-def closest(word: str, known: Sequence[str]) -> str:
+def find_closest(word: str, known: Sequence[str]) -> str:
     """The known word that is most like this one, or the only one of the same letters but for one, in whatever order, or
     of three of which one is another, or the only one that has more behind an underscore; nothing if there is none.
 
-    >>> closest("runz", ["notes", "runs"]), closest("x", ["runs"])
+    >>> find_closest("runz", ["notes", "runs"]), find_closest("x", ["runs"])
     ('runs', '')
-    >>> closest("tni", ["runs", "tiny"]), closest("tni", ["tiny", "unit"])
+    >>> find_closest("tni", ["runs", "tiny"]), find_closest("tni", ["tiny", "unit"])
     ('tiny', '')
-    >>> closest("rum", ["run", "std"]), closest("rum", ["run", "sum"])
+    >>> find_closest("rum", ["run", "std"]), find_closest("rum", ["run", "sum"])
     ('run', '')
-    >>> closest("s3", ["s2_partial", "s3_partial"])
+    >>> find_closest("s3", ["s2_partial", "s3_partial"])
     's3_partial'
     """
-    if near := difflib.get_close_matches(word, known, 1, LIKE):
+    if near := difflib.get_close_matches(word, known, 1, MIN_SIMILARITY):
         return near[0]
     if len(longer := [k for k in known if k.startswith(f"{word}_")]) == 1:
         return longer[0]
-    if len(word) < SHORTEST:
+    if len(word) < MIN_WORD_LENGTH:
         return ""
-    # Of longer words with one other letter more than `LIKE` is equal.
+    # Of longer words with one other letter more than `MIN_SIMILARITY` is equal.
     nearly = [
-        k for k in known if _other_letters(word, k) <= 1 or (len(k) == len(word) == SHORTEST and _one_other(word, k))
+        k
+        for k in known
+        if _count_different_letters(word, k) <= 1
+        or (len(k) == len(word) == MIN_WORD_LENGTH and _has_one_substitution(word, k))
     ]
     return nearly[0] if len(nearly) == 1 else ""
 
 
-def _one_other(word: str, other: str) -> bool:
+def _has_one_substitution(word: str, other: str) -> bool:
     """Whether one of two words of a length has another letter in one place alone."""
     return sum(a != b for a, b in zip(word, other, strict=True)) == 1
 
 
-def _other_letters(word: str, other: str) -> int:
+def _count_different_letters(word: str, other: str) -> int:
     """How many letters one of two words has and the other one has not."""
     a, b = Counter(word), Counter(other)
     return ((a - b) + (b - a)).total()
 
 
-def nearest(leaf: str, leaves: Sequence[str]) -> str:
-    """The end of a sentence, as `meant` says it, of a leaf path that is none: a leaf, or a part that leaves lie below.
+def suggest_leaf(leaf: str, leaves: Sequence[str]) -> str:
+    """The end of a sentence, as `suggest` says it, of a leaf path that is none: a leaf, or a part that leaves lie
+    below.
 
     Where none is like it, one is named that ends like it, after a slash or a dot. A pattern is answered with one that
     fits leaves, or not at all: a part that is like it in letters would have all the rest, too.
 
-    >>> nearest("modle", ["model/a/w", "step"]), nearest("model/a/v", ["model/a/w"])
+    >>> suggest_leaf("modle", ["model/a/w", "step"]), suggest_leaf("model/a/v", ["model/a/w"])
     (": did you mean 'model'?", ": did you mean 'model/a/w'?")
-    >>> nearest("wieght", ["model/a.weight"]), nearest("a", ["model/a.weight"])
+    >>> suggest_leaf("wieght", ["model/a.weight"]), suggest_leaf("a", ["model/a.weight"])
     (": did you mean 'model/a.weight'?", ": did you mean 'model/a'?")
-    >>> nearest("model", ["model/a.weight"]), nearest("model/a", ["model/a.weight"])  # nothing is misspelt
+    >>> suggest_leaf("model", ["model/a.weight"]), suggest_leaf("model/a", ["model/a.weight"])  # nothing is misspelt
     ('', '')
-    >>> nearest("a.*", ["model/a.weight"]), nearest("model/b*", ["model/a.weight"])
+    >>> suggest_leaf("a.*", ["model/a.weight"]), suggest_leaf("model/b*", ["model/a.weight"])
     (": did you mean 'model/a.*'?", '')
     """
     if any(letter in leaf for letter in "*?["):
@@ -298,9 +311,11 @@ def nearest(leaf: str, leaves: Sequence[str]) -> str:
         return next((f": did you mean {pattern!r}?" for pattern in fitting), "")
     if any(path == leaf or path.startswith((f"{leaf}/", f"{leaf}.")) for path in leaves):
         return ""  # the path is known, and refused for another reason
-    longest = 2 * len(leaf)  # less than `LIKE` of a longer word is equal; all parts of a long path take its square
+    longest = 2 * len(
+        leaf
+    )  # less than `MIN_SIMILARITY` of a longer word is equal; all parts of a long path take its square
     parts = {path[:end] for path in leaves for end, letter in enumerate(path[: longest + 1]) if letter == "/"}
-    if whole := meant(leaf, [*leaves, *sorted(parts)]):
+    if whole := suggest(leaf, [*leaves, *sorted(parts)]):
         return whole
     ends: dict[str, tuple[str, int]] = {}
     for path in leaves:
@@ -311,7 +326,7 @@ def nearest(leaf: str, leaves: Sequence[str]) -> str:
                     if end - begin <= longest:
                         ends.setdefault(path[begin:end], (path, end))
                 begins[letter] = end + 1
-    if not (near := closest(leaf, [*ends])):
+    if not (near := find_closest(leaf, [*ends])):
         return ""
     path, end = ends[near]
     return f": did you mean {path[:end]!r}?"
@@ -325,7 +340,7 @@ def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = 
     """
     if choice not in choices:
         raise UsageError(
-            f"there is no such choice for {name}{meant(choice, choices)}",
+            f"there is no such choice for {name}{suggest(choice, choices)}",
             expected=" or ".join(map(repr, choices)) + besides,
             found=repr(choice),
         )

@@ -1,11 +1,11 @@
-"""Loggers whose records have no characters that control a terminal."""
+"""Loggers that escape characters which control a terminal."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from xla_ckpt.display import Lines, make_lines_printable, make_printable
+from xla_ckpt.display import PrintableLines, make_lines_printable, make_printable
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -17,11 +17,11 @@ def get_logger(name: str) -> logging.Logger:
 
 def _escape(record: logging.LogRecord) -> bool:
     if isinstance(record.args, tuple):
-        record.args = tuple(map(_printable, record.args))
+        record.args = tuple(map(_make_value_printable, record.args))
     return True
 
 
-def _printable(value: Any) -> Any:
+def _make_value_printable(value: Any) -> Any:
     if isinstance(value, str):
-        return value if isinstance(value, Lines) else make_printable(value)
+        return value if isinstance(value, PrintableLines) else make_printable(value)
     return make_lines_printable(str(value)) if isinstance(value, BaseException) else value

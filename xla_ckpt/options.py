@@ -1,6 +1,6 @@
-"""How a save, a load or a conversion goes about its work: one value for each, checked when it is made.
+"""Options of saves, loads and conversions: one dataclass for each, validated on construction.
 
-A field of one of these classes, its use, and its documentation are all that a new option takes.
+A new option takes a field of one of these classes, its use, and its documentation.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from xla_ckpt.core.files.parity import ParityLevel
+from xla_ckpt.core.plan.merge import ReplicaPolicy
+from xla_ckpt.distributed.job import DEFAULT_TIMEOUT
 from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.job.rounds import TIMEOUT
-from xla_ckpt.keywords import check_choice, options_of_calls
-from xla_ckpt.plan.parity import Parity
-from xla_ckpt.plan.replicas import Replicas
+from xla_ckpt.keywords import check_choice, check_option_fields
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
-from xla_ckpt.snapshot.take import Mode
-from xla_ckpt.storage.door import PathLike
-from xla_ckpt.storage.pool import READERS
-from xla_ckpt.tags.names import check_tag
+from xla_ckpt.snapshot.snapshot import SnapshotMode
+from xla_ckpt.storage.resolve import PathLike
+from xla_ckpt.storage.threads import READ_THREADS
+from xla_ckpt.tags.entry import check_tag
 from xla_ckpt.tags.retention import Retention, check_policy
 
-MAX_MEMORY = 1 << 30
+DEFAULT_MAX_MEMORY = 1 << 30
 """Bytes of array data in memory at a time while tags are converted or compared, by default."""
 
 OnError = Literal["raise", "warn"] | Callable[[CheckpointError], object]
@@ -36,7 +36,7 @@ ReplicaRead = Literal["each", "share"]
 """Whether each rank reads all that it needs, or ranks that need the same bytes read a part each."""
 
 
-@options_of_calls
+@check_option_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How a save goes about its work, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
@@ -92,29 +92,29 @@ class SaveOptions:
         ``xla_ckpt.save_checkpoint("runs/lm", "step_10", model, options=xla_ckpt.SaveOptions(parity="file"))``
     """
 
-    replicas: Replicas = "equal"
+    replicas: ReplicaPolicy = "equal"
     on_error: OnError = "raise"
     stale: Stale = "warn"
     share: bool | str = False
-    parity: Parity | None = None
-    snapshot: Mode = "host"
+    parity: ParityLevel | None = None
+    snapshot: SnapshotMode = "host"
     snapshot_budget: int = BUDGET_BYTES
     progress: bool | None = None
     trace: PathLike | None = None
-    timeout: float = TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
     retention: Retention | None = None
     products: tuple[Any, ...] = ()
     local: PathLike | None = None
 
     def __post_init__(self) -> None:
-        check_choice("replicas", self.replicas, get_args(Replicas))
+        check_choice("replicas", self.replicas, get_args(ReplicaPolicy))
         check_choice("stale", self.stale, get_args(Stale))
         if not isinstance(self.share, bool | str):
             raise UsageError("share is no choice", expected="True, False, or the name of a tag", found=repr(self.share))
         if not isinstance(self.share, bool):
             check_tag(self.share)
-        check_choice("parity", self.parity, (None, *get_args(Parity)))
-        check_choice("snapshot", self.snapshot, get_args(Mode))
+        check_choice("parity", self.parity, (None, *get_args(ParityLevel)))
+        check_choice("snapshot", self.snapshot, get_args(SnapshotMode))
         if not callable(self.on_error):
             check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
         if self.retention is not None:
@@ -125,7 +125,7 @@ class SaveOptions:
                 expected="(xla_ckpt.Product(...), ...)",
                 found=repr(self.products)[:80],
             )
-        check_number("snapshot_budget", self.snapshot_budget, "bytes")
+        check_positive_int("snapshot_budget", self.snapshot_budget, "bytes")
         _check_timeout(self.timeout)
 
     def in_common(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class SaveOptions:
         }
 
 
-@options_of_calls
+@check_option_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """How a load goes about its work, for `load_checkpoint` and `restore`.
@@ -171,7 +171,7 @@ class LoadOptions:
     prove: bool = False
     progress: bool | None = None
     trace: PathLike | None = None
-    timeout: float = TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
     local: PathLike | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class LoadOptions:
         }
 
 
-@options_of_calls
+@check_option_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """How tags are read and written anew without a job, for `convert`, `export_hf` and `diff`.
@@ -205,13 +205,13 @@ class ConvertOptions:
         ``xla_ckpt.convert("runs/lm", "out", to="dcp", options=xla_ckpt.ConvertOptions(max_memory=256 * 1024**2))``
     """
 
-    max_memory: int = MAX_MEMORY
-    num_workers: int = READERS
+    max_memory: int = DEFAULT_MAX_MEMORY
+    num_workers: int = READ_THREADS
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        check_number("max_memory", self.max_memory, "bytes")
-        check_number("num_workers", self.num_workers, "threads")
+        check_positive_int("max_memory", self.max_memory, "bytes")
+        check_positive_int("num_workers", self.num_workers, "threads")
 
 
 Options = TypeVar("Options", SaveOptions, LoadOptions, ConvertOptions)
@@ -257,7 +257,7 @@ def default_options(*options: SaveOptions | LoadOptions | ConvertOptions) -> Ite
         _DEFAULTS.reset(token)
 
 
-def chosen(kind: type[Options], options: Options | None) -> Options:
+def resolve_options(kind: type[Options], options: Options | None) -> Options:
     """The options of a call: its own, or those of the block that it is in, or the usual ones.
 
     Raises:
@@ -278,7 +278,7 @@ def _is_product(value: Any) -> bool:
     return hasattr(value, "every_n_steps") and not isinstance(value, type)
 
 
-def check_number(name: str, number: Any, unit: str) -> None:
+def check_positive_int(name: str, number: Any, unit: str) -> None:
     """Refuse what is no number of so many.
 
     Raises:

@@ -123,7 +123,7 @@ def _give_back() -> None:
     from xla_ckpt.tags.lease import LEASES
 
     xla_ckpt.finalize_checkpoint()
-    LEASES.give_back()
+    LEASES.release_all()
 
 
 def _digest(values: Mapping[str, Any]) -> str:

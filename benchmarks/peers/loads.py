@@ -34,7 +34,7 @@ def install(state: State, values: dict[str, Any], *, mapped: bool = False) -> No
     """Put host values into the state in the way that costs a peer least.
 
     XLA's parameters take new buffers from one batched transfer; those on the CPU are copied into. Where the memory is
-    to be new, values that are a `mapped` file are copied into it, and others are it.
+    to be new, values that are a `map_tensors` file are copied into it, and others are it.
     """
     if state.device == "new":
         state.arrays = {name: value.clone() for name, value in values.items()} if mapped else values

@@ -18,7 +18,7 @@ import numpy as np
 
 import xla_ckpt
 from tests.runs import environment
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.core.manifest import manifest_json
 
 Figures = dict[str, float]
 Bytecode = Literal["with", "without"]
@@ -103,12 +103,12 @@ def fill_root(root: str, numbers: range) -> None:
     first = Path(root, "1")
     if not first.exists():
         xla_ckpt.save(root, "1", {"w": np.ones(4, np.float32)})
-    manifest = manifest_json.parse((first / "manifest.json").read_bytes())
+    manifest = manifest_json.parse_manifest((first / "manifest.json").read_bytes())
     for number in numbers:
         if number > 1:
             copy = shutil.copytree(first, Path(root, str(number)))
-            head = replace(manifest.head, tag=copy.name, sequence=number)
-            (copy / "manifest.json").write_bytes(manifest_json.dump(replace(manifest, head=head)))
+            head = replace(manifest.header, tag=copy.name, sequence=number)
+            (copy / "manifest.json").write_bytes(manifest_json.dump_manifest(replace(manifest, header=head)))
 
 
 def _command(words: list[str], directory: Path, limit: float) -> tuple[str, float]:

@@ -7,7 +7,6 @@ mode.
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
 
 from drawings_of_saves import products, retention, sharing
@@ -116,50 +115,72 @@ def tree() -> str:
     return drawing(760, 58 + 26 * len(TREE), "A root directory and its tags", says, parts)
 
 
-ROOMS = {
-    "__main__": "python -m xla_ckpt",
-    "integrations": "trainers",
-    "cli": "the command, torch's calls",
-    "view": "pages for a browser",
-    "api": "the public functions",
-    "layouts": "the forms on disk",
-    "state": "objects of a program as a tree",
-    "arrays": "kinds of arrays, and their bytes",
-    "engine": "carries plans out",
-    "options": "how saves and loads work",
-    "job": "the ranks, memory, directories",
-    "storage": "the door to the file system",
-    "plan": "what is written and read",
-    "files": "how a file lays out its bytes",
-    "manifest": "the index, and the digests",
-    "tables": "facts as text and tables",
-    "sharding": "boxes and meshes; containers",
-    "dtypes": "element types by name",
-    "keywords": "names and choices that do not exist",
-    "extras": "packages that are not installed",
-    "errors": "the errors; cheap imports",
-    "display": "text for terminals",
-}
+FOLDERS = (
+    (
+        "calls",
+        "d",
+        (
+            ("neuron_compat", "drop-in names of NxD and SMP"),
+            ("integrations", "trainers"),
+            ("cli", "the command xla-ckpt, and its pages"),
+            ("dcp", "torch.distributed.checkpoint's calls"),
+            ("inspection", "list, show, verify, repair"),
+        ),
+    ),
+    (
+        "breadth",
+        "b",
+        (
+            ("formats", "layouts on disk: ours and others'"),
+            ("conversion", "convert, export, compare, explain"),
+            ("features", "parity, reuse, uploads, products"),
+            ("rendering", "text, tables and HTML"),
+        ),
+    ),
+    (
+        "core",
+        "a",
+        (
+            ("saving", "capture, write, merge, commit"),
+            ("loading", "open, plan, verify, restore"),
+            ("snapshot", "the bytes of a state in host memory"),
+            ("state", "a program's objects as a tree"),
+            ("arrays", "one adapter for each kind of array"),
+            ("distributed", "messages and agreement of ranks"),
+            ("storage", "file systems, object stores, threads"),
+            ("tags", "commit, lease, retention, cleanup"),
+        ),
+    ),
+    (
+        "pure core",
+        "c",
+        (
+            ("core/tree", "state trees and leaf paths"),
+            ("core/sharding", "boxes, meshes and shardings"),
+            ("core/manifest", "the index of a checkpoint"),
+            ("core/plan", "plans of saves and restores"),
+            ("core/files", "how payload files are laid out"),
+        ),
+    ),
+)
+"""Groups of folders from above to below: its name, its colour, and each folder with what it is for."""
 
 
 def architecture() -> str:
-    """The rooms, as pyproject.toml says what may import what."""
-    contracts = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = [[room.strip() for room in layer.split("|")] for layer in contracts[0]["layers"]]
-    parts = [text(20, 28, "The rooms: imports point down", "text bold")]
-    y, kind = 42, "a"
-    for rooms in layers:
-        if rooms[0] == "plan":
-            kind = "c"
-            parts += [line((22, y + 5), (560, y + 5)), text(560, y + 20, "pure below this line", "soft", "end")]
-            y += 28
-        width = 282 / len(rooms)
-        parts += [rect(22 + width * i, y, width - 4, 24, kind, room, "text code") for i, room in enumerate(rooms)]
-        parts.append(text(312, y + 16, ROOMS[rooms[0]], "soft"))
-        y += 29
-    parts.append(line((12, 48), (12, y - 10), end=True))
-    says = "From above to below: " + "; ".join(", ".join(rooms) for rooms in layers) + ". Imports point down."
-    return drawing(580, y + 8, "The rooms of the library", says, parts)
+    """The folders of the library in four groups."""
+    parts = [text(20, 28, "The folders of the library, from calls to the pure core", "text bold")]
+    y = 46
+    for group, kind, folders in FOLDERS:
+        parts.append(text(20, y + 16, group, "text bold"))
+        for folder, meaning in folders:
+            parts += [rect(110, y, 126, 22, kind, folder, "text code"), text(248, y + 15.5, meaning, "soft")]
+            y += 26
+        y += 12
+    parts.append(text(20, y + 6, "The core imports no calls and no breadth. saving and loading use both.", "soft"))
+    says = ". ".join(
+        f"{group}: " + "; ".join(f"{folder}, {meaning}" for folder, meaning in folders) for group, _, folders in FOLDERS
+    )
+    return drawing(580, y + 22, "The folders of the library", says, parts)
 
 
 def parallelism() -> str:

@@ -1,7 +1,8 @@
-"""Reductions over groups of ranks.
+"""Collectives over rank groups, and autograd functions for tensor-parallel regions.
 
-Tensors on XLA devices are reduced by torch_xla's collectives (under `neuron_compat.emulate()` these reach all
-processes), others through the process groups of `parallel_state`.
+Tensors on XLA devices use torch_xla's collectives (under `neuron_compat.emulate()` these reach all processes), others
+the process groups of `parallel_state`. Each region function runs one collective forward and its counterpart backward.
+A region of its own sums the gradients of weights that several ranks hold copies of. With one rank nothing is done.
 """
 
 from __future__ import annotations
@@ -11,38 +12,39 @@ from typing import Any, TypeAlias
 import torch
 
 from neuron_compat.emulated import parallel_state
+from neuron_compat.emulation import gather_tensors
 from xla_ckpt import UsageError
 
 Groups: TypeAlias = list[list[int]]
 
 SUM, MAX = "sum", "max"
 
-Ranks: TypeAlias = tuple[Groups | None, Any]
+RankGroups: TypeAlias = tuple[Groups | None, Any]
 """XLA's replica groups (None: one of all ranks), and this rank's process group (None: there is none for them)."""
 
 
-def ranks_of(kind: str) -> Ranks:
+def get_rank_groups(kind: str) -> RankGroups:
     """The groups of a kind: ``tp``, ``pp``, ``ep``, ``edp``, or ``kv`` of those that hold the same keys and values."""
-    groups = parallel_state.replica_groups(kind)
-    return groups, None if len(groups[0]) == 1 else parallel_state.process_group(kind)
+    groups = parallel_state.get_replica_groups(kind)
+    return groups, None if len(groups[0]) == 1 else parallel_state.get_process_group(kind)
 
 
-def world() -> Ranks:
+def get_world_groups() -> RankGroups:
     """All ranks of the job."""
     distributed: Any = torch.distributed
     return None, distributed.group.WORLD if distributed.is_initialized() else None
 
 
-def summed(value: torch.Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> torch.Tensor:
+def sum_over_ranks(value: torch.Tensor, rank_groups: RankGroups, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The sum over the ranks of a group, made in `dtype`, of the type of `value`."""
     total = value.detach().to(dtype or value.dtype, copy=True, memory_format=torch.contiguous_format)
-    reduce_in_place([total], ranks, SUM)
+    reduce_in_place([total], rank_groups, SUM)
     return total.to(value.dtype)
 
 
-def reduce_in_place(values: list[torch.Tensor], ranks: Ranks, operation: str) -> None:
+def reduce_in_place(values: list[torch.Tensor], rank_groups: RankGroups, operation: str) -> None:
     """Reduce tensors over the ranks of a group, in place."""
-    groups, process_group = ranks
+    groups, process_group = rank_groups
     if not values or (groups is not None and len(groups[0]) == 1):
         return
     if values[0].device.type == "xla":
@@ -58,3 +60,115 @@ def reduce_in_place(values: list[torch.Tensor], ranks: Ranks, operation: str) ->
     kind = distributed.ReduceOp.MAX if operation == MAX else distributed.ReduceOp.SUM
     for value in values:
         distributed.all_reduce(value, op=kind, group=process_group)
+
+
+Tensor: TypeAlias = torch.Tensor
+
+
+def _get_tp_size() -> int:
+    """The number of tensor-parallel ranks."""
+    return parallel_state.get_size("tp")
+
+
+def _gather_along_dim(value: Tensor, dim: int) -> Tensor:
+    """The values of all ranks of the group, one after the other along `dim`."""
+    if _get_tp_size() == 1:
+        return value
+    if value.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        groups = parallel_state.get_replica_groups("tp")
+        whole: Tensor = xm.all_gather(value, dim=dim % value.dim(), groups=groups, pin_layout=False)
+        return whole
+    return torch.cat(gather_tensors(value, parallel_state.get_process_group("tp")), dim)
+
+
+def _get_own_chunk(value: Tensor, dim: int) -> Tensor:
+    """This rank's part of a value along `dim`."""
+    size = _get_tp_size()
+    if value.shape[dim] % size:
+        raise ValueError(f"dim {dim} of {list(value.shape)} does not divide into {size} tensor-parallel parts")
+    return value.chunk(size, dim)[parallel_state.get_rank("tp")].contiguous()
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype | None, kind: str) -> Tensor:
+        ctx.dtype, ctx.kind = dtype, kind
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return sum_over_ranks(gradients[0], get_rank_groups(ctx.kind), ctx.dtype), None, None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return sum_over_ranks(value, get_rank_groups("tp"), dtype)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return _gather_along_dim(value, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _get_own_chunk(gradients[0], ctx.dim), None
+
+
+class _ScatterToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return _get_own_chunk(value, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _gather_along_dim(gradients[0], ctx.dim), None
+
+
+def _apply_function(function: Any, value: Tensor, *arguments: Any) -> Tensor:
+    """What a function of this module makes of a value; with one tensor-parallel rank the value itself."""
+    if _get_tp_size() == 1:
+        return value
+    output: Tensor = function.apply(value, *arguments)
+    return output
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The same value; its gradients are summed over the group, in `reduce_dtype` if one is given."""
+    return _apply_function(_CopyToRegion, input_, reduce_dtype, "tp")
+
+
+def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The same weight; its gradients are summed over the ranks that hold copies of it, which thus stay equal.
+
+    The gradient of what is multiplied by the weight is not touched: each rank's counts once.
+    """
+    return _apply_function(_CopyToRegion, weight, reduce_dtype, "kv")
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over the group, made in `reduce_dtype` if one is given; its gradient goes to each rank as it is."""
+    return _apply_function(_ReduceFromRegion, input_, reduce_dtype)
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+    """The parts of all ranks, joined along `dim`; each rank gets the gradient of its part."""
+    return _apply_function(_GatherFromRegion, input_, dim)
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+    """This rank's part along `dim`; the gradients of all parts are joined.
+
+    Raises:
+        ValueError: It does not divide into equal parts.
+    """
+    return _apply_function(_ScatterToRegion, input_, dim)

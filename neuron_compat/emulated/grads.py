@@ -1,4 +1,4 @@
-"""Gradients of a model that is spread over ranks: their mean over the replicas, their norm, and clipping by it."""
+"""Gradients of a distributed model: average over replicas, global norm, and clipping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.collectives import MAX, SUM, Groups, ranks_of, reduce_in_place, world
+from neuron_compat.emulated.collectives import MAX, SUM, Groups, get_rank_groups, get_world_groups, reduce_in_place
 from xla_ckpt import UsageError
 from xla_ckpt.facade import parse_section
 
@@ -60,14 +60,14 @@ def get_grad_norm(
     if zero1_optimizer_groups is not None and not zero1_optimizer:
         raise UsageError("zero1_optimizer_groups= needs zero1_optimizer=True")
     operation = MAX if math.isinf(order) else SUM
-    total, experts = own_part(parameters, order, force_spmd)
+    total, experts = sum_gradient_powers(parameters, order, force_spmd)
     everywhere = zero1_optimizer and zero1_optimizer_groups is None
-    parts, ranks = ([total, experts], world()) if everywhere else ([experts], ranks_of("ep"))
+    parts, ranks = ([total, experts], get_world_groups()) if everywhere else ([experts], get_rank_groups("ep"))
     reduce_in_place(parts, ranks, operation)
-    total = _joined(total, experts, operation)
+    total = _combine_norms(total, experts, operation)
     if not everywhere:
         for kind in ("tp", "pp"):
-            reduce_in_place([total], ranks_of(kind), operation)
+            reduce_in_place([total], get_rank_groups(kind), operation)
         if zero1_optimizer_groups is not None:
             reduce_in_place([total], (zero1_optimizer_groups, None), operation)
     return total if operation == MAX else total.pow(1 / order)
@@ -110,14 +110,14 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
+def sum_gradient_powers(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
     """What this rank adds: the sum of the gradients' powers (or their largest), without experts, and of experts."""
     wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     total = torch.zeros(1, dtype=wide, device=parameters[0].device)
     experts = torch.zeros_like(total)
-    alike = 1 / parallel_state.size("tp")
+    alike = 1 / parallel_state.get_size("tp")
     if not force_spmd:
-        alike = float(parallel_state.rank("tp") == 0)
+        alike = float(parallel_state.get_rank("tp") == 0)
     for parameter in parameters:
         if parameter.grad is None or not parameter.grad.numel() or not param_is_not_shared(parameter):
             continue
@@ -126,29 +126,29 @@ def own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tu
         if math.isinf(order):
             into.copy_(torch.maximum(into, sizes.max()))
         elif getattr(parameter, "tensor_model_parallel", False):
-            counts = holders(parameter)
-            into.add_((sizes.pow(order) if counts is None else by_rows(sizes.pow(order), counts)).sum())
+            counts = count_row_holders(parameter)
+            into.add_((sizes.pow(order) if counts is None else divide_rows(sizes.pow(order), counts)).sum())
         elif alike:
             into.add_(sizes.pow(order).sum() * alike)
     return total, experts
 
 
-def holders(parameter: Tensor) -> Tensor | None:
+def count_row_holders(parameter: Tensor) -> Tensor | None:
     """The number of tensor-parallel ranks that hold each row of this rank's part; None if no other one holds any."""
     sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
     if all(s.copies == 1 for s in sections):
         return None
-    ranks = parallel_state.size("tp")
+    ranks = parallel_state.get_size("tp")
     rows = [(s.size or 0) * s.copies // ranks for s in sections]
     return torch.cat([torch.full((n,), float(s.copies), device="cpu") for n, s in zip(rows, sections, strict=True)])
 
 
-def by_rows(sizes: Tensor, counts: Tensor) -> Tensor:
+def divide_rows(sizes: Tensor, counts: Tensor) -> Tensor:
     """Each row divided by its count."""
     return sizes / counts.reshape(-1, *[1] * (sizes.dim() - 1)).to(device=sizes.device, dtype=sizes.dtype)
 
 
-def _joined(total: Tensor, experts: Tensor, operation: str) -> Tensor:
+def _combine_norms(total: Tensor, experts: Tensor, operation: str) -> Tensor:
     """The two sums, or the larger of the two, by the operation."""
     return torch.maximum(total, experts) if operation == MAX else total + experts
 
@@ -164,7 +164,7 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
     other parameters, which sums them over the expert-parallel ranks, too.
     """
     gradients = list(grads_list)
-    size = 1 if reduce_over_ep_group else parallel_state.size("dp")
+    size = 1 if reduce_over_ep_group else parallel_state.get_size("dp")
     by_type: dict[torch.dtype, list[Tensor]] = {}
     with torch.no_grad():
         for gradient in gradients:
@@ -172,7 +172,7 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
                 gradient.div_(size)
             by_type.setdefault(gradient.dtype, []).append(gradient)
         for same_type in by_type.values():
-            reduce_in_place(same_type, ranks_of("ep" if reduce_over_ep_group else "edp"), SUM)
+            reduce_in_place(same_type, get_rank_groups("ep" if reduce_over_ep_group else "edp"), SUM)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -181,4 +181,4 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
     parallel = [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)]
     gradients = [getattr(p, "main_grad", None) if p.grad is None else p.grad for p in parallel]
     with torch.no_grad():
-        reduce_in_place([g for g in gradients if g is not None], ranks_of("tp"), SUM)
+        reduce_in_place([g for g in gradients if g is not None], get_rank_groups("tp"), SUM)

@@ -1,32 +1,166 @@
-"""Layers of which every tensor-parallel rank holds a part, with neuronx-distributed's names and arguments.
+"""Tensor-parallel layers, their parameters, and the loss, with neuronx-distributed's names and arguments.
 
-Weights are initialised as a whole on the CPU, and then cut: with the same seed on all ranks they are the weights of
-`torch.nn.Linear` and `torch.nn.Embedding` after that seed, whatever the number of ranks and the device.
+Weights are initialized as a whole on the CPU, and then split: with the same seed on all ranks they equal the weights
+of `torch.nn.Linear` and `torch.nn.Embedding` after that seed, whatever the number of ranks and the device. Attributes
+of each parameter record how it is split.
 
-Sequence parallelism and groups other than the tensor-parallel one are not there yet, and are errors.
+Sequence parallelism, and groups other than the tensor-parallel one, are unsupported and raise an error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
 
-from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.mappings import (
+from neuron_compat.emulated import collectives, parallel_state
+from neuron_compat.emulated.collectives import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from neuron_compat.emulated.partition import Device, PartitionedModule, padding, parallel_parameter, true_device
-from neuron_compat.nxd.instead import SEQUENCES
+from neuron_compat.emulated.model_utils import preserve_parallel_attributes
+from neuron_compat.nxd.exports import SEQUENCE_PARALLEL_HINT
 from xla_ckpt import UsageError
 
-Init = Callable[[torch.Tensor], Any]
+Device: TypeAlias = torch.device | str | None
+
+ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "unpadded_shape",
+    "partition_sections",
+)
+"""What a parameter carries. `xla_ckpt` reads them; ``unpadded_shape`` is the true shape of one that is padded.
+
+``partition_sections`` are sections of different sizes, or such that several ranks hold, as a rule spells them:
+``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
+values.
+"""
+
+
+_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+"""What a parameter says that is not split."""
+
+
+def compute_padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
+    """Elements to add to `size` so that it divides into `parts`.
+
+    Raises:
+        ValueError: It does not divide, and `pad` is False, or padding would go into every strided block.
+
+    >>> compute_padding(10, 4, 1, True, "num_embeddings"), compute_padding(12, 4, 1, False, "num_embeddings")
+    (2, 0)
+    """
+    missing = -size % (parts * stride)
+    if missing and not pad:
+        raise ValueError(f"{what}={size} does not divide into {parts} tensor-parallel parts of {stride} blocks")
+    if missing and stride > 1:
+        raise ValueError(f"{what}={size} would need padding in each of its {stride} blocks, which is not supported")
+    return missing
+
+
+def resolve_device(device: Device) -> torch.device:
+    """The device that a tensor would be made on."""
+    return torch.empty(0, device=device).device
+
+
+def cut_own_part(full: torch.Tensor, dim: int, stride: int, pad_size: int) -> torch.Tensor:
+    """This rank's part of a whole value: padded with zeros at the end, then every tp-th block."""
+    parts, rank = parallel_state.get_size("tp"), parallel_state.get_rank("tp")
+    if pad_size:
+        shape = list(full.shape)
+        shape[dim] = pad_size
+        full = torch.cat([full, full.new_zeros(shape)], dim)
+    blocks = full.chunk(parts * stride, dim)
+    return torch.cat([blocks[rank + i * parts] for i in range(stride)], dim)
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
+) -> None:
+    """Have a parameter say how it is split; `num_partitions` is the tensor-parallel size by default."""
+    parts = parallel_state.get_size("tp") if num_partitions is None else num_partitions
+    for name, value in zip(ATTRIBUTES, (is_parallel, dim, stride, parts), strict=False):
+        setattr(tensor, name, value)
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
+    """Whether this rank counts for a parameter: it has a part of its own, or is the first that has all of it."""
+    return bool(getattr(param, "tensor_model_parallel", False)) or parallel_state.get_rank("tp") == 0
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Have a parameter that says nothing say that it is not split."""
+    for name, value in _DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Have a parameter say of its split what another one says."""
+    for name in _DEFAULTS:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def create_parallel_parameter(
+    full: torch.Tensor, dim: int, stride: int, pad_size: int, device: torch.device, dtype: torch.dtype
+) -> torch.nn.Parameter:
+    """This rank's part of a whole value, as a parameter with its attributes."""
+    if full.device.type == "meta":
+        shape = list(full.shape)
+        shape[dim] = (shape[dim] + pad_size) // parallel_state.get_size("tp")
+        value = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        value = cut_own_part(full, dim, stride, pad_size).to(dtype).to(device)
+    parameter = torch.nn.Parameter(value)
+    set_tensor_model_parallel_attributes(parameter, True, dim, stride)
+    if pad_size:
+        parameter.unpadded_shape = tuple(full.shape)  # type: ignore[attr-defined]
+    return parameter
+
+
+class PartitionedModule(torch.nn.Module):
+    """A module whose parameters keep their attributes on the way to another device or dtype.
+
+    torch makes new parameters on the way from the CPU to XLA, and would leave the attributes behind.
+    """
+
+    weight: torch.nn.Parameter
+    pad_size: int
+
+    def fill_weight(self, whole: torch.Tensor) -> None:
+        """Fill a whole weight with initial values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def init_weight_cpu(self) -> None:
+        """Draw the weight anew: what ``param_init_fn`` of a model from the meta device calls, as in NxD.
+
+        With the same seed on all ranks it is a part of the same whole weight on each of them, as in the constructor.
+        """
+        said: Any = self.weight
+        dim, stride = said.partition_dim, said.partition_stride
+        shape = list(self.weight.shape)
+        shape[dim] = shape[dim] * parallel_state.get_size("tp") - self.pad_size
+        whole = torch.empty(shape, device="cpu")
+        self.fill_weight(whole)
+        self.weight.copy_(cut_own_part(whole, dim, stride, self.pad_size))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModule:
+        with preserve_parallel_attributes(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+InitMethod = Callable[[torch.Tensor], Any]
 
 
 def check_supported(sequence_parallel: bool, group: Any = None) -> None:
@@ -36,12 +170,12 @@ def check_supported(sequence_parallel: bool, group: Any = None) -> None:
         xla_ckpt.UsageError: Sequence parallelism, or a group that is not parallel_state's.
     """
     if sequence_parallel:
-        raise UsageError("sequence_parallel_enabled=True is not there", hint=SEQUENCES)
-    if group is not None and group is not parallel_state.process_group("tp"):
+        raise UsageError("sequence_parallel_enabled=True is not there", hint=SEQUENCE_PARALLEL_HINT)
+    if group is not None and group is not parallel_state.get_process_group("tp"):
         raise UsageError("a tensor_model_parallel_group other than parallel_state's is not supported")
 
 
-def draw_weight(weight: torch.Tensor, init_method: Init | None) -> None:
+def draw_weight(weight: torch.Tensor, init_method: InitMethod | None) -> None:
     """Give a weight its initial values: those of `torch.nn.Linear`, unless there is a method."""
     if init_method is None:
         torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -49,8 +183,8 @@ def draw_weight(weight: torch.Tensor, init_method: Init | None) -> None:
         init_method(weight)
 
 
-def whole_linear(
-    sizes: tuple[int, int], bias: bool, init_method: Init | None, device: torch.device
+def draw_linear(
+    sizes: tuple[int, int], bias: bool, init_method: InitMethod | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight [out, in] and bias [out] of an unsplit layer of (in, out), drawn as `torch.nn.Linear` draws them.
 
@@ -96,7 +230,7 @@ class _ParallelLinear(PartitionedModule):
         device: Device,
         *,
         stride: int = 1,
-        init_method: Init | None = None,
+        init_method: InitMethod | None = None,
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,  # neuronx-distributed's signature
         keep_master_weight: bool = False,
@@ -110,7 +244,7 @@ class _ParallelLinear(PartitionedModule):
         self.input_size, self.output_size = sizes
         self.add_bias = bias
         self.dtype = dtype
-        self.device = true_device(device)
+        self.device = resolve_device(device)
         self.stride = stride
         self.arg_init_method = init_method
         self.keep_master_weight = keep_master_weight
@@ -119,24 +253,24 @@ class _ParallelLinear(PartitionedModule):
         self.reduce_dtype = reduce_dtype
         self.master_weight: torch.Tensor | None = None
         split = ("output_size", "input_size")[dim]
-        self.pad_size = padding(getattr(self, split), parallel_state.size("tp"), stride, pad, split)
-        weight, whole_bias = whole_linear(sizes, bias, self.draw, self.device)
-        self.weight = parallel_parameter(weight, dim, stride, self.pad_size, self.device, dtype)
+        self.pad_size = compute_padding(getattr(self, split), parallel_state.get_size("tp"), stride, pad, split)
+        weight, whole_bias = draw_linear(sizes, bias, self.fill_weight, self.device)
+        self.weight = create_parallel_parameter(weight, dim, stride, self.pad_size, self.device, dtype)
         setattr(self, split, getattr(self, split) + self.pad_size)
         setattr(self, f"{split}_per_partition", self.weight.shape[dim])
         if whole_bias is None:
             self.register_parameter("bias", None)
         elif splits_bias:
-            self.bias = parallel_parameter(whole_bias, 0, stride, self.pad_size, self.device, dtype)
+            self.bias = create_parallel_parameter(whole_bias, 0, stride, self.pad_size, self.device, dtype)
         else:
             self.bias = torch.nn.Parameter(whole_bias.to(dtype).to(self.device))
 
-    def draw(self, whole: torch.Tensor) -> None:
+    def fill_weight(self, whole: torch.Tensor) -> None:
         draw_weight(whole, self.arg_init_method)
         if self.keep_master_weight:
             self.master_weight = whole.to(self.dtype)
 
-    def _with_bias(self, output: torch.Tensor) -> Any:
+    def _add_bias(self, output: torch.Tensor) -> Any:
         """The output plus the bias; with `skip_bias_add` both."""
         bias: Any = self.bias
         if self.skip_bias_add:
@@ -174,10 +308,10 @@ class ColumnParallelLinear(_ParallelLinear):
         output = functional.linear(entered, self.weight)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output)
-            output = self._in_order(output).narrow(-1, 0, self.output_size - self.pad_size)
-        return self._with_bias(output)
+            output = self._restore_order(output).narrow(-1, 0, self.output_size - self.pad_size)
+        return self._add_bias(output)
 
-    def _in_order(self, output: torch.Tensor) -> torch.Tensor:
+    def _restore_order(self, output: torch.Tensor) -> torch.Tensor:
         """Gathered outputs in the order of the whole weight: ranks hold every tp-th block of a strided one."""
         if self.stride == 1:
             return output
@@ -223,7 +357,7 @@ class RowParallelLinear(_ParallelLinear):
         output = functional.linear(input_, self.weight)
         if self.reduce_output:
             output = reduce_from_tensor_model_parallel_region(output, self.reduce_dtype)
-        return self._with_bias(output)
+        return self._add_bias(output)
 
 
 class ParallelEmbedding(PartitionedModule):
@@ -246,7 +380,7 @@ class ParallelEmbedding(PartitionedModule):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        init_method: Init = torch.nn.init.normal_,
+        init_method: InitMethod = torch.nn.init.normal_,
         device: Device = None,
         dtype: torch.dtype = torch.float32,
         shard_across_embedding: bool = False,
@@ -264,32 +398,32 @@ class ParallelEmbedding(PartitionedModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.init_method, self.dtype = init_method, dtype
         self.shard_across_embedding, self.pad, self.stride = shard_across_embedding, pad, 1
-        self.tensor_model_parallel_size = parts = parallel_state.size("tp")
+        self.tensor_model_parallel_size = parts = parallel_state.get_size("tp")
         if scale_grad_by_freq and parts > 1 and not shard_across_embedding:
             raise UsageError("scale_grad_by_freq is not there yet where the vocabulary is split")
         self.weight_partition_dim = dim = 1 if shard_across_embedding else 0
         split = ("num_embeddings", "embedding_dim")[dim]
-        self.pad_size = padding(getattr(self, split), parts, 1, pad, split)
-        where = true_device(device)
+        self.pad_size = compute_padding(getattr(self, split), parts, 1, pad, split)
+        where = resolve_device(device)
         full = torch.empty(num_embeddings, embedding_dim, device="meta" if where.type == "meta" else "cpu")
         self.whole_padding_idx = padding_idx
         with torch.no_grad():
-            self.draw(full)
+            self.fill_weight(full)
         setattr(self, split, getattr(self, split) + self.pad_size)
-        self.weight = parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
+        self.weight = create_parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
         self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
         rows = self.num_embeddings_per_partition
-        first = 0 if shard_across_embedding else rows * parallel_state.rank("tp")
+        first = 0 if shard_across_embedding else rows * parallel_state.get_rank("tp")
         self.start_index, self.end_index = first, first + rows
         index = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.padding_idx = None if index is None or not first <= index < first + rows else index - first
 
-    def draw(self, whole: torch.Tensor) -> None:
+    def fill_weight(self, whole: torch.Tensor) -> None:
         self.init_method(whole)
         if self.whole_padding_idx is not None:
             whole[self.whole_padding_idx].zero_()
 
-    def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+    def _look_up_rows(self, indices: torch.Tensor) -> torch.Tensor:
         """The embeddings of numbers in this rank's part of the vocabulary."""
         return functional.embedding(
             indices, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
@@ -299,11 +433,42 @@ class ParallelEmbedding(PartitionedModule):
         """The embeddings, whole on all ranks."""
         indices = input_.long()
         if self.shard_across_embedding:
-            output = gather_from_tensor_model_parallel_region(self._rows(indices))
+            output = gather_from_tensor_model_parallel_region(self._look_up_rows(indices))
             return output.narrow(-1, 0, self.embedding_dim - self.pad_size)
         if self.tensor_model_parallel_size == 1:
-            return self._rows(indices)
+            return self._look_up_rows(indices)
         # Rows of other ranks count as zeros here: the sum over the ranks has each row once.
         is_own = (indices >= self.start_index) & (indices < self.end_index)
-        rows = self._rows((indices - self.start_index) * is_own) * is_own.unsqueeze(-1).to(self.weight.dtype)
+        rows = self._look_up_rows((indices - self.start_index) * is_own) * is_own.unsqueeze(-1).to(self.weight.dtype)
         return reduce_from_tensor_model_parallel_region(rows)
+
+
+def parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """The cross-entropy of each token, the same on all ranks of the group. The logits stay as they are.
+
+    A target outside of the vocabulary, such as -100, has the logarithm of the sum: mask it.
+
+    Args:
+        vocab_parallel_logits: [..., part of the vocabulary].
+        target: [...], numbers in the whole vocabulary.
+        label_smoothing: 0.
+
+    Raises:
+        xla_ckpt.UsageError: Labels would be smoothed.
+    """
+    if label_smoothing:
+        raise UsageError(
+            "label_smoothing is not there where the vocabulary is split",
+            hint="Join the logits (gather_output=True), and call torch's own cross_entropy.",
+        )
+    rows = vocab_parallel_logits.shape[-1]
+    own = target - rows * parallel_state.get_rank("tp")
+    is_own = (own >= 0) & (own < rows)
+    highest = vocab_parallel_logits.detach().amax(-1)
+    collectives.reduce_in_place([highest], collectives.get_rank_groups("tp"), collectives.MAX)
+    logits = vocab_parallel_logits - highest.unsqueeze(-1)
+    picked = logits.gather(-1, (own * is_own).unsqueeze(-1)).squeeze(-1) * is_own
+    total = reduce_from_tensor_model_parallel_region(logits.exp().sum(-1))
+    return total.log() - reduce_from_tensor_model_parallel_region(picked)

@@ -1,10 +1,10 @@
-"""Which rank is what: neuronx-distributed's ``parallel_state``, over gloo.
+"""Rank groups of the job: neuronx-distributed's ``parallel_state``, over gloo.
 
-Ranks are arranged as `xla_ckpt.Mesh` says: pp outermost, then dp, cp, and tp innermost; ep divides dp. Saves and loads
+Ranks are arranged as in `xla_ckpt.Mesh`: pp outermost, then dp, cp, and tp innermost; ep divides dp. Saves and loads
 take their mesh from here, so that they need no ``mesh=``. If the program has imported the real neuronx-distributed,
-and has not initialised this module, the real one answers instead.
+and has not initialized this module, calls are delegated to the real one.
 
-neuronx-distributed interleaves the ranks of some Trainium machines (tp=4 on trn1, tp=32 or 64 on trn2); this does not.
+Unlike neuronx-distributed on some Trainium machines (tp=4 on trn1, tp=32 or 64 on trn2), ranks are not interleaved.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from neuron_compat.groups import NAMES, kv_groups, rank_groups
-from neuron_compat.lazy import imported
+from neuron_compat.groups import NXD_NAMES, list_kv_groups, list_rank_groups
+from neuron_compat.lazy_imports import import_module
 from xla_ckpt import Mesh, UsageError, add_mesh_source
-from xla_ckpt.facade import check_can_meet
+from xla_ckpt.facade import check_peers_reachable
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-REAL = "neuronx_distributed.parallel_layers.parallel_state"
+REAL_MODULE = "neuronx_distributed.parallel_layers.parallel_state"
 
-KINDS = ("tp", "pp", "cp", "ep", "dp", "edp", "world")
+GROUP_KINDS = ("tp", "pp", "cp", "ep", "dp", "edp", "world")
 
 distributed: Any = torch.distributed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
+class _ParallelState:
     """What was initialised."""
 
     mesh: Mesh
@@ -44,43 +44,43 @@ class _State:
     process_groups: dict[str, Any]
     """This rank's group of each kind; none if there is no torch.distributed."""
 
-    def groups(self, kind: str) -> list[list[int]]:
+    def get_groups(self, kind: str) -> list[list[int]]:
         """The members of all groups of a kind."""
         if kind not in self.replica_groups:
             raise AssertionError("there are no groups of keys and values: call initialize_kv_group() first")
         return self.replica_groups[kind]
 
-    def ranks(self, kind: str) -> list[int]:
+    def get_ranks(self, kind: str) -> list[int]:
         """The members of this rank's group."""
-        return next(g for g in self.groups(kind) if self.rank in g)
+        return next(g for g in self.get_groups(kind) if self.rank in g)
 
 
-_current: list[_State] = []
+_current: list[_ParallelState] = []
 
-_to_end: list[Any] = []
+_groups_to_destroy: list[Any] = []
 """The process groups that were made, which end with the program."""
 
 add_mesh_source(lambda: _current[0].mesh if _current else None)
 
 
-def _real(name: str) -> Callable[..., Any] | None:
+def _get_real_function(name: str) -> Callable[..., Any] | None:
     """The real neuronx-distributed's function, if it is imported and this module is not initialised."""
-    real = None if _current else sys.modules.get(REAL)
+    real = None if _current else sys.modules.get(REAL_MODULE)
     return None if real is None else getattr(real, name)
 
 
-def _delegated(function: Callable[P, R]) -> Callable[P, R]:
+def _delegate_to_real(function: Callable[P, R]) -> Callable[P, R]:
     """Ask the real neuronx-distributed's function of the same name, where there is one to ask."""
 
     @functools.wraps(function)
     def answer(*args: P.args, **kwargs: P.kwargs) -> R:
-        asked: Callable[P, R] = _real(function.__name__) or function
+        asked: Callable[P, R] = _get_real_function(function.__name__) or function
         return asked(*args, **kwargs)
 
     return answer
 
 
-def _state() -> _State:
+def _get_state() -> _ParallelState:
     """What `initialize_model_parallel` has set up."""
     # neuronx-distributed raises AssertionError here, and its users catch that.
     if not _current:
@@ -88,10 +88,10 @@ def _state() -> _State:
     return _current[0]
 
 
-def _group(kind: str, as_list: bool) -> Any:
+def _get_group(kind: str, as_list: bool) -> Any:
     """The process group of a kind; or the ranks of all groups of the kind, as lists."""
-    state = _state()
-    groups = state.groups(kind)
+    state = _get_state()
+    groups = state.get_groups(kind)
     if as_list:
         return groups
     if kind not in state.process_groups:
@@ -99,13 +99,13 @@ def _group(kind: str, as_list: bool) -> Any:
     return state.process_groups[kind]
 
 
-def _rank(kind: str) -> int:
+def _get_rank(kind: str) -> int:
     """This process' place in its group of a kind."""
-    state = _state()
-    return state.ranks(kind).index(state.rank)
+    state = _get_state()
+    return state.get_ranks(kind).index(state.rank)
 
 
-@_delegated
+@_delegate_to_real
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -127,12 +127,12 @@ def initialize_model_parallel(
     """
     if _current:
         raise RuntimeError("parallel_state is initialised already; call destroy_model_parallel() first")
-    check_can_meet()
+    check_peers_reachable()
     joined = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
     if world > 1 and distributed.get_backend() == "xla":
-        _check_reached(world)
-    mesh = _mesh(
+        _check_xla_world_size(world)
+    mesh = _build_mesh(
         world,
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
@@ -140,24 +140,24 @@ def initialize_model_parallel(
         expert_model_parallel_size,
     )
     if kv_shared_group_size is not None:
-        _check_copies(mesh.tp, kv_shared_group_size)
-    replica_groups = {kind: rank_groups(mesh, kind) for kind in KINDS}
-    state = _State(mesh=mesh, rank=rank, replica_groups=replica_groups, process_groups={})
+        _check_kv_group_size(mesh.tp, kv_shared_group_size)
+    replica_groups = {kind: list_rank_groups(mesh, kind) for kind in GROUP_KINDS}
+    state = _ParallelState(mesh=mesh, rank=rank, replica_groups=replica_groups, process_groups={})
     if joined:
         group_of: dict[tuple[int, ...], Any] = {}
-        for kind in KINDS:
-            ranks = tuple(state.ranks(kind))
+        for kind in GROUP_KINDS:
+            ranks = tuple(state.get_ranks(kind))
             if ranks not in group_of:
-                group_of[ranks] = new_group(list(ranks))
+                group_of[ranks] = create_group(list(ranks))
             state.process_groups[kind] = group_of[ranks]
     _current.append(state)
     if kv_shared_group_size is not None:
         initialize_kv_group(kv_shared_group_size)
 
 
-def _check_reached(world: int) -> None:
+def _check_xla_world_size(world: int) -> None:
     """Refuse a job of several ranks each of which XLA takes for the only one: the first collective would fail."""
-    reached = imported("torch_xla.runtime").world_size()
+    reached = import_module("torch_xla.runtime").world_size()
     if reached < world:
         raise UsageError(
             "XLA's collectives do not reach the other ranks of this job",
@@ -168,17 +168,17 @@ def _check_reached(world: int) -> None:
         )
 
 
-def new_group(ranks: list[int]) -> Any:
+def create_group(ranks: list[int]) -> Any:
     """A process group of gloo. Only its members meet: all of them make their groups in the same order."""
     # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
     group = distributed.distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    if not _to_end:
-        atexit.register(_leave)
-    _to_end.append(group)
+    if not _groups_to_destroy:
+        atexit.register(_destroy_groups_at_exit)
+    _groups_to_destroy.append(group)
     return group
 
 
-def _check_copies(tp: int, copies: int) -> None:
+def _check_kv_group_size(tp: int, copies: int) -> None:
     """Refuse groups of ranks with the same keys and values that do not divide the tensor-parallel ranks."""
     if copies < 1 or tp % copies:
         raise RuntimeError(
@@ -186,7 +186,7 @@ def _check_copies(tp: int, copies: int) -> None:
         )
 
 
-@_delegated
+@_delegate_to_real
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
     """Say how many tensor-parallel ranks hold copies of the same keys and values. All ranks make the same call.
 
@@ -198,29 +198,29 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
         AssertionError: `initialize_model_parallel` was not called.
         RuntimeError: The size does not divide the tensor-parallel ranks, or other groups are there already.
     """
-    state, copies, adjacent = _state(), kv_shared_group_size, sequential_ranks_in_group
+    state, copies, adjacent = _get_state(), kv_shared_group_size, sequential_ranks_in_group
     tp_groups, known = state.replica_groups["tp"], state.replica_groups.get("kv")
     if known is not None:
-        if len(known[0]) != copies or (adjacent and known != kv_groups(tp_groups, copies, adjacent)):
+        if len(known[0]) != copies or (adjacent and known != list_kv_groups(tp_groups, copies, adjacent)):
             raise RuntimeError(
                 f"groups such as {known[0]} share keys and values already, not of {copies} "
                 f"{'neighbouring ' if adjacent else ''}ranks: all layers have the same kv_size_multiplier, and "
                 "destroy_kv_group() comes before the layers of another model"
             )
         return
-    _check_copies(state.mesh.tp, copies)
-    state.replica_groups["kv"] = kv_groups(tp_groups, copies, adjacent)
+    _check_kv_group_size(state.mesh.tp, copies)
+    state.replica_groups["kv"] = list_kv_groups(tp_groups, copies, adjacent)
     if state.process_groups:
-        state.process_groups["kv"] = new_group(state.ranks("kv"))
+        state.process_groups["kv"] = create_group(state.get_ranks("kv"))
 
 
-@_delegated
+@_delegate_to_real
 def get_kv_shared_group_size() -> int:
     """Number of ranks that hold copies of the same keys and values."""
-    return len(_state().ranks("kv"))
+    return len(_get_state().get_ranks("kv"))
 
 
-@_delegated
+@_delegate_to_real
 def destroy_kv_group() -> None:
     """Forget the groups of keys and values, so that others can be made. Process groups stay until the process ends."""
     for state in _current:
@@ -228,7 +228,7 @@ def destroy_kv_group() -> None:
         state.process_groups.pop("kv", None)
 
 
-def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
+def _build_mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
     """The arrangement of so many ranks; what the sizes leave of them is data parallelism."""
     sizes = f"tensor {tp} x pipeline {pp} x context {cp} parallel"
     if min(tp, pp, cp, ep) < 1 or world % (tp * pp * cp):
@@ -240,101 +240,101 @@ def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
         raise RuntimeError(f"{world} ranks cannot be divided into {sizes}, expert {ep}: {error}") from error
 
 
-@_delegated
+@_delegate_to_real
 def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` was called."""
     return bool(_current)
 
 
-@_delegated
+@_delegate_to_real
 def destroy_model_parallel() -> None:
     """Forget the arrangement, so that another one can be made. Process groups stay until the process ends."""
     _current.clear()
 
 
-def _leave() -> None:
+def _destroy_groups_at_exit() -> None:
     """End the process groups on the CPU: threads of gloo that are left over abort the process now and then."""
     if "torch_xla" in sys.modules or not distributed.is_initialized():
         return  # with torch_xla loaded, jobs were seen to hang here; left alone, they end
-    while _to_end:
+    while _groups_to_destroy:
         with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
-            distributed.destroy_process_group(_to_end.pop())
+            distributed.destroy_process_group(_groups_to_destroy.pop())
     _current.clear()
 
 
-def process_group(kind: str, as_list: bool = False) -> Any:
+def get_process_group(kind: str, as_list: bool = False) -> Any:
     """This rank's process group of a kind; with `as_list` the ranks of all such groups."""
-    real = _real(f"get_{NAMES[kind]}_group")
-    return _group(kind, as_list) if real is None else real(as_list)
+    real = _get_real_function(f"get_{NXD_NAMES[kind]}_group")
+    return _get_group(kind, as_list) if real is None else real(as_list)
 
 
-def replica_groups(kind: str) -> list[list[int]]:
+def get_replica_groups(kind: str) -> list[list[int]]:
     """The ranks of all groups of a kind, as torch_xla's collectives take them."""
-    real = _real(f"get_{NAMES[kind]}_replica_groups")
-    return _state().groups(kind) if real is None else real()
+    real = _get_real_function(f"get_{NXD_NAMES[kind]}_replica_groups")
+    return _get_state().get_groups(kind) if real is None else real()
 
 
-def size(kind: str) -> int:
+def get_size(kind: str) -> int:
     """Number of ranks in a group of a kind."""
-    real = _real(f"get_{NAMES[kind]}_size")
-    return len(_state().ranks(kind)) if real is None else real()
+    real = _get_real_function(f"get_{NXD_NAMES[kind]}_size")
+    return len(_get_state().get_ranks(kind)) if real is None else real()
 
 
-def rank(kind: str) -> int:
+def get_rank(kind: str) -> int:
     """This rank's place in its group of a kind."""
-    real = _real(f"get_{NAMES[kind]}_rank")
-    return _rank(kind) if real is None else real()
+    real = _get_real_function(f"get_{NXD_NAMES[kind]}_rank")
+    return _get_rank(kind) if real is None else real()
 
 
-for _kind, _name in NAMES.items():  # get_tensor_model_parallel_group, ..., get_expert_data_parallel_rank
+for _kind, _name in NXD_NAMES.items():  # get_tensor_model_parallel_group, ..., get_expert_data_parallel_rank
     for _what, _answer in (
-        ("group", process_group),
-        ("replica_groups", replica_groups),
-        ("size", size),
-        ("rank", rank),
+        ("group", get_process_group),
+        ("replica_groups", get_replica_groups),
+        ("size", get_size),
+        ("rank", get_rank),
     ):
         globals()[f"get_{_name}_{_what}"] = functools.partial(_answer, _kind)
 
 
-@_delegated
+@_delegate_to_real
 def get_world_group(as_list: bool = False) -> Any:
     """The process group of all ranks; with `as_list` a list of one list of them."""
-    return _group("world", as_list)
+    return _get_group("world", as_list)
 
 
-@_delegated
+@_delegate_to_real
 def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first member of this rank's tensor-parallel group."""
-    return _state().ranks("tp")[0]
+    return _get_state().get_ranks("tp")[0]
 
 
-@_delegated
+@_delegate_to_real
 def get_data_parallel_src_rank() -> int:
     """The global rank of the first member of this rank's data-parallel group."""
-    return _state().ranks("dp")[0]
+    return _get_state().get_ranks("dp")[0]
 
 
-@_delegated
+@_delegate_to_real
 def get_pipeline_model_parallel_next_rank() -> int:
     """The global rank of the next pipeline stage; the first follows on the last."""
-    ranks = _state().ranks("pp")
-    return ranks[(_rank("pp") + 1) % len(ranks)]
+    ranks = _get_state().get_ranks("pp")
+    return ranks[(_get_rank("pp") + 1) % len(ranks)]
 
 
-@_delegated
+@_delegate_to_real
 def get_pipeline_model_parallel_prev_rank() -> int:
     """The global rank of the pipeline stage before; the last comes before the first."""
-    return _state().ranks("pp")[_rank("pp") - 1]
+    return _get_state().get_ranks("pp")[_get_rank("pp") - 1]
 
 
-@_delegated
+@_delegate_to_real
 def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
     """The ring of this rank's context-parallel group: each rank, and the one that it sends to."""
-    ranks = _state().ranks("cp")
+    ranks = _get_state().get_ranks("cp")
     return [[rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)]
 
 
-@_delegated
+@_delegate_to_real
 def is_global_rank_zero() -> bool:
     """Whether this is the first rank of the job."""
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -9,17 +9,19 @@ import torch
 from torch.nn import functional
 
 from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.layers import Init, check_supported, whole_linear
-from neuron_compat.emulated.mappings import (
+from neuron_compat.emulated.collectives import (
     copy_to_kv_shared_region,
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from neuron_compat.emulated.partition import (
+from neuron_compat.emulated.layers import (
     Device,
+    InitMethod,
     PartitionedModule,
+    check_supported,
+    draw_linear,
+    resolve_device,
     set_tensor_model_parallel_attributes,
-    true_device,
 )
 from xla_ckpt.facade import Section
 
@@ -89,7 +91,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         gather_output: bool = True,
         dtype: torch.dtype = torch.float32,
         device: Device = None,
-        init_method: Init | None = None,
+        init_method: InitMethod | None = None,
         sequence_parallel_enabled: bool = False,
         keep_master_weight: bool = False,
         kv_size_multiplier: int = 1,
@@ -98,13 +100,13 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
     ) -> None:
         check_supported(sequence_parallel_enabled)
         super().__init__()
-        parts = parallel_state.size("tp")
+        parts = parallel_state.get_size("tp")
         _check_sizes(output_sizes, parts, kv_size_multiplier)
         parallel_state.initialize_kv_group(kv_size_multiplier)
         self.input_size, self.output_sizes = input_size, list(output_sizes)
         self.gather_output = gather_output
         self.dtype = dtype
-        self.device = true_device(device)
+        self.device = resolve_device(device)
         self.arg_init_method = init_method
         self.keep_master_weight = keep_master_weight
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -114,21 +116,21 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         self.kv_size_multiplier = kv_size_multiplier
         self.q_output_size_per_partition = self.output_sizes[0] // parts
         self.kv_output_size_per_partition = self.output_sizes[1] * kv_size_multiplier // parts
-        self._kv_part, self.kv_copies_adjacent = _kv_place()
+        self._kv_part, self.kv_copies_adjacent = _find_kv_part()
         outputs = (self.output_sizes[0], self.output_sizes[1], self.output_sizes[1])
-        drawn = [whole_linear((input_size, size), bias, init_method, self.device) for size in outputs]
-        self._hold("weight", [weight for weight, _ in drawn], split=True)
-        self._hold("bias", [value for _, value in drawn if value is not None], split=not gather_output)
+        drawn = [draw_linear((input_size, size), bias, init_method, self.device) for size in outputs]
+        self._create_parameters("weight", [weight for weight, _ in drawn], split=True)
+        self._create_parameters("bias", [value for _, value in drawn if value is not None], split=not gather_output)
 
-    def _hold(self, kind: str, whole: list[torch.Tensor], split: bool) -> None:
+    def _create_parameters(self, kind: str, whole: list[torch.Tensor], split: bool) -> None:
         """Make the parameters of a kind, weights or biases, from whole queries, keys and values; of none, None."""
         for end in ("qkv", "q", "k", "v"):
             self.register_parameter(f"{kind}_{end}", None)
             setattr(self, f"master_{kind}_{end}", None)
         if not whole:
             return
-        parts = self._parts(whole) if split else whole
-        sections = [self._section(part) for part in range(3)]
+        parts = self._cut_own_parts(whole) if split else whole
+        sections = [self._get_section(part) for part in range(3)]
         if self.fuse_qkv:
             parameters = {"qkv": (torch.cat(parts), torch.cat(whole), sections)}
         else:
@@ -144,17 +146,17 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
             if self.keep_master_weight:
                 setattr(self, f"master_{kind}_{end}", full.to(self.dtype))
 
-    def _section(self, part: int) -> Section:
+    def _get_section(self, part: int) -> Section:
         """The rows of all queries (0), keys (1) or values (2), and how many ranks hold each of them."""
         if part == 0:
             return Section(self.output_sizes[0])
         return Section(self.output_sizes[1], self.kv_size_multiplier, self.kv_copies_adjacent)
 
-    def _parts(self, whole: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _cut_own_parts(self, whole: list[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of whole queries, keys and values: rows, as views."""
         queries, keys, values = whole
         q, kv = self.q_output_size_per_partition, self.kv_output_size_per_partition
-        rank = parallel_state.rank("tp")
+        rank = parallel_state.get_rank("tp")
         return [
             queries.narrow(0, q * rank, q),
             keys.narrow(0, kv * self._kv_part, kv),
@@ -164,15 +166,15 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
     def forward(self, input: torch.Tensor) -> QKV:  # noqa: A002  # neuronx-distributed's name
         """Queries, keys and values, [..., features]: this rank's, or with `gather_output` those of all ranks."""
         entered = copy_to_tensor_model_parallel_region(input, self.reduce_dtype)
-        weights, biases = self._shared(self._apart("weight")), self._apart("bias")
+        weights, biases = self._copy_to_kv_region(self._split_fused("weight")), self._split_fused("bias")
         if not self.gather_output:
-            return _linear(entered, weights, self._shared(biases))
-        q, k, v = map(gather_from_tensor_model_parallel_region, _linear(entered, weights, (None, None, None)))
+            return _apply_linear(entered, weights, self._copy_to_kv_region(biases))
+        q, k, v = map(gather_from_tensor_model_parallel_region, _apply_linear(entered, weights, (None, None, None)))
         if not self.use_bias:
             return q, k, v
-        return q + biases[0], k + self._repeated(biases[1]), v + self._repeated(biases[2])
+        return q + biases[0], k + self._repeat_bias(biases[1]), v + self._repeat_bias(biases[2])
 
-    def _apart(self, kind: str) -> Triple:
+    def _split_fused(self, kind: str) -> Triple:
         """The weights or biases of queries, keys and values; None for those that there are not."""
         fused: torch.Tensor | None = getattr(self, f"{kind}_qkv")
         if fused is None:
@@ -182,14 +184,14 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
             q, kv = self.output_sizes
         return fused.narrow(0, 0, q), fused.narrow(0, q, kv), fused.narrow(0, q + kv, kv)
 
-    def _shared(self, parts: Triple) -> Triple:
+    def _copy_to_kv_region(self, parts: Triple) -> Triple:
         """The same, where the gradients of keys and values are summed over the ranks that hold them."""
         q, k, v = parts
         if self.kv_size_multiplier == 1 or q is None:
             return parts
         return q, copy_to_kv_shared_region(k, self.reduce_dtype), copy_to_kv_shared_region(v, self.reduce_dtype)
 
-    def _repeated(self, bias: torch.Tensor) -> torch.Tensor:
+    def _repeat_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """A whole bias of keys or values as the ranks hold its rows, one rank after the other."""
         copies = self.kv_size_multiplier
         if not self.kv_copies_adjacent:
@@ -197,7 +199,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         return bias.reshape(-1, 1, self.kv_output_size_per_partition).expand(-1, copies, -1).reshape(-1)
 
 
-def _linear(value: torch.Tensor, weights: Triple, biases: Triple) -> QKV:
+def _apply_linear(value: torch.Tensor, weights: Triple, biases: Triple) -> QKV:
     """Queries, keys and values of an input."""
     q, k, v = (functional.linear(value, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return q, k, v
@@ -219,11 +221,11 @@ def _check_sizes(output_sizes: Sequence[int], parts: int, copies: int) -> None:
         )
 
 
-def _kv_place() -> tuple[int, bool]:
+def _find_kv_part() -> tuple[int, bool]:
     """Which part of keys and values this rank holds, and whether its neighbours hold the same."""
     first = parallel_state.get_tensor_model_parallel_src_rank()
-    ranks = next(g for g in parallel_state.replica_groups("tp") if g[0] == first)
-    sharing = [g for g in parallel_state.replica_groups("kv") if g[0] in ranks]
-    me = ranks[parallel_state.rank("tp")]
+    ranks = next(g for g in parallel_state.get_replica_groups("tp") if g[0] == first)
+    sharing = [g for g in parallel_state.get_replica_groups("kv") if g[0] in ranks]
+    me = ranks[parallel_state.get_rank("tp")]
     part = next(i for i, g in enumerate(sharing) if me in g)
     return part, len(sharing) > 1 and sharing[0][1:2] == ranks[1:2]

@@ -1,7 +1,7 @@
-"""Random numbers that differ between tensor-parallel ranks, and random numbers that do not.
+"""RNG states for tensor parallelism: one that differs between tensor-parallel ranks, and one that does not.
 
-A state is that of torch's generator on the CPU, and, once torch_xla is loaded, that of the XLA device: dropout on a
-device takes its numbers from there. (neuronx-distributed keeps the first one only.)
+A state is that of torch's CPU generator and, once torch_xla is loaded, of the XLA device, because dropout on a device
+draws from there. (neuronx-distributed keeps only the first one.)
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ RNGStates: TypeAlias = dict[str, Any]
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
-def states(of_xla: bool) -> RNGStates:
+def get_rng_states(include_xla: bool) -> RNGStates:
     """The states that count now; those of the XLA device, too, if it is asked for."""
     current: RNGStates = {"cpu": torch.get_rng_state()}
-    if of_xla:
+    if include_xla:
         import torch_xla.core.xla_model as xm
 
         current["xla"] = xm.get_rng_state()
     return current
 
 
-def _states() -> RNGStates:
+def _get_loaded_rng_states() -> RNGStates:
     """The states that count now, of all generators that are loaded."""
-    return states(of_xla="torch_xla" in sys.modules)
+    return get_rng_states(include_xla="torch_xla" in sys.modules)
 
 
-def _seeded(seed: int) -> None:
+def _set_seed(seed: int) -> None:
     """Seed all generators that are loaded."""
     torch.manual_seed(seed)
     if "torch_xla" in sys.modules:
@@ -46,14 +46,17 @@ def _seeded(seed: int) -> None:
         xm.set_rng_state(seed)
 
 
-def continue_with(kept: RNGStates | torch.Tensor) -> None:
-    """Continue with states that `states` gave. One of neuronx-distributed's, a tensor, says nothing of the device."""
-    kept = {"cpu": kept} if isinstance(kept, torch.Tensor) else kept
-    torch.set_rng_state(kept["cpu"])
-    if "xla" in kept:
+def set_rng_states(states: RNGStates | torch.Tensor) -> None:
+    """Continue with states that `get_rng_states` gave.
+
+    One of neuronx-distributed's, a tensor, says nothing of the device.
+    """
+    states = {"cpu": states} if isinstance(states, torch.Tensor) else states
+    torch.set_rng_state(states["cpu"])
+    if "xla" in states:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(kept["xla"])
+        xm.set_rng_state(states["xla"])
 
 
 class XLARNGStatesTracker:
@@ -85,11 +88,11 @@ class XLARNGStatesTracker:
             raise UsageError("this seed was added before, and two states would give the same numbers", found=seed)
         if name in self.states_:
             raise UsageError("there is a state of this name", found=name)
-        before = _states()
-        _seeded(seed)
+        before = _get_loaded_rng_states()
+        _set_seed(seed)
         self.seeds_.add(seed)
-        self.states_[name] = _states()
-        continue_with(before)
+        self.states_[name] = _get_loaded_rng_states()
+        set_rng_states(before)
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
@@ -104,13 +107,13 @@ class XLARNGStatesTracker:
                 expected=", ".join(self.states_) or "model_parallel_xla_manual_seed() before",
                 found=name,
             )
-        before = _states()
-        continue_with(self.states_[name])
+        before = _get_loaded_rng_states()
+        set_rng_states(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = _states()
-            continue_with(before)
+            self.states_[name] = _get_loaded_rng_states()
+            set_rng_states(before)
 
 
 _XLA_RNG_STATE_TRACKER = XLARNGStatesTracker()
@@ -130,7 +133,7 @@ def model_parallel_xla_manual_seed(seed: int) -> None:
     Raises:
         AssertionError: `parallel_state` is not initialised.
     """
-    own = seed + 2718 + parallel_state.rank("tp")  # neuronx-distributed's offset
+    own = seed + 2718 + parallel_state.get_rank("tp")  # neuronx-distributed's offset
     _XLA_RNG_STATE_TRACKER.reset()
-    _seeded(seed)
+    _set_seed(seed)
     _XLA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)

@@ -1,17 +1,16 @@
-"""neuronx-distributed's calls, answered by `xla_ckpt` and torch_xla.
+"""Drop-in replacement for neuronx-distributed, implemented with `xla_ckpt` and torch_xla.
 
-``import neuron_compat.nxd as nxd`` in place of ``import neuronx_distributed as nxd``. Checkpoints are written in
+Use ``import neuron_compat.nxd as nxd`` instead of ``import neuronx_distributed as nxd``. Checkpoints are written in
 neuronx-distributed's layouts with a manifest beside them, and load on any topology. Names and submodules are loaded
-when they are first used. docs/from-nxd.md has a table of the names that are there, and of those that are errors.
+on first use. docs/from-nxd.md lists the supported names, and those that raise an error.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import LastFinder
-from neuron_compat.nxd.homes import names_of
-from neuron_compat.nxd.instead import refuse
+from neuron_compat.lazy_imports import FallbackFinder
+from neuron_compat.nxd.exports import attach_exports, refuse_unsupported_import
 
 if TYPE_CHECKING:
     from neuron_compat.nxd import modules as modules
@@ -34,6 +33,6 @@ __all__ = [
     "save_checkpoint",
 ]
 
-LastFinder((__name__,), refuse).install()
+FallbackFinder((__name__,), refuse_unsupported_import).install()
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

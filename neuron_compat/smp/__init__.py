@@ -1,28 +1,28 @@
-"""SageMaker model parallel's calls, answered by `xla_ckpt` and torch.
+"""Drop-in replacement for SageMaker model parallel (SMP), implemented with `xla_ckpt` and torch.
 
-``import neuron_compat.smp as smp`` in place of ``import smdistributed.modelparallel.torch as smp``. Names and
-submodules are loaded when they are first used.
+Use ``import neuron_compat.smp as smp`` instead of ``import smdistributed.modelparallel.torch as smp``. Names and
+submodules are loaded on first use.
 
-What runs here is plain and correct, not fast: every pipeline rank runs the whole model, and *owns* the partition that
-it saves. Layers whose weights are split over tensor-parallel ranks are those of
-`neuron_compat.nxd.parallel_layers`; unlike in SMP, the ranks of a tensor-parallel group then get the same batch.
+The implementation favours correctness over speed: every pipeline rank runs the whole model, and *owns* the partition
+that it saves. Use the layers of `neuron_compat.nxd.parallel_layers` for weights that are split over tensor-parallel
+ranks; unlike in SMP, the ranks of a tensor-parallel group then receive the same batch.
 """
 
 from __future__ import annotations
 
-from neuron_compat.lazy import lazily
+from neuron_compat.lazy_imports import attach_lazy_names
 
 __all__ = ["init"]
 
-_NO_REGISTRY = (
+_NO_REGISTRY_HINT = (
     "Modules are not replaced here. Use the layers of neuron_compat.nxd.parallel_layers, or give parameters "
     "neuronx-distributed's attributes (tensor_model_parallel, partition_dim, partition_stride)."
 )
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = attach_lazy_names(
     __name__,
     {
-        "without_effect": "delay_param_initialization is_tracing model_creation set_activation_checkpointing "
+        "no_ops": "delay_param_initialization is_tracing model_creation set_activation_checkpointing "
         "set_tensor_parallelism tensor_parallelism",
         "checkpoint": "resume_from_checkpoint save_checkpoint",
         "comm": "CommGroup DP_GROUP MP_GROUP PP_GROUP RDP_GROUP RankType TP_GROUP WORLD allgather barrier broadcast "
@@ -40,12 +40,10 @@ __getattr__, __dir__ = lazily(
         "get_world_process_group instance_id is_initialized is_multi_node local_rank local_size mp_rank mp_size "
         "num_microbatches pp_rank pp_size rank rdp_rank rdp_size reset size state tp_rank tp_size",
         "neuron_compat.emulated.smp.setup": "init shutdown",
-        "neuron_compat.emulated.smp.microbatches": "StepOutput",
-        "neuron_compat.emulated.smp.model": "DistributedModel",
+        "neuron_compat.emulated.smp.step": "StepOutput step",
+        "neuron_compat.emulated.smp.model": "DistributedModel partition set_partition",
         "neuron_compat.emulated.smp.optimizer": "DistributedOptimizer",
-        "neuron_compat.emulated.smp.partitions": "partition set_partition",
-        "neuron_compat.emulated.smp.stepping": "step",
     },
     ["amp", "comm", "config", "errors", "job", "nn", "optimizers", "stored"],
-    missing={"tp_register": _NO_REGISTRY, "tp_register_with_module": _NO_REGISTRY},
+    missing={"tp_register": _NO_REGISTRY_HINT, "tp_register_with_module": _NO_REGISTRY_HINT},
 )

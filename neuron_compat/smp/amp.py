@@ -1,5 +1,5 @@
-"""SMP's ``amp``."""
+"""Names of SMP's ``amp``."""
 
-from neuron_compat.lazy import lazily
+from neuron_compat.lazy_imports import attach_lazy_names
 
-__getattr__, __dir__ = lazily(__name__, {"neuron_compat.emulated.smp.amp": "GradScaler"})
+__getattr__, __dir__ = attach_lazy_names(__name__, {"neuron_compat.emulated.smp.mixed_precision": "GradScaler"})

@@ -1,42 +1,58 @@
 """``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``: directories with tags, and the file `newest`.
 
     path/{tag}_partial/     model_{pp}_{tp}.pt, optimizer_states_{pp}_{tp}[_{rdp}].pt, fp16_states_..., user_content.pt,
-                            smp_config.pt, as SMP 1.12 has them, and this library's manifest with digests
+                            smp_config.pt, as in SMP 1.12, and this library's manifest with digests
     path/newest             the directories, oldest first
     path/{tag}              partial=False: the whole model in one file
     path/user_content_{tag} its user content
 
-A directory appears by one rename when all in it is durable, and `newest` is written after that. If a job ends between
-the two, the next save or resume has `newest` agree with the directories.
+A directory appears by one rename when all files in it are durable, and `newest` is written after that. If a job ends
+between the two, the next save or resume updates `newest` from the directories.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import xla_ckpt
-from neuron_compat.smp import job
-from neuron_compat.smp.elsewhere import read_otherwise
-from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
-from neuron_compat.smp.files import check_path, current_place
-from neuron_compat.smp.listing import list_newest, list_when_done, wait_listed
-from neuron_compat.smp.meeting import together
-from neuron_compat.smp.model_calls import ModelCalls
-from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
-from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
+from neuron_compat.smp import comm, files, job
+from neuron_compat.smp.errors import MissingCheckpointFilesError, SMPCheckpointError, SMPValidationError
+from neuron_compat.smp.files import check_path, describe_other_checkpoints, get_rank_place
+from neuron_compat.smp.model_state import ModelStateMixin
+from neuron_compat.smp.optimizer_state import OptimizerStateMixin, collect_fp16_state, move_to_cpu
+from neuron_compat.smp.rank_sync import run_on_all_ranks
+from neuron_compat.smp.stored import CheckpointSource
+from xla_ckpt.display import join_lines, make_lines_printable
 from xla_ckpt.facade import (
+    FP16_SET,
     IS_PARTIAL,
     JOB_CONFIG,
+    MODEL_SET,
     NEWEST,
+    OPTIMIZER_SETS,
     PARTIAL,
+    SMP_VERSION,
+    USER_CONTENT_FILE,
+    ModelView,
     NamesOnly,
-    user_content_name,
+    find_excess_directories,
+    get_user_content_name,
+    read_partial_root,
+    read_whole_file,
+    remove_directories,
+    replace_file,
+    wrap_os_errors,
     write_whole_file,
 )
-from xla_ckpt.keywords import known_names
+from xla_ckpt.keywords import check_argument_names
 from xla_ckpt.logs import get_logger
 
 logger = get_logger(__name__)
@@ -44,7 +60,7 @@ logger = get_logger(__name__)
 PathLike = str | os.PathLike[str]
 
 
-@known_names()
+@check_argument_names()
 def save_checkpoint(
     path: PathLike,
     tag: str,
@@ -92,12 +108,12 @@ def save_checkpoint(
     if kept is not None and kept <= 0:
         logger.warning("Invalid num_kept_partial_checkpoints number %s, ignoring...", kept)
         kept = None
-    root = _root(path)
+    root = _resolve_root(path)
     _check_arguments(root, tag, model, optimizer, partial=partial)
-    job.state.apply_pending()
+    job.state.apply_pending_loads()
     logger.info("Saving %s checkpoint with tag %s to %s", "partial" if partial else "full", tag, path)
     if partial:
-        wait_listed()
+        wait_for_updates()
         handle = _save_partial(
             functools.partial(
                 xla_ckpt.save_checkpoint,
@@ -111,15 +127,15 @@ def save_checkpoint(
             model,
             optimizer,
         )
-        _have_listed(handle, root, kept, waits=not async_save)
+        _add_to_newest(handle, root, kept, blocking=not async_save)
         return handle if async_save else None
     if optimizer is not None:
         logger.warning("Saving optimizer for full checkpoint is not supported, skipping...")
-    _save_full(root, tag, model, user_content, marked=not translate_if_full)
+    _save_full(root, tag, model, user_content, mark_untranslated=not translate_if_full)
     return None
 
 
-def _root(path: PathLike) -> str:
+def _resolve_root(path: PathLike) -> str:
     """The absolute path of a root directory."""
     check_path(os.fspath(path))
     return os.path.abspath(os.fspath(path))
@@ -135,28 +151,28 @@ def _check_arguments(root: str, tag: Any, model: Any, optimizer: Any, *, partial
             # The file would lie outside of the root, or take the place of the list of partial checkpoints.
             raise SMPCheckpointError("the tag of a full checkpoint is the name of its file", found=repr(tag))
         if not partial and job.rank() == 0 and os.path.isdir(f"{root}/{tag}"):
-            whose = read_otherwise(f"{root}/{tag}")
+            whose = describe_other_checkpoints(f"{root}/{tag}")
             raise SMPCheckpointError(
                 "the tag of a full checkpoint is the name of its file, and a directory has this name",
                 path=root,
                 tag=tag,
                 hint=f"{f'{whose} ' if whose else ''}Give the checkpoint another tag, or first move {root}/{tag} away.",
             )
-        if model is not None and not isinstance(model, ModelCalls):
+        if model is not None and not isinstance(model, ModelStateMixin):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributedModel as input model")
         if optimizer is not None and not is_distributed_optimizer(optimizer):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributeOptimizer as input optimizer")
         return tag
 
-    tags = _on_all("smp.save_checkpoint", prepare)
+    tags = _run_on_all_ranks("smp.save_checkpoint", prepare)
     if any(each != tags[0] for each in tags):
         raise SMPCheckpointError(f"checkpoint tag should be same across ranks, getting {tags}")
 
 
-def _on_all(call: str, prepare: Callable[[], Any]) -> list[Any]:
+def _run_on_all_ranks(call_name: str, prepare: Callable[[], Any]) -> list[Any]:
     """What `prepare` returns on each rank; what it raises on one, all ranks raise, with SMP's own text."""
     try:
-        return together("world", call, prepare, guard="All ranks make this call, without a guard.")
+        return run_on_all_ranks("world", call_name, prepare, hint="All ranks make this call, without a guard.")
     except SMPValidationError as error:
         error.rank = None
         raise
@@ -168,51 +184,51 @@ def _on_all(call: str, prepare: Callable[[], Any]) -> list[Any]:
 def _save_partial(save: Callable[..., xla_ckpt.SaveHandle], model: Any, optimizer: Any) -> xla_ckpt.SaveHandle:
     """Call `xla_ckpt.save_checkpoint`, which knows the place, with what this rank owns."""
     distributed = job.state.model if model is None else model
-    local = local_model(distributed)
-    scale = {} if optimizer is None else scale_of(optimizer)
+    local = build_local_model(distributed)
+    scale = {} if optimizer is None else get_loss_scale_extras(optimizer)
     return save(
         model=local if model is not None else NamesOnly(local),
-        optimizer=None if optimizer is None else local_optimizer(optimizer),
+        optimizer=None if optimizer is None else build_local_optimizer_state(optimizer),
         layout="smp",
         extras={JOB_CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
-        mesh=job.ranks().mesh,
+        mesh=job.get_rank_info().mesh,
         shardings=distributed._rules,
     )
 
 
-def _have_listed(handle: xla_ckpt.SaveHandle, root: str, kept: int | None, *, waits: bool) -> None:
+def _add_to_newest(handle: xla_ckpt.SaveHandle, root: str, kept: int | None, *, blocking: bool) -> None:
     """Have `newest` name the directory when it is there: now, or in the background."""
-    if waits:
+    if blocking:
         handle.tidied()  # SMP's users look into the directory after the call, and expect what is kept
-        _on_all("smp.save_checkpoint", lambda: list_newest(root, kept) if job.rank() == 0 else None)
+        _run_on_all_ranks("smp.save_checkpoint", lambda: update_newest_file(root, kept) if job.rank() == 0 else None)
     elif job.rank() == 0:
-        list_when_done(handle, root, kept)
+        update_newest_when_done(handle, root, kept)
 
 
 # -- full
 
 
-def _save_full(root: str, tag: str, model: Any, user_content: Any, *, marked: bool) -> None:
+def _save_full(root: str, tag: str, model: Any, user_content: Any, *, mark_untranslated: bool) -> None:
     """Have rank 0 write the whole model to the file that the tag names, and the user content beside it."""
     state: Any = None
-    if model is not None and current_place().rdp == 0:
+    if model is not None and get_rank_place().rdp == 0:
         state = model.state_dict(gather_to_rank0=True)
 
     def prepare() -> None:
         if job.rank() != 0:
             return
         if model is not None:
-            write_whole_file({**state, IS_PARTIAL: False} if marked else state, f"{root}/{tag}")
+            write_whole_file({**state, IS_PARTIAL: False} if mark_untranslated else state, f"{root}/{tag}")
         if user_content is not None:
-            write_whole_file(user_content, f"{root}/{user_content_name(tag)}")
+            write_whole_file(user_content, f"{root}/{get_user_content_name(tag)}")
 
-    _on_all("smp.save_checkpoint", prepare)
+    _run_on_all_ranks("smp.save_checkpoint", prepare)
 
 
 # -- resume
 
 
-@known_names()
+@check_argument_names()
 def resume_from_checkpoint(
     path: PathLike,
     tag: str | None = None,
@@ -248,19 +264,19 @@ def resume_from_checkpoint(
         SMPValidationError: There is no such checkpoint, or its configuration does not fit.
         xla_ckpt.CheckpointError: It does not fit the model or the optimizer, or is damaged. Nothing was changed.
     """
-    wait_listed()
+    wait_for_updates()
     job.size()  # initialises, if what is there says how
-    root = _root(path)
+    root = _resolve_root(path)
     content: list[Any] = []
 
     def prepare() -> str:
-        name = chosen(root, tag, partial=partial)
-        _verify_config(root, name, partial=partial, load_optimizer=load_optimizer, strict=strict_partitions)
-        content.append(user_content_of(root, name, partial=partial, trust=trust_pickle))
+        name = resolve_checkpoint_name(root, tag, partial=partial)
+        _check_config(root, name, partial=partial, load_optimizer=load_optimizer, strict=strict_partitions)
+        content.append(read_user_content(root, name, partial=partial, trust_pickle=trust_pickle))
         return name
 
     if job.is_initialized():
-        names = _on_all("smp.resume_from_checkpoint", prepare)
+        names = _run_on_all_ranks("smp.resume_from_checkpoint", prepare)
         if any(name != names[0] for name in names):
             raise SMPValidationError("the ranks resume from different checkpoints", found=", ".join(sorted({*names})))
     else:
@@ -268,24 +284,24 @@ def resume_from_checkpoint(
     logger.info("Resuming from checkpoint %s/%s", root, names[0])
     if load_optimizer and not partial:
         logger.warning("Skipping loading optimizer for full checkpoint loading...")
-    resumed = Resumed(
+    resumed = PendingResume(
         root=root,
         name=names[0],
         partial=partial,
         strict=strict,
-        optimizer=load_optimizer and partial,
+        load_optimizer=load_optimizer and partial,
         translate=translate_function,
-        trust=trust_pickle,
+        trust_pickle=trust_pickle,
     )
     state = job.state
-    if state.model is not None and (state.optimizer is not None or not resumed.optimizer):
+    if state.model is not None and (state.optimizer is not None or not resumed.load_optimizer):
         resumed.apply(state.model, state.optimizer)
     else:
-        state.pending.append(resumed.apply)
+        state.pending_loads.append(resumed.apply)
     return content[0]
 
 
-def _verify_config(root: str, name: str, *, partial: bool, load_optimizer: bool, strict: bool) -> None:
+def _check_config(root: str, name: str, *, partial: bool, load_optimizer: bool, strict: bool) -> None:
     """Compare the configuration of a partial checkpoint with that of this job, if that is known."""
     if not partial:
         return
@@ -293,4 +309,304 @@ def _verify_config(root: str, name: str, *, partial: bool, load_optimizer: bool,
         logger.warning("smp.resume_from_checkpoint is called before smp.init, skipping smp config validation...")
         return
     if os.environ.get("SMP_VERIFY_CHECKPOINT_CONFIG", "1") not in ("0", "false", "False", ""):
-        config_differences(root, name, job.state.cfg.get_config_dict(), refuse=strict and load_optimizer)
+        compare_config(root, name, job.state.cfg.get_config_dict(), refuse=strict and load_optimizer)
+
+
+def build_local_model(model: Any) -> ModelView:
+    """The part of a `DistributedModel` that this rank owns, as `xla_ckpt` saves modules."""
+    entries = {entry.name: entry.value for entry in model.local_entries()}
+    return ModelView(
+        entries,
+        parameters=[(name, value) for name, value in entries.items() if isinstance(value, torch.nn.Parameter)],
+        wrapped_modules=[model.module],
+        load_entries=lambda state_dict: None,
+    )
+
+
+def build_local_optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """The state of a `DistributedOptimizer` by parameter name: all groups, and the states of what this rank owns.
+
+    With ``shard_optimizer_state`` the ranks that hold the same parameters give each other their shares of the states:
+    all of them make the call. Master weights are under ``master``, by name.
+    """
+    runtime = optimizer._smp
+    names, entries = runtime.names(optimizer), runtime.entries(optimizer)
+    here = job.pp_rank()
+    owned = [number for number, entry in enumerate(entries) if here in entry.owners]
+    of_parameters = dict(_collect_states(optimizer, owned))
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    groups = []
+    for group, numbers in zip(optimizer.param_groups, runtime.numbers(optimizer), strict=True):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": [names[number] for number in numbers]})
+    state = {names[number]: of_one for number, of_one in of_parameters.items() if of_one}
+    packed: dict[str, Any] = {"state": {**state, **shared}, "param_groups": groups}
+    if runtime.masters is not None:
+        masters = runtime.masters_by_number(optimizer)
+        packed["master"] = {names[n]: masters[n].detach() for n in owned if n in masters}
+    return packed
+
+
+def _collect_states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The states of parameters by number."""
+    runtime = optimizer._smp
+    parameters, shares = runtime.parameters(optimizer), runtime.shares(optimizer)
+    for number in owned:
+        own = dict(optimizer.state.get(parameters[number], {}))
+        if shares is None or job.rdp_size() == 1:
+            yield number, own
+        elif shares[number] == job.rdp_rank():
+            yield number, comm.broadcast(move_to_cpu(own), comm.RDP_GROUP)
+        else:
+            yield number, comm.recv_from(shares[number], comm.RankType.RDP_RANK)
+
+
+def get_loss_scale_extras(optimizer: Any) -> dict[str, Any]:
+    """What is stored of the loss scale of an optimizer, as a member of `extras`; nothing without one."""
+    return (
+        {FP16_SET: collect_fp16_state(optimizer)} if job.state.cfg.fp16 and optimizer._smp.masters is not None else {}
+    )
+
+
+def is_distributed_optimizer(optimizer: Any) -> bool:
+    """Whether `smp.DistributedOptimizer` returned it."""
+    return isinstance(optimizer, OptimizerStateMixin)
+
+
+_update_threads: list[threading.Thread] = []
+"""Those that wait for a save in the background, to list it."""
+
+
+def update_newest_file(root: str, kept: int | None = None) -> None:
+    """Have `newest` agree with the directories, less those of SMP's own that are too many. Rank 0 does it.
+
+    Raises:
+        xla_ckpt.StorageError: The operating system refused.
+    """
+    listing = read_partial_root(root)
+    gone = [] if kept is None else find_excess_directories(listing.order, listing.theirs, kept)
+    lines = [name for name in listing.order if name not in gone]
+    # First the list, then the directories: it never names one that is half deleted.
+    if list(listing.lines or ()) != lines:
+        replace_file("".join(f"{name}\n" for name in lines).encode(), f"{root}/{NEWEST}")
+    if gone:
+        with wrap_os_errors("deleting old checkpoints", path=root):
+            remove_directories(root, gone)
+
+
+def update_newest_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | None) -> None:
+    """Have a save that runs in the background be listed as soon as it is committed. The program's end waits for it."""
+
+    def work() -> None:
+        try:
+            handle.tidied()
+        except xla_ckpt.CheckpointError:
+            return  # the next save of this path raises it
+        try:
+            update_newest_file(root, kept)
+        except (xla_ckpt.CheckpointError, OSError) as error:
+            # The directories count: the next save or resume finds what is not listed, and tries it again.
+            logger.error("%s is not up to date: %s", NEWEST, error)  # noqa: TRY400
+
+    thread = threading.Thread(target=work, name="neuron_compat.smp-newest", daemon=False)
+    _update_threads.append(thread)
+    thread.start()
+
+
+def wait_for_updates() -> None:
+    """Wait until all saves in the background are listed, or have failed."""
+    while _update_threads:
+        _update_threads.pop(0).join()
+
+
+FIXED_CONFIG_ENTRIES = (
+    "pipeline_parallel_degree",
+    "sharded_data_parallel_degree",
+    "shard_optimizer_state",
+    "tensor_parallel_degree",
+)
+"""What SMP wants to be as it was if it loads an optimizer."""
+
+
+def resolve_checkpoint_name(root: str, tag: str | None, *, partial: bool) -> str:
+    """The name of a checkpoint in its root: that of the directory, or of the file.
+
+    Raises:
+        SMPValidationError: There is none.
+    """
+    if tag is not None:
+        name = f"{tag}{PARTIAL}" if partial else tag
+    elif partial:
+        name = _find_newest(root)
+    else:
+        raise SMPValidationError("tag is required to load a full checkpoint!")
+    if not (os.path.isdir if partial else os.path.isfile)(f"{root}/{name}"):
+        details = _describe_alternatives(root, name) or describe_other_checkpoints(root)
+        raise SMPValidationError(f"Checkpoint {root}/{name} does not exist!", details=details)
+    return name
+
+
+def _describe_alternatives(root: str, name: str) -> str | None:
+    """What is in a root in the place of a checkpoint that is not there. None: nothing."""
+    bare = name.removesuffix(PARTIAL)
+    if name.endswith(2 * PARTIAL):
+        return f"A tag is the name of the directory without {PARTIAL}: pass {bare.removesuffix(PARTIAL)}."
+    if name != bare and os.path.isfile(f"{root}/{bare}"):
+        return "There is a full checkpoint of this tag: pass partial=False."
+    if name == bare and os.path.isdir(f"{root}/{bare}{PARTIAL}"):
+        return "There is a partial checkpoint of this tag: pass partial=True."
+    tags = [there.removesuffix(PARTIAL) for there in read_partial_root(root).order]
+    return f"Tags of partial checkpoints there, oldest first: {', '.join(tags[-10:])}." if tags else None
+
+
+def _describe_full_checkpoints(root: str) -> str | None:
+    """That a root has full checkpoints, which are known by the user content beside them; None if it has none."""
+    there = [file for file in os.listdir(root) if os.path.isfile(f"{root}/{file}")] if os.path.isdir(root) else []
+    full = [file for file in there if get_user_content_name(file) in there]
+    if not full:
+        return None
+    full.sort(key=lambda file: os.path.getmtime(f"{root}/{file}"))
+    listed = ", ".join(full[-10:])
+    return f"There are full checkpoints of these tags, oldest first: {listed}. Pass partial=False, and a tag."
+
+
+def _find_newest(root: str) -> str:
+    """The name of the newest checkpoint in a root; empty if there is none."""
+    listing = read_partial_root(root)
+    if listing.lines is None and listing.theirs == listing.order:  # saves of this library are found without the file
+        raise SMPValidationError(
+            f"Unable to find newest file at {root}/{NEWEST}, if trying to load newest checkpoint please ensure this "
+            "file exists or pass an explicit checkpoint tag when loading a checkpoint.",
+            details=_describe_full_checkpoints(root) or describe_other_checkpoints(root),
+        )
+    last = listing.lines[-1] if listing.lines else ""
+    if last and PARTIAL.removeprefix("_") not in last:
+        raise SMPValidationError(
+            "The newest checkpoint file is not saved with `partial` postfix, this might be a checkpoint saved with smp "
+            "<= 1.10, please load with the back compatible APIs."
+        )
+    # The directories count: a job may have ended after a save, before it was listed.
+    return listing.order[-1] if listing.order else last
+
+
+# -- the configuration
+
+
+def compare_config(root: str, name: str, current: Mapping[str, Any], *, refuse: bool) -> None:
+    """Compare the configuration of a checkpoint with that of the job, and say what differs.
+
+    Every difference is a warning only, unless `refuse`: what SMP cannot load then, is loaded here.
+
+    Raises:
+        SMPValidationError: SMP before 1.10 wrote it; or `refuse`, and SMP refuses the difference.
+        xla_ckpt.CorruptCheckpointError: The file with the configuration is damaged.
+    """
+    try:
+        saved = read_whole_file(f"{root}/{name}/{JOB_CONFIG}")
+    except xla_ckpt.NoCheckpointError:
+        logger.warning("%s has no %s: its configuration is unknown", name, JOB_CONFIG)
+        return
+    if not isinstance(saved, Mapping):
+        raise xla_ckpt.CorruptCheckpointError("the configuration is no dict", file=f"{name}/{JOB_CONFIG}")
+    version = str(saved.get("smp_version", SMP_VERSION))
+    if _parse_version(version) < (1, 10):
+        raise SMPValidationError(
+            f"Checkpoint was saved with smp version {version} < 1.10.0, which is not supported with this checkpointing "
+            "API."
+        )
+    if version != SMP_VERSION:
+        logger.warning(
+            "WARNING: Checkpoint was saved with a different version of smp, this might potentially cause issues. "
+            "Checkpoint version: %s, Current smp version: %s.",
+            version,
+            SMP_VERSION,
+        )
+    differing = {
+        key: f"feature {key}, loaded {value}, current {current[key]}\n"
+        for key, value in saved.items()
+        if key in current and value != current[key]
+    }
+    refused = [text for key, text in sorted(differing.items()) if key in FIXED_CONFIG_ENTRIES]
+    if refuse and refused:
+        raise SMPValidationError(
+            make_lines_printable(
+                f"The following features changes are not allowed for loading partial: \n{''.join(refused)}"
+            )
+        )
+    if differing:
+        logger.warning(
+            "Warning: Found mismatched features between save and load: \n%s\nThe checkpoint is loaded all the same.",
+            join_lines(text.rstrip("\n") for text in differing.values()),
+        )
+
+
+def _parse_version(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+# -- what was saved
+
+
+def read_user_content(root: str, name: str, *, partial: bool, trust_pickle: bool) -> Any:
+    """The user content of a checkpoint; None if it has none.
+
+    Raises:
+        xla_ckpt.CorruptCheckpointError: Its file is damaged.
+        xla_ckpt.UntrustedObjectError: It holds pickled objects, which are not trusted.
+    """
+    file = f"{root}/{name}/{USER_CONTENT_FILE}" if partial else f"{root}/{get_user_content_name(name)}"
+    return files.FileReader(trust_pickle=trust_pickle).read(file) if os.path.isfile(file) else None
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingResume:
+    """A checkpoint that is loaded as soon as there is something to load it into."""
+
+    root: str
+    name: str
+    """That of the directory in it, or of the file."""
+
+    partial: bool
+    """Whether it is a directory."""
+
+    strict: bool
+    load_optimizer: bool
+    translate: Callable[[dict[str, Any]], Any] | None
+    """Makes names of this model of those of a full checkpoint."""
+
+    trust_pickle: bool
+    _has_model: bool = False
+
+    def apply(self, model: Any, optimizer: Any) -> None:
+        """Load it into a model, and an optimizer if there is one. A second call loads what the first one lacked.
+
+        Raises:
+            MissingCheckpointFilesError: The checkpoint has no model, or no optimizer.
+            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
+        """
+        if not self.partial:
+            self._apply_full(model)
+            return
+        optimizer = optimizer if self.load_optimizer else None
+        self._check_files(None if self._has_model else MODEL_SET)
+        self._check_files(None if optimizer is None else OPTIMIZER_SETS[1])
+        wanted = None if self._has_model else model
+        if wanted is not None or optimizer is not None:
+            source = CheckpointSource(path=self.root, tag=self.name, trust_pickle=self.trust_pickle)
+            source.load(model=wanted, optimizer=optimizer, strict=self.strict)
+        self._has_model = True
+
+    def _check_files(self, kind: str | None) -> None:
+        """Refuse a checkpoint that has no files of a kind."""
+        folder = f"{self.root}/{self.name}"
+        if kind is not None and not any(name.startswith(f"{kind}_") for name in os.listdir(folder)):
+            raise MissingCheckpointFilesError.of(f"{folder}/{kind}")
+
+    def _apply_full(self, model: Any) -> None:
+        """Load the file of a full checkpoint into a model, if none was loaded yet."""
+        if self._has_model:
+            return
+        state = files.load(f"{self.root}/{self.name}", partial=False, trust_pickle=self.trust_pickle)
+        model.load_state_dict(state, strict=self.strict, translate_function=self.translate)
+        self._has_model = True

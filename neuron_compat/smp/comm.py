@@ -1,7 +1,7 @@
-"""SMP's calls between ranks: any picklable object, over gloo.
+"""Communication between ranks: SMP's calls for any picklable object, over gloo.
 
-`broadcast` sends: who receives calls `recv_from`, as in SMP. What is sent is pickled; it comes
-from ranks of this job only.
+`broadcast` only sends: the receiving ranks call `recv_from`, as in SMP. Objects are pickled, and come only from ranks
+of this job.
 """
 
 from __future__ import annotations
@@ -55,73 +55,73 @@ RDP_GROUP = CommGroup.RDP_GROUP
 DP_GROUP = CommGroup.DP_GROUP
 MP_GROUP = CommGroup.MP_GROUP
 
-_KINDS = {WORLD: "world", PP_GROUP: "pp", TP_GROUP: "tp", RDP_GROUP: "rdp", DP_GROUP: "dp", MP_GROUP: "mp"}
+_GROUP_KINDS = {WORLD: "world", PP_GROUP: "pp", TP_GROUP: "tp", RDP_GROUP: "rdp", DP_GROUP: "dp", MP_GROUP: "mp"}
 
 
-def _members(group: Any) -> tuple[str, list[int]]:
+def _get_members(group: Any) -> tuple[str, list[int]]:
     """The kind of a group, and its ranks in the world."""
-    if group not in _KINDS:
+    if group not in _GROUP_KINDS:
         raise InvalidCommGroupError(
             f"Invalid group {group} passed, it needs to be one of CommGroup.WORLD, CommGroup.PP_GROUP, "
             "CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.RDP_GROUP, CommGroup.MP_GROUP"
         )
-    return _KINDS[group], job.ranks().groups[_KINDS[group]]
+    return _GROUP_KINDS[group], job.get_rank_info().groups[_GROUP_KINDS[group]]
 
 
-def _peer(rank: int, rank_type: Any) -> tuple[int, Any]:
+def _find_peer(rank: int, rank_type: Any) -> tuple[int, Any]:
     """(rank in the world, process group) of another member of one of this process' groups."""
     if not isinstance(rank_type, RankType):
         raise SMPInvalidArgumentError("rank_type is one of smp.RankType", found=repr(rank_type))
-    kind, ranks = _members(rank_type.get_comm_group())
+    kind, ranks = _get_members(rank_type.get_comm_group())
     if not 0 <= rank < len(ranks):
         raise SMPInvalidArgumentError(
             f"there is no {rank_type.name} of this number", expected=f"0 to {len(ranks) - 1}", found=rank
         )
     if ranks[rank] == job.rank():
         raise SMPInvalidArgumentError("a rank does not send to itself, or receive from itself", found=rank)
-    return ranks[rank], job.process_group(kind)
+    return ranks[rank], job.get_process_group(kind)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """The objects of all ranks of a group, in the order of their ranks. All of them make the same call."""
-    kind, ranks = _members(group)
+    kind, ranks = _get_members(group)
     if len(ranks) == 1:
         return [obj]
     objects: list[Any] = [None] * len(ranks)
-    distributed.all_gather_object(objects, obj, group=job.process_group(kind))
+    distributed.all_gather_object(objects, obj, group=job.get_process_group(kind))
     return objects
 
 
 def gather(obj: Any, group: CommGroup, rank: int = 0) -> list[Any] | None:
     """The objects of all ranks of a group on its `rank`; None on the others. All of them make the same call."""
-    kind, ranks = _members(group)
+    kind, ranks = _get_members(group)
     if not 0 <= rank < len(ranks):
         raise SMPInvalidArgumentError(f"{group.name} has no such rank", expected=f"0 to {len(ranks) - 1}", found=rank)
     if len(ranks) == 1:
         return [obj]
     objects: list[Any] | None = [None] * len(ranks) if ranks[rank] == job.rank() else None
-    distributed.gather_object(obj, objects, dst=ranks[rank], group=job.process_group(kind))
+    distributed.gather_object(obj, objects, dst=ranks[rank], group=job.get_process_group(kind))
     return objects
 
 
 def broadcast(obj: Any, group: CommGroup) -> Any:
     """Send an object to all other ranks of a group, which call `recv_from`; the object."""
-    kind, ranks = _members(group)
+    kind, ranks = _get_members(group)
     for peer in ranks:
         if peer != job.rank():
-            distributed.send_object_list([obj], dst=peer, group=job.process_group(kind))
+            distributed.send_object_list([obj], dst=peer, group=job.get_process_group(kind))
     return obj
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     """Send an object to a rank, which calls `recv_from`."""
-    peer, group = _peer(dest_rank, rank_type)
+    peer, group = _find_peer(dest_rank, rank_type)
     distributed.send_object_list([obj], dst=peer, group=group)
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
     """The next object that a rank sends to this one, by `send` or `broadcast` in the same kind of group."""
-    peer, group = _peer(src_rank, rank_type)
+    peer, group = _find_peer(src_rank, rank_type)
     received: list[Any] = [None]
     distributed.recv_object_list(received, src=peer, group=group)
     return received[0]
@@ -129,9 +129,9 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Wait until all ranks of a group are here."""
-    kind, ranks = _members(group)
+    kind, ranks = _get_members(group)
     if len(ranks) > 1:
-        distributed.barrier(group=job.process_group(kind))
+        distributed.barrier(group=job.get_process_group(kind))
 
 
 pp_barrier = functools.partial(barrier, PP_GROUP)

@@ -1,7 +1,7 @@
-"""SMP's configuration dict: what it may hold, the defaults, and what contradicts what.
+"""SMP's configuration dict: entries, defaults, and validation.
 
-The entries, defaults and bounds are those of SMP 1.12. Several change nothing here, where every pipeline rank runs the
-whole model: they are checked, kept, and stored with checkpoints.
+Entries, defaults and bounds are those of SMP 1.12. Several have no effect here, because every pipeline rank runs the
+whole model: they are validated, kept, and stored with checkpoints.
 """
 
 from __future__ import annotations
@@ -13,77 +13,77 @@ from dataclasses import dataclass
 from typing import Any
 
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError
-from xla_ckpt.keywords import meant
+from xla_ckpt.keywords import suggest
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConfigEntry:
     """What one entry of the configuration may be."""
 
-    kind: type
+    value_type: type
     default: Any = None
-    low: float | None = None
-    high: float | None = None
-    options: tuple[str, ...] = ()
-    nothing: bool = False
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    optional: bool = False
     """Whether None is a value, too."""
 
 
-ENTRIES: dict[str, Entry] = {
-    "pipeline_parallel_degree": Entry(int, 1, low=1),
-    "tensor_parallel_degree": Entry(int, 1, low=1),
-    "microbatches": Entry(int, 1, low=1),
-    "pipeline": Entry(str, "interleaved", options=("simple", "interleaved", "_only_forward")),
-    "horovod": Entry(bool, False),
-    "ddp": Entry(bool, False),
-    "sharded_data_parallel_degree": Entry(int, 1, low=1),
-    "sdp_reduce_bucket_size": Entry(int, 500_000_000),
-    "sdp_param_persistence_threshold": Entry(int, 1_000_000),
-    "sdp_max_live_parameters": Entry(int, 1_000_000_000),
-    "sdp_hierarchical_allgather": Entry(bool, True),
-    "sdp_gradient_clipping": Entry(float, 1.0),
-    "_sharded_data_parallelism_config": Entry(str, nothing=True),
-    "ddp_port": Entry(int, low=0, nothing=True),
-    "ddp_dist_backend": Entry(str, "nccl", options=("nccl", "gloo", "xla", "smddp", "auto")),
-    "contiguous": Entry(bool, True),
-    "placement_strategy": Entry(
-        str, "cluster", options=("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
+ENTRIES: dict[str, ConfigEntry] = {
+    "pipeline_parallel_degree": ConfigEntry(int, 1, minimum=1),
+    "tensor_parallel_degree": ConfigEntry(int, 1, minimum=1),
+    "microbatches": ConfigEntry(int, 1, minimum=1),
+    "pipeline": ConfigEntry(str, "interleaved", choices=("simple", "interleaved", "_only_forward")),
+    "horovod": ConfigEntry(bool, False),
+    "ddp": ConfigEntry(bool, False),
+    "sharded_data_parallel_degree": ConfigEntry(int, 1, minimum=1),
+    "sdp_reduce_bucket_size": ConfigEntry(int, 500_000_000),
+    "sdp_param_persistence_threshold": ConfigEntry(int, 1_000_000),
+    "sdp_max_live_parameters": ConfigEntry(int, 1_000_000_000),
+    "sdp_hierarchical_allgather": ConfigEntry(bool, True),
+    "sdp_gradient_clipping": ConfigEntry(float, 1.0),
+    "_sharded_data_parallelism_config": ConfigEntry(str, optional=True),
+    "ddp_port": ConfigEntry(int, minimum=0, optional=True),
+    "ddp_dist_backend": ConfigEntry(str, "nccl", choices=("nccl", "gloo", "xla", "smddp", "auto")),
+    "contiguous": ConfigEntry(bool, True),
+    "placement_strategy": ConfigEntry(
+        str, "cluster", choices=("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
     ),
-    "optimize": Entry(str, "speed", options=("speed", "memory")),
-    "auto_partition": Entry(bool, True),
-    "default_partition": Entry(int, low=0, nothing=True),
-    "prescaled_batch": Entry(bool, False),
-    "memory_weight": Entry(float, 0.8, low=0, high=1),
-    "active_microbatches": Entry(int, low=1, nothing=True),
-    "fast_mode": Entry(bool, False),
-    "static_mode": Entry(bool, False),
-    "fp16": Entry(bool, False),
-    "bf16": Entry(bool, False),
-    "fp16_params": Entry(bool, False),
-    "tensor_parallel_seed": Entry(int, 0, low=0),
-    "offload_activations": Entry(bool, False),
-    "_shard_offloaded_activations": Entry(bool, True),
-    "shard_optimizer_state": Entry(bool, False),
-    "delayed_parameter_initialization": Entry(bool, False),
-    "skip_tracing": Entry(bool, False),
-    "activation_loading_horizon": Entry(int, 4, low=0),
-    "task_level_activation_loading_horizon": Entry(int, 4, low=1),
-    "herring": Entry(bool, False),
-    "_match_weights": Entry(bool, False),
-    "_fp32_grad_accumulation": Entry(bool, False),
-    "checkpoint_attentions": Entry(bool, False),
-    "load_partition": Entry(bool, False),
-    "partition_file": Entry(str, nothing=True),
+    "optimize": ConfigEntry(str, "speed", choices=("speed", "memory")),
+    "auto_partition": ConfigEntry(bool, True),
+    "default_partition": ConfigEntry(int, minimum=0, optional=True),
+    "prescaled_batch": ConfigEntry(bool, False),
+    "memory_weight": ConfigEntry(float, 0.8, minimum=0, maximum=1),
+    "active_microbatches": ConfigEntry(int, minimum=1, optional=True),
+    "fast_mode": ConfigEntry(bool, False),
+    "static_mode": ConfigEntry(bool, False),
+    "fp16": ConfigEntry(bool, False),
+    "bf16": ConfigEntry(bool, False),
+    "fp16_params": ConfigEntry(bool, False),
+    "tensor_parallel_seed": ConfigEntry(int, 0, minimum=0),
+    "offload_activations": ConfigEntry(bool, False),
+    "_shard_offloaded_activations": ConfigEntry(bool, True),
+    "shard_optimizer_state": ConfigEntry(bool, False),
+    "delayed_parameter_initialization": ConfigEntry(bool, False),
+    "skip_tracing": ConfigEntry(bool, False),
+    "activation_loading_horizon": ConfigEntry(int, 4, minimum=0),
+    "task_level_activation_loading_horizon": ConfigEntry(int, 4, minimum=1),
+    "herring": ConfigEntry(bool, False),
+    "_match_weights": ConfigEntry(bool, False),
+    "_fp32_grad_accumulation": ConfigEntry(bool, False),
+    "checkpoint_attentions": ConfigEntry(bool, False),
+    "load_partition": ConfigEntry(bool, False),
+    "partition_file": ConfigEntry(str, optional=True),
 }
 
-SAGEMAKER = "SM_HP_MP_PARAMETERS"
+CONFIG_VARIABLE = "SM_HP_MP_PARAMETERS"
 """Environment variable with the configuration as JSON, as SageMaker's estimator sets it."""
 
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "horovod": "Set ddp to True: gradients are then averaged over torch.distributed.",
     "herring": "Set ddp to True: gradients are then averaged over torch.distributed.",
     "load_partition": "It is for TensorFlow.",
@@ -105,7 +105,7 @@ class ModelParallelConfig:
     """
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
-        self._config = complete(given or {})
+        self._config = complete_config(given or {})
 
     def __getattr__(self, name: str) -> Any:
         config = self.__dict__.get("_config", {})
@@ -131,50 +131,50 @@ class ModelParallelConfig:
         return False
 
 
-def complete(given: Mapping[str, Any]) -> Config:
+def complete_config(given: Mapping[str, Any]) -> Config:
     """A configuration with a value for every entry; `given` stays as it is.
 
     Raises:
         SMPConfigError: See `ModelParallelConfig`.
         SMPUnsupportedError: See `ModelParallelConfig`.
 
-    >>> config = complete({"partitions": 2, "ddp": True})
+    >>> config = complete_config({"partitions": 2, "ddp": True})
     >>> config["pipeline_parallel_degree"], config["microbatches"], config["active_microbatches"]
     (2, 1, 1)
     """
-    named = _without_aliases(given)
+    named = _resolve_aliases(given)
     unknown = sorted(str(name) for name in named if name not in ENTRIES)
     if unknown:
         known = [name for name in ENTRIES if not name.startswith("_")]
         raise SMPConfigError(
-            f"the configuration has an entry that SMP does not know{meant(unknown[0], known)}",
+            f"the configuration has an entry that SMP does not know{suggest(unknown[0], known)}",
             expected=", ".join(known),
             found=", ".join(unknown),
         )
-    config = {name: _checked(name, named.get(name, entry.default)) for name, entry in ENTRIES.items()}
+    config = {name: _validate_value(name, named.get(name, entry.default)) for name, entry in ENTRIES.items()}
     if config["active_microbatches"] is None:
         config["active_microbatches"] = min(config["pipeline_parallel_degree"] + 2, config["microbatches"])
-    _check_together(config)
+    _check_consistency(config)
     return config
 
 
-def from_environment() -> Mapping[str, Any]:
+def read_environment() -> Mapping[str, Any]:
     """The configuration that SageMaker's environment says; an empty one without it.
 
     Raises:
         SMPConfigError: It is no JSON.
     """
-    text = os.environ.get(SAGEMAKER)
+    text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
         return {}
     try:
         parsed = json.loads(text)
     except ValueError as error:
-        raise SMPConfigError(f"{SAGEMAKER} in the environment is no JSON", found=text[:80]) from error
+        raise SMPConfigError(f"{CONFIG_VARIABLE} in the environment is no JSON", found=text[:80]) from error
     return parsed if isinstance(parsed, Mapping) else {"": parsed}
 
 
-def _without_aliases(given: Mapping[str, Any]) -> Config:
+def _resolve_aliases(given: Mapping[str, Any]) -> Config:
     """The entries under their own names."""
     if not isinstance(given, Mapping):
         raise SMPConfigError("the configuration is a dict", found=type(given).__name__)
@@ -187,7 +187,7 @@ def _without_aliases(given: Mapping[str, Any]) -> Config:
     return named
 
 
-def _checked(name: str, value: Any) -> Any:
+def _validate_value(name: str, value: Any) -> Any:
     """A value of an entry, as what it has to be.
 
     Raises:
@@ -195,29 +195,29 @@ def _checked(name: str, value: Any) -> Any:
         SMPUnsupportedError: It asks for something that is not there.
     """
     entry = ENTRIES[name]
-    if value is None and entry.nothing:
+    if value is None and entry.optional:
         return None
-    if entry.kind is float and type(value) is int:
+    if entry.value_type is float and type(value) is int:
         value = float(value)
-    if entry.kind is int and type(value) is float and value.is_integer():
+    if entry.value_type is int and type(value) is float and value.is_integer():
         value = int(value)  # such as 5e8, as YAML has it
     kind = type(value)  # mypy would take `value` for an object behind a comparison of its type
-    if kind is not entry.kind:
+    if kind is not entry.value_type:
         raise SMPConfigError(
-            f"{name} is of another type", expected=entry.kind.__name__, found=f"{value!r} ({kind.__name__})"
+            f"{name} is of another type", expected=entry.value_type.__name__, found=f"{value!r} ({kind.__name__})"
         )
-    if entry.options and value not in entry.options:
-        raise SMPConfigError(f"{name} is none of its options", expected=", ".join(entry.options), found=value)
-    if entry.low is not None and value < entry.low:
-        raise SMPConfigError(f"{name} is too small", expected=f"at least {entry.low}", found=value)
-    if entry.high is not None and value > entry.high:
-        raise SMPConfigError(f"{name} is too large", expected=f"at most {entry.high}", found=value)
-    if name in _NOT_HERE and value != entry.default:
-        raise SMPUnsupportedError(f"{name} is not there", found=value, hint=_NOT_HERE[name])
+    if entry.choices and value not in entry.choices:
+        raise SMPConfigError(f"{name} is none of its options", expected=", ".join(entry.choices), found=value)
+    if entry.minimum is not None and value < entry.minimum:
+        raise SMPConfigError(f"{name} is too small", expected=f"at least {entry.minimum}", found=value)
+    if entry.maximum is not None and value > entry.maximum:
+        raise SMPConfigError(f"{name} is too large", expected=f"at most {entry.maximum}", found=value)
+    if name in _UNSUPPORTED and value != entry.default:
+        raise SMPUnsupportedError(f"{name} is not there", found=value, hint=_UNSUPPORTED[name])
     return value
 
 
-def _check_together(config: Config) -> None:
+def _check_consistency(config: Config) -> None:
     """Refuse entries that contradict each other."""
     if config["sharded_data_parallel_degree"] > 1:
         raise SMPUnsupportedError(

@@ -1,7 +1,8 @@
-"""The exceptions of SageMaker model parallel (SMP), by its names.
+"""The exceptions of SageMaker model parallel (SMP), with its names.
 
-Each is also an `xla_ckpt.CheckpointError`, so that all ranks of a job raise the same one, and the builtin that
-SMP's own class is. Texts are those of SMP 1.12; what this library knows beyond them stands behind them.
+Each is also an `xla_ckpt.CheckpointError`, so that all ranks of a job raise the same one, and the builtin exception
+that SMP's own class derives from. Messages are those of SMP 1.12, followed by further details that this library
+knows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xla_ckpt import CheckpointError
-from xla_ckpt.facade import add_kinds
+from xla_ckpt.facade import register_error_types
 
 # Arguments, configuration and use.
 
@@ -153,7 +154,7 @@ class RdpSizeError(SMPCheckpointError, AssertionError):
         )
 
 
-UNCHANGED = "Pass what smp.load() returned, unchanged: it knows all files of the set, and loads them on any ranks."
+UNCHANGED_HINT = "Pass what smp.load() returned, unchanged: it knows all files of the set, and loads them on any ranks."
 """What to do with a part of a set that does not fit."""
 
 # What cannot be done.
@@ -179,7 +180,7 @@ class TooFewRanksError(SMPRuntimeError):
     """A call that all ranks of a group make was made by some of them only; SMP hangs instead."""
 
 
-add_kinds(
+register_error_types(
     *(
         kind
         for kind in list(globals().values())

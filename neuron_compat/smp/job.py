@@ -25,19 +25,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from neuron_compat.lazy import imported
+from neuron_compat.lazy_imports import import_module
 from neuron_compat.smp.errors import DDPNotEnabledError, NotInitializedError, SMPRuntimeError
 from xla_ckpt import Mesh
 from xla_ckpt.logs import get_logger
 
 logger = get_logger(__name__)
 
-KINDS = {"world": "world", "pp": "pp", "tp": "tp", "rdp": "dp", "dp": "dp_tp", "mp": "pp_tp"}
+GROUP_KINDS = {"world": "world", "pp": "pp", "tp": "tp", "rdp": "dp", "dp": "dp_tp", "mp": "pp_tp"}
 """SMP's kind of group -> that of `neuron_compat.groups`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankInfo:
     """Where this process stands in its job."""
 
     mesh: Mesh
@@ -49,12 +49,12 @@ class Ranks:
     process_groups: dict[str, Any]
     """Kind -> its process group (gloo); empty without torch.distributed."""
 
-    def of(self, kind: str) -> int:
+    def get_rank(self, kind: str) -> int:
         """This process' rank in its group."""
         return self.groups[kind].index(self.rank)
 
 
-Pending = Callable[[Any, Any], None]
+PendingLoad = Callable[[Any, Any], None]
 
 
 class State:
@@ -72,33 +72,36 @@ class State:
 
     def __init__(self) -> None:
         self.cfg: Any = None
-        self.ranks: Ranks | None = None
+        self.rank_info: RankInfo | None = None
         self.model: Any = None
         self.optimizer: Any = None
-        self.pending: list[Pending] = []
-        self._applied: list[Pending] = []
+        self.pending_loads: list[PendingLoad] = []
+        self._applied_loads: list[PendingLoad] = []
         """Those that were called with the model alone, or are being called."""
-        self.lazy = False
+        self.initialized_implicitly = False
         """Whether the configuration was read from what was there, and not given to `init`."""
 
     @property
     def initialized(self) -> bool:
         """Whether `init` was called."""
-        return self.ranks is not None
+        return self.rank_info is not None
 
     def num_microbatches(self) -> int:
         """Into how many parts a step splits a batch."""
         return int(self.cfg.microbatches) if self.cfg is not None else 1
 
-    def apply_pending(self) -> None:
-        """Make the calls that can be made: see `pending`."""
+    def apply_pending_loads(self) -> None:
+        """Make the calls that can be made: see `pending_loads`."""
         if self.model is None:
             return
         if self.optimizer is None:
-            waiting = [call for call in self.pending if call not in self._applied]
+            waiting = [call for call in self.pending_loads if call not in self._applied_loads]
         else:
-            waiting, self.pending = self.pending, []
-        self._applied = [*self._applied, *waiting]  # such a call may use the model, which brings us here again
+            waiting, self.pending_loads = self.pending_loads, []
+        self._applied_loads = [
+            *self._applied_loads,
+            *waiting,
+        ]  # such a call may use the model, which brings us here again
         for call in waiting:
             call(self.model, self.optimizer)
 
@@ -114,28 +117,28 @@ def is_initialized() -> bool:
 def reset() -> None:
     """Forget the model and the optimizer, so that others can be wrapped."""
     state.model = state.optimizer = None
-    state.pending, state._applied = [], []
+    state.pending_loads, state._applied_loads = [], []
 
 
-def ranks() -> Ranks:
+def get_rank_info() -> RankInfo:
     """Where this process stands. The first call initialises, if the parallel state or the environment say how.
 
     Raises:
         NotInitializedError: They do not.
     """
-    known = _ranks_if_known()
+    known = _get_rank_info_if_known()
     if known is None:
         raise NotInitializedError("smp is not initialized!", hint="Call smp.init(config) first.")
     return known
 
 
-def _ranks_if_known() -> Ranks | None:
+def _get_rank_info_if_known() -> RankInfo | None:
     """Where this process stands; None if nothing says it."""
-    if state.ranks is None:
+    if state.rank_info is None:
         # The one door from the calls to the emulation. It is not opened by an import: a program that has set up its
         # ranks itself has no use for what is behind it.
-        imported("neuron_compat.emulated.smp.setup").init_if_known()
-    return state.ranks
+        import_module("neuron_compat.emulated.smp.setup").init_if_known()
+    return state.rank_info
 
 
 # -- ranks and sizes
@@ -147,56 +150,56 @@ def rank() -> int:
     Raises:
         NotInitializedError: `init` was not called. (So do all ranks here; sizes are 1 then.)
     """
-    return ranks().rank
+    return get_rank_info().rank
 
 
 def local_rank() -> int:
     """This process' rank on its machine."""
-    return ranks().local_rank
+    return get_rank_info().local_rank
 
 
 def local_size() -> int:
     """Number of processes on this machine."""
-    known = _ranks_if_known()
+    known = _get_rank_info_if_known()
     return 1 if known is None else known.local_size
 
 
-def _rank(kind: str) -> int:
-    return ranks().of(kind)
+def _get_rank(kind: str) -> int:
+    return get_rank_info().get_rank(kind)
 
 
-def _size(kind: str) -> int:
-    known = _ranks_if_known()
+def _get_size(kind: str) -> int:
+    known = _get_rank_info_if_known()
     return 1 if known is None else len(known.groups[kind])
 
 
-size = functools.partial(_size, "world")
+size = functools.partial(_get_size, "world")
 """Number of processes of the job."""
 
-pp_rank, pp_size = functools.partial(_rank, "pp"), functools.partial(_size, "pp")
-tp_rank, tp_size = functools.partial(_rank, "tp"), functools.partial(_size, "tp")
-rdp_rank, rdp_size = functools.partial(_rank, "rdp"), functools.partial(_size, "rdp")
-dp_rank, dp_size = functools.partial(_rank, "dp"), functools.partial(_size, "dp")
+pp_rank, pp_size = functools.partial(_get_rank, "pp"), functools.partial(_get_size, "pp")
+tp_rank, tp_size = functools.partial(_get_rank, "tp"), functools.partial(_get_size, "tp")
+rdp_rank, rdp_size = functools.partial(_get_rank, "rdp"), functools.partial(_get_size, "rdp")
+dp_rank, dp_size = functools.partial(_get_rank, "dp"), functools.partial(_get_size, "dp")
 """The ranks and sizes of the table above. With tensor parallelism, ask `rdp_rank` which ranks save."""
 
 
 def mp_rank() -> int:
     """``tp_rank() + tp_size() * pp_rank()``; with tensor parallelism a warning says so, once."""
-    number = ranks().of("mp")
+    number = get_rank_info().get_rank("mp")
     if tp_size() > 1:
-        _warn_of_mp("mp_rank", "the rank among pipeline-parallel processes only, use pp_rank()")
+        _warn_about_mp("mp_rank", "the rank among pipeline-parallel processes only, use pp_rank()")
     return number
 
 
 def mp_size() -> int:
     """``pp_size() * tp_size()``; with tensor parallelism a warning says so, once."""
     if tp_size() > 1:
-        _warn_of_mp("mp_size", "the pipeline parallelism degree, use pp_size()")
-    return _size("mp")
+        _warn_about_mp("mp_size", "the pipeline parallelism degree, use pp_size()")
+    return _get_size("mp")
 
 
 @functools.cache
-def _warn_of_mp(name: str, instead: str) -> None:
+def _warn_about_mp(name: str, instead: str) -> None:
     logger.warning(
         "Using %s(). When tensor-parallel degree is more than 1, %s() counts all model-parallel processes, including "
         "pipeline parallelism and tensor parallelism. If you would like to get %s.",
@@ -208,7 +211,7 @@ def _warn_of_mp(name: str, instead: str) -> None:
 
 def instance_id() -> int:
     """The number of this process' machine."""
-    here = ranks()
+    here = get_rank_info()
     return int(os.environ.get("GROUP_RANK", here.rank // here.local_size))
 
 
@@ -225,45 +228,45 @@ def num_microbatches() -> int:
 # -- groups
 
 
-def _group(kind: str) -> list[int]:
-    return list(ranks().groups[kind])
+def _get_group(kind: str) -> list[int]:
+    return list(get_rank_info().groups[kind])
 
 
-get_pp_group = functools.partial(_group, "pp")
-get_tp_group = functools.partial(_group, "tp")
-get_rdp_group = functools.partial(_group, "rdp")
-get_dp_group = functools.partial(_group, "dp")
-get_mp_group = functools.partial(_group, "mp")
+get_pp_group = functools.partial(_get_group, "pp")
+get_tp_group = functools.partial(_get_group, "tp")
+get_rdp_group = functools.partial(_get_group, "rdp")
+get_dp_group = functools.partial(_get_group, "dp")
+get_mp_group = functools.partial(_get_group, "mp")
 """The ranks of this process' pipeline; of its tensor-parallel group; those that hold the same parameters; that own the
 same partition; and that hold a model together with it."""
 
 
-def process_group(kind: str) -> Any:
+def get_process_group(kind: str) -> Any:
     """The process group (gloo) of a kind.
 
     Raises:
         NotInitializedError: `init` was not called.
         SMPRuntimeError: torch.distributed was not initialised, because this process works alone.
     """
-    groups = ranks().process_groups
+    groups = get_rank_info().process_groups
     if not groups:
         raise SMPRuntimeError("there are no process groups: torch.distributed is not initialized")
     return groups[kind]
 
 
-def _public_group(kind: str) -> Any:
-    """As `process_group`, where ``ddp`` is on."""
-    ranks()
+def _get_ddp_process_group(kind: str) -> Any:
+    """As `get_process_group`, where ``ddp`` is on."""
+    get_rank_info()
     if not state.cfg.ddp:
         raise DDPNotEnabledError("Torch.dist is not initialized. Please enable DDP in config to use torch.dist")
-    return process_group(kind)
+    return get_process_group(kind)
 
 
-get_world_process_group = functools.partial(_public_group, "world")
-get_dp_process_group = functools.partial(_public_group, "dp")
-get_rdp_process_group = functools.partial(_public_group, "rdp")
-get_tp_process_group = functools.partial(_public_group, "tp")
-get_pp_process_group = functools.partial(_public_group, "pp")
+get_world_process_group = functools.partial(_get_ddp_process_group, "world")
+get_dp_process_group = functools.partial(_get_ddp_process_group, "dp")
+get_rdp_process_group = functools.partial(_get_ddp_process_group, "rdp")
+get_tp_process_group = functools.partial(_get_ddp_process_group, "tp")
+get_pp_process_group = functools.partial(_get_ddp_process_group, "pp")
 """The process groups of the same ranks, and that of all. They need ``ddp: True``; that of `mp` does not.
 
 Raises:
@@ -272,5 +275,5 @@ Raises:
     SMPRuntimeError: This process works alone, without torch.distributed.
 """
 
-get_mp_process_group = functools.partial(process_group, "mp")
+get_mp_process_group = functools.partial(get_process_group, "mp")
 """The process group of `get_mp_group`."""

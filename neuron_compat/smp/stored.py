@@ -1,14 +1,22 @@
-"""What `smp.load` returns: dicts that know the set of files that they are a part of."""
+"""State dicts that `smp.load` returns, and the set of files that each is part of.
+
+A `StoredState` remembers its `CheckpointSource`. If this rank's part does not fit the job, the model and the
+optimizer load from the whole set instead, on any topology.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from xla_ckpt.facade import leaves
+import xla_ckpt
+from neuron_compat.smp import job
+from xla_ckpt.facade import FP16_SET, ModelView, NamesOnly, iterate_leaves
+from xla_ckpt.logs import get_logger
 
 
 class Source(Protocol):
@@ -18,9 +26,9 @@ class Source(Protocol):
         """Load all of it into what is given, whatever the topology. All ranks of the job make the same call."""
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _list_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in dicts, lists and tuples, in their order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in iterate_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class StoredState(dict[Any, Any]):
@@ -39,7 +47,7 @@ class StoredState(dict[Any, Any]):
         super().__init__(values)
         self.fits = fits
         self._source = source
-        self._seen = [(t, t._version) for t in _tensors(dict(self))] if source is not None else []
+        self._tensor_versions = [(t, t._version) for t in _list_tensors(dict(self))] if source is not None else []
 
     @property
     def source(self) -> Source | None:
@@ -48,9 +56,11 @@ class StoredState(dict[Any, Any]):
 
     def _is_changed(self) -> bool:
         """Whether the program has replaced a tensor in it, or written to one, since the load."""
-        tensors = _tensors(dict(self))
-        same = len(tensors) == len(self._seen) and all(a is b for a, (b, _) in zip(tensors, self._seen, strict=True))
-        return not same or any(tensor._version != version for tensor, version in self._seen)
+        tensors = _list_tensors(dict(self))
+        same = len(tensors) == len(self._tensor_versions) and all(
+            a is b for a, (b, _) in zip(tensors, self._tensor_versions, strict=True)
+        )
+        return not same or any(tensor._version != version for tensor, version in self._tensor_versions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
@@ -65,7 +75,7 @@ class StoredState(dict[Any, Any]):
     __copy__ = copy
 
 
-def _forgetting(name: str) -> Callable[..., Any]:
+def _wrap_mutator(name: str) -> Callable[..., Any]:
     """A method of dict that changes a dict, and has it forget its source."""
     original = getattr(dict, name)
 
@@ -79,4 +89,100 @@ def _forgetting(name: str) -> Callable[..., Any]:
 
 
 for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(StoredState, _name, _forgetting(_name))
+    setattr(StoredState, _name, _wrap_mutator(_name))
+
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSource:
+    """A set of files, or a tag, as the `source` of a `StoredState`."""
+
+    path: str
+    """What `xla_ckpt.load_checkpoint` takes."""
+
+    tag: str | None = None
+    trust_pickle: bool = False
+
+    def load(self, model: Any = None, optimizer: Any = None, strict: bool = True) -> None:
+        """Load all of it into what is given, whatever the topology. All ranks of the job make the same call.
+
+        Each rank reads what its own parameters need of all files. An optimizer without its model gets the names of the
+        parameters from the process' `DistributedModel`, whose weights stay as they are.
+
+        Raises:
+            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed, but that the model has its
+                weights already where it is the master weights that are damaged.
+        """
+        known = job.state.model if model is None else model
+        plain = None if known is None else known.xla_ckpt_plain
+        masters = None if optimizer is None else optimizer._smp.masters
+        if masters is None:
+            names = NamesOnly(plain) if model is None and plain is not None else plain
+            self._load(names, optimizer, strict, known)
+        else:
+            if model is not None:
+                self._load(plain, None, strict, known)
+            # Its parameters are the master weights, which have the names of the model's.
+            self._load(NamesOnly(_view_with_masters(plain, masters)), optimizer, strict, known)
+            self._load_masters(optimizer, known)
+        if optimizer is not None:
+            optimizer.drop_others()
+
+    def _load(self, model: Any, optimizer: Any, strict: bool, known: Any) -> None:
+        xla_ckpt.load_checkpoint(
+            self.path,
+            self.tag,
+            model=model,
+            optimizer=optimizer,
+            strict=strict,
+            mesh=job.get_rank_info().mesh,
+            shardings=None if known is None else known._rules,
+            trust_pickle=self.trust_pickle,
+        )
+
+    def _restore_tree(self, like: Any, known: Any) -> Any:
+        """The tree `like`, with the stored values in it."""
+        return xla_ckpt.restore(
+            self.path,
+            self.tag,
+            like,
+            mesh=job.get_rank_info().mesh,
+            shardings=known._rules,
+            trust_pickle=self.trust_pickle,
+        ).tree
+
+    @torch.no_grad()
+    def _load_masters(self, optimizer: Any, known: Any) -> None:
+        """Load master weights and the loss scale; where none are stored, the weights of the model are taken."""
+        runtime = optimizer._smp
+        masters, names = runtime.masters, runtime.names(optimizer)
+        wanted = {names[number]: master for number, master in runtime.masters_by_number(optimizer).items()}
+        try:
+            loaded = self._restore_tree({"optimizer": {"master": wanted}}, known)["optimizer"]["master"]
+        except xla_ckpt.IncompatibleCheckpointError as error:
+            logger.warning("no master weights are stored for this optimizer (%s): the model's weights are taken", error)
+            masters.take_weights()
+        else:
+            for name, master in wanted.items():
+                master.copy_(loaded[name])
+            masters.give_weights()
+        try:
+            like = {"extras": {FP16_SET: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
+            runtime.take_scale(self._restore_tree(like, known)["extras"][FP16_SET])
+        except xla_ckpt.IncompatibleCheckpointError:
+            logger.info("no loss scale is stored")
+
+
+def _view_with_masters(module: Any, masters: Any) -> ModelView:
+    """A module with the master weights in the place of its parameters."""
+    master_of = {id(narrow): master for narrow, master in masters}
+    return ModelView(
+        {name: master_of.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()},
+        parameters=[
+            (name, master_of.get(id(value), value)) for name, value in module.named_parameters(remove_duplicate=False)
+        ],
+        wrapped_modules=[module],
+        load_entries=lambda state_dict: None,
+    )

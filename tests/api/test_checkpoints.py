@@ -134,15 +134,15 @@ def test_kept_and_deleted(root: str) -> None:
 
 def test_a_rank_reads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job whose other ranks do not come would be waited for. The order of later calls is not disturbed either."""
-    from xla_ckpt.job import current
-    from xla_ckpt.job import job as calls
+    from xla_ckpt.distributed import current_job
+    from xla_ckpt.distributed import job as calls
 
     xla_ckpt.save(tmp_path, "a", TREE)
-    before = [*calls._rounds], [rounds.last for rounds in calls._rounds]
-    monkeypatch.setattr(current, "current_job", lambda *_, **__: pytest.fail("it meets other ranks"))
-    monkeypatch.setattr("xla_ckpt.api.load.current_job", current.current_job)
+    before = [*calls._sequences], [rounds.last_number for rounds in calls._sequences]
+    monkeypatch.setattr(current_job, "get_current_job", lambda *_, **__: pytest.fail("it meets other ranks"))
+    monkeypatch.setattr("xla_ckpt.loading.load.get_current_job", current_job.get_current_job)
     assert torch.equal(Checkpoints(tmp_path).read("w"), TREE["w"])
-    assert ([*calls._rounds], [rounds.last for rounds in calls._rounds]) == before
+    assert ([*calls._sequences], [rounds.last_number for rounds in calls._sequences]) == before
 
 
 def test_the_command_line_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,7 @@ def test_the_command_line_prints_what_it_says(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_tags_of_neuronx_distributed(tmp_path: Path) -> None:
-    from tests.layouts.same import as_theirs
+    from tests.formats.same import as_theirs
 
     model = torch.nn.Linear(3, 5)
     xla_ckpt.save_checkpoint(tmp_path, "a", model, layout="pt")

@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 import xla_ckpt
-from tests.layouts.same import as_theirs, content, rank_files
-from tests.layouts.writing import as_kwargs, save_as_job, toy
+from tests.formats.same import as_theirs, content, rank_files
+from tests.formats.writing import as_kwargs, save_as_job, toy
 from tests.runs import names_in
 from tests.same import differences
 from xla_ckpt import Mesh

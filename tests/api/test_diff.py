@@ -12,8 +12,8 @@ import torch
 
 import xla_ckpt
 from tests.cli.test_cli import call
-from xla_ckpt.engine import difference
-from xla_ckpt.engine.difference import Distance
+from xla_ckpt.loading import compare
+from xla_ckpt.loading.compare import ArrayDiff
 
 
 def trees() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -53,9 +53,9 @@ def test_each_kind_of_difference(root: Path) -> None:
     assert found.values == {"lr": (0.1, 0.2)}
     assert found.equal == 1
     assert found.moved == {
-        "model/w": Distance(1, 0.5, 0.25, 55.0),
-        "model/h": Distance(1, float("inf"), float("inf"), 3.0),
-        "optimizer/step": Distance(1, 2.0, 4.0, 9.0),
+        "model/w": ArrayDiff(1, 0.5, 0.25, 55.0),
+        "model/h": ArrayDiff(1, float("inf"), float("inf"), 3.0),
+        "optimizer/step": ArrayDiff(1, 2.0, 4.0, 9.0),
     }
     assert found.moved["optimizer/step"].relative == pytest.approx(2 / 3)
     assert found.parts["optimizer"] == found.moved["optimizer/step"]
@@ -93,15 +93,15 @@ def test_pieces_add_up_within_bounded_memory(tmp_path: Path, monkeypatch: pytest
         xla_ckpt.save(tmp_path, tag, {"w": value})
     sizes = []
 
-    def measured(*args: Any) -> Distance:
+    def measured(*args: Any) -> ArrayDiff:
         sizes.append(len(args[0]))
         return of_bytes(*args)
 
-    of_bytes = difference.of_bytes
-    monkeypatch.setattr(difference, "of_bytes", measured)
+    of_bytes = compare.compare_bytes
+    monkeypatch.setattr(compare, "compare_bytes", measured)
     found = xla_ckpt.diff(tmp_path, tmp_path, "a", "b", options=xla_ckpt.ConvertOptions(max_memory=16384)).moved["w"]
     assert len(sizes) > 8
-    assert max(sizes) <= 16384 // difference.MEMORY
+    assert max(sizes) <= 16384 // compare.MEMORY_FACTOR
     assert found.elements == one.size
     assert found.max_abs == np.abs(one.astype(float) - other).max()
     assert found.relative == pytest.approx(

@@ -15,7 +15,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.storage.local import LocalDirectory
 
 
 def model(value: float = 1.0) -> torch.nn.Linear:
@@ -28,7 +28,7 @@ def model(value: float = 1.0) -> torch.nn.Linear:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalDirectory, "free", lambda self: 10)
+    monkeypatch.setattr(LocalDirectory, "get_free_bytes", lambda self: 10)
 
 
 @pytest.mark.usefixtures("full")
@@ -127,12 +127,12 @@ def test_mistakes_are_raised_in_any_case(tmp_path: Path) -> None:
 
 def saves_where_rank_1_has_no_room(rank: int, root: Path) -> tuple[str, int | None, list[str]]:
     if rank == 1:
-        LocalDirectory.free = lambda self: 10  # type: ignore[method-assign]
+        LocalDirectory.get_free_bytes = lambda self: 10  # type: ignore[method-assign]
     state = {"w": torch.full((4,), float(rank))}
     rules = [("w", (("dp",),))]
     bad = xla_ckpt.save(root, "a", state, shardings=rules, options=xla_ckpt.SaveOptions(on_error="warn"))
-    del LocalDirectory.free
-    LocalDirectory.free = lambda self: None  # type: ignore[method-assign]
+    del LocalDirectory.get_free_bytes
+    LocalDirectory.get_free_bytes = lambda self: None  # type: ignore[method-assign]
     xla_ckpt.save(root, "b", state, shardings=rules)
     error = bad.error
     assert isinstance(error, CheckpointError)
@@ -181,9 +181,9 @@ def fails_once(rank: int, world: int, root: Path, cause: str, **options: Any) ->
         odd = fails and rank == world - 1
         extras.fails = odd and cause == "state_dict"
         if odd and cause == "disk":
-            LocalDirectory.free = lambda self: 10  # type: ignore[method-assign]
+            LocalDirectory.get_free_bytes = lambda self: 10  # type: ignore[method-assign]
         else:
-            LocalDirectory.free = lambda self: None  # type: ignore[method-assign]
+            LocalDirectory.get_free_bytes = lambda self: None  # type: ignore[method-assign]
         value = float(odd and cause == "replicas")
         try:
             handles.append(

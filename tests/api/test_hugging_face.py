@@ -15,12 +15,12 @@ import torch
 
 import xla_ckpt
 from tests.api.fsdp2_job import Container, resumes_with_fsdp2
+from tests.formats.gold import FOLDERS, LOST, Gold, cases
+from tests.formats.same import as_theirs, content
 from tests.jobs import run_on_ranks
-from tests.layouts.gold import FOLDERS, LOST, Gold, cases
-from tests.layouts.same import as_theirs, content
 from tests.same import differences
 from xla_ckpt.cli.main import main
-from xla_ckpt.cli.words import in_options
+from xla_ckpt.cli.output import translate_to_options
 
 transformers = pytest.importorskip("transformers")
 HEADS, KV_HEADS, DIM, HIDDEN, INTER, VOCAB = 8, 2, 4, 32, 48, 64
@@ -455,7 +455,9 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
         with pytest.raises(error, match=said) as told:
             getattr(xla_ckpt, call)(source, tmp_path / "new", llama=xla_ckpt.LlamaJob(**job), **how)
         assert not (tmp_path / "new").exists()
-        assert "--" not in said or "LlamaJob" not in in_options(str(told.value)), "a command line has options alone"
+        assert "--" not in said or "LlamaJob" not in translate_to_options(str(told.value)), (
+            "a command line has options alone"
+        )
 
 
 def family(kind: str) -> Any:

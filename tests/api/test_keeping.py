@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.formats.stock_dcp import stock
 from tests.jobs import run_alone
-from tests.layouts.stock_dcp import stock
 from tests.runs import names_in
-from xla_ckpt.layouts.opening import open_tag
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.roots import root_of
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.formats.tags import open_tag
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.resolve import open_root
+from xla_ckpt.tags.root import Transaction
 
 
 @pytest.fixture
@@ -53,20 +53,20 @@ def test_a_pinned_tag_and_the_last_one_are_deleted_by_force_alone(root: Path) ->
 
 
 def test_who_reads_a_tag_reads_on(root: Path) -> None:
-    store = store_at(root)
+    store = open_store(root)
     with open_tag(store, "step_1") as reader:
         with pytest.raises(xla_ckpt.UsageError, match="somebody reads this tag"):
             xla_ckpt.Checkpoints(root).delete("step_1")
         xla_ckpt.Checkpoints(root).delete("step_1", force=True)
         assert xla_ckpt.list_tags(root) == ["step_0", "step_2"]
-        assert reader.source(0).size == reader.manifest.files[0].size
+        assert reader.open_file(0).size == reader.manifest.files[0].size
     xla_ckpt.Checkpoints(root).delete("step_0")
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)})
     assert names_in(root) == ["step_2", "step_3"]
 
 
 def test_a_tag_that_is_being_saved_is_left_alone(root: Path) -> None:
-    with Transaction(root_of(store_at(root)), "step_1") as transaction:
+    with Transaction(open_root(open_store(root)), "step_1") as transaction:
         checkpoints = xla_ckpt.Checkpoints(root)
         for call in (checkpoints.delete, checkpoints.pin):
             with pytest.raises(xla_ckpt.UsageError, match="a save of this tag is running"):
@@ -80,7 +80,7 @@ def test_a_tag_that_is_being_saved_is_left_alone(root: Path) -> None:
 def test_a_pin_changes_one_word_and_retention_heeds_it(root: Path) -> None:
     before = (root / "step_0/manifest.json").read_bytes()
     assert [xla_ckpt.Checkpoints(root).pin("step_0"), xla_ckpt.Checkpoints(root).pin("step_0")] == [True, False]
-    assert [e.pinned for e in root_of(store_at(root)).entries()] == [True, False, False]
+    assert [e.pinned for e in open_root(open_store(root)).list_entries()] == [True, False, False]
     report = xla_ckpt.verify(root, "step_0")
     assert (report.ok, report.strangers) == (True, [])
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)}, num_kept_ckpts=1)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import xla_ckpt
-from tests.layouts.same import as_theirs
+from tests.formats.same import as_theirs
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ import torch
 import xla_ckpt
 from tests.pages import HOSTILE, Parsed
 from tests.test_architecture import imported
-from xla_ckpt.engine import progress
-from xla_ckpt.engine.progress import Progress
+from xla_ckpt import progress
+from xla_ckpt.progress import ProgressBar
 
 
 def shown(value: object) -> Parsed:
@@ -74,7 +74,11 @@ def test_a_failed_call_shows_why(tmp_path: Path) -> None:
 
 def test_nothing_of_it_is_loaded_before_it_is_asked_for() -> None:
     modules = imported("import xla_ckpt; xla_ckpt.Checkpoints('/nowhere').tags()")
-    assert not [m for m in modules if m == "rich" or m.startswith("xla_ckpt.tables.") and m != "xla_ckpt.tables.texts"]
+    assert not [
+        m
+        for m in modules
+        if m == "rich" or m.startswith("xla_ckpt.rendering.") and m != "xla_ckpt.rendering.formatting"
+    ]
 
 
 def test_long_calls_have_a_bar_in_a_notebook(
@@ -84,7 +88,7 @@ def test_long_calls_have_a_bar_in_a_notebook(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     monkeypatch.setitem(sys.modules, "ipywidgets", None)  # as if it were not installed
-    with warnings.catch_warnings(), Progress("save x", 100, None) as bar:
+    with warnings.catch_warnings(), ProgressBar("save x", 100, None) as bar:
         warnings.simplefilter("error")
         bar(10)
         now[0] += 1.5

@@ -189,7 +189,7 @@ def test_a_block_counts_for_conversions_and_facades(tmp_path: Path) -> None:
     assert (parity_of(tmp_path, "a"), parity_of(tmp_path, "b")) == ("block", None)
     shown: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, default_options(ConvertOptions(max_memory=40)):
-        patch.setattr("xla_ckpt.api.new_tag.stream_files", lambda *_, **how: shown.append(how) or 1 / 0)
+        patch.setattr("xla_ckpt.conversion.convert.stream_files", lambda *_, **how: shown.append(how) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             xla_ckpt.convert(tmp_path, tmp_path / "out", "a")
     assert shown[0]["max_memory"] == 40

@@ -20,9 +20,9 @@ from tests.jobs import run_on_ranks
 from tests.nursery import Call, Program, bear
 from tests.runs import environment
 from xla_ckpt import BestN, EveryNSteps, LatestN, Product, SaveOptions, StorageError, UsageError
-from xla_ckpt.api import export
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.directory_draft import DirectoryDraft
+from xla_ckpt.conversion import export
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.directory_root import DirectoryDraft
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_directories_have_a_retention_too_which_takes_nothing_else(tmp_path: Pat
             xla_ckpt.export_hf(tmp_path / "run", f"{hf}/step_0-model")  # by hand: it has no mark
             if kind == "directory":
                 shutil.copytree(tmp_path / "hf/step_1-model", tmp_path / "hf/copied")
-    left = set(store_at(hf).names())
+    left = set(open_store(hf).list_names())
     assert left - {"copied"} == {"step_0-model", "step_1-model", "step_3-model"}
     assert ("copied" in left) == (kind == "directory")
     xla_ckpt.convert(f"{hf}/step_3-model", tmp_path / "back")
@@ -255,14 +255,14 @@ def test_the_product_that_was_made_last_is_the_newest(tmp_path: Path, kind: str,
     for step in range(1, 5):
         save(tmp_path / "run", step, product)
     xla_ckpt.finalize_checkpoint()
-    assert store_at(hf).names() == ["step_3", "step_4"]
+    assert open_store(hf).list_names() == ["step_3", "step_4"]
     if second == "the run begins anew":
         shutil.rmtree(tmp_path / "run")
     left = []
     for step in (101, 102, 103):
         save(tmp_path / ("run" if second == "the run begins anew" else "other"), step, product)
         xla_ckpt.finalize_checkpoint()
-        left.append(store_at(hf).names())
+        left.append(open_store(hf).list_names())
     assert left == [["step_101", "step_4"], ["step_101", "step_102"], ["step_102", "step_103"]]
 
 

@@ -10,8 +10,8 @@ import torch
 
 import xla_ckpt
 from tests.nursery import Call, bear
-from xla_ckpt.engine import progress
-from xla_ckpt.engine.progress import Progress
+from xla_ckpt import progress
+from xla_ckpt.progress import ProgressBar
 
 
 def saves_and_loads(root: Path, wanted: bool | None) -> None:
@@ -35,28 +35,28 @@ def test_by_itself_on_a_terminal_after_a_second(
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
-    with Progress("save x", 100, None) as bar:
+    with ProgressBar("save x", 100, None) as bar:
         bar(10)
         assert capsys.readouterr().err == ""
         now[0] += 1.5
         bar(10)
         bar(80)
     assert "save x" in capsys.readouterr().err
-    with Progress("save x", 100, None) as bar:
+    with ProgressBar("save x", 100, None) as bar:
         bar(100)
     assert capsys.readouterr().err == ""
 
 
 def test_counts_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the bars are told adds up to what they announced."""
-    bars: list[Progress] = []
-    init = Progress.__init__
+    bars: list[ProgressBar] = []
+    init = ProgressBar.__init__
 
-    def spy(self: Progress, *args: object) -> None:
+    def spy(self: ProgressBar, *args: object) -> None:
         init(self, *args)  # type: ignore[arg-type]
         bars.append(self)
 
-    monkeypatch.setattr(Progress, "__init__", spy)
+    monkeypatch.setattr(ProgressBar, "__init__", spy)
     state = {"a": torch.ones(3_000_000), "b": torch.ones(5), "c": torch.ones(700, 900)}
     xla_ckpt.save_checkpoint(tmp_path, "a", model=state)
     xla_ckpt.load_checkpoint(tmp_path, model=state)

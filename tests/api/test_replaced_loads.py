@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import xla_ckpt
-from tests.layouts.writing import as_job
+from tests.formats.writing import as_job
 from xla_ckpt import Mesh
-from xla_ckpt.api import load_steps
+from xla_ckpt.loading import load
 
 
 def native(root: Path, value: float) -> None:
@@ -42,7 +42,7 @@ def test_all_ranks_refuse_two_versions(
     for name, value in (("now", 1.0), ("next", 2.0)):
         (tmp_path / name).mkdir()
         save(tmp_path / name, value)
-    real, lock, opened = load_steps.open_tag, threading.Lock(), list[Any]()
+    real, lock, opened = load.open_tag, threading.Lock(), list[Any]()
 
     def opens_and_replaces(*args: Any) -> Any:
         with lock:
@@ -53,7 +53,7 @@ def test_all_ranks_refuse_two_versions(
             opened.append(reader)
             return reader
 
-    monkeypatch.setattr(load_steps, "open_tag", opens_and_replaces)
+    monkeypatch.setattr(load, "open_tag", opens_and_replaces)
     targets = [{"w": torch.zeros(4)} for _ in range(2)]
     with pytest.raises(xla_ckpt.ChangedTagError, match="replaced while the ranks opened it"):
         as_job(
@@ -63,7 +63,7 @@ def test_all_ranks_refuse_two_versions(
             lambda rank: xla_ckpt.load_checkpoint(tmp_path / "now", "a", model=targets[rank]),
         )
     assert [t["w"].tolist() for t in targets] == [[0] * 4] * 2
-    monkeypatch.setattr(load_steps, "open_tag", real)
+    monkeypatch.setattr(load, "open_tag", real)
     as_job(
         monkeypatch,
         Mesh(dp=2),
@@ -79,7 +79,7 @@ def test_a_tag_of_another_library_that_goes_while_the_ranks_look_for_it(
 ) -> None:
     """Who finds it asks all ranks what the program expects in it, and would wait for those that do not find it."""
     by_stock(tmp_path, 1.0)
-    find, lock = load_steps.find_foreign, threading.Lock()
+    find, lock = load.find_foreign_tag, threading.Lock()
 
     def finds_and_removes(*args: Any) -> Any:
         with lock:
@@ -88,7 +88,7 @@ def test_a_tag_of_another_library_that_goes_while_the_ranks_look_for_it(
                 shutil.rmtree(tmp_path / "a")
             return found
 
-    monkeypatch.setattr(load_steps, "find_foreign", finds_and_removes)
+    monkeypatch.setattr(load, "find_foreign_tag", finds_and_removes)
     target = {"w": torch.zeros(4)}
     with pytest.raises(xla_ckpt.NoCheckpointError):
         as_job(

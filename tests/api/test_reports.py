@@ -11,7 +11,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
-from xla_ckpt.engine.phases import LOAD_PHASES, SAVE_PHASES, Phase, Phases, as_line
+from xla_ckpt.reports import LOAD_PHASES, SAVE_PHASES, Phase, PhaseRecorder, format_phases
 
 NBYTES = 4 * (3 << 20) + 4 * 10
 
@@ -85,10 +85,10 @@ def test_every_rank_reports_its_own_part(tmp_path: Path) -> None:
 
 
 def test_phases_add_up_over_threads() -> None:
-    phases = Phases(LOAD_PHASES)
+    phases = PhaseRecorder(LOAD_PHASES)
     phases.add("verify", 1.0, 10)
     phases.add("open", 0.5)
     phases.add("verify", 2.0, 5, files=1)
     assert phases.report() == {"open": Phase(0.5), "verify": Phase(3.0, 15, 1)}
     assert [*phases.report()] == ["open", "verify"]
-    assert as_line(phases.report()) == "open 500.0 ms, verify 3000.0 ms (0.0 MB, 1 file)"
+    assert format_phases(phases.report()) == "open 500.0 ms, verify 3000.0 ms (0.0 MB, 1 file)"

@@ -14,7 +14,7 @@ import torch
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt import BestN, EveryNSteps, LatestDuration, LatestN, Retention, SaveOptions, UsageError
-from xla_ckpt.tags import facts
+from xla_ckpt.tags import retention_inputs
 
 LOSSES = [0.9, 0.2, 0.5, 0.7, 0.4]
 BEST = LatestN(1) | BestN("eval.loss", 2)
@@ -79,7 +79,7 @@ def test_a_list_says_why_each_tag_is_kept(root: str, monkeypatch: pytest.MonkeyP
     }
     xla_ckpt.save(root, "last", {"w": torch.zeros(1)}, num_kept_ckpts=2)
     numbers = list[str]()
-    monkeypatch.setattr(facts, "_content", lambda store, entry: numbers.append(entry.tag))
+    monkeypatch.setattr(retention_inputs, "_load_user_content", lambda store, entry: numbers.append(entry.tag))
     assert {summary.tag: summary.kept for summary in xla_ckpt.Checkpoints(root).summaries()} == {
         "step_0": ("pinned",),
         "step_5": ("of the newest 2",),
@@ -124,8 +124,10 @@ def test_a_tree_of_save_has_its_numbers_at_its_root(root: str) -> None:
 
 
 def test_each_manifest_is_read_once(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, content = list[str](), facts._content
-    monkeypatch.setattr(facts, "_content", lambda store, entry: read.append(entry.tag) or content(store, entry))
+    read, content = list[str](), retention_inputs._load_user_content
+    monkeypatch.setattr(
+        retention_inputs, "_load_user_content", lambda store, entry: read.append(entry.tag) or content(store, entry)
+    )
     for step, loss in enumerate(LOSSES):
         save(root, step, LatestN(1), {"loss": loss})
     assert read == [], "heads are enough"
@@ -146,11 +148,11 @@ def test_a_damaged_manifest_is_told_of_and_its_tag_stays(tmp_path: Path, caplog:
 
 
 def test_a_tag_that_is_read_goes_later(tmp_path: Path) -> None:
-    from xla_ckpt.storage.door import store_at
-    from xla_ckpt.tags.roots import root_of
+    from xla_ckpt.storage.resolve import open_store
+    from xla_ckpt.tags.resolve import open_root
 
     save(tmp_path, 1, None)
-    with closing(root_of(store_at(tmp_path)).open("step_1")):
+    with closing(open_root(open_store(tmp_path)).open("step_1")):
         save(tmp_path, 2, LatestN(1))
         assert xla_ckpt.list_tags(tmp_path) == ["step_1", "step_2"]
     save(tmp_path, 3, LatestN(1))

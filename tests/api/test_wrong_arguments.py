@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.job import mesh_source
+from xla_ckpt.distributed import mesh_source
 
 WRONG = (None, "", 5, -1, 1.5, b"x", [], {}, "nonsense", object())
 ANY = {"tree", "model", "optimizer", "scheduler", "user_content", "like", "self"}

@@ -25,9 +25,9 @@ from torch import nn
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from tests.jobs import run_program
-from xla_ckpt.arrays.adopted import Adoptable
-from xla_ckpt.arrays.xla import from_host, materialize, to_host
-from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.arrays.dlpack_buffer import DLPackBuffer
+from xla_ckpt.arrays.xla_tensor import materialize, move_to_device, to_host
+from xla_ckpt.snapshot.memory import SlabAllocator
 
 pytestmark = pytest.mark.xla
 
@@ -547,8 +547,8 @@ def test_a_buffer_that_a_snapshot_holds_is_not_donated(origin: str) -> None:
     if origin == "computed":
         weight = torch.ones(1024, device=device)
     else:  # as a load makes them
-        memory = Adoptable(torch.float32, (1024,), Slabs())
-        weight = from_host(memory.tensor().fill_(1), memory, device)
+        memory = DLPackBuffer(torch.float32, (1024,), SlabAllocator())
+        weight = move_to_device(memory.as_tensor().fill_(1), memory, device)
     torch_xla.sync(wait=True)
 
     def step() -> int:

@@ -13,15 +13,15 @@ import torch
 from tests.jobs import finish, run_program
 from tests.nursery import Program, bear
 from tests.xla import HAS_XLA
-from xla_ckpt.arrays.adopted import Adoptable, adoptable
-from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.arrays.dlpack_buffer import DLPackBuffer, is_dlpack_compatible
+from xla_ckpt.snapshot.memory import SlabAllocator
 
 pytestmark = pytest.mark.xla
 
 if HAS_XLA:
     import torch_xla
 
-    from xla_ckpt.arrays.xla import from_host
+    from xla_ckpt.arrays.xla_tensor import move_to_device
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -50,26 +50,26 @@ else:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5), (700_001,)], ids=str)
 def test_values(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    memory = Adoptable(dtype, shape, Slabs())
-    made = memory.tensor()
+    memory = DLPackBuffer(dtype, shape, SlabAllocator())
+    made = memory.as_tensor()
     wanted = torch.randint(0, 2, shape).to(dtype)
     made.copy_(wanted)
-    adopted = from_host(made, memory, torch_xla.device())
+    adopted = move_to_device(made, memory, torch_xla.device())
     assert (adopted.dtype, tuple(adopted.shape)) == (dtype, shape)
     assert torch.equal(adopted.cpu(), wanted)
 
 
 def test_what_has_no_name_in_dlpack() -> None:
-    assert not adoptable(torch.float8_e4m3fn, (2,))
-    assert not adoptable(torch.float32, (2, 0))
-    assert not adoptable(torch.float32, (1,) * 65)
+    assert not is_dlpack_compatible(torch.float8_e4m3fn, (2,))
+    assert not is_dlpack_compatible(torch.float32, (2, 0))
+    assert not is_dlpack_compatible(torch.float32, (1,) * 65)
 
 
 def test_no_object_of_python_belongs_to_what_is_adopted() -> None:
     """XLA gives memory back on a thread that cannot wait for Python."""
-    memory = Adoptable(torch.float32, (1 << 20,), Slabs())
-    made = memory.tensor().fill_(3)
-    adopted = from_host(made, memory, torch_xla.device())
+    memory = DLPackBuffer(torch.float32, (1 << 20,), SlabAllocator())
+    made = memory.as_tensor().fill_(3)
+    adopted = move_to_device(made, memory, torch_xla.device())
     gone = weakref.ref(memory)
     del memory, made
     gc.collect()
@@ -81,12 +81,12 @@ def test_memory_is_given_back() -> None:
     nbytes = 64 << 20
 
     def adopt() -> None:
-        memory = Adoptable(torch.uint8, (nbytes,), Slabs())
-        made = memory.tensor().fill_(1)
-        from_host(made, memory, torch_xla.device())
+        memory = DLPackBuffer(torch.uint8, (nbytes,), SlabAllocator())
+        made = memory.as_tensor().fill_(1)
+        move_to_device(made, memory, torch_xla.device())
 
     def leave() -> None:
-        Adoptable(torch.uint8, (nbytes,), Slabs()).tensor().fill_(1)
+        DLPackBuffer(torch.uint8, (nbytes,), SlabAllocator()).as_tensor().fill_(1)
 
     adopt()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

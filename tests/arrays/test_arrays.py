@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import xla_ckpt
 from tests import xla
 from tests.jobs import run_program
-from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.core.sharding.local_array import create_unsharded
 
 xla.begin()
 
@@ -44,9 +44,9 @@ def on_xla(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_bits(tensor: torch.Tensor) -> bytes:
     """The bits of an XLA tensor, by the way that does not quiet NaNs (`.cpu()` does for float16)."""
-    from xla_ckpt.arrays.xla import Xla
+    from xla_ckpt.arrays.xla_tensor import XlaAdapter
 
-    ((shard,),) = Xla().host([(tensor, whole(tuple(tensor.shape)))])
+    ((shard,),) = XlaAdapter().get_host_shards([(tensor, create_unsharded(tuple(tensor.shape)))])
     return shard.data.tobytes()
 
 

@@ -13,7 +13,7 @@ import torch
 
 import xla_ckpt
 from xla_ckpt import IncompatibleCheckpointError, UnsupportedStateError, UntrustedObjectError
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.core.manifest import manifest_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype|experimental).*")
 
@@ -119,7 +119,9 @@ def test_it_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     assert type(found) is type(value)
     assert facts(found) == facts(value)
     assert xla_ckpt.verify(tmp_path, "a").ok
-    assert not manifest_json.parse((tmp_path / "a" / "manifest.json").read_bytes()).objects, "nothing is pickled"
+    assert not manifest_json.parse_manifest((tmp_path / "a" / "manifest.json").read_bytes()).object_files, (
+        "nothing is pickled"
+    )
 
 
 class Holder(torch.nn.Module):
@@ -223,12 +225,12 @@ def test_gradients_that_are_sparse_leave_sparse_momentum(tmp_path: Path) -> None
 def test_a_class_that_is_not_imported_is_not_imported_for_a_file(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path, "a", {"w": scaled()})
     path = tmp_path / "a" / "manifest.json"
-    manifest = manifest_json.parse(path.read_bytes())
+    manifest = manifest_json.parse_manifest(path.read_bytes())
     skeleton = copy.deepcopy(manifest.skeleton)
 
     def named(name: str) -> None:
         skeleton["w"]["$composite"][0] = name
-        path.write_bytes(manifest_json.dump(replace(manifest, skeleton=skeleton)))
+        path.write_bytes(manifest_json.dump_manifest(replace(manifest, skeleton=skeleton)))
 
     named("somebody.elses:Class")
     with pytest.raises(UntrustedObjectError, match="not imported"):

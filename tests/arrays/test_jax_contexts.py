@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.layouts.orbax_saves import eight_devices
+from tests.formats.orbax_saves import eight_devices
 from tests.runs import ROOT
 
 BEGIN = """

@@ -12,7 +12,7 @@ import pytest
 
 import xla_ckpt
 from tests.jobs import run_alone
-from xla_ckpt.engine import save as engine
+from xla_ckpt.saving import run as engine
 
 ARRAYS, STEPS = 4, 12
 

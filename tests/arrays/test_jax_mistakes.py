@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import xla_ckpt
-from tests.layouts.orbax_saves import eight_devices
+from tests.formats.orbax_saves import eight_devices
 from tests.runs import ROOT
 
 

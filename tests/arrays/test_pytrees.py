@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.orbax_saves import eight_devices
+from tests.formats.orbax_saves import eight_devices
 from tests.runs import ROOT
 from xla_ckpt import FormatError, IncompatibleCheckpointError, UntrustedObjectError
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.arrays import Arrays
-from xla_ckpt.state.values import CODEC, resolver
-from xla_ckpt.tree.codec import Composite
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.arrays import ArrayTable
+from xla_ckpt.core.tree.values import Composite
+from xla_ckpt.state.values import CODEC, create_class_resolver
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +156,9 @@ class Active:
 
 def saved(root: Path, tree: Any) -> None:
     xla_ckpt.save(root, "a", tree)
-    assert not manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects, "nothing is pickled"
+    assert not manifest_json.parse_manifest((root / "a" / "manifest.json").read_bytes()).object_files, (
+        "nothing is pickled"
+    )
     assert xla_ckpt.verify(root, "a").ok
 
 
@@ -248,7 +250,7 @@ def test_a_class_of_a_file_is_neither_imported_nor_called_unless_jax_knows_it() 
     ):
         parts = Composite(f"jax:tree:{name}", {}, {"structure": None})
         with pytest.raises(error, match=text):
-            CODEC.compose(parts, resolver(trust=False))
+            CODEC.compose(parts, create_class_resolver(trust=False))
 
 
 def test_a_class_that_contains_itself_is_refused(tmp_path: Path) -> None:
@@ -471,9 +473,11 @@ def test_the_weak_type_of_the_save_comes_back(tmp_path: Path, state: Any) -> Non
 def test_tags_of_older_versions_take_the_weak_type_of_the_pattern(tmp_path: Path) -> None:
     saved(tmp_path, WEAK)
     path = tmp_path / "a" / "manifest.json"
-    manifest = manifest_json.parse(path.read_bytes())
-    unknown = {leaf: record.changed(weak_type=None) for leaf, record in manifest.arrays.items()}
-    path.write_bytes(manifest_json.dump(dataclasses.replace(manifest, arrays=Arrays.of(unknown))))
+    manifest = manifest_json.parse_manifest(path.read_bytes())
+    unknown = {leaf: record.replace_metadata(weak_type=None) for leaf, record in manifest.arrays.items()}
+    path.write_bytes(
+        manifest_json.dump_manifest(dataclasses.replace(manifest, arrays=ArrayTable.from_records(unknown)))
+    )
     assert b"weak_type" not in path.read_bytes()
     for like in (WEAK, STRONG, jax.eval_shape(lambda: WEAK)):
         assert _weak_types(xla_ckpt.restore(tmp_path, "a", like).tree) == _weak_types(like)

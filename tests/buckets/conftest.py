@@ -9,7 +9,7 @@ import pytest
 
 from tests.buckets.s3_server import S3Server
 from tests.buckets.uploads import Gate
-from xla_ckpt.engine.upload import UPLOADS
+from xla_ckpt.features.local_first.upload import UPLOADS
 from xla_ckpt.storage import remote_client
 
 
@@ -38,8 +38,8 @@ def gate(s3: S3Server) -> Iterator[Callable[[str], Gate]]:
 @pytest.fixture
 def own_uploads(s3: S3Server, gate: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What fails fails at once, and no test has the uploads of another one."""
-    monkeypatch.setattr(remote_client, "RETRIES", 0)
+    monkeypatch.setattr(remote_client, "MAX_RETRIES", 0)
     UPLOADS.__init__()  # type: ignore[misc]
     yield
     s3.faults.clear()
-    UPLOADS.at_exit()
+    UPLOADS.finish_at_exit()

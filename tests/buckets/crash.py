@@ -35,9 +35,9 @@ import xla_ckpt
 from tests.buckets.s3_server import Fault, S3Server
 from tests.crash.injection import Fork
 from xla_ckpt.storage import remote, remote_client
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.names import LEASE, LEDGER
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.entry import LEASE_NAME, LEDGER_NAME
+from xla_ckpt.tags.ledger_root import LedgerRoot
 
 ROOT = "s3://bucket/run"
 KINDS = ("kill", "drop", "after500", "before503", "refuse409", "refuse403", "cut")
@@ -104,7 +104,7 @@ def save(operation: Operation, meeting: Path, rank: int) -> dict[str, Any]:
     """Do it, in a process that is only for that; what it said."""
     hurry()
     if operation.parts:
-        remote.PART_BYTES = 64 * 1024
+        remote.MIN_PART_BYTES = 64 * 1024
     if operation.ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=operation.ranks)
     told: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def hurry() -> None:
     """Have faults that last be given up soon."""
     logging.getLogger("xla_ckpt").setLevel(logging.ERROR)
     remote_client.RETRY_TIMEOUT = datetime.timedelta(seconds=0.25)
-    remote_client.PAUSES = dict.fromkeys(("init_backoff", "max_backoff"), datetime.timedelta(seconds=0.02))
+    remote_client.BACKOFF = dict.fromkeys(("init_backoff", "max_backoff"), datetime.timedelta(seconds=0.02))
 
 
 def begin() -> None:
@@ -159,14 +159,18 @@ def look() -> dict[str, Any]:
     seen: dict[str, Any] = {"found": found()}
     xla_ckpt.save(ROOT, "next", tree(9))
     xla_ckpt.finalize_checkpoint()
-    objects = store_at(ROOT).object_store
+    objects = open_store(ROOT).object_store
     assert objects is not None
     root = LedgerRoot(objects)
     root.clean()
     ledger = root.read()
     known = {tag.attempt for tag in ledger.tags.values()} | set(ledger.doomed)
-    keys = objects.fill("").files()
-    seen["rest"] = [k for k in keys if k not in (LEASE, LEDGER, remote_client.PROBE) and not k.startswith(tuple(known))]
+    keys = objects.get_directory("").list_files()
+    seen["rest"] = [
+        k
+        for k in keys
+        if k not in (LEASE_NAME, LEDGER_NAME, remote_client.PROBE_FILE) and not k.startswith(tuple(known))
+    ]
     seen["rest"] += [f"the ledger: {attempt} is open" for attempt in ledger.open]
     seen["then"] = xla_ckpt.list_tags(ROOT)
     return seen

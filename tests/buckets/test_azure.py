@@ -21,7 +21,7 @@ import torch
 
 import xla_ckpt
 from xla_ckpt.errors import StorageError
-from xla_ckpt.storage.remote_client import client_of
+from xla_ckpt.storage.remote_client import get_client
 
 AZURITE = Path(__file__).parents[2] / ".azurite/node_modules/.bin/azurite-blob"
 ACCOUNT = "devstoreaccount1"
@@ -102,11 +102,11 @@ def test_a_signature_for_shared_access(container: str, monkeypatch: pytest.Monke
         (signature("rl", 1), "no permission to write there"),
         (signature("rwdlac", -1), "the credentials are refused: they are wrong, have expired"),
     ):
-        client_of.cache_clear()
+        get_client.cache_clear()
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", token)
         with pytest.raises(StorageError, match=told):
             xla_ckpt.save(container, "b", {"w": torch.ones(3)})
-    client_of.cache_clear()
+    get_client.cache_clear()
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rl", 1))
     assert torch.equal(xla_ckpt.restore(container).tree["w"], torch.ones(3))
 

@@ -21,15 +21,14 @@ from tests.runs import environment
 from tests.tags.test_lease import Job, save, set_up
 from tests.tags.test_ledger import begin, put, text_of
 from xla_ckpt.cli.main import main
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.small_files import write_small
-from xla_ckpt.tags import ledger_cleaning
+from xla_ckpt.storage.base import write_file
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags import ledger_record
 from xla_ckpt.tags import ledger_rules as rules
-from xla_ckpt.tags.attempt import Attempt
-from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
-from xla_ckpt.tags.root import Kind
-from xla_ckpt.tags.roots import root_of
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.tags.entry import DRAFT_PREFIX, LEDGER_NAME
+from xla_ckpt.tags.ledger_root import LedgerDraft
+from xla_ckpt.tags.resolve import open_root
+from xla_ckpt.tags.root import Transaction, TransactionKind
 
 Capture = pytest.CaptureFixture[str]
 
@@ -37,7 +36,7 @@ Capture = pytest.CaptureFixture[str]
 def dies_in_mid_save(root: str) -> None:
     save(root, "first")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "commit", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(LedgerDraft, "commit", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         save(root, "second")
 
 
@@ -51,7 +50,7 @@ def test_what_a_killed_job_was_writing_goes(root: str) -> None:
     killed.communicate(60)
     assert len(files_of(root)) == 2
     assert run_alone(cleans, root) == 0
-    assert files_of(root) == {ledger_of(root).place_of("first")}
+    assert files_of(root) == {ledger_of(root).get_directory_name("first")}
     assert not ledger_of(root).read().open
     assert another(root) == ("", []), "the lease was given back"
 
@@ -69,17 +68,17 @@ def test_files_that_no_ledger_names_go_unless_they_are_a_whole_tag(root: str, ca
     ledger = ledger_of(root)
     put(ledger, "a", "1")
     late = begin(ledger, "b", "2")
-    late.abandon()
-    write_small(ledger.store.fill(late.directory.name), "late", b"from a process that was stopped")
+    late.abort()
+    write_file(ledger.store.get_directory(late.directory.name), "late", b"from a process that was stopped")
     whole = begin(ledger, "c", "4")
     record = ledger._record
-    record.edit(lambda its: rules.swept(rules.given_up(its, its.open), its.open))
-    assert files_of(root) == {ledger.place_of("a"), late.directory.name, whole.directory.name}
+    record.edit(lambda its: rules.forget_attempts(rules.give_up_attempts(its, its.open), its.open))
+    assert files_of(root) == {ledger.get_directory_name("a"), late.directory.name, whole.directory.name}
     code, out, _ = call(capsys, "clean", root, "--json")
     answer = json.loads(out)
     assert (code, answer["removed"]) == (0, [late.directory.name])
     assert [its["name"] for its in answer["kept"]] == [whole.directory.name]
-    assert files_of(root) == {ledger.place_of("a"), whole.directory.name}
+    assert files_of(root) == {ledger.get_directory_name("a"), whole.directory.name}
     assert "complete, and in no record" in call(capsys, "clean", root)[1]
     assert call(capsys, "adopt", root, "a", "c")[:2] == (0, "a: was known already\nc: adopted\n")
     assert (text_of(ledger, "a"), text_of(ledger, "c")) == ("1", "4")
@@ -96,29 +95,29 @@ def test_a_lost_ledger_is_made_anew(root: str, how: str, capsys: Capture) -> Non
     put(ledger, "step_0", "again", pinned=True)  # the version before still has its files
     ledger.retire("step_3")
     unfinished = Transaction(ledger, "unfinished").begin()
-    write_small(unfinished.directory, "text", b"")
-    ledger.store.remove(LEDGER)
+    write_file(unfinished.directory, "text", b"")
+    ledger.store.remove(LEDGER_NAME)
     if how == "removed":
         code, _, err = call(capsys, "ls", root)
         assert (code, "no record of them" in err, "xla-ckpt adopt" in err) == (1, True, True)
     if how == "damaged":
-        ledger.store.write_record(LEDGER, b"{", None)
+        ledger.store.write_record(LEDGER_NAME, b"{", None)
         code, _, err = call(capsys, "clean", root)
         assert (code, "the record of the tags is damaged" in err, "xla-ckpt adopt" in err) == (1, True, True)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="xla-ckpt adopt ROOT makes a new one"):
         save(root, "later")
-    assert "step_2" in ledger.store.names()
+    assert "step_2" in ledger.store.list_names()
     assert call(capsys, "adopt", root)[0] == 0
     after = ledger.read()
     names = ["step_1", "step_2", "step_3", "step_0"]
-    assert [(entry.tag, entry.sequence, entry.pinned) for entry in ledger.entries()] == [
+    assert [(entry.tag, entry.sequence, entry.pinned) for entry in ledger.list_entries()] == [
         (name, at + 2, name == "step_0") for at, name in enumerate(names)
     ]
     assert [text_of(ledger, name) for name in names] == ["1", "2", "3", "again"]
     assert len(after.doomed) == 1
     with pytest.raises(xla_ckpt.RootInUseError):
         unfinished.commit()
-    unfinished.abandon()
+    unfinished.abort()
     for tag in "xyz":
         save(root, tag)
     ledger.clean()
@@ -149,7 +148,7 @@ def without_ledger(root: str) -> str:
     ledger = ledger_of(root)
     for tag in "ab":
         put(ledger, tag, tag)
-    ledger.store.remove(LEDGER)
+    ledger.store.remove(LEDGER_NAME)
     return root
 
 
@@ -177,19 +176,19 @@ def test_reads_after_a_refused_save_find_the_ledger_still_lost(without_ledger: s
 
 def test_a_root_whose_first_save_was_killed_has_no_tags(root: str) -> None:
     ledger = ledger_of(root)
-    write_small(Transaction(ledger, "unfinished").begin().directory, "text", b"")
+    write_file(Transaction(ledger, "unfinished").begin().directory, "text", b"")
     for _ in range(2):
         assert not xla_ckpt.has_checkpoint(root)
         assert xla_ckpt.list_tags(root) == []
-        ledger.store.remove(LEDGER)
+        ledger.store.remove(LEDGER_NAME)
 
 
 def test_the_first_commit_during_a_read_is_no_lost_ledger(root: str) -> None:
-    look = store_at(root).look()
+    look = open_store(root).snapshot_view()
     assert look.object_store is not None
-    assert look.object_store.read_record(LEDGER) is None
+    assert look.object_store.read_record(LEDGER_NAME) is None
     put(ledger_of(root), "a", "1")
-    assert root_of(look).entries() == [], "a look sees one state"
+    assert open_root(look).list_entries() == [], "a look sees one state"
     assert xla_ckpt.list_tags(root) == ["a"]
 
 
@@ -198,16 +197,16 @@ def test_a_record_of_a_killed_writer_goes_after_a_day(
     wrote: str, root: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = ledger_of(root)
-    transaction = Transaction(ledger, "x", Kind.NEW).begin()
+    transaction = Transaction(ledger, "x", TransactionKind.NEW_DIRECTORY).begin()
     if wrote == "a file":
-        write_small(transaction.directory, "x", b"1")
+        write_file(transaction.directory, "x", b"1")
     assert "somebody wrote x a short time ago" in call(capsys, "clean", root)[1]
-    monkeypatch.setattr(ledger_cleaning, "UNCHANGED", -60.0)
+    monkeypatch.setattr(ledger_record, "ABANDONED_SECONDS", -60.0)
     code, out, _ = call(capsys, "clean", root)
-    assert (code, f"{NEW_PREFIX}x: removed" in out) == (0, True)
+    assert (code, f"{DRAFT_PREFIX}x: removed" in out) == (0, True)
     if wrote == "nothing":
-        assert ledger.store.names() == []
-        Transaction(ledger, "x", Kind.NEW).begin().abandon()
+        assert ledger.store.list_names() == []
+        Transaction(ledger, "x", TransactionKind.NEW_DIRECTORY).begin().abort()
     else:
         assert "its writer was killed" in out
-        assert ledger.store.names() == ["x"]
+        assert ledger.store.list_names() == ["x"]

@@ -12,7 +12,7 @@ import xla_ckpt
 from tests.buckets.s3_server import Fault, S3Server
 from tests.buckets.test_errors import CALLS, NAMES, without
 from xla_ckpt.errors import StorageError, UsageError
-from xla_ckpt.storage.remote_client import client_of
+from xla_ckpt.storage.remote_client import get_client
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
 
@@ -25,7 +25,7 @@ def no_keys(s3: S3Server, root: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    client_of.cache_clear()
+    get_client.cache_clear()
     return file
 
 
@@ -44,7 +44,7 @@ def goes(root: str) -> None:
 def test_keys_of_the_environment(root: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of the session")
     monkeypatch.setenv("AWS_REGION", "eu-west-3")
-    client_of.cache_clear()
+    get_client.cache_clear()
     goes(root)
     assert signed(s3) == {"testing eu-west-3"}
     assert {request.headers["x_amz_security_token"] for request in s3.requests} == {"of the session"}
@@ -54,7 +54,7 @@ def test_an_account_of_azures_that_nothing_names(monkeypatch: pytest.MonkeyPatch
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=its;AccountKey=eA==")  # obstore reads none
-    client_of.cache_clear()
+    get_client.cache_clear()
     message = (
         "in which account.*expected the environment variable AZURE_STORAGE_ACCOUNT_NAME.*AZURE_STORAGE_ACCOUNT_KEY"
     )
@@ -103,7 +103,7 @@ def test_a_profile_without_boto3(no_keys: Path, root: str, monkeypatch: pytest.M
 def test_no_credentials(no_keys: Path, root: str, monkeypatch: pytest.MonkeyPatch, call: str, s3: S3Server) -> None:
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", s3.url)  # where a machine that has a role finds its credentials
     s3.faults.append(Fault("", "latest/api/token", "refuse403", 1_000_000))
-    client_of.cache_clear()
+    get_client.cache_clear()
     with pytest.raises(StorageError, match="no credentials were found.*set AWS_ACCESS_KEY_ID"):
         CALLS[call](root)
 
@@ -121,7 +121,7 @@ def test_the_address_of_s3_alone_goes_before_that_of_all_services(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.url)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    client_of.cache_clear()
+    get_client.cache_clear()
     goes(root)
 
 
@@ -133,7 +133,7 @@ def test_the_bucket_is_in_the_path_unless_it_is_in_the_host(
     assert all(request.path.startswith(f"/{bucket}") for request in s3.requests)
     s3.forget()
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
-    client_of.cache_clear()
+    get_client.cache_clear()
     with pytest.raises(StorageError, match="no such bucket"):  # the host's name has none here
         goes(root)
     # A list names what it wants behind the path.

@@ -18,11 +18,11 @@ from tests.buckets.uploads import SOON, Gate, listed, puts
 from tests.jobs import finish, run_on_ranks, start_on_ranks
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine import sent_part
-from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import RankFailedError, StorageError, UsageError
-from xla_ckpt.tags.local_first import LocalFirst
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.features.local_first import upload
+from xla_ckpt.features.local_first.root import LocalFirstRoot
+from xla_ckpt.features.local_first.upload import UPLOADS, Uploader
+from xla_ckpt.tags.root import Transaction
 
 pytestmark = pytest.mark.usefixtures("own_uploads")
 
@@ -168,7 +168,7 @@ def fails_and_saves(rank: int, root: str, hosts: list[Path], environ: dict[str, 
     """Saves that the second disk refuses, at one step after the other, and after each the same one again."""
     local = prepared(rank, hosts, environ)
     told: list[Any] = []
-    steps: tuple[tuple[Any, str], ...] = ((LocalFirst, "begin"), (Transaction, "seal"), (Transaction, "commit"))
+    steps: tuple[tuple[Any, str], ...] = ((LocalFirstRoot, "begin"), (Transaction, "seal"), (Transaction, "commit"))
     for number, (owner, at) in enumerate(steps, 1):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 2:
@@ -208,7 +208,7 @@ def waits_for_a_disk(rank: int, root: str, hosts: list[Path], environ: dict[str,
     """The second disk sends nothing; the first one's process has no patience with it."""
     local = prepared(rank, hosts, environ)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sent_part, "PATIENCE_WITH_DISKS", 0.0)
+        patch.setattr(upload, "MAX_DISK_WAIT_SECONDS", 0.0)
         if rank == 2:
             patch.setattr(Uploader, "wake", lambda *_: None)
         handle = saved(rank, root, local, 1)

@@ -19,7 +19,7 @@ from tests.buckets.s3_server import Fault, S3Server
 from tests.covering import some_of
 from xla_ckpt.errors import StorageError, UsageError
 from xla_ckpt.storage import remote_client
-from xla_ckpt.storage.remote_client import PROBE, client_of
+from xla_ckpt.storage.remote_client import PROBE_FILE, get_client
 
 TREE = {"w": torch.ones(3)}
 ALWAYS = 1_000_000
@@ -44,7 +44,7 @@ NAMES = list(CALLS)
 def old(root: str, s3: S3Server) -> str:
     """The address of a root with one tag, by a process that has not used it yet."""
     save(root, "old")
-    client_of.cache_clear()
+    get_client.cache_clear()
     s3.forget()
     return root
 
@@ -126,7 +126,7 @@ def test_who_may_not_delete_saves_all_the_same(
     xla_ckpt.save(old, "f", TREE, num_kept_ckpts=1)
     xla_ckpt.save(old, "g", TREE, num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
-    assert not [tag for tag in "abcd" if client_of("s3", old.split("/")[2]).is_any_below(f"run/{tag}/")]
+    assert not [tag for tag in "abcd" if get_client("s3", old.split("/")[2]).is_any_below(f"run/{tag}/")]
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["refuses", "is silent"])
@@ -135,13 +135,13 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, s3: S3Server, call: str
     """The times are a tenth of those that users have: 50 seconds for a load, twice that for a save."""
     monkeypatch.setattr(remote_client, "RETRY_TIMEOUT", datetime.timedelta(seconds=3))
     monkeypatch.setattr(remote_client, "READ_TIMEOUT", "1500ms")
-    monkeypatch.setattr(remote_client, "PAUSES", {"max_backoff": datetime.timedelta(seconds=0.5)})
+    monkeypatch.setattr(remote_client, "BACKOFF", {"max_backoff": datetime.timedelta(seconds=0.5)})
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         if answers:
             door.listen(100)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{door.getsockname()[1]}")
-        client_of.cache_clear()
+        get_client.cache_clear()
         begun = time.monotonic()
         refused(call, "s3://bucket/run", f"http://127.0.0.1:{door.getsockname()[1]} does not answer, tried for . s")
         xla_ckpt.finalize_checkpoint()
@@ -153,7 +153,7 @@ def test_the_times_that_users_have() -> None:
         return float(text.removesuffix("s"))
 
     last_try = max(seconds(remote_client.CONNECT_TIMEOUT), seconds(remote_client.READ_TIMEOUT))
-    a_request = (remote_client.RETRY_TIMEOUT + remote_client.PAUSES["max_backoff"]).total_seconds() + last_try
+    a_request = (remote_client.RETRY_TIMEOUT + remote_client.BACKOFF["max_backoff"]).total_seconds() + last_try
     assert a_request <= 50
 
 
@@ -167,21 +167,21 @@ def test_what_fails_in_passing_is_repeated(old: str, s3: S3Server) -> None:
 
 def test_conditions_are_tried_once_and_leave_one_file(old: str, s3: S3Server) -> None:
     for tag in "ab":
-        client_of.cache_clear()  # as another process
+        get_client.cache_clear()  # as another process
         save(old, tag)
         save(old, f"{tag}{tag}")
-    tried = [request for request in s3.requests if PROBE in request.path]
+    tried = [request for request in s3.requests if PROBE_FILE in request.path]
     assert [request.status for request in tried] == 2 * ["412", "200", "200", "412", tried[4].status]
-    client = client_of("s3", old.split("/")[2])
-    assert [key for key in client.below("run/") if PROBE in key] == [f"run/{PROBE}"]
+    client = get_client("s3", old.split("/")[2])
+    assert [key for key in client.list_keys("run/") if PROBE_FILE in key] == [f"run/{PROBE_FILE}"]
 
 
 @pytest.mark.parametrize("kind", ["before503", "after503", "after500", "drop"])
 def test_lost_answers_do_not_make_a_store_careless(old: str, s3: S3Server, kind: str) -> None:
     for number in range(1, 6):
-        client_of.cache_clear()
+        get_client.cache_clear()
         s3.forget()
-        s3.faults.append(Fault("", PROBE, kind, number=number))
+        s3.faults.append(Fault("", PROBE_FILE, kind, number=number))
         save(old, f"new_{number}")
     assert len(xla_ckpt.list_tags(old)) == 6
 
@@ -204,7 +204,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Have a package not be installed, as Python marks it."""
     for name in (package, f"obstore.auth.{package}"):
         monkeypatch.setitem(sys.modules, name, None)
-    client_of.cache_clear()
+    get_client.cache_clear()
 
 
 def test_answers_that_break_off_are_asked_for_again(root: str, s3: S3Server) -> None:

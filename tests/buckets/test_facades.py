@@ -13,8 +13,8 @@ import xla_ckpt
 from neuron_compat import nxd, smp
 from tests.buckets.content import names_below, upload
 from tests.buckets.test_saves_and_loads import model_and_optimizer
+from tests.formats.gold import FUSED, SMALL
 from tests.jobs import run_on_ranks
-from tests.layouts.gold import FUSED, SMALL
 
 
 def trains_and_saves(rank: int, root: str) -> None:

@@ -12,10 +12,10 @@ import xla_ckpt
 from tests.buckets.content import client, download, names_below, read, split, upload, write
 from tests.buckets.s3_server import Fault, S3Server
 from tests.buckets.test_saves_and_loads import model_and_optimizer
-from tests.layouts.gold import FOLDERS, FUSED, SMALL, Gold, Target
+from tests.formats.gold import FOLDERS, FUSED, SMALL, Gold, Target
 from xla_ckpt.storage import remote
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.remote_client import Client
+from xla_ckpt.storage.remote_client import ObjectStoreClient
+from xla_ckpt.storage.resolve import open_store
 
 GOLDS = sorted(folder.name for folder in SMALL.iterdir() if folder.is_dir() and not folder.name.startswith(FUSED))
 
@@ -104,14 +104,14 @@ def test_more_tags_than_one_page_of_a_listing_has(root: str, s3: S3Server, monke
 @pytest.fixture
 def short_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are no smaller than what comes with their sizes, so that their bytes are read later."""
-    monkeypatch.setattr(remote, "START_BYTES", 10)
+    monkeypatch.setattr(remote, "FIRST_READ_BYTES", 10)
 
 
 @pytest.mark.usefixtures("short_starts")
 def test_a_file_that_is_overwritten_while_it_is_read(root: str) -> None:
     upload(SMALL / "tp2_pp2_dp1/ckpt", root)
     path = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
-    directory = store_at(root).open("step_40")
+    directory = open_store(root).open("step_40")
     source = directory.open(path)
     buffer = memoryview(bytearray(100))
     assert source.read_into(buffer, 0) == 100
@@ -120,7 +120,7 @@ def test_a_file_that_is_overwritten_while_it_is_read(root: str) -> None:
         source.read_into(buffer, 100)
     with pytest.raises(OSError, match="replaced while"):
         directory.open(path)
-    assert store_at(root).open("step_40").open(path).read_into(buffer, 0) == 100  # who begins now reads the new one
+    assert open_store(root).open("step_40").open(path).read_into(buffer, 0) == 100  # who begins now reads the new one
 
 
 @pytest.mark.usefixtures("short_starts")
@@ -129,10 +129,10 @@ def test_a_load_that_meets_an_overwritten_file_changes_nothing(
     folder: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(SMALL / "tp2_pp2_dp1/ckpt", root)
-    gold, asked = gold_of("tp2_pp2_dp1"), Client.read
+    gold, asked = gold_of("tp2_pp2_dp1"), ObjectStoreClient.read
     met: list[str] = []
 
-    def overwritten(self: Client, key: str, offset: int, nbytes: int, version: str | None) -> Any:
+    def overwritten(self: ObjectStoreClient, key: str, offset: int, nbytes: int, version: str | None) -> Any:
         answer = asked(self, key, offset, nbytes, version)
         if not met and f"/{folder}/" in key:  # the file is looked through, and its tensors are not read yet
             met.append(key)
@@ -140,7 +140,7 @@ def test_a_load_that_meets_an_overwritten_file_changes_nothing(
             write(address, bytes(byte ^ 1 for byte in read(address)))
         return answer
 
-    monkeypatch.setattr(Client, "read", overwritten)
+    monkeypatch.setattr(ObjectStoreClient, "read", overwritten)
     target = Target(gold)
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
     with pytest.raises(xla_ckpt.CheckpointError, match=r"replaced while|412"):

@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 import xla_ckpt
 from tests.buckets.gcs_server import GcsServer, Thing
-from tests.layouts import orbax_saves
-from tests.layouts.test_orbax import assert_equal
+from tests.formats import orbax_saves
+from tests.formats.test_orbax import assert_equal
 from xla_ckpt.errors import UsageError
-from xla_ckpt.storage.base import Changed
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.base import VersionConflict
+from xla_ckpt.storage.resolve import open_store
 from xla_ckpt.tags.lease import LEASES
 
 
@@ -31,7 +31,7 @@ def gcs(use_store: Callable[[Mapping[str, str]], None]) -> Iterator[GcsServer]:
     use_store(server.environment)
     yield server
     xla_ckpt.finalize_checkpoint()  # what a save does after its commit would wait for a server that is gone
-    LEASES.give_back()  # likewise
+    LEASES.release_all()  # likewise
     server.close()
 
 
@@ -51,15 +51,15 @@ def test_saves_and_loads(gcs: GcsServer) -> None:
 
 
 def test_a_generation_decides(gcs: GcsServer) -> None:
-    store = store_at("gs://bucket/run").object_store
+    store = open_store("gs://bucket/run").object_store
     assert store is not None
-    store.check_conditions()
+    store.check_conditional_writes()
     store.write_record("r", b"1", None)
     assert store.read_record("r") is not None
     data, version = store.read_record("r") or (b"", "")
     store.write_record("r", b"2", version)
     for stale in (None, version):
-        with pytest.raises(Changed):
+        with pytest.raises(VersionConflict):
             store.write_record("r", b"3", stale)
     assert (store.read_record("r") or (b"", ""))[0] == b"2"
     assert data == b"1"

@@ -19,26 +19,25 @@ from tests.nursery import Call, bear
 from tests.runs import environment
 from tests.tags.test_lease import Job, save, set_up
 from tests.tags.test_ledger import begin, put
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.attempt import Attempt
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.entry import LEASE_NAME
 from xla_ckpt.tags.lease import LEASES
-from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.names import LEASE
+from xla_ckpt.tags.ledger_root import LedgerDraft, LedgerRoot
 
 HOW = {"beat": 0.1, "silence": 2.0}
 """Long enough for a server that answers slowly, because others have the processors."""
 
 
 def ledger_of(root: str) -> LedgerRoot:
-    store = store_at(root).object_store
+    store = open_store(root).object_store
     assert store is not None
     return LedgerRoot(store)
 
 
 def files_of(root: str) -> set[str]:
     """The attempts that have files."""
-    store = store_at(root)
-    return {f"{tag}/{name}" for tag in store.names() if not tag.startswith(".") for name in store.names(tag)}
+    store = open_store(root)
+    return {f"{tag}/{name}" for tag in store.list_names() if not tag.startswith(".") for name in store.list_names(tag)}
 
 
 def saves_after(root: str, tag: str, how: dict[str, Any], options: dict[str, Any]) -> tuple[str, list[str]]:
@@ -63,7 +62,7 @@ def another(root: str, tag: str = "other", env: dict[str, str] | None = None, **
 def gives_back() -> Iterator[None]:
     """This process gives its leases back when the test ends: it lives on."""
     yield
-    LEASES.give_back()
+    LEASES.release_all()
 
 
 def test_a_second_job_is_told_and_the_first_goes_on(root: str, tmp_path: Path) -> None:
@@ -98,16 +97,16 @@ def stops_before_its_commit(root: str, folder: Path, how: dict[str, Any]) -> lis
     """A job that waits before the commit of its second save; what that save and a third one say."""
     set_up(**how)
     save(root, "first")
-    commit = Attempt.commit
+    commit = LedgerDraft.commit
 
-    def late(self: Attempt, **arguments: Any) -> float:
+    def late(self: LedgerDraft, **arguments: Any) -> float:
         (folder / "saved").open("w").close()
         (folder / "go on").open().close()
         return commit(self, **arguments)
 
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "commit", late)
+        patch.setattr(LedgerDraft, "commit", late)
         with pytest.raises(xla_ckpt.RootInUseError) as refused:
             save(root, "second")
     said.append(str(refused.value))
@@ -145,7 +144,7 @@ def killed_before_its_commit(root: str, how: dict[str, Any]) -> None:
     set_up(**how)
     save(root, "first")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "commit", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(LedgerDraft, "commit", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         save(root, "second")
 
 
@@ -162,7 +161,7 @@ def test_what_was_killed_in_mid_save_is_swept_by_the_next_job(root: str) -> None
 
 def test_a_child_does_not_give_up_what_its_parent_writes(root: str, gives_back: None) -> None:
     parent = ledger_of(root)
-    parent.hold(60)
+    parent.acquire_lease(60)
     transaction = begin(parent, "parent", "1")
     assert another(root, "child") == ("", []), "it shares the lease"
     transaction.commit()
@@ -172,8 +171,8 @@ def test_a_child_does_not_give_up_what_its_parent_writes(root: str, gives_back: 
 
 
 def test_the_lease_may_be_left_out(root: str, gives_back: None) -> None:
-    ledger_of(root).hold(60)
-    record = store_at(root).start_of(LEASE, 1 << 14)
+    ledger_of(root).acquire_lease(60)
+    record = open_store(root).read_start(LEASE_NAME, 1 << 14)
     assert json.loads(record)["pid"] == os.getpid()
     assert another(root, env={"XLA_CKPT_LEASE": "off"}) == ("", [])
     assert xla_ckpt.list_tags(root) == ["other"]
@@ -181,7 +180,7 @@ def test_the_lease_may_be_left_out(root: str, gives_back: None) -> None:
 
 @pytest.mark.parametrize("data", [b"\xff{", b"", b"[" * 100_000, b'{"token": 3}'])
 def test_a_damaged_lease_is_watched_and_taken_over(data: bytes, root: str) -> None:
-    ledger_of(root).store.write_record(LEASE, data, None)
+    ledger_of(root).store.write_record(LEASE_NAME, data, None)
     said, told = another(root)
     assert said == ""
     assert len(told) == 2
@@ -190,10 +189,10 @@ def test_a_damaged_lease_is_watched_and_taken_over(data: bytes, root: str) -> No
 
 @pytest.mark.parametrize("kind", ["after500", "drop", "refuse409", "before503"])
 def test_the_lease_is_taken_although_answers_are_lost(root: str, s3: S3Server, kind: Any, gives_back: None) -> None:
-    s3.faults.append(Fault("PUT", f"/{LEASE}", kind, count=1))
-    ledger_of(root).hold(60)
+    s3.faults.append(Fault("PUT", f"/{LEASE_NAME}", kind, count=1))
+    ledger_of(root).acquire_lease(60)
     assert s3.faults[0].count == 0
-    assert json.loads(store_at(root).start_of(LEASE, 1 << 14))["pid"] == os.getpid()
-    s3.faults.append(Fault("PUT", f"/{LEASE}", kind, count=1))
-    LEASES.give_back()
-    assert store_at(root).start_of(LEASE, 10) == b"{}", "nobody has to wait for its silence"
+    assert json.loads(open_store(root).read_start(LEASE_NAME, 1 << 14))["pid"] == os.getpid()
+    s3.faults.append(Fault("PUT", f"/{LEASE_NAME}", kind, count=1))
+    LEASES.release_all()
+    assert open_store(root).read_start(LEASE_NAME, 10) == b"{}", "nobody has to wait for its silence"

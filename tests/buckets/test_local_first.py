@@ -19,8 +19,8 @@ from tests.no_threads import start_as_the_last
 from tests.nursery import Program, bear
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine.upload import UPLOADS
 from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, StorageError, UsageError
+from xla_ckpt.features.local_first.upload import UPLOADS
 from xla_ckpt.tags import orbax_commit  # noqa: F401  # its process is started before the server is slow
 
 pytestmark = pytest.mark.usefixtures("own_uploads")

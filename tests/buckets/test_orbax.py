@@ -10,8 +10,8 @@ import torch
 import xla_ckpt
 from tests.buckets.content import client, download, names_below, split, upload
 from tests.buckets.s3_server import Fault, S3Server
-from tests.layouts import orbax_saves
-from tests.layouts.test_orbax import assert_equal
+from tests.formats import orbax_saves
+from tests.formats.test_orbax import assert_equal
 from xla_ckpt.cli.main import main
 
 

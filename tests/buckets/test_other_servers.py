@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 import xla_ckpt
 from tests.buckets.s3_server import S3Server
 from xla_ckpt.errors import StorageError, UsageError
-from xla_ckpt.storage.remote_client import client_of
+from xla_ckpt.storage.remote_client import get_client
 
 SERVERS = Path(__file__).parents[2] / ".servers"
 
@@ -43,7 +43,7 @@ def served(
     try:
         for name, value in {**keys, "AWS_ENDPOINT_URL": url}.items():
             monkeypatch.setenv(name, value)
-        client_of.cache_clear()
+        get_client.cache_clear()
         name = f"bucket-{uuid.uuid4().hex[:8]}"
         how = Config(retries={"max_attempts": 0}, connect_timeout=1, s3={"addressing_style": "path"})
         s3 = boto3.client("s3", endpoint_url=url, region_name="us-east-1", config=how)
@@ -56,7 +56,7 @@ def served(
         yield name
     finally:
         xla_ckpt.finalize_checkpoint()
-        client_of.cache_clear()
+        get_client.cache_clear()
         server.terminate()
         server.wait()
 
@@ -91,8 +91,8 @@ def objects_of_a_run(s3: S3Server) -> dict[str, bytes]:
     root = f"s3://{s3.new_bucket()}/run"
     xla_ckpt.save(root, "a", TREE)
     xla_ckpt.finalize_checkpoint()
-    kept = client_of("s3", root.split("/")[2])
-    return {key: bytes(kept.read_version(key)[0]) for key in kept.below("run/")}
+    kept = get_client("s3", root.split("/")[2])
+    return {key: bytes(kept.read_version(key)[0]) for key in kept.list_keys("run/")}
 
 
 @needs_servers

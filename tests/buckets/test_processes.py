@@ -15,9 +15,9 @@ import torch
 import xla_ckpt
 from tests.buckets.s3_server import S3Server
 from tests.buckets.uploads import SOON, Gate
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags.lease_places import RECORD_SILENCE
-from xla_ckpt.tags.names import LEASE
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.entry import LEASE_NAME
+from xla_ckpt.tags.lease import RECORD_EXPIRY_SECONDS
 
 PROGRAM = """
 import sys, torch, xla_ckpt
@@ -70,9 +70,9 @@ def sleeps(pid: int) -> bool:
 
 
 def test_ctrl_c_while_the_lease_of_a_killed_job_is_watched(root: str) -> None:
-    store = store_at(root).object_store
+    store = open_store(root).object_store
     assert store is not None
-    store.write_record(LEASE, b'{"token": 3}', None)
+    store.write_record(LEASE_NAME, b'{"token": 3}', None)
     words = [sys.executable, "-c", PROGRAM, root, "save"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -82,7 +82,7 @@ def test_ctrl_c_while_the_lease_of_a_killed_job_is_watched(root: str) -> None:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
     assert out == "interrupted\n"
-    assert time.monotonic() - begun < RECORD_SILENCE / 3
+    assert time.monotonic() - begun < RECORD_EXPIRY_SECONDS / 3
     assert xla_ckpt.list_tags(root) == []
 
 

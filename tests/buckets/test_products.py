@@ -9,7 +9,7 @@ import torch
 
 import xla_ckpt
 from xla_ckpt import LatestN, Product, SaveOptions
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.resolve import open_store
 
 
 def save(root: str, step: int, *products: Product, **options: Any) -> None:
@@ -31,7 +31,7 @@ def test_products_of_a_bucket(root: str, tmp_path: Path) -> None:
     assert xla_ckpt.list_tags(root) == xla_ckpt.list_tags(theirs) == ["step_2"]
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step_1", "step_2"]
     assert xla_ckpt.restore(theirs).tree["model"]["w"].tolist() == [2, 2, 2]
-    assert store_at(root.replace("/run", "/hf")).names() == ["step_2"]
+    assert open_store(root.replace("/run", "/hf")).list_names() == ["step_2"]
     xla_ckpt.convert(root.replace("/run", "/hf/step_2"), tmp_path / "back")
     assert xla_ckpt.restore(tmp_path / "back").tree["model"]["w"].tolist() == [2, 2, 2]
 

@@ -15,15 +15,15 @@ from tests.buckets.s3_server import Request, S3Server
 from tests.buckets.test_saves_and_loads import model_and_optimizer
 from tests.jobs import run_on_ranks
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine.read import read_into
+from xla_ckpt.core.plan.restore_plan import ReadRequest, plan_restore
+from xla_ckpt.core.sharding.box import Box
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.opening import open_tag
-from xla_ckpt.plan.restore_plan import Want, plan_restore
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.formats.tags import open_tag
+from xla_ckpt.loading.read import read_into
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.resolve import open_store
 from xla_ckpt.tags import lease
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.resolve import open_root
 
 MIB = 1024 * 1024
 
@@ -79,8 +79,8 @@ def settle(s3: S3Server) -> None:
 @pytest.fixture(autouse=True)
 def without_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lease says that this process runs while requests are counted."""
-    monkeypatch.setattr(lease, "BEAT", 1000.0)
-    lease.LEASES.give_back()
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 1000.0)
+    lease.LEASES.release_all()
 
 
 def test_a_load_asks_for_the_ledger_the_manifest_and_its_ranges(saved: str, s3: S3Server) -> None:
@@ -163,15 +163,15 @@ def test_a_listing_in_pages_answers_as_requests_for_each_file_do(root: str, s3: 
     (small, *_), (large, *_) = put_dcp_tags(root, 1, 3), put_dcp_tags(f"{root}/in", 1, 1100)
     for name, data in {f"{small}/empty": b"", f"{small}-b/file": b"1", f"{small}/nested/file": b"2", "z": b"3"}.items():
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(*f"{root}/{name}".removeprefix("s3://").split("/", 1), data)
-    store, look = store_at(root), store_at(root).look()
+    store, look = open_store(root), open_store(root).snapshot_view()
     below = [".metadata", "__1_0.distcp", "empty", "nested", "nested/file", "none", "__1_0.distcp/none", "n", ""]
     paths = [
         f"{name}/{path}".rstrip("/") for name in (small, f"{small}-b", "in", f"in/{large}", "z", "no") for path in below
     ]
     for path in paths:
-        for question in ("has", "is_directory", "names"):
+        for question in ("has", "is_directory", "list_names"):
             assert getattr(look, question)(path) == getattr(store, question)(path), (question, path)
-        assert (look.modified(path) is None) == (store.modified(path) is None), path
+        assert (look.get_modified_time(path) is None) == (store.get_modified_time(path) is None), path
 
 
 def test_a_save_asks_for_nothing_twice(saved: str, s3: S3Server) -> None:
@@ -227,9 +227,9 @@ def test_a_block_of_rows_of_each_array_reads_little_else(root: str, s3: S3Server
     xla_ckpt.save(root, "a", state)
     settle(s3)
     rows = Box((512, 0), (1024, 1024))
-    with open_tag(store_at(root), "a") as reader:
+    with open_tag(open_store(root), "a") as reader:
         slots = [memoryview(bytearray(rows.size * 4)) for _ in state]
-        wants = [Want(leaf, rows, slot) for slot, leaf in enumerate(reader.manifest.arrays)]
+        wants = [ReadRequest(leaf, rows, slot) for slot, leaf in enumerate(reader.manifest.arrays)]
         read_into(reader, plan_restore(reader.manifest, wants), slots)
     assert [bytes(slot[:4]) for slot in slots] == [state[leaf].numpy().tobytes()[:4] for leaf in reader.manifest.arrays]
     assert bytes_read(s3) <= 1.1 * sum(map(len, slots))
@@ -247,31 +247,33 @@ def test_what_is_overwritten_in_place_comes_once(root: str, s3: S3Server) -> Non
 
 def test_a_look_that_is_older_than_the_tag_finds_the_newer_version(root: str) -> None:
     xla_ckpt.save(root, "a", {"w": torch.zeros(3)})
-    look = store_at(root).look()
+    look = open_store(root).snapshot_view()
     assert list_of(look) == ["a"]
     for number in range(1, 5):
         xla_ckpt.save(root, "a", {"w": torch.full((3,), float(number))})
     xla_ckpt.finalize_checkpoint()
     with pytest.raises(FileNotFoundError):
-        look.start_of(f"{root_of(look).place_of('a')}/manifest.json", 1)  # what the look has seen is swept
+        look.read_start(
+            f"{open_root(look).get_directory_name('a')}/manifest.json", 1
+        )  # what the look has seen is swept
     assert list_of(look) == ["a"]
     with open_tag(look, "a") as reader:
-        assert reader.manifest.head.sequence == 5
+        assert reader.manifest.header.sequence == 5
     xla_ckpt.save(root, "b", {"w": torch.zeros(3)})
     assert list_of(look) == ["a"], "a look sees one state"
-    assert list_of(look.look()) == ["a", "b"]
+    assert list_of(look.snapshot_view()) == ["a", "b"]
 
 
 def list_of(store: Store) -> list[str]:
-    return [entry.tag for entry in root_of(store).entries()]
+    return [entry.tag for entry in open_root(store).list_entries()]
 
 
 def test_a_tag_whose_files_somebody_has_deleted_is_damaged(root: str) -> None:
     for tag in "ab":
         xla_ckpt.save(root, tag, {"w": torch.full((3,), float(ord(tag)))})
-    store = store_at(root)
+    store = open_store(root)
     assert store.object_store is not None
-    store.object_store.remove(root_of(store).place_of("b"))
+    store.object_store.remove(open_root(store).get_directory_name("b"))
     with pytest.raises(CorruptCheckpointError, match="the tag has no files"):
         xla_ckpt.restore(root, "b")
     restored = xla_ckpt.restore(root)

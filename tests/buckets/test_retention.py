@@ -13,7 +13,7 @@ from tests.buckets.s3_server import Fault, S3Server
 from tests.cli.test_cli import call
 from xla_ckpt import BestN, EveryNSteps, LatestN, SaveOptions
 from xla_ckpt.storage import remote_client
-from xla_ckpt.tags import facts
+from xla_ckpt.tags import retention_inputs
 
 LOSSES = [0.9, 0.2, 0.5, 0.7, 0.4]
 BEST = LatestN(1) | BestN("loss", 2)
@@ -31,7 +31,7 @@ def test_the_best_tags_stay(root: str, s3: S3Server) -> None:
     for step, loss in enumerate(LOSSES):
         save(root, step, loss)
     assert xla_ckpt.list_tags(root) == ["step_1", "step_4"]
-    facts._metrics.clear()  # as in a new process
+    retention_inputs._metric_cache.clear()  # as in a new process
     s3.forget()
     save(root, 5, 0.3)
     manifests = [r.path for r in s3.requests if r.method == "GET" and "manifest.json" in r.path]
@@ -43,10 +43,10 @@ def test_the_best_tags_stay(root: str, s3: S3Server) -> None:
 def test_a_manifest_that_the_store_does_not_give_fails_no_save(
     root: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_client, "RETRIES", 0)
+    monkeypatch.setattr(remote_client, "MAX_RETRIES", 0)
     for step, loss in enumerate(LOSSES):
         save(root, step, loss)
-    facts._metrics.clear()
+    retention_inputs._metric_cache.clear()
     s3.faults.append(Fault("GET", "step_1", "before503", count=10**6))
     save(root, 5, 0.1)
     s3.faults.clear()

@@ -14,7 +14,7 @@ from tests.buckets.content import names_below
 from tests.buckets.s3_server import Fault, S3Server
 from tests.cli.test_cli import call
 from tests.runs import environment
-from xla_ckpt.cli.selftest import command, storage
+from xla_ckpt.cli.selftest import command, storage_checks
 
 Capture = pytest.CaptureFixture[str]
 ALWAYS = 10**9
@@ -26,7 +26,7 @@ def verdicts(out: str) -> dict[str, str]:
 
 
 def test_what_it_sees(root: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "MEASURED", 1 << 21)
+    monkeypatch.setattr(storage_checks, "MEASURED_BYTES", 1 << 21)
     code, out, err = call(capsys, *QUICK, root)
     seen = verdicts(out)
     assert (code, err) == (int("was not looked at" in seen.values()), "")
@@ -56,8 +56,8 @@ def test_a_bucket_that_is_not_there(capsys: Capture, root: str) -> None:
 def test_credentials_that_expire_meanwhile_break_no_promise(
     s3: S3Server, root: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove: Any = command._remove
-    monkeypatch.setattr(command, "_remove", lambda store, name: remove(store, name, patience=0.0))
+    remove: Any = command._remove_scratch_folder
+    monkeypatch.setattr(command, "_remove_scratch_folder", lambda store, name: remove(store, name, patience=0.0))
     s3.faults.append(Fault("", "", "expired", ALWAYS, number=6))
     code, out, err = call(capsys, *QUICK, root)
     assert (code, set(verdicts(out).values()) - {"was not looked at"}) == (1, {"could not be seen"})

@@ -12,8 +12,8 @@ from tests.buckets.test_jobs import files_of, ledger_of
 from tests.tags.test_ledger import begin, put, text_of
 from xla_ckpt.errors import StorageError, UnknownOutcomeError, from_json
 from xla_ckpt.storage import remote_client
-from xla_ckpt.tags.ledger_record import TRIES
-from xla_ckpt.tags.names import LEDGER
+from xla_ckpt.tags.entry import LEDGER_NAME
+from xla_ckpt.tags.ledger_record import WRITE_ATTEMPTS
 
 KINDS = ["before503", "after503", "after500", "drop", "refuse403", "refuse409"]
 
@@ -21,10 +21,10 @@ KINDS = ["before503", "after503", "after500", "drop", "refuse403", "refuse409"]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request is sent once: what obstore repeats by itself would hide most faults."""
-    monkeypatch.setattr(remote_client, "RETRIES", 0)
+    monkeypatch.setattr(remote_client, "MAX_RETRIES", 0)
 
 
-@pytest.mark.parametrize("count", [1, TRIES, 2 * TRIES, 100])
+@pytest.mark.parametrize("count", [1, WRITE_ATTEMPTS, 2 * WRITE_ATTEMPTS, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_commit_says_is_what_is_there(root: str, s3: S3Server, kind: Any, count: int) -> None:
     """Writes of the ledger fail, so many of them; reads do not."""
@@ -32,8 +32,8 @@ def test_what_a_commit_says_is_what_is_there(root: str, s3: S3Server, kind: Any,
     put(ledger, "a", "old")
     transaction = begin(ledger, "a", "new")
     if kind == "refuse409":
-        count = min(count, 2 * TRIES)  # it means "try again", and that is done
-    s3.faults.append(Fault("PUT", f"/{LEDGER}", kind, count))
+        count = min(count, 2 * WRITE_ATTEMPTS)  # it means "try again", and that is done
+    s3.faults.append(Fault("PUT", f"/{LEDGER_NAME}", kind, count))
     said: Exception | None = None
     try:
         transaction.commit()
@@ -46,12 +46,12 @@ def test_what_a_commit_says_is_what_is_there(root: str, s3: S3Server, kind: Any,
     elif isinstance(said, UnknownOutcomeError):
         assert (said.tag, said.path) == ("a", root)
         assert kind == "before503", "what the store refuses is known to have failed"
-        assert count > TRIES
+        assert count > WRITE_ATTEMPTS
     else:
         assert found == "old"
     applied = kind in ("after503", "after500", "drop", "refuse409")
-    assert (said is None) == (applied or count < TRIES), "no success was told to have failed"
-    transaction.abandon()
+    assert (said is None) == (applied or count < WRITE_ATTEMPTS), "no success was told to have failed"
+    transaction.abort()
     assert text_of(ledger, "a") == found
     put(ledger, "b")
     ledger.clean()
@@ -67,14 +67,14 @@ def test_where_nothing_is_answered_the_outcome_is_unknown(root: str, s3: S3Serve
     ledger = ledger_of(root)
     put(ledger, "a", "old")
     transaction = begin(ledger, "a", "new")
-    s3.faults.append(Fault("PUT", f"/{LEDGER}", "drop" if arrives else "before503", 100))
-    s3.faults.append(Fault("GET", f"/{LEDGER}", "drop", 100))
+    s3.faults.append(Fault("PUT", f"/{LEDGER_NAME}", "drop" if arrives else "before503", 100))
+    s3.faults.append(Fault("GET", f"/{LEDGER_NAME}", "drop", 100))
     with pytest.raises(UnknownOutcomeError, match="did not answer whether it has committed") as caught:
         transaction.commit()
     again = from_json(caught.value.to_json())
     assert isinstance(again, UnknownOutcomeError)
     assert (again.tag, again.path, "xla-ckpt ls" in str(again)) == ("a", root, True)
-    transaction.abandon()  # nothing is answered now, either
+    transaction.abort()  # nothing is answered now, either
     s3.faults.clear()
     assert text_of(ledger, "a") == ("new" if arrives else "old")
     put(ledger, "b")
@@ -86,10 +86,10 @@ def test_a_save_says_that_its_outcome_is_unknown(root: str, s3: S3Server, monkey
     xla_ckpt.save(root, "a", {"x": 1})
 
     def silence(*_: object, **__: object) -> None:
-        s3.faults.append(Fault("PUT", f"/{LEDGER}", "drop", 100))
-        s3.faults.append(Fault("GET", f"/{LEDGER}", "drop", 100))
+        s3.faults.append(Fault("PUT", f"/{LEDGER_NAME}", "drop", 100))
+        s3.faults.append(Fault("GET", f"/{LEDGER_NAME}", "drop", 100))
 
-    monkeypatch.setattr("xla_ckpt.tags.attempt.write_small", silence)  # the report, just before the commit
+    monkeypatch.setattr("xla_ckpt.tags.ledger_root.write_file", silence)  # the report, just before the commit
     with pytest.raises(UnknownOutcomeError, match=r"\[tag a, rank 0") as caught:
         xla_ckpt.save(root, "a", {"x": 2})
     assert isinstance(caught.value, xla_ckpt.SaveError)
@@ -102,7 +102,7 @@ def test_a_save_says_that_its_outcome_is_unknown(root: str, s3: S3Server, monkey
 def test_pins_and_deletions_say_that_their_outcome_is_unknown(root: str, s3: S3Server, call: str, done: str) -> None:
     for tag in "ab":
         put(ledger_of(root), tag)
-    s3.faults.append(Fault("PUT", f"/{LEDGER}", "before503", 100))
+    s3.faults.append(Fault("PUT", f"/{LEDGER_NAME}", "before503", 100))
     with pytest.raises(UnknownOutcomeError, match=f"did not answer whether it has {done} this tag") as caught:
         getattr(xla_ckpt.Checkpoints(root), call)("a")
     assert (caught.value.tag, caught.value.path) == ("a", root)
@@ -115,9 +115,9 @@ def test_a_refusal_after_a_lost_answer_does_not_hide_that_it_was_done(root: str,
     """As where credentials expire just then."""
     ledger = ledger_of(root)
     transaction = begin(ledger, "a", "new")
-    s3.faults.append(Fault("PUT", f"/{LEDGER}", "drop", 1))
-    s3.faults.append(Fault("PUT", f"/{LEDGER}", "refuse403", 100))
+    s3.faults.append(Fault("PUT", f"/{LEDGER_NAME}", "drop", 1))
+    s3.faults.append(Fault("PUT", f"/{LEDGER_NAME}", "refuse403", 100))
     transaction.commit()
     s3.faults.clear()
     assert text_of(ledger, "a") == "new"
-    transaction.abandon()
+    transaction.abort()

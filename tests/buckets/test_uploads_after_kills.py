@@ -20,8 +20,8 @@ from tests.jobs import run_alone
 from tests.nursery import Call, bear
 from tests.runs import environment
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine.upload import UPLOADS
 from xla_ckpt.errors import UsageError
+from xla_ckpt.features.local_first.upload import UPLOADS
 from xla_ckpt.storage import remote_client
 from xla_ckpt.tags import orbax_commit  # noqa: F401  # its process is started before the server is slow
 from xla_ckpt.tags.lease import LEASES
@@ -99,7 +99,7 @@ def only_saves(root: str, local: Path) -> None:
 def saves_and_is_killed(root: str, local: Path) -> None:
     import os
 
-    remote_client.RETRIES = 0  # the store is away, which takes half a minute to find out otherwise
+    remote_client.MAX_RETRIES = 0  # the store is away, which takes half a minute to find out otherwise
     save(root, local, "a", 1)
     save(root, local, "b", 2)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_the_command_uploads_what_a_killed_job_has_left(
 ) -> None:
     monkeypatch.setenv("XLA_CKPT_LEASE", "take")
     save(root, tmp_path, "old").uploaded(SOON)
-    LEASES.give_back()
+    LEASES.release_all()
     away = Away(s3)
     killed = bear(Call.of(saves_and_is_killed, root, tmp_path), env=environment(s3.environment))
     killed.communicate()
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_the_command_after_the_file_that_it_sends(
     for number, tag in enumerate("ab"):
         xla_ckpt.save(tmp_path, tag, tree(number))
     xla_ckpt.finalize_checkpoint()
-    LEASES.give_back()
+    LEASES.release_all()
     slow = gate("safetensors")
     words = [sys.executable, "-m", "xla_ckpt", "upload", str(tmp_path), root]
     env = environment({**s3.environment, "XLA_CKPT_LEASE": "take"})

@@ -59,12 +59,12 @@ def is_number(root: object, number: int, tag: str | None = None, **more: Any) ->
 
 def bytes_of(root: str | Path, tag: str) -> dict[str, bytes]:
     """The files of a tag, but for what the directory and the bucket each have for themselves."""
-    from xla_ckpt.storage.door import store_at
-    from xla_ckpt.storage.small_files import read_whole
-    from xla_ckpt.tags.roots import root_of
+    from xla_ckpt.storage.base import read_file
+    from xla_ckpt.storage.resolve import open_store
+    from xla_ckpt.tags.resolve import open_root
 
-    directory = root_of(store_at(root)).open(tag)
-    files = {path: read_whole(directory, path) for path in directory.files()}
+    directory = open_root(open_store(root)).open(tag)
+    files = {path: read_file(directory, path) for path in directory.list_files()}
     directory.close()
     return {path: data for path, data in files.items() if path not in ("upload.json", "report.json")}
 

@@ -82,14 +82,8 @@ def run_commands(root: str, out: Path, streams: dict[str, Any]) -> dict[str, Any
     """The exit code of each command, or its traceback; and the code that is expected."""
     # Before the forks, each of which would import them.
 
-    import xla_ckpt.api.convert
-    import xla_ckpt.api.diff
-    import xla_ckpt.api.explain
-    import xla_ckpt.api.export
-    import xla_ckpt.cli.facts
-    import xla_ckpt.tables.bars
-    import xla_ckpt.tables.moves
-    import xla_ckpt.view.site  # noqa: F401
+    import xla_ckpt.cli.results
+    import xla_ckpt.cli.view.server  # noqa: F401
     from xla_ckpt.__main__ import main
     from xla_ckpt.cli.main import COMMANDS
 

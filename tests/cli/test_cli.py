@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 import xla_ckpt
 from tests.runs import environment
-from xla_ckpt.cli import facts
-from xla_ckpt.cli.main import COMMANDS, main, parsed
-from xla_ckpt.tables import render
-from xla_ckpt.tables.rows import MAX_LAID_OUT, Rows
+from xla_ckpt.cli import results
+from xla_ckpt.cli.main import COMMANDS, main, parse_arguments
+from xla_ckpt.rendering import reports
+from xla_ckpt.rendering.table import MAX_RICH_ROWS, PlainTable
 
 
 @pytest.fixture
@@ -104,11 +104,13 @@ def on_terminal(what: Any, width: int) -> str:
 
 def test_show_of_many_arrays(tmp_path: Path) -> None:
     """Tables that are too long for rich have the same columns and cells, in plain lines."""
-    arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(MAX_LAID_OUT + 1)}
+    arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(MAX_RICH_ROWS + 1)}
     xla_ckpt.save(tmp_path, "a", {"s": arrays})
-    lines = on_terminal(render.tag(dataclasses.asdict(xla_ckpt.Checkpoints(tmp_path).show("a"))), 200).splitlines()
-    assert len(lines) == 6 + MAX_LAID_OUT
-    assert lines[3] == f"{MAX_LAID_OUT + 1} arrays"
+    lines = on_terminal(
+        reports.render_tag(dataclasses.asdict(xla_ckpt.Checkpoints(tmp_path).show("a"))), 200
+    ).splitlines()
+    assert len(lines) == 6 + MAX_RICH_ROWS
+    assert lines[3] == f"{MAX_RICH_ROWS + 1} arrays"
     assert lines[4].split() == ["leaf", "dtype", "shape", "size", "shards"]
     assert lines[5 + 8].split() == ["s/[b]8", "float32", "1", "4", "B", "1"]
     assert len({line.index("float32") for line in lines[5:]}) == 1
@@ -328,21 +330,21 @@ def test_ls_of_a_directory_above_the_roots(root: Path, tmp_path_factory: pytest.
     for place in ("lm", "sweep/one", "sweep/two/deep", "a/b/c/too_deep"):
         (above / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(root, above / place)
-    found = facts.list_facts(str(above))
+    found = results.list_root(str(above))
     assert [(r["path"], r["tags"], r["newest"]) for r in found["roots"]] == [
         (f"{above}/{place}", 2, "step_2") for place in ("lm", "sweep/one", "sweep/two/deep")
     ]
-    assert f"{above}/lm" in on_terminal(render.tag_table(found), 200)
+    assert f"{above}/lm" in on_terminal(reports.render_tag_list(found), 200)
 
 
 def test_ls_of_a_root_with_roots_beside_its_tags(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The roots were dropped."""
     shutil.copytree(root, root.parent / "copy")
     shutil.move(root.parent / "copy", root / "other")
-    found = facts.list_facts(str(root))
+    found = results.list_root(str(root))
     assert [t["tag"] for t in found["tags"]] == ["best", "step_2"]
     assert [r["path"] for r in found["roots"]] == [f"{root}/other"]
-    shown = on_terminal(render.tag_table(found), 200)
+    shown = on_terminal(reports.render_tag_list(found), 200)
     assert "step_2" in shown.partition("Below it:")[0]
     assert f"{root}/other" in shown.partition("Below it:")[2]
     assert f"{root}/other" in call(capsys, "ls", root)[1]
@@ -419,13 +421,13 @@ def test_a_listing_at_two_widths(width: int) -> None:
          "layout": "dcp"},
     ]  # fmt: skip
     listing = {"path": "/runs/lm", "tags": tags, "newest": "step_20", "roots": [], "beside": []}
-    shown = on_terminal(render.tag_table(listing), width)
+    shown = on_terminal(reports.render_tag_list(listing), width)
     assert shown.splitlines() == LS[width].splitlines()
 
 
 def test_long_names_are_folded_and_numbers_are_not() -> None:
     leaf = "optimizer/state/layers.0.attention.qkv_proj.weight/exp_avg_sq"
-    rows = Rows("", ("leaf", "dtype", ">shape", "?>shards"), [(leaf, "float32", "4096 x 16", "8")])
+    rows = PlainTable("", ("leaf", "dtype", ">shape", "?>shards"), [(leaf, "float32", "4096 x 16", "8")])
     lines = on_terminal(rows, 60)
     assert max(map(len, lines.splitlines())) <= 60
     assert "4096 x 16" in lines
@@ -469,7 +471,7 @@ def test_each_help_has_examples_that_the_parser_takes(command: str, capsys: pyte
     for line in lines:
         called = re.search(rf"xla-ckpt ({command}\b.*?)(?: {{2,}}|\)| [|>] |$)", line)
         assert called, line
-        assert parsed(shlex.split(called[1])).parser, line
+        assert parse_arguments(shlex.split(called[1])).parser, line
 
 
 def test_a_diff_in_a_pipe_says_in_which_tag_a_leaf_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

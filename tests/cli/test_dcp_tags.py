@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import xla_ckpt
-from tests.layouts.stock_dcp import stock
+from tests.formats.stock_dcp import stock
 from tests.same import same
 from xla_ckpt.cli.main import main
 

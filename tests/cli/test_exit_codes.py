@@ -11,7 +11,7 @@ import torch
 import xla_ckpt
 from tests.runs import ROOT
 from xla_ckpt.cli import main as command_line
-from xla_ckpt.errors import KINDS
+from xla_ckpt.errors import ERROR_TYPES
 
 PLACES = {
     "ls": "PATH", "show": "PATH", "verify": "PATH", "explain": "PATH --mesh dp=2", "diff": "PATH PATH",
@@ -69,12 +69,12 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, command: str, capsys: py
     assert files_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(ERROR_TYPES))
 def test_the_table_has_the_code_of_each_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: object) -> int:
-        raise KINDS[kind]("it failed")
+        raise ERROR_TYPES[kind]("it failed")
 
-    monkeypatch.setattr(command_line, "parsed", lambda _: type("Args", (), {"action": staticmethod(fails)}))
+    monkeypatch.setattr(command_line, "parse_arguments", lambda _: type("Args", (), {"action": staticmethod(fails)}))
     page = (ROOT / "docs/command-line.md").read_text()
     (row,) = re.findall(r"^\| 2 \|.*$", page, re.MULTILINE)
     assert command_line.main(["ls", "."]) == (2 if f"`{kind}`" in row else 1)

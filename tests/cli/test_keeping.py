@@ -1,4 +1,4 @@
-"""``rm``, ``pin``, ``unpin``, ``clean`` and ``adopt``, with a person at a terminal and without one."""
+"""``run_rm``, ``pin``, ``unpin``, ``clean`` and ``adopt``, with a person at a terminal and without one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ import xla_ckpt
 import xla_ckpt.__main__
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
-from xla_ckpt.api import checkpoints
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.inspection import checkpoints
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags import deleting, listing
-from xla_ckpt.tags.directories import DirectoryRoot
-from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.names import LEDGER
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags import deletion, listing
+from xla_ckpt.tags.directory_root import DirectoryRoot
+from xla_ckpt.tags.entry import LEDGER_NAME
+from xla_ckpt.tags.ledger_root import LedgerRoot
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_clean_says_what_it_removed_and_what_it_left(root: Path, capsys: pytest.
 def open_locked(root: Path, name: str) -> Iterator[None]:
     """A directory that somebody reads, or writes if it was not there."""
     store = LocalStore(str(root))
-    directory = store.open(name) if store.has(name) else store.make(name)
+    directory = store.open(name) if store.has(name) else store.make_directory(name)
     with contextlib.closing(directory):
         yield
 
@@ -200,9 +200,9 @@ def test_a_record_in_memory_adopts_what_it_has_lost(capsys: pytest.CaptureFixtur
     path = "memory://adopts/lm"
     for tag in "ab":
         xla_ckpt.save(path, tag, {"w": torch.ones(2)})
-    store = store_at(path).object_store
+    store = open_store(path).object_store
     assert store is not None
-    store.remove(LEDGER)
+    store.remove(LEDGER_NAME)
     with pytest.raises(CorruptCheckpointError, match="xla-ckpt adopt"):
         xla_ckpt.list_tags(path)
     assert call(capsys, "adopt", path, "b")[:2] == (0, "b: adopted\n")
@@ -215,12 +215,12 @@ def test_an_incomplete_tag_is_not_adopted_and_told(capsys: pytest.CaptureFixture
     path = "memory://adopts/incomplete"
     for tag in "ab":
         xla_ckpt.save(path, tag, {"w": torch.ones(2)})
-    store = store_at(path).object_store
+    store = open_store(path).object_store
     assert store is not None
-    (attempt,) = store.names("b")
-    (payload,) = (name for name in store.fill(f"b/{attempt}").files() if name.endswith(".safetensors"))
+    (attempt,) = store.list_names("b")
+    (payload,) = (name for name in store.get_directory(f"b/{attempt}").list_files() if name.endswith(".safetensors"))
     store.remove(f"b/{attempt}/{payload}")
-    store.remove(LEDGER)
+    store.remove(LEDGER_NAME)
     code, out, _ = call(capsys, "adopt", path)
     assert (code, out.splitlines()) == (
         1,
@@ -323,11 +323,11 @@ def test_retain_looks_once_however_many_tags_go(
 
         monkeypatch.setattr(owner, name, counts)
 
-    counted(listing, "looked_into")
-    monkeypatch.setattr(deleting, "looked_into", listing.looked_into)
-    monkeypatch.setattr(checkpoints, "looked_into", listing.looked_into)
-    counted(DirectoryRoot, "entries")
-    counted(LedgerRoot, "entries")
+    counted(listing, "check_entry")
+    monkeypatch.setattr(deletion, "check_entry", listing.check_entry)
+    monkeypatch.setattr(checkpoints, "check_entry", listing.check_entry)
+    counted(DirectoryRoot, "list_entries")
+    counted(LedgerRoot, "list_entries")
     lists = []
     for count in (3, 6):
         root = f"memory://{tmp_path}/{count}" if where == "memory" else str(tmp_path / str(count))
@@ -336,7 +336,7 @@ def test_retain_looks_once_however_many_tags_go(
         looks.clear()
         told = "".join(f"step_{step}: deleted\n" for step in range(count - 1))
         assert call(capsys, "retain", root, "--newest", "1", "--yes")[1].startswith(told)
-        assert looks.pop("looked_into") == count + 1, "each manifest once, and that of a tag that stays"
+        assert looks.pop("check_entry") == count + 1, "each manifest once, and that of a tag that stays"
         lists.append(dict(looks))
         assert xla_ckpt.list_tags(root) == [f"step_{count - 1}"]
     assert lists[0] == lists[1]

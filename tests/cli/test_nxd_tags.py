@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.layouts.gold import Gold, Target
+from tests.formats.gold import Gold, Target
 from xla_ckpt.cli.main import main
-from xla_ckpt.tables import texts
+from xla_ckpt.rendering import formatting
 
 CASES = [
     "tp2_dp2_z1m__xser_small",
@@ -39,7 +39,7 @@ def test_without_a_model(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = call(capsys, "show", gold.root)
     assert code == 0
     text = " ".join(out.split())
-    assert f"written by neuronx-distributed, {texts.size(nbytes)} in {files} files by 4 ranks" in text
+    assert f"written by neuronx-distributed, {formatting.format_bytes(nbytes)} in {files} files by 4 ranks" in text
     assert re.search(r"model: \d+ arrays, [\d.]+ kB", text)
     cure = "with --like what was saved, or give a rule such as --sharding up_proj tp,_; "
     assert (text.count(REASON), text.count(cure)) == (1, 1)

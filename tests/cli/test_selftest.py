@@ -23,28 +23,31 @@ import xla_ckpt
 from tests.cli import selftests
 from tests.cli.test_cli import call
 from tests.runs import environment, names_in
-from xla_ckpt.cli.selftest import command, storage
-from xla_ckpt.cli.selftest.checks import Bench, Check, Sighting, broken, holds, sighted
-from xla_ckpt.cli.selftest.devices import DEVICE_CHECKS
+from xla_ckpt.cli.selftest import command, storage_checks
+from xla_ckpt.cli.selftest.checks import Check, CheckContext, CheckResult, failed, passed, run_catching_errors
+from xla_ckpt.cli.selftest.device_checks import DEVICE_CHECKS
 from xla_ckpt.errors import CorruptCheckpointError, StorageError
-from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.local_file import LocalSink, LocalSource
-from xla_ckpt.storage.remote_client import Client
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local_file import LocalFileReader, LocalFileWriter
+from xla_ckpt.storage.remote_client import ObjectStoreClient
 
 Capture = pytest.CaptureFixture[str]
-CHECKS = {check.name: check for objects in (False, True) for check in storage.storage_checks(objects=objects)}
+CHECKS = {
+    check.name: check
+    for objects in (False, True)
+    for check in storage_checks.list_storage_checks(is_object_store=objects)
+}
 DEVICES = {check.name: check for check in DEVICE_CHECKS}
 
 
-def seen(check: Check, path: object, seconds: float = 100) -> Sighting:
-    return check(Bench(str(path), time.monotonic() + seconds))
+def seen(check: Check, path: object, seconds: float = 100) -> CheckResult:
+    return check(CheckContext(str(path), time.monotonic() + seconds))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "MEASURED", 1 << 21)
-    monkeypatch.setattr(storage, "SLOWEST", 1e6)  # of so few bytes the ratio says nothing
+    monkeypatch.setattr(storage_checks, "MEASURED_BYTES", 1 << 21)
+    monkeypatch.setattr(storage_checks, "MAX_SLOWDOWN", 1e6)  # of so few bytes the ratio says nothing
 
 
 @pytest.mark.parametrize("name", ["names", "rename", "bytes", "room", "clock", "speed"])
@@ -58,7 +61,7 @@ def test_a_promise_that_holds_in_a_bucket(s3: Any, name: str) -> None:
 
 
 def test_that_a_disk_keeps_what_was_synced_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "TOO_QUICK", 0.0)
+    monkeypatch.setattr(storage_checks, "MIN_FSYNC_SECONDS", 0.0)
     assert seen(CHECKS["fsync"], tmp_path).verdict == "could not be seen"
 
 
@@ -68,7 +71,7 @@ def replaces(store: LocalStore, old: str, new: str) -> None:
 
 
 LOOKED = threading.Event()
-HAS, MAKE = LocalStore.has, LocalStore.make
+HAS, MAKE = LocalStore.has, LocalStore.make_directory
 
 
 def has(store: LocalStore, path: str) -> bool:
@@ -87,7 +90,7 @@ def exchanges_in_steps(store: LocalStore, one: str, other: str) -> bool:
     return True
 
 
-def reads_another_byte(source: LocalSource, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+def reads_another_byte(source: LocalFileReader, buffer: memoryview, offset: int, scratch: memoryview) -> int:
     done = source.read_into(buffer, offset)
     buffer[7] ^= 1
     return done
@@ -98,13 +101,13 @@ def refuses(*_: object, **__: object) -> None:
 
 
 BREAKS: list[tuple[str, type, str, Callable[..., Any], str]] = [
-    ("names", LocalStore, "make", lambda store, name: MAKE(store, name.lower()), "exist"),
+    ("names", LocalStore, "make_directory", lambda store, name: MAKE(store, name.lower()), "exist"),
     ("rename", LocalStore, "rename", replaces, "taken the place of one that was not empty"),
     ("rename", LocalStore, "exchange", exchanges_in_steps, "found one of them gone"),
-    ("fsync", LocalSink, "commit", LocalSink.abandon, "reaches no disk"),
-    ("bytes", LocalSource, "read_once", reads_another_byte, "Other bytes"),
-    ("room", LocalDirectory, "free", lambda _: 1000, "1.0 kB may be written"),
-    ("clock", LocalStore, "modified", lambda store, path: time.time_ns() - 10**12, "1000.0 s"),
+    ("fsync", LocalFileWriter, "commit", LocalFileWriter.abort, "reaches no disk"),
+    ("bytes", LocalFileReader, "read_once", reads_another_byte, "Other bytes"),
+    ("room", LocalDirectory, "get_free_bytes", lambda _: 1000, "1.0 kB may be written"),
+    ("clock", LocalStore, "get_modified_time", lambda store, path: time.time_ns() - 10**12, "1000.0 s"),
 ]
 
 
@@ -114,7 +117,7 @@ BREAKS: list[tuple[str, type, str, Callable[..., Any], str]] = [
 def test_a_promise_that_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: type, method: str, how: Any, says: str
 ) -> None:
-    monkeypatch.setattr(storage, "TOO_QUICK", 1.0)
+    monkeypatch.setattr(storage_checks, "MIN_FSYNC_SECONDS", 1.0)
     monkeypatch.setattr(LocalStore, "has", has)
     (tmp_path / "root").mkdir()
     monkeypatch.setattr(kind, method, how)
@@ -131,7 +134,7 @@ def test_storage_that_refuses_has_broken_no_promise(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(LocalSink, "commit", refuse)
+    monkeypatch.setattr(LocalFileWriter, "commit", refuse)
     sighting = seen(CHECKS[name], tmp_path)
     assert (sighting.verdict, os.strerror(number) in sighting.sentence) == ("could not be seen", True), sighting
 
@@ -144,7 +147,7 @@ def test_a_rename_that_is_refused_for_another_reason_says_nothing_of_what_it_rep
 
 
 def test_a_save_that_is_much_slower_than_a_plain_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SLOWEST", 0.0)
+    monkeypatch.setattr(storage_checks, "MAX_SLOWDOWN", 0.0)
     sighting = seen(CHECKS["speed"], tmp_path)
     assert (sighting.verdict, "nothing else uses this storage" in sighting.sentence) == ("could not be seen", True)
 
@@ -155,42 +158,42 @@ def test_names_that_cannot_be_exchanged_and_what_a_storage_does_not_say(
     monkeypatch.setattr(LocalStore, "exchange", lambda *_: False)
     sighting = seen(CHECKS["rename"], tmp_path)
     assert (sighting.verdict, "in one step: while" in sighting.sentence) == ("holds", True)
-    monkeypatch.setattr(LocalDirectory, "free", lambda _: None)
-    monkeypatch.setattr(LocalStore, "modified", lambda *_: None)
+    monkeypatch.setattr(LocalDirectory, "get_free_bytes", lambda _: None)
+    monkeypatch.setattr(LocalStore, "get_modified_time", lambda *_: None)
     for name in ("room", "clock"):
         assert seen(CHECKS[name], tmp_path).verdict == "could not be seen"
 
 
 def test_a_server_that_ignores_conditions(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client, "_writes", lambda *_: True)
+    monkeypatch.setattr(ObjectStoreClient, "_try_write", lambda *_: True)
     sighting = seen(CHECKS["conditional writes"], f"s3://{s3.new_bucket()}/run")
     assert (sighting.verdict, "ignores the conditions" in sighting.sentence) == ("does not hold", True)
 
 
 def test_a_lease_excludes_and_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(CHECKS["lease"], tmp_path).verdict == "holds"
-    monkeypatch.setattr(storage, "LINGERING", 0.5)  # the first process goes on saving
+    monkeypatch.setattr(storage_checks, "EXIT_TIMEOUT_SECONDS", 0.5)  # the first process goes on saving
     monkeypatch.setenv("XLA_CKPT_LEASE", "off")
     again = seen(CHECKS["lease"], tmp_path)
     assert (again.verdict, "not refused" in again.sentence) == ("does not hold", True)
 
 
 def test_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "INSTANTS", (0.5,))
+    monkeypatch.setattr(storage_checks, "KILL_FRACTIONS", (0.5,))
     sighting = seen(CHECKS["kill"], tmp_path)
     assert (sighting.verdict, "killed in mid-save, 1 time" in sighting.sentence) == ("holds", True)
 
 
 def test_kills_see_a_tag_that_is_torn_or_gone(tmp_path: Path) -> None:
-    assert storage.torn(str(tmp_path), 1) == "step_1, which was committed, is gone"
+    assert storage_checks.find_tag_problem(str(tmp_path), 1) == "step_1, which was committed, is gone"
     for number, value in ((1, 1), (2, 2), (3, 2)):
         xla_ckpt.save(tmp_path, f"step_{number}", {"w": np.full(9, value)})
-    assert storage.torn(str(tmp_path), 3) == "step_3 is a mixture of two saves"
+    assert storage_checks.find_tag_problem(str(tmp_path), 3) == "step_3 is a mixture of two saves"
     (payload,) = (tmp_path / "step_1").rglob("*.safetensors")
     with open(payload, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    assert "step_1 is damaged" in (storage.torn(str(tmp_path), 3) or "")
+    assert "step_1 is damaged" in (storage_checks.find_tag_problem(str(tmp_path), 3) or "")
 
 
 def test_an_impatient_person(tmp_path: Path) -> None:
@@ -210,7 +213,7 @@ def test_a_full_disk_breaks_no_promise(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(LocalSink, "write", full)
+    monkeypatch.setattr(LocalFileWriter, "write", full)
     for name in ("bytes", "speed"):
         (tmp_path / name).mkdir()
         sighting = seen(CHECKS[name], tmp_path / name)
@@ -249,25 +252,25 @@ def test_what_a_framework_prints_is_no_answer(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_tag_that_comes_back_damaged_on_a_device(tmp_path: Path) -> None:
-    def damaged() -> Sighting:
+    def damaged() -> CheckResult:
         raise CorruptCheckpointError("other bytes")
 
-    assert sighted(damaged).verdict == "does not hold"
+    assert run_catching_errors(damaged).verdict == "does not hold"
 
 
 def few(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
-    monkeypatch.setattr(storage, "storage_checks", lambda objects: [CHECKS["names"], *checks])
-    monkeypatch.setattr("xla_ckpt.cli.selftest.devices.DEVICE_CHECKS", [])
+    monkeypatch.setattr(storage_checks, "list_storage_checks", lambda is_object_store: [CHECKS["names"], *checks])
+    monkeypatch.setattr("xla_ckpt.cli.selftest.device_checks.DEVICE_CHECKS", [])
 
 
 def test_the_command(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").write_text("stays")
-    few(monkeypatch, Check("last", "something is", lambda _: holds("It is.")))
+    few(monkeypatch, Check("last", "something is", lambda _: passed("It is.")))
     code, out, _ = call(capsys, "selftest", tmp_path)
     facts, seen_of_it = out.splitlines()[:4], out.splitlines()[4:]
     assert (code, [line.split()[0] for line in facts]) == (0, ["date", "machine", "storage", "versions"])
     assert ["last: something is. It is." in line for line in seen_of_it] == [False, True]
-    few(monkeypatch, Check("last", "something is", lambda _: broken("It is not.")))
+    few(monkeypatch, Check("last", "something is", lambda _: failed("It is not.")))
     code, out, _ = call(capsys, "selftest", tmp_path, "--json")
     report = json.loads(out)
     assert (code, [c["verdict"] for c in report["checks"]]) == (1, ["holds", "does not hold"])
@@ -290,8 +293,8 @@ def test_what_there_was_no_time_for_is_no_success(
 def test_a_folder_that_cannot_be_removed(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     few(monkeypatch)
     monkeypatch.setattr(LocalStore, "remove", refuses)
-    remove = command._remove
-    monkeypatch.setattr(command, "_remove", lambda store, name: remove(store, name, patience=0.0))
+    remove = command._remove_scratch_folder
+    monkeypatch.setattr(command, "_remove_scratch_folder", lambda store, name: remove(store, name, timeout=0.0))
     code, out, err = call(capsys, "selftest", tmp_path, "--json")
     assert (code, [c["verdict"] for c in json.loads(out)["checks"]]) == (1, ["holds"])
     (name,) = names_in(tmp_path)
@@ -353,12 +356,12 @@ def test_what_was_just_killed_may_be_at_work_for_an_instant(tmp_path: Path, monk
         (refuses if store.path == str(tmp_path) and len(refused) < 3 else remove)(store, name)
 
     monkeypatch.setattr(LocalStore, "remove", at_first_refused)
-    command._remove(LocalStore(str(tmp_path)), "folder")
+    command._remove_scratch_folder(LocalStore(str(tmp_path)), "folder")
     assert (len(refused), names_in(tmp_path)) == (3, [])
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(LocalStore, "remove", refuses)
     with pytest.raises(StorageError, match="Input/output.*Remove it by hand"):
-        command._remove(LocalStore(str(tmp_path)), "folder", patience=0.0)
+        command._remove_scratch_folder(LocalStore(str(tmp_path)), "folder", timeout=0.0)
 
 
 @pytest.mark.crash

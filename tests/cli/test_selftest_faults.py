@@ -18,9 +18,9 @@ from tests.runs import environment, names_in
 PROGRAM = """
 import sys
 from xla_ckpt.cli.main import main
-from xla_ckpt.cli.selftest import devices, storage
-storage.INSTANTS = (0.5,)
-del devices.DEVICE_CHECKS[1:]
+from xla_ckpt.cli.selftest import device_checks, storage_checks
+storage_checks.KILL_FRACTIONS = (0.5,)
+del device_checks.DEVICE_CHECKS[1:]
 sys.exit(main())
 """
 """The command, which kills one save only, and looks at the devices of torch alone."""

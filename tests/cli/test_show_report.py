@@ -15,9 +15,8 @@ from rich.console import Console
 import xla_ckpt
 from tests.cli.test_cli import call
 from tests.jobs import run_on_ranks
-from xla_ckpt.engine.phases import Phase
-from xla_ckpt.engine.rank_timings import MAX_KEPT, Measured, kept
-from xla_ckpt.tables import bars
+from xla_ckpt.rendering import reports
+from xla_ckpt.reports import MAX_RECORDED_RANKS, Phase, RankTimings, select_slowest_ranks
 
 STAGES = ["describe", "plan", "snapshot", "copy", "digest", "write", "fsync", "meet", "commit"]
 
@@ -63,7 +62,7 @@ def test_each_rank_has_its_stages_and_the_slowest_is_marked(root: Path, capsys: 
 def test_it_fits_into_narrow_terminals_and_plain_ones(root: Path, width: int, encoding: str) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     Console(file=file, width=width, force_terminal=True, no_color=True).print(
-        bars.report(xla_ckpt.Checkpoints(root).timings("a"))
+        reports.render_save_report(xla_ckpt.Checkpoints(root).timings("a"))
     )
     file.seek(0)
     lines = re.sub(r"\x1b\[[\d;]*m", "", file.read()).splitlines()
@@ -124,12 +123,12 @@ def test_a_damaged_report_is_an_error_and_harms_nothing_else(
 def test_of_very_many_ranks_the_slowest_are_kept() -> None:
     phases = {name: Phase(1.0, 8, 1, 0.0, 1.0) for name in STAGES}
     all_ranks = [
-        Measured(
+        RankTimings(
             rank=r, stall=0.1, nbytes=8, files=1, phases={**phases, "fsync": Phase(1.0, 0, 1, 1.0, 2.0 + r % 1000)}
         )
         for r in range(5000)
     ]
-    told = kept(all_ranks)
-    assert (told["ranks"], len(told["measured"]), told["measured"][0][0]) == (5000, MAX_KEPT, 999)
-    assert Measured.from_json(json.loads(json.dumps(told["measured"][0]))) == all_ranks[999]
+    told = select_slowest_ranks(all_ranks)
+    assert (told["ranks"], len(told["measured"]), told["measured"][0][0]) == (5000, MAX_RECORDED_RANKS, 999)
+    assert RankTimings.from_json(json.loads(json.dumps(told["measured"][0]))) == all_ranks[999]
     assert len(json.dumps(told)) < 1 << 16

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.gold import SMALL, Gold, Target
+from tests.formats.gold import SMALL, Gold, Target
 from xla_ckpt.cli.main import main
-from xla_ckpt.cli.words import in_options
+from xla_ckpt.cli.output import translate_to_options
 
 PACKAGE = Path(xla_ckpt.__file__).parent
 
 OF_PROGRAMS = (
-    "api/load.py", "api/products.py", "api/save.py", "arrays/", "dcp/", "engine/merged.py", "engine/other_disk.py",
-    "integrations/", "job/", "layouts/orbax/maxtext.py", "options.py", "plan/replicas.py", "snapshot/", "state/",
-    "cli/", "view/",
+    "arrays/", "cli/", "core/plan/merge.py", "dcp/", "distributed/", "features/local_first/host_commit.py",
+    "features/products/product.py", "formats/orbax/maxtext.py", "integrations/", "loading/load.py", "options.py",
+    "saving/merge.py", "saving/save.py", "snapshot/", "state/",
 )  # fmt: skip
 """Modules whose errors only a program meets, in a save or a load of its own; and what has no arguments in Python."""
 
@@ -58,8 +58,8 @@ def test_no_error_that_the_command_line_shows_speaks_of_an_argument() -> None:
             continue
         for text in texts_of(ast.parse(file.read_text())):
             count += "--" in text and python.search(text) is not None
-            if python.search(of_a_save.sub("", in_options(text))):
-                wrong.append(f"{name}: {in_options(text)}")
+            if python.search(of_a_save.sub("", translate_to_options(text))):
+                wrong.append(f"{name}: {translate_to_options(text)}")
     assert not wrong
     assert count > 10, "the search finds sentences that speak of both"
 

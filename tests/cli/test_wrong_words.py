@@ -16,7 +16,7 @@ import xla_ckpt
 import xla_ckpt.dcp
 from tests.runs import environment
 from xla_ckpt.cli.main import main
-from xla_ckpt.cli.words import in_options
+from xla_ckpt.cli.output import translate_to_options
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -118,8 +118,8 @@ def test_a_shell_that_took_something_away(tmp_path: Path, script: str, code: int
 def test_a_long_name_in_an_error_is_gone_over_once(name: str) -> None:
     """If each of its characters were tried as the first of an argument, this would take hours."""
     text = name * (2_000_000 // len(name))
-    assert in_options(text) == text
-    assert in_options(f"{text} Pass as_tag= (--as).").endswith(" Pass --as.")
+    assert translate_to_options(text) == text
+    assert translate_to_options(f"{text} Pass as_tag= (--as).").endswith(" Pass --as.")
 
 
 def test_a_part_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

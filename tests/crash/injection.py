@@ -153,7 +153,7 @@ def perform(
             self.first = lambda: Recorder().arm(root, log, rank + HELPER, which)
             super().start()
 
-    orbax_commit.Program = Helper  # type: ignore[misc]
+    orbax_commit.HelperProcess = Helper  # type: ignore[misc]
 
     if operation.ranks > 1:
         dist.init_process_group(

@@ -228,7 +228,7 @@ def ready(*, xla: bool) -> None:
     from tests.helper import InFork
     from xla_ckpt.tags import orbax_commit
 
-    orbax_commit.Program = InFork  # type: ignore[misc]
+    orbax_commit.HelperProcess = InFork  # type: ignore[misc]
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1

@@ -36,9 +36,8 @@ from tests.jobs import finish, start_on_ranks, store_of_torchrun
 from tests.nursery import ProcessError
 from tests.runs import names_in
 from xla_ckpt import dcp
-from xla_ckpt.job.process_group import StoreCommunicator
-from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.distributed.torch_store import TorchCommunicator
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
 
 TIMEOUT = 3.0
 """Given to the call in which a rank is lost, in seconds."""
@@ -285,9 +284,9 @@ def _strike(case: Case) -> tuple[_Clock, _Clock]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     signal.signal(signal.SIGINT, _handle)
-    messages: list[tuple[Any, str]] = [(StoreCommunicator, name) for name in ("put", "put_once", "take", "has")]
+    messages: list[tuple[Any, str]] = [(TorchCommunicator, name) for name in ("put", "put_if_absent", "get", "has")]
     messages += [(torch.distributed, name) for name in COLLECTIVES]
-    return _Clock(messages, at_message), _Clock([(LocalDirectory, "create"), (LocalStore, "make")], at_file)
+    return _Clock(messages, at_message), _Clock([(LocalDirectory, "create"), (LocalStore, "make_directory")], at_file)
 
 
 def interrupt() -> None:

@@ -28,8 +28,8 @@ from tests.crash.operations import (
     saving,
 )
 from tests.xla import HAS_XLA
-from xla_ckpt.engine import restore
-from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.loading import restore
+from xla_ckpt.storage.signals import defer_signals
 
 
 class _Dataset:
@@ -145,7 +145,7 @@ def _cancelled(root: Path) -> None:
     """A save that runs in a thread is cancelled, which does not end it."""
 
     async def saved(pool: ThreadPoolExecutor) -> None:
-        with undisturbed():
+        with defer_signals():
             saving = pool.submit(saves, root, "b", 7)
             PROGRAM.waits = saving.exception
         task = asyncio.ensure_future(asyncio.wrap_future(saving))
@@ -190,7 +190,7 @@ def _loads(root: Path) -> None:
 
 def _loads_twice_read(root: Path) -> None:
     """As a load of large arrays: the program's memory is overwritten by the readers."""
-    restore.STAGED_BYTES = 0
+    restore.MAX_STAGED_BYTES = 0
     _loads(root)
 
 

@@ -21,8 +21,8 @@ import torch
 import xla_ckpt
 from tests.crash.operations import Lost, arrays_of, momentum_of
 from tests.crash.soak_judge import Ask, Event, Sample, write_line
-from xla_ckpt.engine.background import SaveHandle
-from xla_ckpt.tags.orbax_commit import COMMITTER
+from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.tags.orbax_commit import ORBAX_COMMITTER
 
 COLUMNS = 200
 ROWS = (8, 160, 1600)
@@ -267,7 +267,7 @@ def reads(folder: Path, roots: Sequence[Path], seed: str) -> int:
     dice, meter = random.Random(seed), Meter(folder / "samples.reader")
     newest = dict.fromkeys(roots, 0)
     loads = 0
-    COMMITTER.await_ready(60)  # the first load would start it, after the first samples
+    ORBAX_COMMITTER.wait_ready(60)  # the first load would start it, after the first samples
     while folder.exists() and not (folder / "stop").exists():
         root = dice.choice(list(roots))
         try:

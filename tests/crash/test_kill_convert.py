@@ -15,13 +15,13 @@ import xla_ckpt
 from tests.jobs import run_alone
 from tests.nursery import Call, bear
 from tests.runs import names_in
-from xla_ckpt.engine import stream
+from xla_ckpt.conversion import stream
 from xla_ckpt.storage.local import LocalStore
 
 
 def converts_and_stops(root: Path, destination: Path, to: str) -> None:
     """Stop for ever after some bytes of the file, and say so."""
-    read = stream._read
+    read = stream._read_batch
 
     def stops(reader: Any, batch: Any, crew: Any) -> Iterator[tuple[Any, memoryview]]:
         yield from read(reader, batch, crew)
@@ -29,7 +29,7 @@ def converts_and_stops(root: Path, destination: Path, to: str) -> None:
             print("half", flush=True)
             signal.pause()
 
-    stream._read = stops
+    stream._read_batch = stops
     xla_ckpt.convert(root, destination, "a", to=to, options=xla_ckpt.ConvertOptions(max_memory=64))
 
 
@@ -51,13 +51,13 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
 def is_interrupted(root: Path, destination: Path, to: str) -> str:
     """Press Ctrl-C when some bytes of a conversion are written; how it ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-    read = stream._read
+    read = stream._read_batch
 
     def interrupts(reader: Any, batch: Any, crew: Any) -> Iterator[tuple[Any, memoryview]]:
         yield from read(reader, batch, crew)
         os.kill(os.getpid(), signal.SIGINT)
 
-    stream._read = interrupts
+    stream._read_batch = interrupts
     try:
         xla_ckpt.convert(root, destination, "a", to=to, options=xla_ckpt.ConvertOptions(max_memory=64))
     except KeyboardInterrupt:

@@ -12,8 +12,8 @@ import pytest
 from tests.crash import matrix, power, recorder, report
 from tests.crash.operations import saving
 from tests.runs import environment, names_in
-from xla_ckpt.tags.entry import UPLOAD
-from xla_ckpt.tags.upload_rules import Journal, parse_journal
+from xla_ckpt.features.local_first.upload_rules import UploadJournal, parse_journal
+from xla_ckpt.tags.entry import UPLOAD_FILE
 
 pytestmark = [
     pytest.mark.crash,
@@ -42,18 +42,18 @@ def test_a_sample_of_the_faults_loses_nothing_and_is_told_truly(tmp_path: Path) 
 CHANGES = """
 import os, sys
 from tests.crash.recorder import Fault, Recorder
-from xla_ckpt.storage.small_files import write_small
+from xla_ckpt.storage.base import write_file
 from xla_ckpt.storage.local import LocalStore
 root, log = sys.argv[1:]
 if log:
     from pathlib import Path
     Recorder().arm(Path(root), Path(log), 0, Fault())
 store = LocalStore(root)
-directory = store.make("a")
-write_small(directory, "x/file", b"bytes" * 1000)
+directory = store.make_directory("a")
+write_file(directory, "x/file", b"bytes" * 1000)
 directory.sync()
 store.rename("a", "b")
-store.make("c").close()
+store.make_directory("c").close()
 store.exchange("b", "c")
 store.sync()
 store.remove("c"), store.remove("b")
@@ -116,13 +116,13 @@ import sys
 from pathlib import Path
 from tests.crash.recorder import Fault, Recorder
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.local_first import write_journal
-from xla_ckpt.tags.upload_rules import Journal
+from xla_ckpt.features.local_first.root import write_journal
+from xla_ckpt.features.local_first.upload_rules import UploadJournal
 root, log = sys.argv[1:]
 directory = LocalStore(root).open("a")
 Recorder().arm(Path(root), Path(log), 0, Fault())
 for sent in ({"x": 1}, {"x": 1, "y": 2}):
-    write_journal(directory, Journal(address="s3://b/r", sent=sent, disks=("one", "other")))
+    write_journal(directory, UploadJournal(address="s3://b/r", sent=sent, disks=("one", "other")))
 """
 
 
@@ -130,13 +130,15 @@ def test_a_loss_of_power_leaves_a_whole_journal_of_an_upload(tmp_path: Path) -> 
     library, log = recorder.compiled(tmp_path), tmp_path / "log"
     for folder in ("start", "root"):
         (tmp_path / folder / "a").mkdir(parents=True)
-        (tmp_path / folder / "a" / UPLOAD).write_bytes(Journal(address="s3://b/r", disks=("one", "other")).to_json())
+        (tmp_path / folder / "a" / UPLOAD_FILE).write_bytes(
+            UploadJournal(address="s3://b/r", disks=("one", "other")).to_json()
+        )
     program = [sys.executable, "-c", JOURNAL, str(tmp_path / "root"), str(log)]
     subprocess.run(program, env=environment({"LD_PRELOAD": str(library)}), check=True)
     calls = recorder.read_log(log)
     played = power.replay(tmp_path / "start", tmp_path / "root", calls)
     trees = [tree for point in range(len(calls) + 1) for _, tree in played.states(point)]
-    found = [parse_journal(tree[f"a/{UPLOAD}"], "s3://b/r") for tree in trees]
+    found = [parse_journal(tree[f"a/{UPLOAD_FILE}"], "s3://b/r") for tree in trees]
     assert {journal.disks for journal in found} == {("one", "other")}
     assert {len(journal.sent) for journal in found} == {0, 1, 2}
 

@@ -34,7 +34,7 @@ from tests.crash.ranks import (
 )
 from tests.jobs import finish, start_on_ranks, store_of_torchrun
 from tests.runs import names_in
-from xla_ckpt.job.round import Round
+from xla_ckpt.distributed.exchange import Exchange
 
 SHORT = 2.0
 """The timeout of calls in which a rank is lost, in seconds."""
@@ -82,10 +82,10 @@ def test_a_rank_is_lost_when_rank_0_has_committed_a_checkpoint_of_dcps(tmp_path:
 
 def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
     """Rank 0 is stopped when it has looked at the others for the last time, and its tag is not there yet."""
-    from xla_ckpt.tags.orbax_commit import COMMITTER, Committer
-    from xla_ckpt.tags.transaction import Transaction
+    from xla_ckpt.tags.orbax_commit import ORBAX_COMMITTER, OrbaxCommitter
+    from xla_ckpt.tags.root import Transaction
 
-    owner: Any = Transaction if where == "before the last look" else Committer
+    owner: Any = Transaction if where == "before the last look" else OrbaxCommitter
     commit = owner.commit
 
     def commits(*args: Any, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
 
     owner.commit = commits
     if rank == 0:
-        COMMITTER.await_ready(LONG)  # else its start may take longer than the timeout of the save
+        ORBAX_COMMITTER.wait_ready(LONG)  # else its start may take longer than the timeout of the save
     store = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
     store.set(f"ready/{rank}", "")
     store.wait(["ready/0", "ready/1"], datetime.timedelta(seconds=LONG))
@@ -146,14 +146,14 @@ def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.data, 2)
-    say = Round.say
+    say = Exchange.publish
 
-    def strikes(self: Round, name: str, *args: Any, **options: Any) -> None:
+    def strikes(self: Exchange, name: str, *args: Any, **options: Any) -> None:
         if name == f"{key}/1":
             os.kill(os.getpid(), signal.SIGKILL)
         say(self, name, *args, **options)
 
-    Round.say = strikes  # type: ignore[method-assign]
+    Exchange.publish = strikes  # type: ignore[method-assign]
     told = Told(error=None)
     try:
         xla_ckpt.load_checkpoint(root, "old", model, optimizer, options=xla_ckpt.LoadOptions(timeout=SHORT))

@@ -19,7 +19,7 @@ import xla_ckpt
 import xla_ckpt.dcp as dcp
 from tests.same import same
 from xla_ckpt.dcp import reader
-from xla_ckpt.errors import KINDS, CheckpointError
+from xla_ckpt.errors import ERROR_TYPES, CheckpointError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -73,7 +73,7 @@ def test_what_is_raised_while_metadata_is_read_is_raised_by_the_load(
 
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
     target = {"w": torch.zeros(2)}
-    monkeypatch.setattr(reader, "stock_metadata", refuses)
+    monkeypatch.setattr(reader, "build_stock_metadata", refuses)
     with pytest.raises((TypeError, stock.CheckpointException), match="no metadata"):
         loader.load(target, storage_reader=dcp.StorageReader(tmp_path / "a"))
     assert not target["w"].any()
@@ -521,7 +521,7 @@ def test_a_tag_of_ours_in_the_layout_dcp(tmp_path: Path) -> None:
 
 
 def test_all_errors_travel_between_processes() -> None:
-    for kind in KINDS.values():
+    for kind in ERROR_TYPES.values():
         error = kind("a problem", leaf="w", rank=3, path="/x")
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), again.rank) == (kind, str(error), 3)

@@ -15,7 +15,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt import dcp
 from xla_ckpt.dcp import writer
-from xla_ckpt.dcp.in_flight import DcpSave
+from xla_ckpt.dcp.calls import DcpSave
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,7 +13,7 @@ from tests.nursery import Call, bear
 from tests.runs import environment
 from xla_ckpt import dcp
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.tags.root import Transaction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -15,10 +15,10 @@ from tests.broken import after_install
 from tests.device import sim
 from tests.jobs import run_alone, run_on_ranks
 from tests.snapshot.trials import SLAB, different, small_pieces, trials
-from xla_ckpt.arrays import accelerator
-from xla_ckpt.arrays.accelerator import TensorShard
-from xla_ckpt.snapshot.shards import Look
-from xla_ckpt.state.guard import GUARD
+from xla_ckpt.arrays import torch_tensor
+from xla_ckpt.arrays.torch_tensor import TorchDeviceShard
+from xla_ckpt.snapshot.shards import SampleWindows
+from xla_ckpt.state.guard import WRITE_BARRIER
 
 pytestmark = pytest.mark.skipif(sim.missing() is not None, reason=str(sim.missing()))
 
@@ -83,7 +83,7 @@ def saves_are_counted(root: Path) -> dict[str, Any]:
                 "begun at return": at_return["d2h_async"],
                 "cloned": (after["peak"] - before["in_use"]) // BYTES,
                 "stall": report.stall,
-                "waited": handle._freezing.stall,
+                "waited": handle._snapshot_progress.stall_seconds,
                 "changed": model[0][0].item(),
             }
     return found
@@ -120,7 +120,7 @@ def test_overlap_clones_nothing_and_has_the_step_wait(counted: dict[str, Any]) -
 
 def unguarded(root: Path) -> str:
     device = sim.load()
-    GUARD.watch = lambda *_, **__: None  # type: ignore[method-assign]
+    WRITE_BARRIER.watch = lambda *_, **__: None  # type: ignore[method-assign]
     model = model_of(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     device.bandwidth(0.02)
@@ -163,8 +163,8 @@ def odd_tensors(root: Path) -> list[str]:
             tag = f"{mode}-{waits}"
             xla_ckpt.save(root, tag, tree, async_save=not waits, options=xla_ckpt.SaveOptions(snapshot=mode)).result()
             bad += [f"{tag}{path}" for path in different(xla_ckpt.restore(root, tag).tree, wanted)]
-    shard = TensorShard(torch.arange(40, dtype=torch.uint8).to("sim"))
-    assert shard.look(Look(offset=2, count=3, stride=10, nbytes=2)) == bytes([2, 3, 12, 13, 22, 23])
+    shard = TorchDeviceShard(torch.arange(40, dtype=torch.uint8).to("sim"))
+    assert shard.read_sample(SampleWindows(offset=2, count=3, stride=10, nbytes=2)) == bytes([2, 3, 12, 13, 22, 23])
     return bad
 
 
@@ -222,8 +222,8 @@ def test_the_random_state_of_any_accelerator(tmp_path: Path, caplog: pytest.LogC
 def without_streams(root: Path) -> list[Any]:
     """A backend that has neither streams nor pinned memory."""
     device = sim.load()
-    accelerator._side_stream = lambda device: None
-    accelerator._pinned = lambda nbytes: None
+    torch_tensor._create_side_stream = lambda device: None
+    torch_tensor._allocate_pinned = lambda nbytes: None
     found = []
     for mode in MODES:
         model = model_of(1.0)

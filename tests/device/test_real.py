@@ -18,8 +18,8 @@ import xla_ckpt
 from tests.device.test_accelerator import odd_values
 from tests.jobs import run_on_ranks
 from tests.snapshot.trials import different, trials
-from xla_ckpt.arrays import accelerator
-from xla_ckpt.arrays.accelerator import link_of
+from xla_ckpt.arrays import torch_tensor
+from xla_ckpt.arrays.torch_tensor import get_copy_engine
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch sees no accelerator here")
 
@@ -109,7 +109,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="other bac
 @needs_cuda
 @pytest.mark.parametrize("nbytes", [1000, LARGE, LARGE * 8 + 1000])
 def test_memory_is_pinned_as_long_as_somebody_has_it(nbytes: int) -> None:
-    memory = link_of(device()).allocate(nbytes)
+    memory = get_copy_engine(device()).allocate(nbytes)
     address, tensor = memory.ctypes.data, torch.from_numpy(memory)
     del memory
     assert tensor.is_pinned()
@@ -123,9 +123,9 @@ def test_memory_is_pinned_as_long_as_somebody_has_it(nbytes: int) -> None:
 
 @needs_cuda
 def test_memory_that_is_not_pinned_is_no_error_of_the_program(caplog: Any, monkeypatch: Any) -> None:
-    taken = link_of(device()).allocate(LARGE)
-    monkeypatch.setattr(accelerator, "backed", lambda nbytes: taken[:nbytes])  # CUDA pins nothing twice
-    memory = link_of(device()).allocate(LARGE)
+    taken = get_copy_engine(device()).allocate(LARGE)
+    monkeypatch.setattr(torch_tensor, "allocate_touched", lambda nbytes: taken[:nbytes])  # CUDA pins nothing twice
+    memory = get_copy_engine(device()).allocate(LARGE)
     assert "no pinned memory" in caplog.text
     assert memory.ctypes.data == taken.ctypes.data
     assert torch.ones(3, device=device()).sum().item() == 3.0

@@ -14,8 +14,8 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt import LatestN, Retention, SaveOptions
-from xla_ckpt.tags.retention import TagFact
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.tags.retention import TagInfo
+from xla_ckpt.tags.root import Transaction
 
 TREE = {"w": torch.ones(3)}
 
@@ -25,11 +25,11 @@ class Mine(Retention):
 
     __slots__ = ("act",)
 
-    def __init__(self, act: Callable[[Sequence[TagFact]], Any]) -> None:
+    def __init__(self, act: Callable[[Sequence[TagInfo]], Any]) -> None:
         self.act = act
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
-        kept: Collection[TagFact] = self.act(facts)
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
+        kept: Collection[TagInfo] = self.act(facts)
         return kept
 
     def __repr__(self) -> str:
@@ -40,7 +40,7 @@ def raises(error: BaseException) -> Any:
     raise error
 
 
-FAILURES: dict[str, Callable[[Sequence[TagFact]], Any]] = {
+FAILURES: dict[str, Callable[[Sequence[TagInfo]], Any]] = {
     "KeyError": lambda facts: raises(KeyError("mine")),
     "FileNotFoundError": lambda facts: raises(OSError(2, "no table of the best")),
     "TypeError": lambda facts: None,
@@ -49,7 +49,7 @@ FAILURES: dict[str, Callable[[Sequence[TagFact]], Any]] = {
 """What a policy that fails does, by the error that it leads to."""
 
 
-def fails(root: object, act: Callable[[Sequence[TagFact]], Any], **keywords: Any) -> xla_ckpt.UsageError:
+def fails(root: object, act: Callable[[Sequence[TagInfo]], Any], **keywords: Any) -> xla_ckpt.UsageError:
     """The error of a save whose policy fails; all tags are as they were."""
     tags = xla_ckpt.list_tags(root)  # type: ignore[arg-type]
     with pytest.raises(xla_ckpt.UsageError, match="the retention policy Mine failed") as caught:
@@ -96,7 +96,7 @@ def test_a_policy_that_cannot_read_a_tag_keeps_all(tmp_path: Path, caplog: pytes
 
 
 def test_a_tag_that_is_pinned_during_the_commit_stays(tmp_path: Path) -> None:
-    def keeps(facts: Sequence[TagFact]) -> Collection[TagFact]:
+    def keeps(facts: Sequence[TagInfo]) -> Collection[TagInfo]:
         xla_ckpt.Checkpoints(tmp_path).pin("a")
         return facts[-1:]
 
@@ -123,10 +123,10 @@ def test_a_function_that_hears_of_saves_may_raise_anything(
 
 def loses_the_store(rank: int, root: Path) -> list[str]:
     """The store of the job is gone as soon as rank 0 has committed."""
-    from xla_ckpt.job import job, process_group
+    from xla_ckpt.distributed import job, torch_store
 
-    job.LINGER = 0.1  # at its end rank 0 waits for the other one, which has closed nothing
-    communicator: Any = process_group.communicator()
+    job.EXIT_GRACE_SECONDS = 0.1  # at its end rank 0 waits for the other one, which has closed nothing
+    communicator: Any = torch_store.get_torch_communicator()
     options = SaveOptions(timeout=1, stale="ignore")
     xla_ckpt.save(root, "a", TREE, options=options)
     commit = Transaction.commit
@@ -155,8 +155,8 @@ def test_a_store_that_is_lost_after_the_commit_is_no_error_where_the_tag_was_com
 
 def follows_commits(rank: int, root: Path) -> list[str]:
     """Whatever follows a commit fails, on all ranks: the saves do not."""
-    from xla_ckpt.engine import save as engine_save
-    from xla_ckpt.tags import directory_draft
+    from xla_ckpt.saving import run as engine_save
+    from xla_ckpt.tags import directory_root
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("afterwards")
@@ -166,11 +166,11 @@ def follows_commits(rank: int, root: Path) -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("xla_ckpt").addHandler(handler)
     for where, name in (
-        (engine_save, "remember"),
-        (engine_save, "note_saved"),
-        (engine_save, "end"),
-        (directory_draft.LEASES, "note"),
-        (directory_draft, "_move_away"),
+        (engine_save, "cache_manifest"),
+        (engine_save, "record_saved_buffers"),
+        (engine_save, "publish_report"),
+        (directory_root.LEASES, "record_commit"),
+        (directory_root, "_trash_or_warn"),
     ):
         kept = getattr(where, name)
         setattr(where, name, fail)

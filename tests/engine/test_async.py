@@ -17,8 +17,8 @@ import torch
 import xla_ckpt
 from tests.nursery import Born, Call, Program, bear
 from tests.runs import names_in
-from xla_ckpt.engine import background
-from xla_ckpt.engine import save as engine_save
+from xla_ckpt.saving import registry
+from xla_ckpt.saving import run as engine_save
 
 
 def put(root: Path, tag: str, value: float = 0.0, **options: Any) -> xla_ckpt.SaveHandle:
@@ -67,13 +67,13 @@ def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threadi
 
 def test_a_call_does_not_wait_for_what_the_save_before_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, ended = threading.Event(), list[bool]()
-    tidy = engine_save.Save.tidy
+    tidy = engine_save.SaveTask.clean_up
 
-    def held(save: engine_save.Save, *, failed: bool) -> None:
+    def held(save: engine_save.SaveTask, *, failed: bool) -> None:
         ended.append(may_end.wait(30))
         tidy(save, failed=failed)
 
-    monkeypatch.setattr(engine_save.Save, "tidy", held)
+    monkeypatch.setattr(engine_save.SaveTask, "clean_up", held)
     put(tmp_path, "a", 1.0, async_save=True).result()
     second = put(tmp_path, "a", 2.0, async_save=True)
     assert not second.done()
@@ -187,16 +187,16 @@ def test_an_unusable_directory_is_an_error_of_the_call(tmp_path: Path) -> None:
 
 
 def test_staging_memory_is_given_back(tmp_path: Path) -> None:
-    from xla_ckpt.snapshot.arena import POOL
-    from xla_ckpt.snapshot.shards import HOST
+    from xla_ckpt.snapshot.arena import HOST_MEMORY_POOL
+    from xla_ckpt.snapshot.shards import HOST_COPY_ENGINE
 
     for i in range(3):
         put(tmp_path, str(i), i, async_save=True).result()
     xla_ckpt.finalize_checkpoint()
-    staging = POOL.staging(HOST)
+    staging = HOST_MEMORY_POOL.get_staging(HOST_COPY_ENGINE)
     assert len(staging.borrow(0)) == 0
     staging.give_back(staging._kept)
-    assert background.SAVES._latest == {}
+    assert registry.SAVES._latest == {}
 
 
 def saves(root: Path) -> None:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from xla_ckpt.dtypes import dtype
-from xla_ckpt.engine.cast import Cast
+from xla_ckpt.core.dtypes import get_dtype
+from xla_ckpt.loading.target import Cast
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -29,10 +29,10 @@ def values(kind: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(("source", "target"), [p for p in itertools.product(TYPES, TYPES) if p[0] != p[1]])
 def test_as_torch_rounds(source: torch.dtype, target: torch.dtype) -> None:
     held = values(source)
-    cast = Cast(*(dtype(str(kind).removeprefix("torch.")) for kind in (source, target)))
+    cast = Cast(*(get_dtype(str(kind).removeprefix("torch.")) for kind in (source, target)))
     data = held.view(torch.uint8).numpy().tobytes()
     made = cast(memoryview(data))
-    assert (len(made), cast.stored_bytes(len(made))) == (held.numel() * target.itemsize, len(data))
+    assert (len(made), cast.compute_stored_bytes(len(made))) == (held.numel() * target.itemsize, len(data))
     found, wanted = torch.frombuffer(bytearray(made), dtype=target), held.to(target)
     numbers = ~wanted.isnan()
     assert torch.equal(found.isnan(), wanted.isnan())  # which NaN it is differs

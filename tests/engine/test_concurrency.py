@@ -20,22 +20,22 @@ import xla_ckpt
 from tests.crash.instants import MAIN, Interrupts, Strike
 from tests.helper import InThread
 from xla_ckpt.errors import SaveError
-from xla_ckpt.snapshot.memory import Staging, allocate
-from xla_ckpt.snapshot.shards import HOST, HostShard
-from xla_ckpt.snapshot.take import Snapshot, _staged
-from xla_ckpt.storage.base import Changed
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.snapshot.memory import StagingBuffer, allocate
+from xla_ckpt.snapshot.shards import HOST_COPY_ENGINE, HostShard
+from xla_ckpt.snapshot.snapshot import Snapshot, _allocate_staging
+from xla_ckpt.storage.base import VersionConflict
+from xla_ckpt.storage.local import LocalDirectory
 from xla_ckpt.storage.memory import MemoryFiles
 from xla_ckpt.storage.remote import RemoteStore
-from xla_ckpt.tags import directories, orbax_commit, orbax_process
-from xla_ckpt.tags.directories import DirectoryRoot
-from xla_ckpt.tags.lease import Leases
-from xla_ckpt.tags.lease_rules import Owner
-from xla_ckpt.tags.ledger_record import LAST_PAUSE, LedgerRecord
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags import directory_root, orbax_commit, orbax_process
+from xla_ckpt.tags.directory_root import DirectoryRoot
+from xla_ckpt.tags.lease import LeaseRegistry
+from xla_ckpt.tags.lease_rules import LeaseOwner
+from xla_ckpt.tags.ledger_record import MAX_BACKOFF_SECONDS, LedgerRecord
 from xla_ckpt.tags.ledger_rules import Ledger
-from xla_ckpt.tags.orbax_commit import Committer
-from xla_ckpt.tags.root import Kind
+from xla_ckpt.tags.orbax_commit import OrbaxCommitter
+from xla_ckpt.tags.root import TransactionKind
 
 SOON = 30.0
 
@@ -54,7 +54,7 @@ class Counted(InThread):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, commits_here: None) -> Iterator[type[Counted]]:
     monkeypatch.setattr(Counted, "started", 0)
-    monkeypatch.setattr(orbax_commit, "Program", Counted)
+    monkeypatch.setattr(orbax_commit, "HelperProcess", Counted)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield Counted
@@ -77,18 +77,18 @@ def all_at_once(call: Callable[[], object], count: int = 8) -> None:
 
 def test_saves_that_begin_together_start_one_process(counted: type[Counted]) -> None:
     for number in range(1, 6):
-        committer = Committer()
+        committer = OrbaxCommitter()
         all_at_once(committer.start)
-        all_at_once(lambda: committer.await_ready(SOON))
+        all_at_once(lambda: committer.wait_ready(SOON))
         assert counted.started == number
-        committer._end()
+        committer._stop_processes()
 
 
 def test_a_commit_that_takes_long_delays_none_to_another_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: type[Counted]
 ) -> None:
-    monkeypatch.setattr(orbax_commit, "PATIENCE", 0.1)
-    place, hangs, goes_on = orbax_process.place, threading.Event(), threading.Event()
+    monkeypatch.setattr(orbax_commit, "SECOND_PROCESS_AFTER_SECONDS", 0.1)
+    place, hangs, goes_on = orbax_process.replace_directory, threading.Event(), threading.Event()
 
     def placing(store: Any, *args: Any) -> Any:
         if store.path == str(tmp_path / "hung"):
@@ -96,7 +96,7 @@ def test_a_commit_that_takes_long_delays_none_to_another_root(
             assert goes_on.wait(SOON)
         return place(store, *args)
 
-    monkeypatch.setattr(orbax_process, "place", placing)
+    monkeypatch.setattr(orbax_process, "replace_directory", placing)
     handle = xla_ckpt.save(tmp_path / "hung", "a", {"w": torch.ones(2)}, async_save=True)
     assert hangs.wait(SOON)
     for tag in "abc":
@@ -107,7 +107,7 @@ def test_a_commit_that_takes_long_delays_none_to_another_root(
     handle.result(SOON)
     xla_ckpt.save(tmp_path / "hung", "b", {"w": torch.ones(2)})
     assert counted.started == 2
-    assert len(orbax_commit.COMMITTER._programs) == 1, "a second process stays only as long as it is needed"
+    assert len(orbax_commit.ORBAX_COMMITTER._processes) == 1, "a second process stays only as long as it is needed"
     assert (xla_ckpt.list_tags(tmp_path / "hung"), xla_ckpt.list_tags(tmp_path / "other")) == (
         ["a", "b"],
         ["a", "b", "c"],
@@ -115,12 +115,12 @@ def test_a_commit_that_takes_long_delays_none_to_another_root(
 
 
 def test_the_processes_of_two_jobs_are_told_apart() -> None:
-    leases = Leases()
+    leases = LeaseRegistry()
     leases.share_with("s3://one", ["a", "b"])
     leases.share_with("s3://other", ["c"])
 
     def is_mine(path: str, token: str) -> bool:
-        return leases._is_mine(path, Owner(
+        return leases._is_own(path, LeaseOwner(
             token=token, host="h", node="n", pid=1, started=1, user="u", program="p", since="", locked=False
         ))  # fmt: skip
 
@@ -136,7 +136,7 @@ class Overtaken(RemoteStore):
     def write_record(self, name: str, data: bytes, version: str | None) -> str:
         if self.times:
             self.times -= 1
-            raise Changed
+            raise VersionConflict
         return super().write_record(name, data, version)
 
 
@@ -146,7 +146,7 @@ def test_a_lost_race_is_run_again_after_a_pause(monkeypatch: pytest.MonkeyPatch)
     record = LedgerRecord(Overtaken("memory://x", MemoryFiles()))
     assert record.edit(lambda ledger: Ledger(sequence=ledger.sequence + 1)).sequence == 1
     assert len(pauses) == Overtaken.times
-    assert 0 < sum(pauses) <= len(pauses) * LAST_PAUSE
+    assert 0 < sum(pauses) <= len(pauses) * MAX_BACKOFF_SECONDS
 
 
 @pytest.mark.parametrize("refused", ["write", "rename", "close"])
@@ -154,7 +154,7 @@ def test_a_small_file_that_cannot_be_replaced_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     directory = LocalDirectory(tmp_path)
-    directory.replace("a", b"old")
+    directory.write_atomic("a", b"old")
 
     def refuses(*args: Any, **options: Any) -> Any:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
@@ -162,11 +162,11 @@ def test_a_small_file_that_cannot_be_replaced_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(os, refused, refuses)
         with pytest.raises(OSError, match="quota"):
-            directory.replace("a", b"new")
+            directory.write_atomic("a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1]))
-    directory.replace("a", b"new")
+    directory.write_atomic("a", b"new")
     assert (tmp_path / "a").read_bytes() == b"new", "short writes go on"
 
 
@@ -182,7 +182,7 @@ def test_the_error_of_a_save_is_raised_the_same_each_time() -> None:
 
 def failed(root: str) -> xla_ckpt.SaveHandle:
     """An asynchronous save that has failed."""
-    from xla_ckpt.engine import save as engine_save
+    from xla_ckpt.saving import run as engine_save
 
     def writes(*_: Any, **__: Any) -> Any:
         raise ValueError("x")
@@ -197,22 +197,22 @@ def failed(root: str) -> xla_ckpt.SaveHandle:
 def test_at_whatever_instant_a_snapshot_is_interrupted_its_memory_is_lent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from xla_ckpt.snapshot.arena import POOL
+    from xla_ckpt.snapshot.arena import HOST_MEMORY_POOL
 
-    staging, struck = Staging(), 0
-    monkeypatch.setattr(POOL, "staging", lambda link: staging)
+    staging, struck = StagingBuffer(), 0
+    monkeypatch.setattr(HOST_MEMORY_POOL, "get_staging", lambda link: staging)
     batch = [(("w", 0), HostShard(memoryview(bytes(100)), None, immutable=True))]
     while True:
         interrupts, met = Interrupts(Strike(MAIN, struck + 1, "SIGUSR1")), None
         try:
             with interrupts.coming():
                 snapshot = Snapshot()
-                list(_staged(HOST, batch, snapshot))
+                list(_allocate_staging(HOST_COPY_ENGINE, batch, snapshot))
         except Exception as error:
             met = error.with_traceback(None)
         snapshot = Snapshot()
         gc.collect(1)
-        assert not staging._lent, interrupts.where
+        assert not staging._is_lent, interrupts.where
         if interrupts.raised is None:
             break
         assert met is interrupts.raised or interrupts.raised in interrupts.ignored
@@ -228,13 +228,13 @@ def test_a_snapshot_may_be_collected_while_its_thread_borrows_memory() -> None:
         snapshot.release()
         return allocate(nbytes)
 
-    staging = Staging()
-    snapshot.staged.append((staging, staging.borrow(10)))
+    staging = StagingBuffer()
+    snapshot.staging_buffers.append((staging, staging.borrow(10)))
     staging._allocate = allocates
 
     def borrows() -> None:
         staging.borrow(20)
-        with snapshot.freezing._lock:
+        with snapshot.progress._lock:
             snapshot.release()
         ended.set()
 
@@ -246,9 +246,9 @@ def test_what_is_replaced_is_what_is_held_open(tmp_path: Path, monkeypatch: pyte
     """Another program puts a directory in its place between two looks."""
     monkeypatch.setenv("XLA_CKPT_LEASE", "off")
     xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)})
-    store = store_at(tmp_path).file_system
+    store = open_store(tmp_path).file_system
     assert store is not None
-    opened, looks = directories._directory_of, list[str]()
+    opened, looks = directory_root._open_if_exists, list[str]()
 
     def opening(*args: Any) -> Any:
         directory = opened(*args)
@@ -258,9 +258,9 @@ def test_what_is_replaced_is_what_is_held_open(tmp_path: Path, monkeypatch: pyte
             (tmp_path / "a").mkdir()
         return directory
 
-    monkeypatch.setattr(directories, "_directory_of", opening)
-    draft = DirectoryRoot(store).begin("a", Kind.CHECKPOINT)
-    assert draft.before is not None
-    assert draft.before.identity == draft.replaced == store.identity("a")
-    draft.abandon()
+    monkeypatch.setattr(directory_root, "_open_if_exists", opening)
+    draft = DirectoryRoot(store).begin("a", TransactionKind.CHECKPOINT)
+    assert draft.previous is not None
+    assert draft.previous.identity == draft.replaced_identity == store.get_identity("a")
+    draft.abort()
     assert looks == ["a", "a"]

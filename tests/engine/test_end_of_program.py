@@ -27,7 +27,7 @@ BEGUN = """
         from tests.helper import InFork
         from xla_ckpt.tags import orbax_commit
 
-        orbax_commit.Program = InFork
+        orbax_commit.HelperProcess = InFork
 
     def save(tag="a", **options):
         return xla_ckpt.save_checkpoint(root + "/run", tag, model, **options)

@@ -24,10 +24,10 @@ import xla_ckpt
 from tests.crash.injection import Fork
 from tests.jobs import run_alone
 from xla_ckpt import SaveOptions
-from xla_ckpt.engine.background import SAVES
+from xla_ckpt.core.lightweight import cached_property
 from xla_ckpt.errors import UsageError
-from xla_ckpt.lightweight import cached_property
-from xla_ckpt.storage.process_state import PROCESS
+from xla_ckpt.saving.registry import SAVES
+from xla_ckpt.storage.process_state import PROCESS_STATE
 from xla_ckpt.tags import orbax_commit
 
 LIBRARY = str(Path(xla_ckpt.__file__).parent)
@@ -94,7 +94,7 @@ def in_flight(root: Path, snapshot: Any, count: int) -> tuple[dict[str, Any], bo
     from tests.helper import InFork
 
     torch.set_num_threads(1)  # a forked process hangs in OpenMP
-    orbax_commit.Program = InFork  # type: ignore[misc]  # one that imports orbax anew takes two seconds
+    orbax_commit.HelperProcess = InFork  # type: ignore[misc]  # one that imports orbax anew takes two seconds
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 300)).sum().backward()
@@ -152,10 +152,10 @@ def test_a_process_that_is_forked_during_a_save_waits_for_nothing(tmp_path: Path
 def forks_with_everything_taken(root: Path) -> tuple[int, Any]:
     """Fork while other threads hold what the child needs, for as long as it lives; its outcome."""
     from tests.helper import InFork
-    from xla_ckpt.engine.garbage_collection import collector_paused
+    from xla_ckpt.garbage_collection import pause_gc
 
     torch.set_num_threads(1)
-    orbax_commit.Program = InFork  # type: ignore[misc]
+    orbax_commit.HelperProcess = InFork  # type: ignore[misc]
     model = torch.nn.Linear(4, 4)
     reported, end = threading.Event(), threading.Event()
 
@@ -164,7 +164,7 @@ def forks_with_everything_taken(root: Path) -> tuple[int, Any]:
         end.wait()
 
     def pauses() -> None:
-        with collector_paused():
+        with pause_gc():
             end.wait()
 
     xla_ckpt.save_checkpoint(root / "run", "first", model)
@@ -175,10 +175,10 @@ def forks_with_everything_taken(root: Path) -> tuple[int, Any]:
     threads = [turns, threading.Thread(target=pauses)]
     for thread in threads:
         thread.start()
-    turn = SAVES.turn(str(root / "run"))
+    turn = SAVES.lock_for(str(root / "run"))
     while gc.isenabled() or turn.acquire(blocking=False) and turn.release() is None:
         pass
-    locks = [lock for lock in PROCESS._locks if hasattr(lock, "locked") and lock.acquire(blocking=False)]
+    locks = [lock for lock in PROCESS_STATE._locks if hasattr(lock, "locked") and lock.acquire(blocking=False)]
 
     def child() -> bool:
         remove()

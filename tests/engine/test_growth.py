@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.tags.entry import MANIFEST_FILE
 
 FEW, MANY = 30, 120
 
@@ -55,7 +55,7 @@ def calls(work: Callable[[], Any], *, here: bool = False) -> int:
 
 
 def check_linear(count: Callable[[int], int], *, most: float) -> None:
-    """Check that each further item costs as many calls as each of the first ones, and `most` at most.
+    """Check that each further item costs as many calls as each of the first ones, and `max_values` at most.
 
     A step that is done for each pair of items would make the further ones several times as expensive.
     """
@@ -123,11 +123,11 @@ def test_a_load_grows_with_the_number_of_arrays(tmp_path: Path, fresh: bool) -> 
 def tags_in(root: Path, count: int) -> None:
     """Make a root directory of so many tags: each a copy of one, with a head of its own."""
     xla_ckpt.save(root, "1", {"w": torch.ones(1)})
-    manifest = manifest_json.parse((root / "1" / MANIFEST).read_bytes())
+    manifest = manifest_json.parse_manifest((root / "1" / MANIFEST_FILE).read_bytes())
     for number in range(2, count + 1):
         copy = shutil.copytree(root / "1", root / str(number))
-        head = replace(manifest.head, tag=copy.name, sequence=number)
-        (copy / MANIFEST).write_bytes(manifest_json.dump(replace(manifest, head=head)))
+        head = replace(manifest.header, tag=copy.name, sequence=number)
+        (copy / MANIFEST_FILE).write_bytes(manifest_json.dump_manifest(replace(manifest, header=head)))
 
 
 def adds(root: str, tags: int) -> None:

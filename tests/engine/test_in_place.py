@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.engine import restore
-from xla_ckpt.plan.costs import STRAIGHT_BYTES
-from xla_ckpt.storage.local_file import LocalSource
-from xla_ckpt.storage.pool import BUFFER_BYTES
+from xla_ckpt.core.plan.read_costs import DIRECT_BYTES
+from xla_ckpt.loading import restore
+from xla_ckpt.storage.local_file import LocalFileReader
+from xla_ckpt.storage.threads import WORKER_BUFFER_BYTES
 
-LARGE = STRAIGHT_BYTES // 4
+LARGE = DIRECT_BYTES // 4
 """Elements of the smallest array that is read straight into its place."""
 
-SHAPES = {"a": 3 * LARGE, "b": 10, "c": LARGE, "d": LARGE - 1, "e": BUFFER_BYTES // 4 + LARGE}
+SHAPES = {"a": 3 * LARGE, "b": 10, "c": LARGE, "d": LARGE - 1, "e": WORKER_BUFFER_BYTES // 4 + LARGE}
 
 
 def saved(root: Path) -> dict[str, torch.Tensor]:
@@ -39,12 +39,12 @@ def is_all(state: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> b
 
 @pytest.mark.parametrize(
     ("memory", "once"),
-    [(0, ""), (39, ""), (40, "b"), (4 * LARGE + 35, "b"), (4 * LARGE + 36, "bd"), (restore.STAGED_BYTES, "bd")],
+    [(0, ""), (39, ""), (40, "b"), (4 * LARGE + 35, "b"), (4 * LARGE + 36, "bd"), (restore.MAX_STAGED_BYTES, "bd")],
 )
 def test_small_arrays_are_read_once_as_far_as_memory_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, once: str
 ) -> None:
-    monkeypatch.setattr(restore, "STAGED_BYTES", memory)
+    monkeypatch.setattr(restore, "MAX_STAGED_BYTES", memory)
     values, state = saved(tmp_path), zeros()
     report = xla_ckpt.load_checkpoint(tmp_path, "t", model=state).report
     assert is_all(state, values)
@@ -52,12 +52,12 @@ def test_small_arrays_are_read_once_as_far_as_memory_is_allowed(
     assert report.read_bytes == sum(value.nbytes * (1 if name in once else 2) for name, value in values.items())
 
 
-@pytest.mark.parametrize("memory", [0, restore.STAGED_BYTES])
+@pytest.mark.parametrize("memory", [0, restore.MAX_STAGED_BYTES])
 @pytest.mark.parametrize("damaged", [*SHAPES])
 def test_a_damaged_byte_of_one_array_changes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, damaged: str
 ) -> None:
-    monkeypatch.setattr(restore, "STAGED_BYTES", memory)
+    monkeypatch.setattr(restore, "MAX_STAGED_BYTES", memory)
     value = saved(tmp_path)[damaged]
     stored = value.numpy().tobytes()
     for file in (tmp_path / "t").rglob("*"):
@@ -78,9 +78,9 @@ class Signal:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads, self.after = 0, -1
-        read_into = LocalSource.read_into
+        read_into = LocalFileReader.read_into
 
-        def read(source: LocalSource, *args: Any) -> int:
+        def read(source: LocalFileReader, *args: Any) -> int:
             assert threading.current_thread() is threading.main_thread()
             got = read_into(source, *args)
             self.reads += 1
@@ -88,7 +88,7 @@ class Signal:
                 signal.raise_signal(signal.SIGINT)
             return got
 
-        monkeypatch.setattr(LocalSource, "read_into", read)
+        monkeypatch.setattr(LocalFileReader, "read_into", read)
 
 
 def test_control_c_leaves_all_as_it_was_or_all_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ import torch
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
-from xla_ckpt.engine import save as engine_save
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.progress import IoContext
+from xla_ckpt.saving import run as engine_save
+from xla_ckpt.tags.root import Transaction
 
 MEGABYTES = 40
 
@@ -53,7 +53,7 @@ def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
     """
     write, counted = engine_save.write_files, iter(range(10_000))
 
-    def writing(directory: Any, plan: Any, memory: Any, crew: Crew, **options: Any) -> Any:
+    def writing(directory: Any, plan: Any, memory: Any, crew: IoContext, **options: Any) -> Any:
         def dealt(nbytes: int) -> None:
             if next(counted) == segment:
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)

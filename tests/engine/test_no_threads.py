@@ -14,8 +14,8 @@ from tests.engine.test_async import ended, stored_model
 from tests.no_threads import no_thread_after_that_of_a_save, start_as_the_last
 from xla_ckpt import Product, SaveOptions
 from xla_ckpt.tags import lease
-from xla_ckpt.tags.lease_places import LeaseRecord
-from xla_ckpt.tags.lease_rules import Owner
+from xla_ckpt.tags.lease import RecordLease
+from xla_ckpt.tags.lease_rules import LeaseOwner
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -39,14 +39,14 @@ def test_a_save_does_all_of_it_on_its_own_thread(tmp_path: Path, snapshot: Any) 
 def test_a_save_says_itself_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another job took the lease of a long save over, which was refused then. (A bucket has no locks.)"""
     beats: list[int] = []
-    beat = LeaseRecord.beat
+    beat = RecordLease.write_heartbeat
 
-    def counted(self: LeaseRecord, owner: Owner) -> None:
+    def counted(self: RecordLease, owner: LeaseOwner) -> None:
         beats.append(owner.beat)
         beat(self, owner)
 
-    monkeypatch.setattr(lease, "BEAT", 0.0)
-    monkeypatch.setattr(LeaseRecord, "beat", counted)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(RecordLease, "write_heartbeat", counted)
     with no_thread_after_that_of_a_save():
         xla_ckpt.save("memory://long", "a", {"w": torch.ones(1 << 24)}, async_save=True).result(60)
     assert len(beats) > 1

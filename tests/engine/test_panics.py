@@ -16,9 +16,9 @@ from tests.engine.test_upload import Counted, Machine
 from tests.jobs import run_on_ranks
 from tests.storage.failing import Faults
 from xla_ckpt import SaveOptions
-from xla_ckpt.engine import save as engine_save
-from xla_ckpt.engine.errands import ERRANDS
 from xla_ckpt.errors import CheckpointError, SaveError
+from xla_ckpt.saving import run as engine_save
+from xla_ckpt.saving.registry import BACKGROUND_TASKS
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.memory import MemoryFiles
 from xla_ckpt.storage.remote import RemoteStore
@@ -39,8 +39,8 @@ def test_work_after_a_save_that_panics_is_an_error_of_finalize(kind: type[BaseEx
     def raises() -> None:
         raise kind("x")
 
-    ERRANDS.add("making a product", raises)
-    ERRANDS.add("making another one", lambda: done.append(1))
+    BACKGROUND_TASKS.add("making a product", raises)
+    BACKGROUND_TASKS.add("making another one", lambda: done.append(1))
     with pytest.raises(SaveError, match=f"making a product failed: {kind.__name__}"):
         xla_ckpt.finalize_checkpoint()
     assert done == [1]
@@ -63,7 +63,7 @@ def test_an_upload_that_panics_is_told_and_repeated(tmp_path: Path, monkeypatch:
     with pytest.raises(SaveError, match="PanicException: index out of bounds"):
         machine.upload()
     machine.uploader.finish()
-    assert [entry.tag for entry in machine.uploader.root.remote.entries()] == ["a"]
+    assert [entry.tag for entry in machine.uploader.root.remote.list_entries()] == ["a"]
 
 
 def test_a_copy_that_panics_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_copy_that_panics_fails_the_save(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_panic_of_the_object_store_is_an_error_of_the_storage(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xla_ckpt.storage.remote_client import client_of
+    from xla_ckpt.storage.remote_client import get_client
 
     root = f"s3://{s3.new_bucket()}/run"
     xla_ckpt.save(root, "a", {"w": torch.ones(3)})
@@ -90,7 +90,7 @@ def test_a_panic_of_the_object_store_is_an_error_of_the_storage(s3: S3Server, mo
         patch.setattr("obstore.store.S3Store.put", panics)
         with pytest.raises(CheckpointError, match="obstore has panicked: index out of bounds"):
             xla_ckpt.save(root, "b", {"w": torch.ones(3)})
-    client_of.cache_clear()
+    get_client.cache_clear()
     xla_ckpt.save(root, "c", {"w": torch.ones(3)})
     assert xla_ckpt.list_tags(root) == ["a", "c"]
 

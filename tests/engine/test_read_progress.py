@@ -13,25 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xla_ckpt
-from tests.layouts.writing import as_job
+from tests.formats.writing import as_job
 from tests.memory import MemoryDirectory
 from tests.strategies import boxes_in
-from xla_ckpt import ArraySpec, Mesh, dtypes
-from xla_ckpt.engine import restore
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import check_reads, read_into
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.write import write_files
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import Head
-from xla_ckpt.plan.leaf import Leaf, holding_of
-from xla_ckpt.plan.merge import merge
-from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.restore_plan import Want, plan_restore
-from xla_ckpt.plan.save_plan import plan_save
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import whole
+from xla_ckpt import ArraySpec, Mesh
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.manifest import ManifestHeader
+from xla_ckpt.core.plan.leaf import ArrayLeaf, create_local_layout
+from xla_ckpt.core.plan.merge import merge_records
+from xla_ckpt.core.plan.rank_record import RankRecord
+from xla_ckpt.core.plan.restore_plan import ReadRequest, plan_restore
+from xla_ckpt.core.plan.save_plan import plan_save
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import create_unsharded
+from xla_ckpt.loading import restore
+from xla_ckpt.loading.read import read_into, verify_reads
+from xla_ckpt.loading.tag_reader import TagReader
+from xla_ckpt.progress import IoContext, ProgressBar
+from xla_ckpt.saving.write import write_files
 
 SHAPE = (700, 3500)
 """9.8 MB of float32: more than a reader's buffer, and so read in several pieces."""
@@ -51,16 +51,17 @@ class Count:
 
 @pytest.fixture(scope="module")
 def tag() -> TagReader:
-    leaf = Leaf("model/w", dtypes.dtype("float32"), holding_of(whole(SHAPE)))
+    leaf = ArrayLeaf("model/w", dtypes.get_dtype("float32"), create_local_layout(create_unsharded(SHAPE)))
     array = np.arange(leaf.nbytes // 4, dtype=np.float32)
     directory = MemoryDirectory()
     written = write_files(directory, plan_save([leaf]), {("model/w", 0): array.view(np.uint8).data})
     facts = {"model/w": ("float32", SHAPE, None, None)}
-    merged = merge(
-        [Record.of(written.shards, rank=0, files=written.files, arrays=facts, aliases={}, skeleton=None)], Mesh()
+    merged = merge_records(
+        [RankRecord.from_shards(written.shards, rank=0, files=written.files, arrays=facts, aliases={}, skeleton=None)],
+        Mesh(),
     )
-    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), Mesh())
-    directory.objects["manifest.json"] = manifest_json.dump(manifest)
+    manifest = merged.build_manifest(ManifestHeader(tag="t", sequence=1, pinned=False, created=""), Mesh())
+    directory.objects["manifest.json"] = manifest_json.dump_manifest(manifest)
     return TagReader(directory, "root", "t")
 
 
@@ -72,11 +73,11 @@ BOXES = st.lists(boxes_in(SHAPE) | st.builds(lambda box: Box((box.start[0], 0), 
 @given(BOXES)
 def test_each_byte_is_told_once(tag: TagReader, boxes: list[Box]) -> None:
     """Of whole arrays, of rows that begin and end inside of a block, and of columns."""
-    plan = plan_restore(tag.manifest, [Want("model/w", box, i) for i, box in enumerate(boxes)])
+    plan = plan_restore(tag.manifest, [ReadRequest("model/w", box, i) for i, box in enumerate(boxes)])
     slots = [memoryview(bytearray(4 * box.size)) for box in boxes]
     reading, checking = Count(), Count()
-    read_into(tag, plan, slots, Crew(progress=reading))
-    check_reads(tag, plan, Crew(progress=checking))
+    read_into(tag, plan, slots, IoContext(progress=reading))
+    verify_reads(tag, plan, IoContext(progress=checking))
     assert (reading.done, checking.done) == (plan.read_bytes, plan.read_bytes)
 
 
@@ -86,16 +87,16 @@ def test_a_bar_ends_at_its_total(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: tuple[Any, ...], live: bool, staged: int
 ) -> None:
     """Loads of a part of each array. Of memory that is overwritten, the large array is read twice: verified first."""
-    monkeypatch.setattr(restore, "STAGED_BYTES", staged)
+    monkeypatch.setattr(restore, "MAX_STAGED_BYTES", staged)
     xla_ckpt.save(tmp_path, "a", {"model": {"w": torch.ones(1110, 666), "b": torch.ones(6, 3)}})
-    bars: list[Progress] = []
-    init = Progress.__init__
+    bars: list[ProgressBar] = []
+    init = ProgressBar.__init__
 
-    def spy(self: Progress, *args: Any) -> None:
+    def spy(self: ProgressBar, *args: Any) -> None:
         init(self, *args)
         bars.append(self)
 
-    monkeypatch.setattr(Progress, "__init__", spy)
+    monkeypatch.setattr(ProgressBar, "__init__", spy)
     mesh = Mesh(tp=3)
 
     def load(_: int) -> None:

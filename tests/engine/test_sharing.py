@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import environment
-from xla_ckpt.engine import sharing
-from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.features.reuse import reuse
+from xla_ckpt.storage.local import LocalDirectory
 
 WIDTH = 600
 """A matrix of so many rows and columns is larger than what is worth a file apart."""
@@ -278,13 +278,13 @@ def test_a_base_that_is_deleted_meanwhile_is_no_error(tmp_path: Path, monkeypatc
 
 def test_a_save_that_is_interrupted_while_it_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three_saves(tmp_path)
-    compare = sharing._is_same
+    compare = reuse._has_known_digests
 
     def interrupted(*args: Any) -> bool:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return compare(*args)
 
-    monkeypatch.setattr(sharing, "_is_same", interrupted)
+    monkeypatch.setattr(reuse, "_has_known_digests", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saves(tmp_path, "step_3", a_state(3))
     monkeypatch.undo()

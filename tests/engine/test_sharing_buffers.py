@@ -15,7 +15,7 @@ import torch_xla
 import xla_ckpt
 from tests import xla
 from tests.jobs import run_on_ranks
-from xla_ckpt.engine import sharing, unchanged
+from xla_ckpt.features.reuse import buffer_cache, reuse
 
 xla.begin()
 
@@ -26,9 +26,9 @@ SHARE = xla_ckpt.SaveOptions(share=True, stale="ignore")
 
 @pytest.fixture(autouse=True)
 def nothing_saved() -> Iterator[None]:
-    unchanged.forget_saved()
+    buffer_cache.clear_saved_buffers()
     yield
-    unchanged.forget_saved()
+    buffer_cache.clear_saved_buffers()
 
 
 class Half(torch.nn.Module):
@@ -49,8 +49,10 @@ class Half(torch.nn.Module):
 def digested(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of what is compared by digests."""
     sizes: list[int] = []
-    is_same = sharing._is_same
-    monkeypatch.setattr(sharing, "_is_same", lambda data, *more: sizes.append(len(data)) or is_same(data, *more))
+    is_same = reuse._has_known_digests
+    monkeypatch.setattr(
+        reuse, "_has_known_digests", lambda data, *more: sizes.append(len(data)) or is_same(data, *more)
+    )
     return sizes
 
 
@@ -108,15 +110,15 @@ def test_it_has_to_be_the_tag_of_the_same_save(tmp_path: Path, digested: list[in
 def test_buffers_go_with_their_parameter_and_with_a_load(tmp_path: Path) -> None:
     model = Half()
     saves(tmp_path, "0", model)
-    assert len(unchanged._saved) == 1
+    assert len(buffer_cache._saved) == 1
     xla_ckpt.load_checkpoint(tmp_path, model=model)
-    assert unchanged._saved == {}
+    assert buffer_cache._saved == {}
     saves(tmp_path, "1", model)
     gone = weakref.ref(model.base)
     del model
     gc.collect()
     assert gone() is None
-    assert unchanged._saved == {}
+    assert buffer_cache._saved == {}
 
 
 def test_a_cpu_tensor_is_always_digested(tmp_path: Path, digested: list[int]) -> None:
@@ -130,8 +132,8 @@ def test_a_cpu_tensor_is_always_digested(tmp_path: Path, digested: list[int]) ->
 
 def on_each_rank(rank: int, root: Path) -> list[int]:
     sizes: list[int] = []
-    is_same = sharing._is_same
-    sharing._is_same = lambda data, *more: sizes.append(len(data)) or is_same(data, *more)  # type: ignore[func-returns-value]
+    is_same = reuse._has_known_digests
+    reuse._has_known_digests = lambda data, *more: sizes.append(len(data)) or is_same(data, *more)  # type: ignore[func-returns-value]
     torch.manual_seed(0)
     model = Half("cpu").to("xla")
     for n in range(3):

@@ -12,32 +12,34 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.core.plan.test_round_trip import bytes_view
 from tests.memory import MemoryDirectory
-from tests.plan.test_round_trip import bytes_view
-from xla_ckpt import dtypes
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.write import write_files
-from xla_ckpt.manifest.digest import block_size, digest, unpack_digests
-from xla_ckpt.plan.leaf import leaf_of
-from xla_ckpt.plan.save_plan import plan_save
-from xla_ckpt.sharding.local_array import whole
-from xla_ckpt.snapshot.take import Snapshot
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.checksum import compute_block_size, compute_digest, unpack_digests
+from xla_ckpt.core.plan.leaf import create_leaf
+from xla_ckpt.core.plan.save_plan import plan_save
+from xla_ckpt.core.sharding.local_array import create_unsharded
+from xla_ckpt.progress import IoContext
+from xla_ckpt.saving.write import write_files
+from xla_ckpt.snapshot.snapshot import Snapshot
 
 
 def test_digests_are_those_of_the_bytes_that_were_written() -> None:
     array = np.zeros(64 * 1024, np.uint8)
     directory = MemoryDirectory()
-    plan = plan_save([leaf_of("w", dtypes.dtype("uint8"), whole(array.shape))], 0, 1)
+    plan = plan_save([create_leaf("w", dtypes.get_dtype("uint8"), create_unsharded(array.shape))], 0, 1)
 
     def written(nbytes: int) -> None:
         array[...] += 1  # between two segments, which cut a block of digests in two
 
-    write_files(directory, plan, {("w", 0): bytes_view(array)}, Crew(workers=1, progress=written), segment_bytes=6144)
+    write_files(
+        directory, plan, {("w", 0): bytes_view(array)}, IoContext(workers=1, progress=written), segment_bytes=6144
+    )
     (data,) = directory.objects.values()
-    codec = plan.files[0].codec
-    ((at, nbytes),) = codec.places
-    block = block_size(nbytes)
-    blocks = [digest(bytes(data[start : start + block])) for start in range(at, at + nbytes, block)]
+    codec = plan.files[0].layout
+    ((at, nbytes),) = codec.region_ranges
+    block = compute_block_size(nbytes)
+    blocks = [compute_digest(bytes(data[start : start + block])) for start in range(at, at + nbytes, block)]
     assert len(set(data[at : at + nbytes])) > 1
     head = json.loads(bytes(data[8:at]))
     assert list(unpack_digests(head["__metadata__"]["xla_ckpt_digests"], len(blocks))) == blocks
@@ -61,8 +63,8 @@ def test_a_tensor_that_changes_in_a_save_is_named_and_can_be_read(
             assert wrote.wait(60)
         end_watch(snapshot)
 
-    end_watch = Snapshot.end_watch
-    monkeypatch.setattr(Snapshot, "end_watch", ends_after_a_write)
+    end_watch = Snapshot.detect_torn_writes
+    monkeypatch.setattr(Snapshot, "detect_torn_writes", ends_after_a_write)
     thread = threading.Thread(target=writes)
     thread.start()
     try:

@@ -12,15 +12,13 @@ import torch
 
 import xla_ckpt
 from tests.storage.failing import FailingFiles, FailingObjects, Faults
-from xla_ckpt.engine.upload import Uploader
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.storage.base import Directory
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.features.local_first.upload import Uploader
+from xla_ckpt.storage.base import Directory, read_file
 from xla_ckpt.storage.memory import MemoryFiles
 from xla_ckpt.storage.remote import RemoteStore
-from xla_ckpt.storage.small_files import read_whole
-from xla_ckpt.tags.attempt import WRITING
-from xla_ckpt.tags.ledger import LedgerRoot
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.ledger_root import ACTIVE_DRAFTS, LedgerRoot
 
 SOON = 60.0
 NONE_HAS = 1 << 30
@@ -46,8 +44,8 @@ class Counted(FailingObjects):
     def object_store(self) -> Counted:
         return self
 
-    def fill(self, name: str) -> CountedFiles:
-        return CountedFiles(self.inner.fill(name), self.faults, self.streamed)
+    def get_directory(self, name: str) -> CountedFiles:
+        return CountedFiles(self.inner.get_directory(name), self.faults, self.streamed)
 
 
 @dataclass
@@ -63,8 +61,8 @@ class Machine:
 
     def starts_again(self) -> None:
         """Go on as a new process does, which knows nothing."""
-        WRITING.clear()
-        near = store_at(self.local).file_system
+        ACTIVE_DRAFTS.clear()
+        near = open_store(self.local).file_system
         assert near is not None
         self.uploader = Uploader(near, self.far)
 
@@ -74,10 +72,10 @@ class Machine:
     def upload(self) -> None:
         """Try once."""
         self.uploader.wake(None)
-        self.uploader.uploaded(NONE_HAS, SOON)
+        self.uploader.wait_uploaded(NONE_HAS, SOON)
 
     def files(self, directory: Directory) -> dict[str, bytes]:
-        files = {path: read_whole(directory, path) for path in directory.files()}
+        files = {path: read_file(directory, path) for path in directory.list_files()}
         directory.close()
         return {path: data for path, data in files.items() if path not in ("upload.json", "report.json")}
 
@@ -106,28 +104,30 @@ def test_an_upload_that_ends_anywhere_goes_on(
 ) -> None:
     faults = machine.far.faults
     for at in range(changes_of_an_upload(tmp_path / f"{applied}{lasts}{same_process}")):
-        before, tag = LedgerRoot(machine.far).entries(), f"t{at}"
+        before, tag = LedgerRoot(machine.far).list_entries(), f"t{at}"
         machine.save(tag)
         machine.far.streamed.clear()
         faults.at, faults.lasts, faults.applied, faults.done = at, lasts, applied, 0
         try:
             machine.upload()
         except CheckpointError:
-            assert [entry.tag for entry in LedgerRoot(machine.far).entries()][: len(before)] == [e.tag for e in before]
+            assert [entry.tag for entry in LedgerRoot(machine.far).list_entries()][: len(before)] == [
+                e.tag for e in before
+            ]
         assert faults.refused
         faults.at = None
         if not same_process:
             machine.starts_again()
         machine.upload()
         root = LedgerRoot(machine.far)
-        assert [entry.tag for entry in root.entries()] == [*(entry.tag for entry in before), tag]
+        assert [entry.tag for entry in root.list_entries()] == [*(entry.tag for entry in before), tag]
         assert machine.files(root.open(tag)) == machine.files(machine.uploader.root.open(tag))
         assert all(count <= 2 for count in machine.far.streamed.values()), machine.far.streamed
         assert sum(count == 2 for count in machine.far.streamed.values()) <= 1
         faults.refused.clear()
     root.clean()
-    attempts = {entry.directory for entry in root.entries()}
-    assert {f"{tag}/{name}" for tag in machine.far.names() for name in machine.far.names(tag)} == attempts
+    attempts = {entry.directory for entry in root.list_entries()}
+    assert {f"{tag}/{name}" for tag in machine.far.list_names() for name in machine.far.list_names(tag)} == attempts
 
 
 @dataclass
@@ -148,7 +148,7 @@ def test_a_pin_that_changes_before_the_upload_goes_on(machine: Machine) -> None:
     machine.far.faults = Faults()
     machine.starts_again()
     machine.upload()
-    (entry,) = LedgerRoot(machine.far).entries()
+    (entry,) = LedgerRoot(machine.far).list_entries()
     assert entry.pinned
     assert machine.files(LedgerRoot(machine.far).open("a")) == machine.files(machine.uploader.root.open("a"))
     assert [path for path, count in machine.far.streamed.items() if count > 1] == [f"{entry.directory}/manifest.json"]

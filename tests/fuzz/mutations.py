@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.fuzz import pickles
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.core.checksum import compute_digest, to_hex
 
 PAGE = 4096
 
@@ -170,10 +170,10 @@ def parts_of(manifest: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def sealed(head: dict[str, Any], members: dict[str, Any]) -> bytes:
     """A manifest with the digests that fit to it, whatever is in it."""
     first = json.dumps(head, separators=(",", ":")).encode()[:-1]
-    lines = [first + b',"head":"' + to_hex(digest(first)).encode() + b'"']
+    lines = [first + b',"head":"' + to_hex(compute_digest(first)).encode() + b'"']
     lines += [json.dumps(k).encode() + b":" + json.dumps(v, separators=(",", ":")).encode() for k, v in members.items()]
     body = b",\n".join(lines)
-    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+    return body + b',\n"digest":"' + to_hex(compute_digest(body)).encode() + b'"}\n'
 
 
 def forged_manifest(data: bytes, random_: random.Random) -> tuple[str, bytes]:
@@ -215,7 +215,7 @@ def resealed(manifest: bytes, path: str, data: bytes) -> bytes:
     length = 8 + struct.unpack("<Q", data[:8].ljust(8, b"\0"))[0]
     for entry in members["files"]:
         if entry[0] == path and length <= len(data):
-            entry[1:4] = [len(data), length, to_hex(digest(data[:length]))]
+            entry[1:4] = [len(data), length, to_hex(compute_digest(data[:length]))]
     return sealed(head, members)
 
 

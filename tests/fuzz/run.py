@@ -40,13 +40,13 @@ def ready() -> None:
     from tests.nursed import import_all
     from tests.nursery import LIGHT
 
-    import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.tables.render", "rich.console",
-                 "tests.fuzz.probes", "xla_ckpt.cli.facts", "xla_ckpt.api.convert",
+    import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.rendering.reports", "rich.console",
+                 "tests.fuzz.probes", "xla_ckpt.cli.results", "xla_ckpt.conversion.convert",
                  "xla_ckpt.tags.orbax_process"))  # fmt: skip
     from tests.helper import InFork
     from xla_ckpt.tags import orbax_commit
 
-    orbax_commit.Program = InFork  # type: ignore[misc]
+    orbax_commit.HelperProcess = InFork  # type: ignore[misc]
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1
@@ -91,9 +91,9 @@ def work_on(inputs: Sequence[tuple[str, int]], made: Path, work: Path) -> Callab
     def do(write: int) -> None:
         from tests.fuzz.probes import Bench, lines
         from tests.fuzz.specimens import SPECIMENS
-        from xla_ckpt.tags import lease_places
+        from xla_ckpt.tags import lease
 
-        lease_places.DIRECTORY_SILENCE = 0.0  # else one that names nobody is watched for a minute
+        lease.DIRECTORY_EXPIRY_SECONDS = 0.0  # else one that names nobody is watched for a minute
         bench = Bench([SPECIMENS[name] for name in dict(inputs)], made, work)
 
         def begun(outcome: Outcome) -> None:

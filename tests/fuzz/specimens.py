@@ -22,7 +22,7 @@ import torch
 
 import xla_ckpt
 from tests.crash.operations import module
-from tests.layouts import orbax_saves
+from tests.formats import orbax_saves
 from tests.runs import ROOT
 
 TAG = "new"

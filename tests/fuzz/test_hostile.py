@@ -17,10 +17,10 @@ import xla_ckpt
 from tests.fuzz.mutations import parts_of, sealed
 from tests.jobs import run_alone
 from xla_ckpt.cli.main import main as command
+from xla_ckpt.core.checksum import compute_digest, to_hex
+from xla_ckpt.core.sharding.box import Box, is_tiling
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NotAFileError
-from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
-from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.sharding.box import Box, tiles
+from xla_ckpt.formats.torch_save.unpickler import load_pickle, replace_tensors
 
 SECONDS = 60
 """A call that takes longer hangs: none of these takes one, and the machine may be busy."""
@@ -186,7 +186,7 @@ PICKLES = {
 def unpickled(data: bytes) -> str | None:
     """What becomes of a pickle."""
     signal.alarm(SECONDS)
-    return refused(lambda: replaced(loads(data, "x.pt"), lambda value: value, "x.pt", len(data)))
+    return refused(lambda: replace_tensors(load_pickle(data, "x.pt"), lambda value: value, "x.pt", len(data)))
 
 
 @pytest.mark.parametrize("harm", PICKLES)
@@ -244,14 +244,14 @@ def test_a_damaged_newest_tag_with_a_pipe_is_passed_over(tmp_path: Path) -> None
 def test_a_tiling_is_told_from_what_is_none() -> None:
     whole = Box((0, 0), (60, 4))
     rows = [Box((i, 0), (i + 1, 4)) for i in range(60)]
-    assert tiles(rows, whole)
-    assert not tiles(rows[1:], whole)
-    assert not tiles([*rows[1:], rows[1]], whole)
-    assert not tiles([*rows, rows[1]], whole)
-    assert not tiles([], whole)
-    assert tiles([], Box((0, 0), (0, 4)))
-    assert tiles([Box((0,) * 9, (1,) * 9), Box((1,) + (0,) * 8, (2,) + (1,) * 8)], Box((0,) * 9, (2,) + (1,) * 8))
-    assert tiles([Box((0,) * 9, (1,) * 9)], Box((0,) * 9, (2,) * 9)) is None
+    assert is_tiling(rows, whole)
+    assert not is_tiling(rows[1:], whole)
+    assert not is_tiling([*rows[1:], rows[1]], whole)
+    assert not is_tiling([*rows, rows[1]], whole)
+    assert not is_tiling([], whole)
+    assert is_tiling([], Box((0, 0), (0, 4)))
+    assert is_tiling([Box((0,) * 9, (1,) * 9), Box((1,) + (0,) * 8, (2,) + (1,) * 8)], Box((0,) * 9, (2,) + (1,) * 8))
+    assert is_tiling([Box((0,) * 9, (1,) * 9)], Box((0,) * 9, (2,) * 9)) is None
 
 
 @pytest.mark.parametrize("mark", ["done", "checkpoint", "commit_success.txt"])
@@ -275,7 +275,7 @@ def test_a_look_at_values_in_each_other_ends_well_or_in_an_error_of_ours(
     members["skeleton"] = {"deep": None}
     text = sealed(head, members).replace(b'"deep":null', b'"deep":{"$odd":' + b"[" * depth + b"1" + b"]" * depth + b"}")
     body = text.rpartition(b',\n"digest":')[0]
-    manifest.write_bytes(body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n')
+    manifest.write_bytes(body + b',\n"digest":"' + to_hex(compute_digest(body)).encode() + b'"}\n')
     code = command(["show", str(tmp_path), *form])
     assert code == 0 or "Traceback" not in capsys.readouterr().err
     assert code in (0, 1)

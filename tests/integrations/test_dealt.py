@@ -12,14 +12,14 @@ from torch.utils.data import DistributedSampler
 import xla_ckpt
 from tests.integrations.environment import needs
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
-from xla_ckpt.state.dealt import Deal, deal_of
+from xla_ckpt.state.per_rank import ReshardPosition, find_position_reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.15
 
 SAMPLES = list(range(48))
 
 
-def dealt(deal: Deal | None, states: list[Any], world: int) -> list[Any]:
+def dealt(deal: ReshardPosition | None, states: list[Any], world: int) -> list[Any]:
     """The states of all ranks of now."""
     assert deal is not None
     return [deal(states, rank, world) for rank in range(world)]
@@ -33,7 +33,7 @@ def counted(*indexes: Any, epoch: int = 1, key: str = "index") -> list[dict[str,
     ("old", "new"), [([6, 6, 6, 6], [12, 12]), ([12, 12], [3] * 8), ([5, 5, 5], [15]), ([0, 0], [0, 0, 0])]
 )
 def test_a_number_of_samples_is_shared(old: list[int], new: list[int]) -> None:
-    assert dealt(deal_of(object(), "index"), counted(*old), len(new)) == counted(*new)
+    assert dealt(find_position_reshard(object(), "index"), counted(*old), len(new)) == counted(*new)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,15 @@ def test_a_number_of_samples_is_shared(old: list[int], new: list[int]) -> None:
 )
 def test_what_would_repeat_samples_is_refused(states: list[Any], world: int, why: str) -> None:
     with pytest.raises(IncompatibleCheckpointError, match=why):
-        dealt(deal_of(object(), "index"), states, world)
+        dealt(find_position_reshard(object(), "index"), states, world)
 
 
 def test_what_is_known() -> None:
-    assert deal_of(object(), None) is None
-    assert dealt(deal_of(DistributedSampler(SAMPLES, 1, 0), None), [{"yielded": 4}] * 2, 4) == [{"yielded": 2}] * 4  # type: ignore[arg-type]
+    assert find_position_reshard(object(), None) is None
+    assert (
+        dealt(find_position_reshard(DistributedSampler(SAMPLES, 1, 0), None), [{"yielded": 4}] * 2, 4)
+        == [{"yielded": 2}] * 4
+    )  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="both"):
         xla_ckpt.PerRank(object(), reshard=lambda states, rank, world: states[0], position="index")
 
@@ -91,7 +94,7 @@ def test_loaders_at_the_end_of_an_epoch_begin_the_next_one(steps: int) -> None:
 
 
 def dealt_to_loaders(states: list[Any], loaders: list[Any]) -> list[Any]:
-    deals = [deal_of(loader, None) for loader in loaders]
+    deals = [find_position_reshard(loader, None) for loader in loaders]
     return [deal(states, rank, len(loaders)) for rank, deal in enumerate(deals) if deal is not None]
 
 
@@ -124,7 +127,7 @@ class Backwards:
 def test_loaders_with_a_sampler_of_their_own(steps: int) -> None:
     states = states_after(steps, [loader_of(rank, 3, 2, sampler=Backwards(rank, 3)) for rank in range(3)])
     new = [loader_of(rank, 4, 2, sampler=Backwards(rank, 4)) for rank in range(4)]
-    for rank, state in enumerate(dealt(deal_of(new[0], "index"), states, 4)):
+    for rank, state in enumerate(dealt(find_position_reshard(new[0], "index"), states, 4)):
         new[rank].load_state_dict(state)
     left = [sample for loader in new for batch in loader for sample in batch.tolist()]
     assert sorted(left) == (SAMPLES if steps == 20 else SAMPLES[:12])
@@ -168,7 +171,7 @@ def test_loaders_with_other_states_are_refused() -> None:
     for states in (shuffled, states_after(3, [loader_of(rank, 2, 2, data=WithState(SAMPLES)) for rank in range(2)])):
         with pytest.raises(IncompatibleCheckpointError, match="the dataset, or the sampler, has a state of its own"):
             dealt_to_loaders(states, new)
-    assert deal_of(loader_of(0, 1, 2, sampler=False, shuffle=True), None) is None  # each rank reads all
+    assert find_position_reshard(loader_of(0, 1, 2, sampler=False, shuffle=True), None) is None  # each rank reads all
 
 
 def grain_iterators(world: int, *, sharded: bool = False, **how: Any) -> list[Any]:
@@ -198,7 +201,7 @@ def test_grain_with_and_without_workers() -> None:
     for how in ({}, {"worker_count": 2}):
         states = after(6, grain_iterators(2, **how))
         new = grain_iterators(3, **how)
-        for rank, state in enumerate(dealt(deal_of(new[0], None), states, 3)):
+        for rank, state in enumerate(dealt(find_position_reshard(new[0], None), states, 3)):
             assert json.loads(state).keys() == json.loads(states[0]).keys()
             new[rank].set_state(state)
         left = [[int(sample) for sample in iterator] for iterator in new]
@@ -207,7 +210,7 @@ def test_grain_with_and_without_workers() -> None:
 
 @needs("grain")
 def test_what_grain_cannot_say_is_refused() -> None:
-    deal = deal_of(grain_iterators(1)[0], None)
+    deal = find_position_reshard(grain_iterators(1)[0], None)
     with pytest.raises(IncompatibleCheckpointError, match="a sampler with shard_options"):
         dealt(deal, after(6, grain_iterators(2, sharded=True)), 3)
     with pytest.raises(IncompatibleCheckpointError, match="or their workers, have not taken equally many"):
@@ -239,7 +242,7 @@ def of_datasets(world: int, parts: int, *, shuffle: bool = False, tables: bool =
 def test_datasets_that_do_not_say_what_all_have_read_are_refused(how: dict[str, Any]) -> None:
     states = states_after(3, ranks := of_datasets(2, **how))
     with pytest.raises(IncompatibleCheckpointError, match="are not the first ones of all"):
-        dealt(deal_of(ranks[0], None), states, 1)
+        dealt(find_position_reshard(ranks[0], None), states, 1)
 
 
 @needs("datasets", "torchdata")
@@ -248,4 +251,4 @@ def test_workers_of_a_loader_over_datasets_are_refused() -> None:
 
     loaders = [StatefulDataLoader(one, 2, num_workers=1) for one in of_datasets(2, 3)]
     with pytest.raises(IncompatibleCheckpointError, match="each worker of the loader reads a part"):
-        dealt(deal_of(loaders[0], None), states_after(3, loaders), 1)
+        dealt(find_position_reshard(loaders[0], None), states_after(3, loaders), 1)

@@ -13,7 +13,7 @@ from tests.integrations.environment import needs
 from tests.integrations.lightning_job import network, rows
 from tests.jobs import run_on_ranks
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.storage.local import LocalDirectory
 
 FAILS = 2
 """The step whose save fails on the last rank."""
@@ -28,7 +28,7 @@ class Disk:
     def state_dict(self) -> dict[str, int]:
         self.saves += 1
         full = self.last and self.saves == FAILS
-        LocalDirectory.free = lambda self: 10 if full else None  # type: ignore[method-assign]
+        LocalDirectory.get_free_bytes = lambda self: 10 if full else None  # type: ignore[method-assign]
         return {"x": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

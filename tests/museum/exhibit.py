@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_ckpt.tags.entry import COMMITTED
+from xla_ckpt.tags.entry import ORBAX_COMMITTED_FILE
 
 
 def tree() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def remove_path_of_machine(room: Path) -> None:
 
     Readers look only whether a mark is there, and no digest covers it.
     """
-    for mark in room.glob(f"*/{COMMITTED}"):
+    for mark in room.glob(f"*/{ORBAX_COMMITTED_FILE}"):
         mark.write_text(f"Checkpoint commit was successful to /tests/museum/{room.name}/{mark.parent.name}")
 
 

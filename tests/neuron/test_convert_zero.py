@@ -11,11 +11,11 @@ import torch
 
 import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
-from tests.layouts.gold import GOLD, LOST, cases, few_of, folder_of, needs_gold
-from tests.layouts.same import content, names, rank_files
+from tests.formats.gold import GOLD, LOST, cases, few_of, folder_of, needs_gold
+from tests.formats.same import content, names, rank_files
 from tests.runs import names_in
 from tests.same import differences
-from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
+from xla_ckpt.formats.nxd.zero1_conversion import convert_zero_checkpoints
 
 ZERO = [case for case in cases() if "_z1" in case[0] and case[0] != LOST]
 SOURCE = "tp2_dp2_z1__xser_sync"

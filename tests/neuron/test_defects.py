@@ -23,8 +23,8 @@ import neuron_compat.nxd as nxd
 import xla_ckpt
 from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
+from tests.formats.test_nxd_layouts import rank_file
 from tests.jobs import run_on_ranks
-from tests.layouts.test_nxd_layouts import rank_file
 from tests.nursery import Call, bear
 from tests.runs import names_in
 from tests.same import same
@@ -159,7 +159,7 @@ def saves_again_and_is_killed(root: Path, layout: str, instant: str) -> None:
     from tests.helper import InThread
     from xla_ckpt.tags import orbax_commit
 
-    orbax_commit.Program = InThread  # type: ignore[misc]  # it is killed with this process
+    orbax_commit.HelperProcess = InThread  # type: ignore[misc]  # it is killed with this process
     save_best(root, layout, 1.0, "abc")
     fsync, rename, done = os.fsync, os.rename, list[Any]()
 
@@ -171,7 +171,7 @@ def saves_again_and_is_killed(root: Path, layout: str, instant: str) -> None:
     if instant == "writing":
         os.fsync = lambda fd: die() if len(done) > 1 else done.append(fsync(fd))
     elif instant == "handing over":
-        orbax_commit.Committer.commit = die  # type: ignore[assignment]
+        orbax_commit.OrbaxCommitter.commit = die  # type: ignore[assignment]
     else:  # the old version is out of the way, the new one not in its place
         LocalStore.exchange = lambda *_: False  # type: ignore[method-assign]  # as on a file system that cannot
         os.rename = rename_and_die  # type: ignore[assignment]

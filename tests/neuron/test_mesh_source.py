@@ -12,7 +12,7 @@ import xla_ckpt
 from neuron_compat.nxd.parallel_layers import parallel_state
 from tests.jobs import job
 from tests.runs import ROOT
-from xla_ckpt.job.mesh_source import current_mesh
+from xla_ckpt.distributed.mesh_source import get_current_mesh
 
 
 def test_no_string_and_no_name_of_xla_ckpt_is_the_facade() -> None:
@@ -27,22 +27,22 @@ def test_no_string_and_no_name_of_xla_ckpt_is_the_facade() -> None:
 
 
 def test_what_is_initialised_is_found_and_what_is_destroyed_is_not(clean: None) -> None:
-    assert current_mesh(0, 1) is None
+    assert get_current_mesh(0, 1) is None
     parallel_state.initialize_model_parallel()
-    assert current_mesh(0, 1) == xla_ckpt.Mesh()
+    assert get_current_mesh(0, 1) == xla_ckpt.Mesh()
     parallel_state.destroy_model_parallel()
-    assert current_mesh(0, 1) is None
+    assert get_current_mesh(0, 1) is None
 
 
 def test_any_library_can_announce_its_mesh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sources: list[object] = []
-    monkeypatch.setattr("xla_ckpt.job.mesh_source._sources", sources)
+    monkeypatch.setattr("xla_ckpt.distributed.mesh_source._sources", sources)
     meshes: list[xla_ckpt.Mesh | None] = [None, xla_ckpt.Mesh(tp=2)]
     for source in (lambda: meshes[0], lambda: meshes[1]):
         xla_ckpt.add_mesh_source(source)
         xla_ckpt.add_mesh_source(source)  # as a module that is imported anew does
     assert len(sources) == 2
-    assert current_mesh(0, 2) == xla_ckpt.Mesh(tp=2)
+    assert get_current_mesh(0, 2) == xla_ckpt.Mesh(tp=2)
     with pytest.raises(xla_ckpt.UsageError, match="the mesh does not fit the job"):
         xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)})
     meshes[1] = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from neuron_compat.lazy import imported
+from neuron_compat.lazy_imports import import_module
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a compiler of C")
@@ -24,11 +24,11 @@ def test_an_import_without_libpython_says_what_to_install(tmp_path: Path, monkey
     library.unlink()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ImportError, match=r"libpython3\.99\.so\.1\.0") as caught:
-        imported("needs_libpython")
+        import_module("needs_libpython")
     assert "apt install libpython" in "".join(caught.value.__notes__)
 
 
 def test_another_import_error_stays_as_it_is() -> None:
     with pytest.raises(ImportError, match="no_such_module") as caught:
-        imported("no_such_module")
+        import_module("no_such_module")
     assert not hasattr(caught.value, "__notes__")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from neuron_compat.nxd.instead import ABSENT
+from neuron_compat.nxd.exports import UNSUPPORTED
 from tests.runs import ROOT
 from xla_ckpt import UsageError
 
@@ -63,7 +63,7 @@ def test_a_module_that_is_not_there_says_what_to_do_when_it_is_imported(module: 
         importlib.import_module("neuron_compat.nxd.nobody_knows_it")
 
 
-@pytest.mark.parametrize("name", ABSENT)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_said_to_be_absent_is_not_there(name: str) -> None:
     module, _, last = f"neuron_compat.nxd.{name}".rpartition(".")
     with pytest.raises(UsageError, match=f"{last} is not there"):

@@ -20,7 +20,7 @@ import torch_xla
 import neuron_compat
 import neuron_compat.nxd as nxd
 import xla_ckpt
-from neuron_compat.emulated import mappings
+from neuron_compat.emulated import collectives
 from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
@@ -77,7 +77,7 @@ def saved_in_training(root: str) -> Truth:
             assert saved is None
             content["step"] = -1  # N6: neither this nor the next step reaches the save
     nxd.finalize_checkpoint()
-    local = mappings._own(whole.up.weight.detach(), 0)
+    local = collectives._get_own_chunk(whole.up.weight.detach(), 0)
     assert torch.allclose(model.up.weight.detach().cpu(), local, atol=1e-5)
     assert xla_ckpt.list_tags(root) == ["step_4", "step_6"]
     assert nxd.has_checkpoint(root)
@@ -143,7 +143,9 @@ def what_does_not_fit(root: str) -> None:
 
 def gathered(model: torch.nn.Module) -> list[torch.Tensor]:
     parts = [
-        mappings._gathered(p.detach(), p.partition_dim).cpu() if hasattr(p, "partition_dim") else p.detach().cpu()
+        collectives._gather_along_dim(p.detach(), p.partition_dim).cpu()
+        if hasattr(p, "partition_dim")
+        else p.detach().cpu()
         for p in model.parameters()
     ]
     return [parts[0][:13], *parts[1:]]

@@ -19,8 +19,8 @@ import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, checkpointing, load, parallel_state, save
 from tests import xla
+from tests.formats.gold import Gold, stage_of
 from tests.jobs import finish, run_on_ranks, start_on_ranks
-from tests.layouts.gold import Gold, stage_of
 from xla_ckpt import Mesh
 
 pytestmark = pytest.mark.xla
@@ -38,8 +38,8 @@ def alone() -> Any:
 def as_rank(monkeypatch: pytest.MonkeyPatch, tp: tuple[int, int], pp: int = 0) -> None:
     mesh = Mesh(pp=pp + 1, tp=tp[1])
     rank = mesh.rank({"pp": pp, "tp": tp[0]})
-    monkeypatch.setattr(checkpointing, "place", lambda: (mesh, mesh.coordinates(rank)))
-    monkeypatch.setattr(checkpointing, "_rank", lambda: rank)
+    monkeypatch.setattr(checkpointing, "get_mesh_and_coordinates", lambda: (mesh, mesh.coordinates(rank)))
+    monkeypatch.setattr(checkpointing, "_get_rank", lambda: rank)
 
 
 def names(folder: Path) -> list[str]:

@@ -17,13 +17,13 @@ from torch_xla.utils import serialization
 
 import neuron_compat.nxd as nxd
 import xla_ckpt
+from tests.formats.references import opened, whole
+from tests.formats.writing import names, unlike
 from tests.jobs import finish, run_on_ranks, start_on_ranks
-from tests.layouts.references import opened, whole
-from tests.layouts.writing import names, unlike
 from tests.neuron.training import begin, build, frozen, train
 from tests.runs import names_in
-from xla_ckpt.job import process_group as lines
-from xla_ckpt.storage.local_directory import LocalDirectory
+from xla_ckpt.distributed import torch_store as lines
+from xla_ckpt.storage.local import LocalDirectory
 
 pytestmark = pytest.mark.xla
 
@@ -121,7 +121,7 @@ Ended = list[tuple[int, str, str]]
 
 
 def dies_when_it_creates(rank: int, root: Path, victim: int, file: str) -> None:
-    lines.REACH = 3
+    lines.STORE_TIMEOUT_SECONDS = 3
     model = {f"w{i}": torch.full((64, 64), float(i)) for i in range(9)}
     options: dict[str, Any] = {"mesh": xla_ckpt.Mesh(tp=2), "shardings": [("w", ("tp", None))], "use_xser": True}
     xla_ckpt.save_checkpoint(root, "good", model, scheduler={"at": 1}, **options)

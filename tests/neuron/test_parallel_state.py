@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import neuron_compat.nxd as nxd
-from neuron_compat.emulated.parallel_state import REAL
-from neuron_compat.groups import rank_groups
+from neuron_compat.emulated.parallel_state import REAL_MODULE
+from neuron_compat.groups import list_rank_groups
 from neuron_compat.nxd.parallel_layers import parallel_state
 from tests.jobs import run_on_ranks
 from tests.runs import run
@@ -48,7 +48,7 @@ def by_hand(mesh: Mesh) -> dict[str, set[tuple[int, ...]]]:
 @given(st.sampled_from(MESHES))
 def test_groups_are_those_counted_by_hand(mesh: Mesh) -> None:
     for kind, expected in by_hand(mesh).items():
-        found = rank_groups(mesh, kind)
+        found = list_rank_groups(mesh, kind)
         assert [tuple(g) for g in found] == sorted(expected), kind
         assert sorted(itertools.chain(*found)) == list(range(mesh.size))
 
@@ -56,17 +56,17 @@ def test_groups_are_those_counted_by_hand(mesh: Mesh) -> None:
 def test_examples_of_neuronx_distributed() -> None:
     # the second example in the documentation of its initialize_model_parallel: 128 ranks, tp 8, pp 4, ep 2
     mesh = Mesh(pp=4, dp=4, ep=2, tp=8)
-    assert rank_groups(mesh, "pp")[0] == [0, 32, 64, 96]
-    assert rank_groups(mesh, "dp")[0] == [0, 8, 16, 24]
-    assert rank_groups(mesh, "dp")[-1] == [103, 111, 119, 127]
-    assert rank_groups(mesh, "edp")[0] == [0, 16]
-    assert rank_groups(mesh, "edp")[-1] == [111, 127]
-    assert rank_groups(mesh, "ep")[0] == [0, 8]
-    assert rank_groups(mesh, "ep")[-1] == [119, 127]
-    assert rank_groups(mesh, "tp")[1] == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert list_rank_groups(mesh, "pp")[0] == [0, 32, 64, 96]
+    assert list_rank_groups(mesh, "dp")[0] == [0, 8, 16, 24]
+    assert list_rank_groups(mesh, "dp")[-1] == [103, 111, 119, 127]
+    assert list_rank_groups(mesh, "edp")[0] == [0, 16]
+    assert list_rank_groups(mesh, "edp")[-1] == [111, 127]
+    assert list_rank_groups(mesh, "ep")[0] == [0, 8]
+    assert list_rank_groups(mesh, "ep")[-1] == [119, 127]
+    assert list_rank_groups(mesh, "tp")[1] == [8, 9, 10, 11, 12, 13, 14, 15]
     # what it made of 8 ranks, tp 2, cp 2
-    assert rank_groups(Mesh(dp=2, cp=2, tp=2), "dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert rank_groups(Mesh(dp=2, cp=2, tp=2), "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert list_rank_groups(Mesh(dp=2, cp=2, tp=2), "dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list_rank_groups(Mesh(dp=2, cp=2, tp=2), "edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_one_process(clean: None) -> None:
@@ -89,10 +89,10 @@ def test_one_process(clean: None) -> None:
 
 
 def test_the_real_one_answers_if_it_is_imported(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = types.ModuleType(REAL)
+    real = types.ModuleType(REAL_MODULE)
     real.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
     real.get_tensor_model_parallel_size = lambda: 64  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, REAL, real)
+    monkeypatch.setitem(sys.modules, REAL_MODULE, real)
     assert parallel_state.model_parallel_is_initialized()
     assert parallel_state.get_tensor_model_parallel_size() == 64
 
@@ -113,7 +113,7 @@ def groups_of_meshes(rank: int) -> None:
             assert ask["size"]() == mesh.sizes[axis], (axis, mesh)
             assert ask["rank"]() == at[axis], (axis, mesh)
             group, lists = ask["group"](), ask["replica_groups"]()
-            assert lists == ask["group"](as_list=True) == rank_groups(mesh, axis)
+            assert lists == ask["group"](as_list=True) == list_rank_groups(mesh, axis)
             mine = next(g for g in lists if rank in g)
             assert dist.get_process_group_ranks(group) == mine
             assert dist.get_rank(group) == at[axis]

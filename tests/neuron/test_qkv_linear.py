@@ -13,7 +13,7 @@ import torch.distributed as dist
 import neuron_compat
 import neuron_compat.nxd as nxd
 from neuron_compat.emulated import parallel_state
-from neuron_compat.groups import kv_groups
+from neuron_compat.groups import list_kv_groups
 from neuron_compat.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
 from tests.jobs import run_on_ranks
 from xla_ckpt import UsageError
@@ -24,12 +24,12 @@ PARAMETERS = {True: ("qkv",), False: ("q", "k", "v")}
 
 def test_groups_of_ranks_that_hold_the_same() -> None:
     # what neuronx-distributed's documentation gives for trn1 and trn2
-    assert kv_groups([[0, 1, 2, 3], [4, 5, 6, 7]], 2, False) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert kv_groups([[0, 1, 2, 3], [4, 5, 6, 7]], 2, True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert kv_groups([[0, 8, 16, 24]], 2, False) == [[0, 16], [8, 24]]
-    assert kv_groups([list(range(32))], 4, False)[:2] == [[0, 8, 16, 24], [1, 9, 17, 25]]
-    assert kv_groups([[0, 1]], 1, False) == [[0], [1]]
-    assert kv_groups([[0, 1]], 2, True) == [[0, 1]]
+    assert list_kv_groups([[0, 1, 2, 3], [4, 5, 6, 7]], 2, False) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert list_kv_groups([[0, 1, 2, 3], [4, 5, 6, 7]], 2, True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list_kv_groups([[0, 8, 16, 24]], 2, False) == [[0, 16], [8, 24]]
+    assert list_kv_groups([list(range(32))], 4, False)[:2] == [[0, 8, 16, 24], [1, 9, 17, 25]]
+    assert list_kv_groups([[0, 1]], 1, False) == [[0], [1]]
+    assert list_kv_groups([[0, 1]], 2, True) == [[0, 1]]
 
 
 def part(whole: torch.Tensor, rank: int, copies: int = 1, adjacent: bool = False) -> torch.Tensor:
@@ -141,7 +141,7 @@ def layers(rank: int, device: str, tp: int) -> None:
 
 def the_group(rank: int, copies: int, adjacent: bool) -> None:
     groups = parallel_state.get_kv_shared_replica_groups()
-    assert groups == kv_groups(parallel_state.get_tensor_model_parallel_replica_groups(), copies, adjacent)
+    assert groups == list_kv_groups(parallel_state.get_tensor_model_parallel_replica_groups(), copies, adjacent)
     assert parallel_state.get_kv_shared_group(as_list=True) == groups
     assert parallel_state.get_kv_shared_group_size() == copies
     assert dist.get_process_group_ranks(parallel_state.get_kv_shared_group()) == next(g for g in groups if rank in g)
@@ -208,7 +208,7 @@ def test_what_does_not_divide_says_so(alone: None, monkeypatch: pytest.MonkeyPat
     parallel_state.initialize_model_parallel()
     with pytest.raises(UsageError, match="sequence_parallel_enabled"):
         GQAQKVColumnParallelLinear(4, [8, 4], sequence_parallel_enabled=True)
-    monkeypatch.setattr(parallel_state, "size", lambda kind: 4)
+    monkeypatch.setattr(parallel_state, "get_size", lambda kind: 4)
     for sizes, copies, words in (
         ([8], 1, "are not two"),
         ([8, 4], 3, "kv_size_multiplier=3 does not divide 4"),

@@ -17,8 +17,8 @@ import neuron_compat
 import neuron_compat.nxd as nxd
 import xla_ckpt
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
+from tests.formats.references import opened
 from tests.jobs import run_on_ranks
-from tests.layouts.references import opened
 from tests.neuron.standins import (
     LoraConfig,
     LoraModel,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import xla_ckpt
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.core.manifest import manifest_json
 
 STEPS = 3
 """Steps before the save, and after it."""
@@ -180,7 +180,7 @@ def _tried(case: Case, root: Path, *, asynchronous: bool) -> int:
         again = [fresh.step() for _ in range(STEPS)]
         assert losses == again, f"losses differ after the load: {again}, not {losses}"
     assert xla_ckpt.verify(root, "a").ok
-    return len(manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects)
+    return len(manifest_json.parse_manifest((root / "a" / "manifest.json").read_bytes()).object_files)
 
 
 def tried(case: Case) -> Outcome:

@@ -14,7 +14,7 @@ import torch
 import neuron_compat.smp as smp
 import xla_ckpt
 from neuron_compat.emulated.smp.model import DistributedModel
-from neuron_compat.smp.config import complete
+from neuron_compat.smp.config import complete_config
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from tests.smp.test_files_load import Kept, begin, caught
@@ -47,7 +47,7 @@ def theirs(root: Path, tag: str, value: float, pp: int = 1, tp: int = 1, **confi
             weights = {"weight": WEIGHT + value} if p == 0 else {}
             torch.save({**weights, "_smp_is_partial": True, "_smp_load_info": info}, folder / f"model_{p}_{t}.pt")
     torch.save({"tag": tag}, folder / "user_content.pt")
-    whole = complete({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True})
+    whole = complete_config({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True})
     torch.save({**whole, "smp_version": "1.12.1", **config}, folder / "smp_config.pt")
     with open(root / "newest", "a") as newest:
         newest.write(f"{tag}_partial\n")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import neuron_compat.smp as smp
 import xla_ckpt
-from neuron_compat.smp import meeting
+from neuron_compat.smp import rank_sync
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import run_alone, run_on_ranks, run_program
 from tests.smp.made import GENERATIONS, part, write_parts
@@ -303,7 +303,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 
 
 def loads_on_too_few(rank: int, folder: str) -> tuple[str, str]:
-    meeting.LINGER = 1.0  # who never comes to a call is waited for at the end, too
+    rank_sync.EXIT_GRACE_SECONDS = 1.0  # who never comes to a call is waited for at the end, too
     begin(2, 1)
     return ("", "") if rank else caught(lambda: smp.load(f"{folder}/c.pt"))
 

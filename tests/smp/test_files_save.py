@@ -20,9 +20,9 @@ from tests.jobs import run_alone, run_on_ranks
 from tests.runs import names_in
 from tests.smp.made import write_parts
 from tests.smp.test_files_load import alone, begin, caught, plain  # noqa: F401  # a fixture
-from xla_ckpt.layouts.smp import sidecar
-from xla_ckpt.layouts.smp.one_save import parts_at
-from xla_ckpt.layouts.torch_save.whole import check_whole_file
+from xla_ckpt.formats.smp import save_notes
+from xla_ckpt.formats.smp.save_notes import find_set_parts
+from xla_ckpt.formats.torch_save.serialization import check_whole_file
 
 
 def names(folder: Path) -> list[str]:
@@ -50,12 +50,12 @@ def saves_everywhere(rank: int, root: str, pp: int, tp: int) -> None:
 )  # fmt: skip
 def test_what_is_on_disk(tmp_path: Path, pp: int, tp: int, deep: list[str], new: list[str], v3: list[str]) -> None:
     run_on_ranks(saves_everywhere, 4, str(tmp_path), pp, tp)
-    assert names(tmp_path / "deep/er") == sorted([*deep, *map(sidecar.note_name, deep)])
-    beside = [sidecar.note_name(name) for name in (*new, *v3)]
+    assert names(tmp_path / "deep/er") == sorted([*deep, *map(save_notes.get_note_name, deep)])
+    beside = [save_notes.get_note_name(name) for name in (*new, *v3)]
     assert names(tmp_path) == sorted(["deep", "full.pt", *new, *v3, *beside])
     assert torch.load(tmp_path / "full.pt")["rank"] == 0  # only rank 0 wrote it
     for prefix in ("deep/er/a.pt", "new.pt", "v3"):
-        parts = parts_at(f"{tmp_path}/{prefix}")
+        parts = find_set_parts(f"{tmp_path}/{prefix}")
         assert len({part.saved.save for part in parts.values() if part.saved}) == 1
         for numbers, part in parts.items():
             assert part.saved is not None
@@ -132,7 +132,7 @@ def test_xla_tensors_are_stored_as_cpu_tensors(tmp_path: Path, alone: Any) -> No
 def saves_without_a_store(rank: int, root: str) -> bool:
     import torch.distributed.distributed_c10d as c10d
 
-    from neuron_compat.smp import saves
+    from neuron_compat.smp import files
 
     begin(2, 1)
     smp.save({"n": 1}, f"{root}/c.pt")
@@ -141,10 +141,10 @@ def saves_without_a_store(rank: int, root: str) -> bool:
         def compare_set(self, *_: Any) -> bytes:
             raise RuntimeError("connection reset by peer")
 
-    saves._job_ids.clear()
+    files._job_ids.clear()
     c10d._get_default_store = Gone  # type: ignore[assignment]
     smp.save({"n": 2}, f"{root}/c.pt")
-    return bool(sidecar.parse_notes(Path(f"{root}/.c.pt_{rank}.xla_ckpt.json").read_bytes()))
+    return bool(save_notes.parse_notes(Path(f"{root}/.c.pt_{rank}.xla_ckpt.json").read_bytes()))
 
 
 def test_a_rank_saves_when_the_store_of_the_job_is_gone(tmp_path: Path, alone: Any) -> None:  # noqa: F811
@@ -184,10 +184,10 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path, alone: Any) -
             died = False
         except Exception:
             died = True
-        part = parts_at(f)[(0,)]
+        part = find_set_parts(f)[(0,)]
         check_whole_file(part.file)
         assert part.saved is not None, f"the note is not that of the file after {moment} calls"
-        assert len(sidecar.parse_notes(Path(sidecar.note_name(part.file)).read_bytes())) <= 2
+        assert len(save_notes.parse_notes(Path(save_notes.get_note_name(part.file)).read_bytes())) <= 2
         seen.append(alone.load(f)["w"][0].item())
         alone.save({"w": torch.full((100,), 3.0)}, f)  # what was left over does not stand in the way
         assert alone.load(f)["w"][0].item() == 3

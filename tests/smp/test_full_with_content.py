@@ -13,7 +13,7 @@ import torch
 
 import neuron_compat.smp as smp
 import xla_ckpt
-from tests.layouts.smp_files import flip
+from tests.formats.smp_files import flip
 from tests.smp.made import part
 from tests.smp.test_checkpoint_resume import fresh, model  # noqa: F401  # a fixture
 from tests.smp.test_files_load import begin

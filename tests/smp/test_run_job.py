@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
-from neuron_compat.groups import members
+from neuron_compat.groups import find_rank_group
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp import errors, job
 from neuron_compat.smp.config import ENTRIES, ModelParallelConfig
@@ -21,7 +21,7 @@ from tests.jobs import finish, run_on_ranks
 from tests.jobs import places as of_launcher
 from tests.nursery import Call, bear
 from xla_ckpt import CheckpointError, Mesh
-from xla_ckpt.errors import KINDS, from_json
+from xla_ckpt.errors import ERROR_TYPES, from_json
 
 RANKS = ("rank", "local_rank", "pp_rank", "tp_rank", "rdp_rank", "dp_rank", "mp_rank")
 SIZES = ("size", "local_size", "pp_size", "tp_size", "rdp_size", "dp_size", "mp_size")
@@ -191,12 +191,12 @@ def test_groups_are_those_of_the_definitions(sizes: tuple[int, int, int]) -> Non
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         pp, rdp, tp = at["pp"], at["dp"], at["tp"]
-        assert members(mesh, job.KINDS["dp"], rank).index(rank) == tp + tp_size * rdp
-        assert members(mesh, job.KINDS["mp"], rank).index(rank) == tp + tp_size * pp
-        assert members(mesh, job.KINDS["rdp"], rank).index(rank) == rdp
-        assert len(members(mesh, job.KINDS["dp"], rank)) == mesh.size // pp_size
-        assert len(members(mesh, job.KINDS["mp"], rank)) == pp_size * tp_size
-        assert members(mesh, job.KINDS["world"], rank) == list(range(mesh.size))
+        assert find_rank_group(mesh, job.GROUP_KINDS["dp"], rank).index(rank) == tp + tp_size * rdp
+        assert find_rank_group(mesh, job.GROUP_KINDS["mp"], rank).index(rank) == tp + tp_size * pp
+        assert find_rank_group(mesh, job.GROUP_KINDS["rdp"], rank).index(rank) == rdp
+        assert len(find_rank_group(mesh, job.GROUP_KINDS["dp"], rank)) == mesh.size // pp_size
+        assert len(find_rank_group(mesh, job.GROUP_KINDS["mp"], rank)) == pp_size * tp_size
+        assert find_rank_group(mesh, job.GROUP_KINDS["world"], rank) == list(range(mesh.size))
 
 
 def refused(rank: int, config: dict[str, Any]) -> str:
@@ -269,7 +269,7 @@ KINDS_HERE = [k for k in vars(errors).values() if isinstance(k, type) and k.__mo
 def test_errors_arrive_on_other_ranks_as_what_they_are(kind: type[CheckpointError]) -> None:
     made = kind("a problem", rank=1, hint="Do this.")
     again = from_json(made.to_json())
-    assert type(again) is kind is KINDS[kind.__name__]
+    assert type(again) is kind is ERROR_TYPES[kind.__name__]
     assert str(again) == str(made)
     assert again.rank == 1
     assert getattr(smp, kind.__name__, kind) is kind

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
-from neuron_compat.emulated.partition import part_of
-from neuron_compat.emulated.smp.partitions import divided, runs
+from neuron_compat.emulated.layers import cut_own_part
+from neuron_compat.emulated.smp.model import divide_into_partitions, split_into_runs
 from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.smp import meeting
-from neuron_compat.smp.loading import enforced
+from neuron_compat.smp import rank_sync
+from neuron_compat.smp.model_state import parse_partition_info
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.smp.models import Plain, Split, batches, losses_of, make, plain_losses
@@ -64,7 +64,7 @@ def trains(rank: int, config: dict[str, Any], kind: type[torch.nn.Module]) -> di
         expected = full[name]
         if getattr(parameter, "tensor_model_parallel", False):
             missing = parameter.shape[parameter.partition_dim] * 2 - expected.shape[parameter.partition_dim]
-            expected = part_of(expected, parameter.partition_dim, parameter.partition_stride, missing)
+            expected = cut_own_part(expected, parameter.partition_dim, parameter.partition_stride, missing)
         assert torch.equal(parameter, expected), name
     at_rank_0 = model.state_dict()
     assert (at_rank_0.keys() == full.keys()) is (rank == 0), "the other ranks get an empty dict"
@@ -313,7 +313,7 @@ def test_partitions_of_a_checkpoint_are_taken_over() -> None:
 
 def too_few(rank: int, which: str) -> str | None:
     """Only some ranks of a model make a call that all of them have to make."""
-    meeting.LINGER = 1.0  # who never comes to a call is waited for at the end, too
+    rank_sync.EXIT_GRACE_SECONDS = 1.0  # who never comes to a call is waited for at the end, too
     smp.init(TP_RDP)
     model = smp.DistributedModel(make(Split))
     calls = {
@@ -346,7 +346,7 @@ def test_a_call_on_too_few_ranks_is_an_error_in_time(which: str, monkeypatch: py
 
 
 def goes_on_after_too_few(rank: int) -> bool:
-    meeting.LINGER = 1.0  # whoever has given a call up does not hear what came of it
+    rank_sync.EXIT_GRACE_SECONDS = 1.0  # whoever has given a call up does not hear what came of it
     smp.init(TP_RDP)
     model = smp.DistributedModel(make(Split))
     if smp.dp_rank() == 0:
@@ -486,14 +486,14 @@ def test_a_timeout_of_nonsense() -> None:
 
 def test_loads_that_wait_for_the_model(clean: None) -> None:
     called: list[Any] = []
-    smp.state.pending.append(lambda model, optimizer: called.append((model, optimizer)))
+    smp.state.pending_loads.append(lambda model, optimizer: called.append((model, optimizer)))
     smp.init({})
     model = smp.DistributedModel(torch.nn.Linear(2, 2))
     assert not called
     model(torch.ones(1, 2))
     model.state_dict()
     assert called == [(model, None)]
-    assert len(smp.state.pending) == 1, "it waits for an optimizer"
+    assert len(smp.state.pending_loads) == 1, "it waits for an optimizer"
 
 
 # -- partitions
@@ -535,19 +535,19 @@ def test_partitions_that_are_not_there(clean: None) -> None:
 
 def test_an_even_division() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-    assert divided(model, 3) == {"": 0, "0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2}
-    assert runs([1, 1, 100], 2) == [0, 0, 1]
-    assert runs([100, 1, 1], 3) == [0, 1, 2]
+    assert divide_into_partitions(model, 3) == {"": 0, "0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2}
+    assert split_into_runs([1, 1, 100], 2) == [0, 0, 1]
+    assert split_into_runs([100, 1, 1], 3) == [0, 1, 2]
     tied = torch.nn.Sequential(torch.nn.Embedding(100, 4), torch.nn.ReLU(), torch.nn.Linear(4, 100, bias=False))
     tied[2].weight = tied[0].weight
-    assert divided(tied, 2) == {"": 0, "0": 0, "1": 0, "2": 1}
+    assert divide_into_partitions(tied, 2) == {"": 0, "0": 0, "1": 0, "2": 1}
     with pytest.raises(smp.ModelTooSmallError, match="too small to split into 4 partitions"):
-        divided(tied, 4)
+        divide_into_partitions(tied, 4)
 
 
 def test_partition_info_of_other_modules_is_left() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    assert enforced({"": 0, "0": 1}, model, 2) == {"": 0, "0": 1}
-    assert enforced({"main": 0, "main/module/0": 1}, model, 2) == {"": 0, "0": 1}
-    assert enforced({"": 0, "1": 1}, model, 2) is None
-    assert enforced({"": 0, "0": 2}, model, 2) is None
+    assert parse_partition_info({"": 0, "0": 1}, model, 2) == {"": 0, "0": 1}
+    assert parse_partition_info({"main": 0, "main/module/0": 1}, model, 2) == {"": 0, "0": 1}
+    assert parse_partition_info({"": 0, "1": 1}, model, 2) is None
+    assert parse_partition_info({"": 0, "0": 2}, model, 2) is None

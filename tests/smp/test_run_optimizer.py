@@ -12,8 +12,8 @@ import torch
 
 import neuron_compat.smp as smp
 import xla_ckpt
-from neuron_compat.emulated.partition import part_of
-from neuron_compat.emulated.smp.loss_scale import DynamicLossScaler, restored, stored
+from neuron_compat.emulated.layers import cut_own_part
+from neuron_compat.emulated.smp.mixed_precision import DynamicLossScaler, dump_scaler, load_scaler
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import finish, run_on_ranks, start_on_ranks
@@ -83,7 +83,7 @@ def trains_and_resumes(rank: int, config: dict[str, Any], kind: type[torch.nn.Mo
             if getattr(parameter, "tensor_model_parallel", False) and value.dim():
                 dim = parameter.partition_dim
                 missing = parameter.shape[dim] * 2 - value.shape[dim]
-                value = part_of(value, dim, parameter.partition_stride, missing)
+                value = cut_own_part(value, dim, parameter.partition_stride, missing)
             assert torch.equal(held, value), (name, key)
     then = losses_of(model, optimizer, mine(batches(5, 16)[3:]))
     for state in (full, local, own):
@@ -455,13 +455,13 @@ def test_schedulers_hooks_and_closures(clean: None) -> None:
 
 def test_a_load_that_waits_for_the_optimizer(clean: None) -> None:
     called: list[Any] = []
-    smp.state.pending.append(lambda model, optimizer: called.append((model, optimizer)))
+    smp.state.pending_loads.append(lambda model, optimizer: called.append((model, optimizer)))
     smp.init({})
     model = smp.DistributedModel(torch.nn.Linear(2, 2))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1))
     model.state_dict()
     assert called == [(model, optimizer)]
-    assert not smp.state.pending
+    assert not smp.state.pending_loads
 
 
 def test_a_loss_scale_through_a_file() -> None:
@@ -469,15 +469,15 @@ def test_a_loss_scale_through_a_file() -> None:
     for overflow in (True, True, False):
         scaler.update_scale(overflow)
     assert scaler.cur_scale == 2.0
-    assert restored(stored(scaler)) == scaler
+    assert load_scaler(dump_scaler(scaler)) == scaler
 
     class Theirs:
         def __init__(self) -> None:
             self.cur_scale, self.scale_window, self.model = 8.0, 10, None
 
-    assert restored(Theirs()) == DynamicLossScaler(cur_scale=8.0, scale_window=10)
+    assert load_scaler(Theirs()) == DynamicLossScaler(cur_scale=8.0, scale_window=10)
     with pytest.raises(smp.SMPCheckpointError, match="a loss scaler has no scale"):
-        restored({"kind": "LossScaler"})
+        load_scaler({"kind": "LossScaler"})
 
 
 def test_optimizers_and_layers_that_need_apex() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
-from neuron_compat.emulated.smp.microbatches import as_step_output, split
+from neuron_compat.emulated.smp.step import build_step_output, split_microbatches
 from tests.jobs import run_on_ranks
 from tests.smp.models import Plain, Split, batches, losses_of, make, train_step
 from tests.smp.test_run_model import PP_RDP, TP_RDP
@@ -99,7 +99,7 @@ def test_outputs(model: Any) -> None:
     assert made.outputs is None
     with pytest.raises(ValueError, match="StepOutput only accepts list or tuple, but get <class 'str'>"):
         smp.StepOutput("ab")
-    assert as_step_output([None, None]) == [None, None]
+    assert build_step_output([None, None]) == [None, None]
 
 
 def test_refused_batches_and_names(model: Any) -> None:
@@ -133,7 +133,7 @@ def test_before_init(clean: None) -> None:
 
 def test_one_microbatch_is_passed_as_it_is() -> None:
     scalar = torch.tensor(1.0)
-    assert split(lambda x, y=1: x, (scalar,), {"y": [scalar]}, [], {}, 1) == [((scalar,), {"y": [scalar]})]
+    assert split_microbatches(lambda x, y=1: x, (scalar,), {"y": [scalar]}, [], {}, 1) == [((scalar,), {"y": [scalar]})]
 
 
 def test_what_is_not_split_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:

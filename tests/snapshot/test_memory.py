@@ -11,24 +11,24 @@ import torch
 import xla_ckpt
 from tests.mappings import flags_of, needs_huge_pages
 from xla_ckpt.snapshot import memory
-from xla_ckpt.snapshot.memory import HugePages, Slabs
-from xla_ckpt.storage.pool import HUGE_BYTES
+from xla_ckpt.snapshot.memory import HugePagePolicy, SlabAllocator
+from xla_ckpt.storage.threads import HUGE_PAGE_BYTES
 
-LARGE = 5 * HUGE_BYTES + 4096
+LARGE = 5 * HUGE_PAGE_BYTES + 4096
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """No page is slow, however busy the machine is."""
-    monkeypatch.setattr(memory, "huge_pages", pages := HugePages())
-    pages.slow = float("inf")
+    monkeypatch.setattr(memory, "HUGE_PAGES", pages := HugePagePolicy())
+    pages.slow_page_seconds = float("inf")
 
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page is slow."""
-    monkeypatch.setattr(memory, "huge_pages", pages := HugePages())
-    pages.slow = -1.0
+    monkeypatch.setattr(memory, "HUGE_PAGES", pages := HugePagePolicy())
+    pages.slow_page_seconds = -1.0
 
 
 def _restored(root: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def _restored(root: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _inside(tensor: torch.Tensor) -> int:
     """An address in a whole huge page of its memory."""
-    return tensor.data_ptr() - tensor.data_ptr() % HUGE_BYTES + HUGE_BYTES
+    return tensor.data_ptr() - tensor.data_ptr() % HUGE_PAGE_BYTES + HUGE_PAGE_BYTES
 
 
 @needs_huge_pages
@@ -68,16 +68,16 @@ def test_a_restored_tensor_can_be_resized(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("nbytes", [0, 1, HUGE_BYTES - 1, HUGE_BYTES, LARGE])
-@pytest.mark.parametrize("first", [0, 1, HUGE_BYTES - 1, HUGE_BYTES + 1])
+@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, LARGE])
+@pytest.mark.parametrize("first", [0, 1, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES + 1])
 def test_pages_are_backed_for_what_is_written_next(nbytes: int, first: int) -> None:
     """A piece begins anywhere in a region. Backing its pages changes nothing that lies before it or behind it."""
-    slabs = Slabs()
-    taken = slabs.take(nbytes)
+    slabs = SlabAllocator()
+    taken = slabs.allocate(nbytes)
     assert len(taken) == nbytes
     taken[:] = 7
-    piece = taken.data[first : first + HUGE_BYTES]
-    slabs.back(piece)
+    piece = taken.data[first : first + HUGE_PAGE_BYTES]
+    slabs.touch_pages(piece)
     behind = first + len(piece)
     assert np.all(taken[:first] == 7)
     assert np.all(taken[behind:] == 7)

@@ -21,10 +21,10 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from tests.snapshot.trials import different, small_pieces, trials
-from xla_ckpt.engine.feed import Feed
-from xla_ckpt.snapshot.arena import LARGEST_PIECE, POOL
+from xla_ckpt.saving.write import Prefetcher
+from xla_ckpt.snapshot.arena import HOST_MEMORY_POOL, MAX_BLOCK_BYTES
 from xla_ckpt.snapshot.shards import HostShard
-from xla_ckpt.state.guard import GUARD
+from xla_ckpt.state.guard import WRITE_BARRIER
 
 ROWS = 6000
 """Of a parameter: enough that it is not copied at once as small ones are."""
@@ -58,7 +58,7 @@ class Gate:
     def open_when_awaited(self, handle: xla_ckpt.SaveHandle) -> None:
         """Open it as soon as somebody waits for a save."""
         end = time.monotonic() + 60
-        while not handle._freezing._waits:
+        while not handle._snapshot_progress._wait_starts:
             assert time.monotonic() < end, "nobody waits for the save"
             time.sleep(0.001)
         self.open()
@@ -107,7 +107,7 @@ class Waiter(threading.Thread):
             self.error = error
 
     def waits(self, handle: xla_ckpt.SaveHandle) -> bool:
-        while not handle._freezing._waits and self.is_alive():
+        while not handle._snapshot_progress._wait_starts and self.is_alive():
             time.sleep(0.001)
         return self.is_alive()
 
@@ -135,7 +135,7 @@ def test_a_step_waits_until_its_parameters_are_copied(tmp_path: Path, gate: Gate
     assert model.weight[0, 0] == 1.0
     gate.open()
     step.ends()
-    assert handle.result().stall >= handle._freezing.stall > 0
+    assert handle.result().stall >= handle._snapshot_progress.stall_seconds > 0
     assert (model.weight[0, 0], weight(tmp_path)) == (0.0, 1.0)
 
 
@@ -148,7 +148,7 @@ def test_without_the_guard_a_step_is_found_out_or_tears_the_tag(
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     if not guarded:
-        monkeypatch.setattr(GUARD, "watch", lambda *_, **__: None)
+        monkeypatch.setattr(WRITE_BARRIER, "watch", lambda *_, **__: None)
     handle = overlapped(tmp_path, model, optimizer)
     step = Waiter(optimizer.step)
     assert step.waits(handle) == guarded
@@ -299,7 +299,7 @@ def test_a_save_that_fails_lets_the_optimizer_go_on(
     def broken(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Feed, "image", broken)
+    monkeypatch.setattr(Prefetcher, "fetch", broken)
     handle = overlapped(tmp_path, model, optimizer)
     step = Waiter(optimizer.step)
     assert step.waits(handle)
@@ -347,23 +347,23 @@ def test_the_second_save_to_a_place_waits_for_the_first(tmp_path: Path) -> None:
 def test_memory_is_reused_within_the_budget_and_freed_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = torch.nn.Linear(3 * LARGEST_PIECE // 4, 1, bias=False)
+    model = torch.nn.Linear(3 * MAX_BLOCK_BYTES // 4, 1, bias=False)
     lent: list[int] = []
-    borrow = POOL.borrow
-    monkeypatch.setattr(POOL, "borrow", lambda link: lent.append(LARGEST_PIECE) or borrow(link))
+    borrow = HOST_MEMORY_POOL.borrow
+    monkeypatch.setattr(HOST_MEMORY_POOL, "borrow", lambda link: lent.append(MAX_BLOCK_BYTES) or borrow(link))
     for number in range(2):
         xla_ckpt.save(
             tmp_path,
             f"t{number}",
             {"w": model.weight},
             async_save=True,
-            options=xla_ckpt.SaveOptions(snapshot="overlap", snapshot_budget=LARGEST_PIECE),
+            options=xla_ckpt.SaveOptions(snapshot="overlap", snapshot_budget=MAX_BLOCK_BYTES),
         ).result()
         assert len(lent) == number + 1
-        assert len(POOL._kept["host"]) == 1
+        assert len(HOST_MEMORY_POOL._free_slabs["host"]) == 1
         assert torch.equal(xla_ckpt.restore(tmp_path, f"t{number}").tree["w"], model.weight)
     xla_ckpt.finalize_checkpoint()
-    assert not POOL._kept
+    assert not HOST_MEMORY_POOL._free_slabs
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -493,7 +493,7 @@ def shards_are_saved_while_they_change(rank: int, root: Path) -> list[tuple[bool
         handle = xla_ckpt.save_checkpoint(
             root, f"t{number}", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap")
         )
-        guarded = bool(GUARD._watches)
+        guarded = bool(WRITE_BARRIER._watches)
         optimizer.step()
         handle.result()
         found.append((guarded, different(xla_ckpt.restore(root, f"t{number}").tree["model"], wanted)))

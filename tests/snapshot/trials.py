@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 
 import xla_ckpt
-from xla_ckpt.engine import save, write
-from xla_ckpt.snapshot import arena, take
+from xla_ckpt.saving import run as save
+from xla_ckpt.saving import write
+from xla_ckpt.snapshot import arena, snapshot
 
 SEGMENT = 8 * 1024
 SLAB = 16 * 1024
@@ -39,8 +40,8 @@ def small_pieces() -> Iterator[None]:
     in_small_segments = functools.partial(write.write_files, segment_bytes=SEGMENT)
     with (
         mock.patch.object(save, "write_files", in_small_segments),
-        mock.patch.object(arena, "LARGEST_PIECE", SLAB),
-        mock.patch.object(take, "SMALL_BYTES", 64),
+        mock.patch.object(arena, "MAX_BLOCK_BYTES", SLAB),
+        mock.patch.object(snapshot, "SMALL_COPY_BYTES", 64),
     ):
         xla_ckpt.finalize_checkpoint()  # slabs of the usual size are kept
         yield

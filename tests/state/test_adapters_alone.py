@@ -14,7 +14,7 @@ from tests import xla
 from tests.adapted import Training
 from tests.jobs import run_alone
 from xla_ckpt.cli.main import main
-from xla_ckpt.state import frozen_base
+from xla_ckpt.state import base_model
 
 xla.begin()
 
@@ -96,8 +96,8 @@ def test_another_base_is_refused_before_anything_is_changed(tmp_path: Path, wron
 def test_a_base_is_digested_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = saved(tmp_path)
     digested: list[int] = []
-    digest = frozen_base.rows_digest
-    monkeypatch.setattr(frozen_base, "rows_digest", lambda *a: digested.append(len(a[0])) or digest(*a))
+    digest = base_model.compute_rows_digest
+    monkeypatch.setattr(base_model, "compute_rows_digest", lambda *a: digested.append(len(a[0])) or digest(*a))
 
     def save(tag: str) -> Any:
         digested.clear()
@@ -241,7 +241,7 @@ def test_layouts_of_other_libraries_keep_what_is_said_of_the_base(tmp_path: Path
 def test_what_a_tag_says_of_a_base_may_make_no_sense() -> None:
     for text in ("float32", "float32 2xb 0-1-a", "float32 2 0-1", 7):
         with pytest.raises(xla_ckpt.FormatError, match="makes no sense"):
-            frozen_base.united_base([{"w": text}])  # type: ignore[dict-item]
+            base_model.merge_digests([{"w": text}])  # type: ignore[dict-item]
 
 
 def test_a_difference_says_whether_the_base_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,12 +268,12 @@ def test_a_base_is_the_same_on_another_number_of_ranks_and_before_adapters_were_
         return {"model": {}, "base": {"per_rank": len(ranks), "ranks": {str(i): said for i, said in enumerate(ranks)}}}
 
     rows, digests = {"first": "0-2-0000000000000001", "last": "2-4-0000000000000002"}, "0-4-0000000000000003"
-    one = frozen_base.base_of(tag({"q.base_layer.w": f"float32 4x2 {digests}"}))
-    two = frozen_base.base_of(tag(*({"q.w": f"float32 4x2 {part}"} for part in rows.values())))
-    assert frozen_base.same_base(one, two) is True
-    assert frozen_base.same_base(one, frozen_base.base_of(tag({"q.w": "float32 4x2"}))) is None
-    assert frozen_base.same_base(one, frozen_base.base_of(tag({"q.w": "float32 4x3"}))) is False
-    assert frozen_base.same_base(one, frozen_base.base_of(tag({}))) is False
+    one = base_model.parse_base(tag({"q.base_layer.w": f"float32 4x2 {digests}"}))
+    two = base_model.parse_base(tag(*({"q.w": f"float32 4x2 {part}"} for part in rows.values())))
+    assert base_model.is_same_base(one, two) is True
+    assert base_model.is_same_base(one, base_model.parse_base(tag({"q.w": "float32 4x2"}))) is None
+    assert base_model.is_same_base(one, base_model.parse_base(tag({"q.w": "float32 4x3"}))) is False
+    assert base_model.is_same_base(one, base_model.parse_base(tag({}))) is False
 
 
 def test_what_is_said_of_a_base_is_shown_to_who_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.gold import as_rank
-from tests.layouts.test_nxd_layouts import rank_file
+from tests.formats.gold import as_rank
+from tests.formats.test_nxd_layouts import rank_file
 from xla_ckpt import Mesh
-from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.state.attributes import declared_sharding, true_shape
+from xla_ckpt.core.sharding.sharding import Sharding
+from xla_ckpt.state.shardings import get_declared_sharding, get_unpadded_shape
 
 TP = {"tensor_model_parallel": True, "partition_dim": 0}
 
@@ -26,7 +26,7 @@ def parameter(shape: tuple[int, ...], attributes: dict[str, Any]) -> torch.nn.Pa
 
 
 def spec(mesh: Mesh | None, shape: tuple[int, ...] = (4, 6), **attributes: Any) -> Any:
-    found = declared_sharding(parameter(shape, attributes), "model/w", mesh)
+    found = get_declared_sharding(parameter(shape, attributes), "model/w", mesh)
     return None if found is None else found.spec
 
 
@@ -89,13 +89,13 @@ def test_integers_in_a_row_for_each_rank_of_the_world() -> None:
         number = torch.nn.Parameter(torch.zeros(shape, dtype=torch.int32), requires_grad=False)
         for name, value in {**TP, "num_partitions": 8}.items():
             setattr(number, name, value)
-        found, anywhere = declared_sharding(number, "model/w", mesh), declared_sharding(number, "model/w")
+        found, anywhere = get_declared_sharding(number, "model/w", mesh), get_declared_sharding(number, "model/w")
         assert found == anywhere == Sharding.parse((("dp", "cp", "tp"), *(None,) * (len(shape) - 1)))
         number.num_partitions = 2
-        assert declared_sharding(number, "model/w", mesh) == Sharding.parse(("tp", *(None,) * (len(shape) - 1)))
+        assert get_declared_sharding(number, "model/w", mesh) == Sharding.parse(("tp", *(None,) * (len(shape) - 1)))
         number.num_partitions = 4
         with pytest.raises(xla_ckpt.UnsupportedStateError, match="num_partitions 4"):
-            declared_sharding(number, "model/w", mesh)
+            get_declared_sharding(number, "model/w", mesh)
     with pytest.raises(xla_ckpt.UnsupportedStateError, match="num_partitions 8"):
         spec(mesh, (1, 6), **TP, num_partitions=8)  # of a weight it makes no sense
 
@@ -103,22 +103,22 @@ def test_integers_in_a_row_for_each_rank_of_the_world() -> None:
 @pytest.mark.parametrize("name", ["unpadded_shape", "global_shape"])
 def test_the_true_shape_of_a_padded_parameter(name: str) -> None:
     for mesh in (None, Mesh(tp=2)):
-        found = declared_sharding(parameter((4, 6), {**TP, name: (7, 6)}), "model/w", mesh)
+        found = get_declared_sharding(parameter((4, 6), {**TP, name: (7, 6)}), "model/w", mesh)
         assert found == Sharding(found.dims, (7, 6))
-        unfit = declared_sharding(parameter((4, 6), {**TP, name: (7,)}), "model/w", mesh)
+        unfit = get_declared_sharding(parameter((4, 6), {**TP, name: (7,)}), "model/w", mesh)
         assert unfit == Sharding(found.dims)
 
 
 def test_global_shape_is_no_padding_where_it_means_something_else() -> None:
     """It is torch's name in a CheckpointableTensor, and this library's older name of unpadded_shape."""
     both = parameter((4, 6), {**TP, "global_shape": (9, 6), "unpadded_shape": (7, 6)})
-    assert true_shape(both) == (7, 6)
+    assert get_unpadded_shape(both) == (7, 6)
     chunks = {"global_offsets": ((0, 0),), "local_offsets": ((0, 0),), "local_sizes": ((4, 6),)}
-    assert true_shape(parameter((4, 6), {"global_shape": (8, 6), **chunks})) is None
+    assert get_unpadded_shape(parameter((4, 6), {"global_shape": (8, 6), **chunks})) is None
     for name in chunks:
         some = {"global_shape": (8, 6), name: chunks[name]}
         with pytest.raises(xla_ckpt.UnsupportedStateError, match="CheckpointableTensor are incomplete.*leaf model/w"):
-            declared_sharding(parameter((4, 6), some), "model/w", Mesh(tp=2))
+            get_declared_sharding(parameter((4, 6), some), "model/w", Mesh(tp=2))
 
 
 def test_saves_and_loads_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

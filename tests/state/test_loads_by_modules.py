@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import xla_ckpt
 from xla_ckpt import IncompatibleCheckpointError, LoadError, UnsupportedStateError
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.core.manifest import manifest_json
 
 
 class Negated(nn.Module):
@@ -138,13 +138,13 @@ def test_metadata_that_are_not_plain_are_refused(tmp_path: Path) -> None:
 
 def test_broken_metadata_in_a_manifest_are_damage(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "t", negated(1))
-    manifest = manifest_json.parse((tmp_path / "t" / "manifest.json").read_bytes())
-    again = manifest_json.parse(manifest_json.dump(manifest))
+    manifest = manifest_json.parse_manifest((tmp_path / "t" / "manifest.json").read_bytes())
+    again = manifest_json.parse_manifest(manifest_json.dump_manifest(manifest))
     assert again.module_metadata == manifest.module_metadata
     assert again.module_metadata["model"]["1.0"] == {"version": 2}
     for broken in (5, {"model": 5}, {"model": [5]}, {"model": [[5], {"a": 0}]}, {"model": [[{}], {"a": 1}]}):
         with pytest.raises(xla_ckpt.FormatError, match="broken metadata of modules"):
-            manifest_json._parse_metadata(broken)
+            manifest_json._parse_module_metadata(broken)
 
 
 # Names and shapes of older versions.

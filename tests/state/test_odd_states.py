@@ -18,7 +18,7 @@ import torch
 import xla_ckpt
 from tests import xla
 from xla_ckpt import FormatError, IncompatibleCheckpointError, LoadError, UsageError
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.core.manifest import manifest_json
 from xla_ckpt.state.values import CODEC
 
 xla.begin()
@@ -27,7 +27,7 @@ DEVICES = pytest.mark.parametrize("device", xla.DEVICES)
 
 
 def no_pickles(root: Path) -> bool:
-    return not manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects
+    return not manifest_json.parse_manifest((root / "a" / "manifest.json").read_bytes()).object_files
 
 
 def facts(value: Any) -> Any:

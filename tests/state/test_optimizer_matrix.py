@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import xla_ckpt
 from tests.covering import pairs_of_values, some_of
-from xla_ckpt.state.optimizer_install import torch_kind
-from xla_ckpt.tree.optimizer_schema import NUMBERS, needed_members
+from xla_ckpt.core.tree.optimizer_schema import NUMBER_KEYS, get_required_members
+from xla_ckpt.state.optimizer_install import get_torch_class_name
 
 Optimizer = torch.optim.Optimizer
 
@@ -105,7 +105,7 @@ class Run:
     def _own(self, former: Any, state: dict[str, Any]) -> None:
         for members in state["state"].values():
             for key, value in members.items():
-                if key not in NUMBERS and isinstance(value, torch.Tensor) and value.is_floating_point():
+                if key not in NUMBER_KEYS and isinstance(value, torch.Tensor) and value.is_floating_point():
                     value.mul_(4)
         former(state)
 
@@ -140,7 +140,7 @@ class Run:
         if self.hooks == "own load_state_dict":
             return
         for number, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
-            for key in NUMBERS & numbers.get(number, {}).keys():  # torch rounds these to the parameter's dtype
+            for key in NUMBER_KEYS & numbers.get(number, {}).keys():  # torch rounds these to the parameter's dtype
                 self.optimizer.state[parameter][key] = numbers[number][key]
 
     def found(self) -> Any:
@@ -261,10 +261,10 @@ def test_what_a_step_needs_is_known(kind: str) -> None:
     """Each member of a state is needed if a step raises without it."""
     run = Run(kind)
     run.step()
-    name = torch_kind(run.optimizer)
+    name = get_torch_class_name(run.optimizer)
     assert name is not None
     for parameter, members in list(run.optimizer.state.items()):
-        needed = needed_members(name, run.optimizer.param_groups[0], parameter.ndim)
+        needed = get_required_members(name, run.optimizer.param_groups[0], parameter.ndim)
         for key in members:
             again = Run(kind)
             again.step()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import xla_ckpt
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.tree.values import Composite
 from xla_ckpt.errors import IncompatibleCheckpointError, UntrustedObjectError
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.state.values import CODEC, resolver
-from xla_ckpt.tree.codec import Composite
+from xla_ckpt.state.values import CODEC, create_class_resolver
 
 
 class Basis:
@@ -95,7 +95,7 @@ def trained(steps: int, make: Callable[[int], Projector] = Projector) -> tuple[t
 
 
 def pickled(root: Path) -> int:
-    return len(manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects)
+    return len(manifest_json.parse_manifest((root / "a" / "manifest.json").read_bytes()).object_files)
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["a fresh optimizer", "one with old state"])
@@ -116,7 +116,7 @@ def test_a_plain_object_comes_back_without_pickle(tmp_path: Path, steps: int) ->
 
 def test_its_arrays_have_digests(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", *trained(1))
-    arrays = manifest_json.parse((tmp_path / "a" / "manifest.json").read_bytes()).arrays
+    arrays = manifest_json.parse_manifest((tmp_path / "a" / "manifest.json").read_bytes()).arrays
     assert "optimizer/state/weight/projector/basis/sides/0" in arrays
 
 
@@ -165,7 +165,7 @@ def test_an_object_in_user_content_is_the_programs_own(tmp_path: Path) -> None:
 def test_no_code_runs_for_a_class_that_a_file_names(name: str, error: type[Exception], text: str) -> None:
     __import__("subprocess")
     with pytest.raises(error, match=text):
-        CODEC.compose(Composite(f"object:{name}", {"pid": 1}, None), resolver(trust=False))
+        CODEC.compose(Composite(f"object:{name}", {"pid": 1}, None), create_class_resolver(trust=False))
 
 
 def test_a_class_that_is_gone_or_has_code_for_pickle_now_is_refused(

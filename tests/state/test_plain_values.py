@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.core.manifest import manifest_json
 
 
 class Bits(enum.Flag):
@@ -104,7 +104,7 @@ def facts(value: Any) -> Any:
 
 
 def objects_in(root: Path) -> Any:
-    return manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects
+    return manifest_json.parse_manifest((root / "a" / "manifest.json").read_bytes()).object_files
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -13,7 +13,7 @@ import xla_ckpt
 from tests import xla
 from tests.broken import broken_after
 from xla_ckpt import LoadOptions, UnprovenLoadError
-from xla_ckpt.state import proof
+from xla_ckpt.features import proof
 
 xla.begin()
 
@@ -38,11 +38,11 @@ class Trained:
 
 
 @pytest.mark.parametrize("device", xla.DEVICES)
-@pytest.mark.parametrize("group_bytes", [1, proof.GROUP_BYTES])
+@pytest.mark.parametrize("group_bytes", [1, proof.BATCH_BYTES])
 def test_all_of_a_training_is_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, group_bytes: int
 ) -> None:
-    monkeypatch.setattr(proof, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(proof, "BATCH_BYTES", group_bytes)
     saved, found = Trained(device, 1), Trained(device, 2)
     xla_ckpt.save_checkpoint(tmp_path, "a", saved.model, saved.optimizer)
     report = xla_ckpt.load_checkpoint(tmp_path, "a", found.model, found.optimizer, options=PROVE).report
@@ -74,11 +74,11 @@ def test_a_changed_byte_of_memory_in_use_is_found(tmp_path: Path, monkeypatch: p
 @pytest.mark.xla
 @pytest.mark.parametrize("new", [False, True])
 def test_a_broken_copy_to_a_device_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool) -> None:
-    from xla_ckpt.arrays import xla as xla_arrays
+    from xla_ckpt.arrays import xla_tensor as xla_arrays
 
     saved, found = Trained("xla", 1), Trained("xla", 2)
     xla_ckpt.save_checkpoint(tmp_path, "a", saved.model, saved.optimizer)
-    adopt = xla_arrays._adopt
+    adopt = xla_arrays._import_buffer
 
     def flipping(memory: Any) -> torch.Tensor:
         tensor = adopt(memory)
@@ -86,7 +86,7 @@ def test_a_broken_copy_to_a_device_is_found(tmp_path: Path, monkeypatch: pytest.
             tensor[299, 39] += 1
         return tensor
 
-    monkeypatch.setattr(xla_arrays, "_adopt", flipping)
+    monkeypatch.setattr(xla_arrays, "_import_buffer", flipping)
     like = {"model": {"0.weight": found.model[0].weight}}
     with pytest.raises(UnprovenLoadError) as caught:
         xla_ckpt.restore(tmp_path, like=like, options=PROVE) if new else xla_ckpt.load_checkpoint(

@@ -12,12 +12,12 @@ import torch
 
 import xla_ckpt
 from tests import xla
+from tests.formats.same import as_theirs
+from tests.formats.writing import Zero1, as_job, save_as_job
 from tests.jobs import run_on_ranks
-from tests.layouts.same import as_theirs
-from tests.layouts.writing import Zero1, as_job, save_as_job
 from xla_ckpt import Mesh, OptimizerSchema
-from xla_ckpt.state import registered
-from xla_ckpt.state.registered import schema_of
+from xla_ckpt.state import optimizer as registered
+from xla_ckpt.state.optimizer import get_optimizer_schema
 
 FULL = {"up": torch.arange(48.0).reshape(8, 6), "down": torch.arange(24.0).reshape(6, 4) + 100, "norm": torch.ones(6)}
 SPLIT = {"up": 0, "down": 1, "norm": None}
@@ -48,7 +48,7 @@ SCHEMA = OptimizerSchema(
 
 @pytest.fixture(autouse=True)
 def nobody_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "_registered", {})
+    monkeypatch.setattr(registered, "_registered_schemas", {})
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_a_program_that_registered_nothing_is_told(tmp_path: Path, monkeypatch: 
     optimizer = Special(model.parameters())
     optimizer.state[model.weight] = {"own": torch.ones(2), "mean": torch.ones(2, 3)}
     xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
-    monkeypatch.setattr(registered, "_registered", {})
+    monkeypatch.setattr(registered, "_registered_schemas", {})
     fresh = Special(model.parameters())
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="each rank's own is stored"):
         xla_ckpt.load_checkpoint(tmp_path, "a", model, fresh)
@@ -472,12 +472,12 @@ def test_the_class_its_name_and_those_derived_from_it() -> None:
     optimizer = Derived(torch.nn.Linear(1, 1).parameters())
     one, two, three = OptimizerSchema(host=["a"]), OptimizerSchema(host=["b"]), OptimizerSchema(host=["c"])
     xla_ckpt.register_optimizer("Special", one)
-    assert schema_of(optimizer) is one
+    assert get_optimizer_schema(optimizer) is one
     xla_ckpt.register_optimizer(f"{Special.__module__}.Special", two)
-    assert schema_of(optimizer) is two
+    assert get_optimizer_schema(optimizer) is two
     xla_ckpt.register_optimizer(Derived, three)
-    assert schema_of(optimizer) is three
-    assert schema_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])) is schema_of({})
+    assert get_optimizer_schema(optimizer) is three
+    assert get_optimizer_schema(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])) is get_optimizer_schema({})
 
 
 @pytest.mark.parametrize(

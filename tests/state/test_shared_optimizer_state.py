@@ -12,11 +12,11 @@ import torch
 
 import xla_ckpt
 from tests import xla
-from tests.layouts.gold import as_rank
-from tests.layouts.same import as_theirs
-from tests.layouts.writing import as_kwargs, save_as_job, toy
+from tests.formats.gold import as_rank
+from tests.formats.same import as_theirs
+from tests.formats.writing import as_kwargs, save_as_job, toy
 from xla_ckpt import Mesh
-from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
+from xla_ckpt.formats.nxd.zero1_conversion import convert_zero_checkpoints
 
 xla.begin()
 

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from xla_ckpt.plan.costs import Costs
+from xla_ckpt.core.plan.read_costs import ReadCosts
 from xla_ckpt.storage.base import (
     Directory,
+    FileReader,
     FileSystem,
+    FileSystemDirectory,
+    FileWriter,
     Identity,
-    LocalFiles,
     ObjectStore,
-    Sink,
-    Source,
     Store,
-    Streaming,
+    StreamingDirectory,
 )
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Faults:
 class FailingSink:
     """A file of such a store."""
 
-    inner: Sink
+    inner: FileWriter
     path: str
     faults: Faults
 
@@ -83,15 +83,15 @@ class FailingSink:
         self.faults.change(f"commit {self.path}")
         self.inner.commit()
 
-    def abandon(self) -> None:
-        self.inner.abandon()
+    def abort(self) -> None:
+        self.inner.abort()
 
 
 @dataclass
 class FailingDirectory:
     """A directory of such a store."""
 
-    inner: LocalFiles
+    inner: FileSystemDirectory
     faults: Faults
 
     streaming = None
@@ -101,7 +101,7 @@ class FailingDirectory:
         return self.inner.name
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ReadCosts:
         return self.inner.costs
 
     @property
@@ -116,36 +116,36 @@ class FailingDirectory:
         self.faults.change(f"create {path}")
         return FailingSink(self.inner.create(path, size), path, self.faults)
 
-    def make(self, path: str) -> None:
+    def make_directory(self, path: str) -> None:
         self.faults.change(f"make {path}")
-        self.inner.make(path)
+        self.inner.make_directory(path)
 
-    def adopt(self, other: Directory, path: str) -> None:
+    def move_in(self, other: Directory, path: str) -> None:
         assert isinstance(other, FailingDirectory)
         self.faults.change(f"adopt {path}", needs_space=False)
-        self.inner.adopt(other.inner, path)
+        self.inner.move_in(other.inner, path)
 
     def link(self, source: Directory, path: str, name: str) -> None:
         assert isinstance(source, FailingDirectory)
         self.faults.change(f"link {name}")
         self.inner.link(source.inner, path, name)
 
-    def replace(self, path: str, data: bytes) -> None:
+    def write_atomic(self, path: str, data: bytes) -> None:
         self.faults.change(f"replace {path}")
-        self.inner.replace(path, data)
+        self.inner.write_atomic(path, data)
 
-    def open(self, path: str, size: int | None = None) -> Source:
+    def open(self, path: str, size: int | None = None) -> FileReader:
         return self.inner.open(path, size)
 
-    def files(self) -> list[str]:
-        return self.inner.files()
+    def list_files(self) -> list[str]:
+        return self.inner.list_files()
 
     def sync(self) -> None:
         self.faults.change("sync a directory")
         self.inner.sync()
 
-    def free(self) -> int | None:
-        return self.inner.free()
+    def get_free_bytes(self) -> int | None:
+        return self.inner.get_free_bytes()
 
     def is_at(self, name: str) -> bool:
         return self.inner.is_at(name)
@@ -159,17 +159,17 @@ class Unchanging:
 
     inner: Store
 
-    def look(self) -> Any:
+    def snapshot_view(self) -> Any:
         return self
 
-    def address(self, name: str) -> str:
-        return self.inner.address(name)
+    def resolve_address(self, name: str) -> str:
+        return self.inner.resolve_address(name)
 
     def prepare(self) -> bool:
         return self.inner.prepare()
 
-    def names(self, path: str = "") -> list[str]:
-        return self.inner.names(path)
+    def list_names(self, path: str = "") -> list[str]:
+        return self.inner.list_names(path)
 
     def has(self, path: str) -> bool:
         return self.inner.has(path)
@@ -177,11 +177,11 @@ class Unchanging:
     def is_directory(self, path: str) -> bool:
         return self.inner.is_directory(path)
 
-    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        return self.inner.start_of(path, nbytes, links=links)
+    def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        return self.inner.read_start(path, nbytes, links=links)
 
-    def modified(self, path: str) -> int | None:
-        return self.inner.modified(path)
+    def get_modified_time(self, path: str) -> int | None:
+        return self.inner.get_modified_time(path)
 
 
 @dataclass
@@ -198,21 +198,21 @@ class FailingStore(Unchanging):
     def file_system(self) -> FailingStore:
         return self
 
-    def identity(self, name: str) -> Identity | None:
-        return self.inner.identity(name)
+    def get_identity(self, name: str) -> Identity | None:
+        return self.inner.get_identity(name)
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> FailingDirectory:
         return FailingDirectory(self.inner.open(name, lock=lock, links=links), self.faults)
 
-    def make(self, name: str) -> FailingDirectory:
+    def make_directory(self, name: str) -> FailingDirectory:
         self.faults.change(f"make {name}")
-        return FailingDirectory(self.inner.make(name), self.faults)
+        return FailingDirectory(self.inner.make_directory(name), self.faults)
 
-    def held(self, name: str) -> bool | None:
-        return self.inner.held(name)
+    def get_lock_state(self, name: str) -> bool | None:
+        return self.inner.get_lock_state(name)
 
-    def in_use(self, name: str) -> bool:
-        return self.inner.in_use(name)
+    def is_in_use(self, name: str) -> bool:
+        return self.inner.is_in_use(name)
 
     def rename(self, old: str, new: str) -> None:
         self.faults.change(f"rename {old} to {new}", needs_space=False)
@@ -243,7 +243,7 @@ class FailingStore(Unchanging):
 class FailingObject:
     """A file of an object store that fails."""
 
-    inner: Sink
+    inner: FileWriter
     path: str
     faults: Faults
 
@@ -256,15 +256,15 @@ class FailingObject:
     def commit(self) -> None:
         self.faults.act(f"put {self.path}", self.inner.commit)
 
-    def abandon(self) -> None:
-        self.inner.abandon()
+    def abort(self) -> None:
+        self.inner.abort()
 
 
 @dataclass
 class FailingFiles:
     """A directory of such a store."""
 
-    inner: Streaming
+    inner: StreamingDirectory
     faults: Faults
 
     @property
@@ -272,7 +272,7 @@ class FailingFiles:
         return self.inner.name
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ReadCosts:
         return self.inner.costs
 
     @property
@@ -285,10 +285,10 @@ class FailingFiles:
     def create(self, path: str, size: int) -> FailingObject:
         return FailingObject(self.inner.create(path, size), path, self.faults)
 
-    def make(self, path: str) -> None:
-        self.inner.make(path)
+    def make_directory(self, path: str) -> None:
+        self.inner.make_directory(path)
 
-    def open(self, path: str, size: int | None = None) -> Source:
+    def open(self, path: str, size: int | None = None) -> FileReader:
         return self.inner.open(path, size)
 
     def link(self, source: Directory, path: str, name: str) -> None:
@@ -296,14 +296,14 @@ class FailingFiles:
         inner = source.inner
         self.faults.act(f"copy {inner.name}/{path} to {self.name}/{name}", lambda: self.inner.link(inner, path, name))
 
-    def files(self) -> list[str]:
-        return self.inner.files()
+    def list_files(self) -> list[str]:
+        return self.inner.list_files()
 
     def sync(self) -> None:
         self.inner.sync()
 
-    def free(self) -> int | None:
-        return self.inner.free()
+    def get_free_bytes(self) -> int | None:
+        return self.inner.get_free_bytes()
 
     def is_at(self, name: str) -> bool:
         return self.inner.is_at(name)
@@ -329,11 +329,11 @@ class FailingObjects(Unchanging):
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> Directory:
         return self.inner.open(name, lock=lock, links=links)
 
-    def fill(self, name: str) -> FailingFiles:
-        return FailingFiles(self.inner.fill(name), self.faults)
+    def get_directory(self, name: str) -> FailingFiles:
+        return FailingFiles(self.inner.get_directory(name), self.faults)
 
-    def check_conditions(self) -> None:
-        self.inner.check_conditions()
+    def check_conditional_writes(self) -> None:
+        self.inner.check_conditional_writes()
 
     def remove(self, name: str) -> None:
         self.faults.act(f"remove {name}", lambda: self.inner.remove(name), needs_space=False)

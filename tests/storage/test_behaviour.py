@@ -14,25 +14,24 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.formats.toy import registered
+from tests.formats.writing import as_job, as_kwargs, save_as_job, toy
 from tests.jobs import run_on_ranks
-from tests.layouts.toy import registered
-from tests.layouts.writing import as_job, as_kwargs, save_as_job, toy
 from tests.storage.failing import FailingObjects, FailingStore, Faults
 from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine import save as engine_save
-from xla_ckpt.layouts.opening import open_tag
-from xla_ckpt.storage import door
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.formats.tags import open_tag
+from xla_ckpt.saving import run as engine_save
+from xla_ckpt.storage import resolve
+from xla_ckpt.storage.base import Store, read_file
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.remote import RemoteDirectory
+from xla_ckpt.storage.resolve import open_store
 from xla_ckpt.storage.schemes import SCHEMES
-from xla_ckpt.storage.small_files import read_whole
-from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.names import LEASE, LEDGER
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.entry import LEASE_NAME, LEDGER_NAME
+from xla_ckpt.tags.ledger_root import LedgerRoot
+from xla_ckpt.tags.resolve import open_root
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -61,14 +60,14 @@ def value(root: str, tag: str | None = None) -> Any:
 def names(root: str) -> list[str]:
     """All that is in the root when the last save has cleaned up; but for what readers may still need."""
     xla_ckpt.finalize_checkpoint()
-    store = store_at(root)
-    names = [name for name in store.names() if name not in (LEASE, LEDGER)]
+    store = open_store(root)
+    names = [name for name in store.list_names() if name not in (LEASE_NAME, LEDGER_NAME)]
     if store.object_store is None:
         return names
     ledger = LedgerRoot(store.object_store).read()
     assert not ledger.open, "nobody writes any more"
     attempts = {tag.attempt for tag in ledger.tags.values()}
-    stored = {f"{name}/{attempt}" for name in names for attempt in store.names(name) if attempt.startswith(".")}
+    stored = {f"{name}/{attempt}" for name in names for attempt in store.list_names(name) if attempt.startswith(".")}
     assert stored == attempts | set(ledger.doomed), "what is stored is known, and what is known is stored"
     return sorted({name for name in names if name in ledger.tags or not name_is_doomed(name, ledger.doomed)})
 
@@ -81,9 +80,9 @@ def name_is_doomed(name: str, doomed: Iterable[str]) -> bool:
 def flip(root: str, path: str, at: int) -> None:
     """Damage a byte of a file."""
     tag, _, name = path.partition("/")
-    store = store_at(root)
-    directory = store.open(root_of(store).place_of(tag))
-    data = bytearray(read_whole(directory, name))
+    store = open_store(root)
+    directory = store.open(open_root(store).get_directory_name(tag))
+    data = bytearray(read_file(directory, name))
     data[at] ^= 1
     if isinstance(directory, RemoteDirectory):
         directory._client[directory._prefix + name] = bytes(data)
@@ -93,25 +92,25 @@ def flip(root: str, path: str, at: int) -> None:
 
 
 def files(root: str, tag: str) -> list[str]:
-    directory = root_of(store_at(root)).open(tag)
+    directory = open_root(open_store(root)).open(tag)
     try:
-        return directory.files()
+        return directory.list_files()
     finally:
         directory.close()
 
 
 def place(root: str, tag: str, leaf: str) -> tuple[str, int]:
     """Path and offset of the first stored box of an array."""
-    with open_tag(store_at(root), tag) as reader:
+    with open_tag(open_store(root), tag) as reader:
         first = next(iter(reader.manifest.arrays[leaf]))
-        return reader.file_name(first.file), first.offset
+        return reader.get_file_name(first.file), first.offset
 
 
 def remove_all(store: Store) -> None:
     changing = store.file_system or store.object_store
     assert changing is not None
-    for name in store.names():
-        if name != LEASE:
+    for name in store.list_names():
+        if name != LEASE_NAME:
             changing.remove(name)
 
 
@@ -139,9 +138,9 @@ def test_a_root_without_tags(root: str) -> None:
         xla_ckpt.restore(root)
     with pytest.raises(xla_ckpt.UsageError):
         xla_ckpt.save(root, "a", {})
-    assert not store_at(root).has(""), "a refused save makes nothing"
-    store_at(root).prepare()
-    empty = "No tag of this library is there" if store_at(root).file_system else "Nothing lies there"
+    assert not open_store(root).has(""), "a refused save makes nothing"
+    open_store(root).prepare()
+    empty = "No tag of this library is there" if open_store(root).file_system else "Nothing lies there"
     with pytest.raises(xla_ckpt.NoCheckpointError, match=empty):
         xla_ckpt.restore(root)
 
@@ -189,12 +188,12 @@ def test_saves_in_the_background(root: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tags_are_replaced(root: str) -> None:
     put(root, "a", 1), put(root, "b", 2)
-    reader = root_of(store_at(root)).open("a")
-    before = read_whole(reader, "manifest.json")
+    reader = open_root(open_store(root)).open("a")
+    before = read_file(reader, "manifest.json")
     for n in (3, 4):
         put(root, "a", n)
         assert (xla_ckpt.list_tags(root), value(root, "a"), value(root)) == (["b", "a"], n, n)
-    assert read_whole(reader, "manifest.json") == before, "the old version, as long as it is read"
+    assert read_file(reader, "manifest.json") == before, "the old version, as long as it is read"
     reader.close()
     put(root, "a", 5)
     assert names(root) == ["a", "b"]
@@ -205,13 +204,13 @@ def test_retention(root: str) -> None:
     for n in range(4):
         put(root, f"s{n}", n, num_kept_ckpts=2)
     assert xla_ckpt.list_tags(root) == ["first", "s2", "s3"]
-    with closing(root_of(store_at(root)).open("s2")) as directory:
+    with closing(open_root(open_store(root)).open("s2")) as directory:
         put(root, "s4", 4, num_kept_ckpts=1)
-        if store_at(root).file_system:
+        if open_store(root).file_system:
             assert "s2" in xla_ckpt.list_tags(root), "a tag that is read stays"
             assert value(root, "s2") == 2
         else:
-            assert read_whole(directory, "manifest.json"), "nobody can tell who reads; its files stay for a while"
+            assert read_file(directory, "manifest.json"), "nobody can tell who reads; its files stay for a while"
     put(root, "s5", 5, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(root) == ["first", "s5"]
     put(root, "first", "still pinned")
@@ -226,9 +225,9 @@ def test_what_a_killed_save_left_goes_with_the_next_one(tmp_path: Path) -> None:
     root = str(tmp_path)
     put(root, "a", 1)
     store = LocalStore(root)
-    store.make(".new-b").close()
+    store.make_directory(".new-b").close()
     store.rename("a", ".old-a")  # a replacement that was killed half-way
-    held = store.make(".new-c")
+    held = store.make_directory(".new-c")
     assert (xla_ckpt.list_tags(root), value(root, "a")) == (["a"], 1)
     put(root, "d", 2)
     assert names(root) == [".new-c", "a", "d"], "somebody is writing .new-c"
@@ -288,10 +287,10 @@ def test_exports(root: str) -> None:
     model, optimizer = state(0)
     xla_ckpt.save_checkpoint(root, "a", model, optimizer)
     report = xla_ckpt.export_hf(root, f"{root}/../hf" if "://" not in root else "memory://hf-test", max_shard_bytes=200)
-    store, name = door.above(report.path)
+    store, name = resolve.open_parent(report.path)
     assert len(report.files) > 1
-    assert store.names(name) == sorted([*report.files, "model.safetensors.index.json"])
-    assert not [other for other in store.names() if other.endswith(".partial")]
+    assert store.list_names(name) == sorted([*report.files, "model.safetensors.index.json"])
+    assert not [other for other in store.list_names() if other.endswith(".partial")]
     with pytest.raises(xla_ckpt.UsageError, match="must not exist"):
         xla_ckpt.export_hf(root, report.path)
     changing = store.file_system or store.object_store
@@ -369,15 +368,15 @@ def failing(root: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Faults]:
     faults = Faults()
 
     def store(path: str) -> FailingObjects | FailingStore:
-        inner = store_at(root + path.removeprefix("failing://ckpt"))
+        inner = open_store(root + path.removeprefix("failing://ckpt"))
         if inner.object_store is not None:
             return FailingObjects(path, inner.object_store, faults)
         assert inner.file_system is not None
         return FailingStore(inner.path, inner.file_system, faults)  # another process commits in it, by its path
 
-    others = door._object_store
+    others = resolve._open_object_store
     monkeypatch.setitem(SCHEMES, "failing", SCHEMES["s3"])
-    monkeypatch.setattr(door, "_object_store", lambda p: store(p) if p.startswith("failing:") else others(p))
+    monkeypatch.setattr(resolve, "_open_object_store", lambda p: store(p) if p.startswith("failing:") else others(p))
     return "failing://ckpt", faults
 
 
@@ -407,7 +406,7 @@ def test_whatever_a_store_refuses_nothing_is_lost(
         if faults.done <= at:
             break
     # An object store makes no directories, moves nothing, and its ledger is written again until it is.
-    assert len(set(refused)) >= (8 if store_at(root).file_system else 3), refused
+    assert len(set(refused)) >= (8 if open_store(root).file_system else 3), refused
     assert held[tag] == f"new {at}"
     faults.at = None
     put(root, "last", 1)
@@ -433,7 +432,7 @@ def test_conversions_and_exports_that_are_refused_leave_nothing(failing: tuple[s
             else:
                 refused, faults.at = faults.done > at, None
                 assert len(names(address)) == 1
-                remove_all(store_at(address))
+                remove_all(open_store(address))
                 if not refused:
                     break
-        assert at > (5 if store_at(address).file_system else 2)
+        assert at > (5 if open_store(address).file_system else 2)

@@ -12,12 +12,10 @@ import pytest
 
 from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.storage import local
-from xla_ckpt.storage.base import Directory
-from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.small_files import read_whole, write_small
-from xla_ckpt.tags.cleaning import clean, move_to_trash
-from xla_ckpt.tags.names import TRASH
+from xla_ckpt.storage.base import Directory, read_file, write_file
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.tags.directory_operations import clean_root, move_to_trash
+from xla_ckpt.tags.entry import TRASH_NAME
 
 
 @pytest.mark.parametrize("instant", ["before it is opened", "before it is locked"])
@@ -31,17 +29,19 @@ def test_a_directory_is_made_again_if_it_was_removed_before_its_lock(
             shutil.rmtree(path)
             removed.append(path)
 
-    mkdir, mark = os.mkdir, local._mark
+    mkdir, mark = os.mkdir, local._lock_with_retries
     if instant == "before it is opened":
         monkeypatch.setattr(os, "mkdir", lambda path, *a, **k: (mkdir(path, *a, **k), remove(path)))
     else:
-        monkeypatch.setattr(local, "_mark", lambda directory, how: (remove(directory.path), mark(directory, how)))
-    directory = store.make("a")
+        monkeypatch.setattr(
+            local, "_lock_with_retries", lambda directory, how: (remove(directory.path), mark(directory, how))
+        )
+    directory = store.make_directory("a")
     assert removed
     directory.create("f", 1).commit()
-    assert directory.files() == ["f"]
+    assert directory.list_files() == ["f"]
     assert (tmp_path / "a/f").exists()
-    assert store.in_use("a")
+    assert store.is_in_use("a")
     directory.close()
 
 
@@ -52,26 +52,26 @@ def test_a_directory_that_goes_before_its_lock_is_not_read(
     """Whoever removes it has asked whether it is in use while it had no lock yet."""
     store = LocalStore(str(tmp_path))
     for name in "ab":
-        store.make(name).close()
+        store.make_directory(name).close()
     (tmp_path / "b/file").write_bytes(b"new")
-    mark, todo = local._mark, [True]
+    mark, todo = local._lock_with_retries, [True]
 
     def removes_and_marks(directory: LocalDirectory, how: int) -> None:
         if todo and todo.pop():
-            assert not store.in_use("a")
+            assert not store.is_in_use("a")
             store.remove("a")
             if replaced:
                 os.rename(tmp_path / "b", tmp_path / "a")
         mark(directory, how)
 
-    monkeypatch.setattr(local, "_mark", removes_and_marks)
+    monkeypatch.setattr(local, "_lock_with_retries", removes_and_marks)
     if not replaced:
         with pytest.raises(FileNotFoundError):
             store.open("a")
         return
     directory = store.open("a")
-    assert read_whole(directory, "file") == b"new"
-    assert store.in_use("a")
+    assert read_file(directory, "file") == b"new"
+    assert store.is_in_use("a")
     directory.close()
 
 
@@ -81,21 +81,21 @@ def test_of_two_programs_that_clean_up_neither_removes_what_a_third_one_fills(
 ) -> None:
     """What a killed save has left has the name that the next save of that tag takes."""
     ours, other = LocalStore(str(tmp_path)), LocalStore(str(tmp_path))
-    ours.make("draft").close()
+    ours.make_directory("draft").close()
     filled: list[Directory] = []
 
     def other_programs_are_faster() -> None:
         if not filled:
-            filled.append(ours.make("never"))
+            filled.append(ours.make_directory("never"))
             if other.remove_unused("draft"):
-                filled[0] = other.make("draft")
+                filled[0] = other.make_directory("draft")
 
     lock, rmtree = LocalDirectory.lock, shutil.rmtree
     if instant == "before it is locked":
         monkeypatch.setattr(LocalDirectory, "lock", lambda at, how: (other_programs_are_faster(), lock(at, how)))
         with pytest.raises(FileNotFoundError, match="another program removed it"):
             ours.remove_unused("draft")
-        assert ours.in_use("draft")
+        assert ours.is_in_use("draft")
     else:
         monkeypatch.setattr(shutil, "rmtree", lambda *at, **more: (other_programs_are_faster(), rmtree(*at, **more)))
         assert ours.remove_unused("draft")
@@ -115,7 +115,7 @@ class RetiresMeanwhile(FailingStore):
         return super().remove_empty(name)
 
     def _retire(self, name: str) -> None:
-        if name == TRASH and self.inner.has("a"):
+        if name == TRASH_NAME and self.inner.has("a"):
             move_to_trash(self.inner, "a")
 
 
@@ -123,19 +123,19 @@ def test_the_trash_is_not_removed_with_a_tag_that_has_just_come_into_it(tmp_path
     """The tag may be read still: it goes when nobody reads it any more."""
     store = LocalStore(str(tmp_path / "root"))
     store.prepare()
-    store.make(TRASH).close()
-    made = store.make("a")
-    write_small(made, "file", b"bytes")
+    store.make_directory(TRASH_NAME).close()
+    made = store.make_directory("a")
+    write_file(made, "file", b"bytes")
     made.close()
     reader = store.open("a")
-    clean(RetiresMeanwhile("root", store, Faults()))
-    assert (store.names(), store.names(TRASH)) == ([TRASH], ["a-0"])
-    assert read_whole(reader, "file") == b"bytes"
-    clean(store)
-    assert read_whole(reader, "file") == b"bytes"
+    clean_root(RetiresMeanwhile("root", store, Faults()))
+    assert (store.list_names(), store.list_names(TRASH_NAME)) == ([TRASH_NAME], ["a-0"])
+    assert read_file(reader, "file") == b"bytes"
+    clean_root(store)
+    assert read_file(reader, "file") == b"bytes"
     reader.close()
-    clean(store)
-    assert store.names() == []
+    clean_root(store)
+    assert store.list_names() == []
 
 
 @pytest.mark.parametrize("how", ["made", "opened"])
@@ -145,7 +145,7 @@ def test_who_looks_at_the_wrong_moment_does_not_leave_a_directory_unmarked(
     """Asking whether a directory is in use takes its lock for an instant, in which its owner cannot mark it."""
     store = LocalStore(str(tmp_path))
     if how == "opened":
-        store.make("a").close()
+        store.make_directory("a").close()
     flock, probes = fcntl.flock, []
 
     def at_the_wrong_moment(fd: int, operation: int) -> None:
@@ -160,12 +160,12 @@ def test_who_looks_at_the_wrong_moment_does_not_leave_a_directory_unmarked(
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", at_the_wrong_moment)
-    directory = store.make("a") if how == "made" else store.open("a")
+    directory = store.make_directory("a") if how == "made" else store.open("a")
     monkeypatch.undo()
     assert len(probes) == 3
-    assert store.in_use("a")
+    assert store.is_in_use("a")
     directory.close()
-    assert not store.in_use("a")
+    assert not store.is_in_use("a")
 
 
 @pytest.mark.parametrize("how", ["rmdir", "unlink"])

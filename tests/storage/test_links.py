@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.small_files import read_whole, write_small
+from xla_ckpt.storage.base import read_file, write_file
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
 
 CALLS: dict[str, Callable[[LocalStore, str], object]] = {
-    "names": lambda store, path: store.names(path) or None,
+    "names": lambda store, path: store.list_names(path) or None,
     "is_directory": lambda store, path: store.is_directory(path) or None,
-    "start_of": lambda store, path: store.start_of(f"{path}/file", 9),
+    "start_of": lambda store, path: store.read_start(f"{path}/file", 9),
     "open": lambda store, path: store.open(path).close(),
     "open, unlocked": lambda store, path: store.open(path, lock=False).close(),
     "open, links": lambda store, path: store.open(path, lock=False, links=True).close(),
-    "make": lambda store, path: store.make(f"{path}/new").close(),
+    "make": lambda store, path: store.make_directory(f"{path}/new").close(),
     "rename to": lambda store, path: store.rename("own", f"{path}/own"),
     "rename from": lambda store, path: store.rename(f"{path}/sub", "got"),
     "remove": lambda store, path: store.remove(path),
@@ -30,21 +29,21 @@ CALLS: dict[str, Callable[[LocalStore, str], object]] = {
     "remove_empty": lambda store, path: store.remove_empty(path),
     "remove_empty below": lambda store, path: store.remove_empty(f"{path}/empty"),
     "has": lambda store, path: store.has(f"{path}/file") or None,
-    "modified": lambda store, path: store.modified(f"{path}/file"),
-    "identity": lambda store, path: store.identity(f"{path}/sub"),
-    "in_use": lambda store, path: store.in_use(path) or None,
+    "modified": lambda store, path: store.get_modified_time(f"{path}/file"),
+    "identity": lambda store, path: store.get_identity(f"{path}/sub"),
+    "in_use": lambda store, path: store.is_in_use(path) or None,
 }
 
 IN_A_DIRECTORY: dict[str, Callable[[LocalDirectory, LocalDirectory, str], object]] = {
-    "open": lambda own, other, path: read_whole(own, f"{path}/file"),
-    "create": lambda own, other, path: write_small(own, f"{path}/new", b"1"),
-    "make": lambda own, other, path: own.make(f"{path}/new"),
-    "make the link": lambda own, other, path: own.make(path),
-    "adopt": lambda own, other, path: own.adopt(other, f"{path}/file"),
-    "adopt from": lambda own, other, path: other.adopt(own, f"{path}/file"),
+    "open": lambda own, other, path: read_file(own, f"{path}/file"),
+    "create": lambda own, other, path: write_file(own, f"{path}/new", b"1"),
+    "make": lambda own, other, path: own.make_directory(f"{path}/new"),
+    "make the link": lambda own, other, path: own.make_directory(path),
+    "adopt": lambda own, other, path: own.move_in(other, f"{path}/file"),
+    "adopt from": lambda own, other, path: other.move_in(own, f"{path}/file"),
     "link to": lambda own, other, path: own.link(other, "own", f"{path}/new"),
     "link from": lambda own, other, path: other.link(own, f"{path}/file", "got"),
-    "files": lambda own, other, path: [name for name in own.files() if "file" in name] or None,
+    "files": lambda own, other, path: [name for name in own.list_files() if "file" in name] or None,
 }
 
 
@@ -100,7 +99,7 @@ def test_a_root_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real" / "a").mkdir(parents=True)
     (tmp_path / "root").symlink_to(tmp_path / "real")
     store = LocalStore(str(tmp_path / "root"))
-    assert store.names() == ["a"]
+    assert store.list_names() == ["a"]
     assert store.is_directory("")
     with contextlib.closing(store.open("")) as directory:
         assert directory.is_at(directory.name)

@@ -15,29 +15,28 @@ import pytest
 
 import xla_ckpt
 from tests.jobs import run_alone
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.local_file import DIRECT_BYTES, LocalSource
-from xla_ckpt.storage.open_files import IDLE, open_descriptor
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_file import DIRECT_IO_MIN_BYTES, IDLE_FILES, LocalFileReader, open_descriptor
 
 
-def read(source: LocalSource, nbytes: int = 3, offset: int = 0) -> bytes:
+def read(source: LocalFileReader, nbytes: int = 3, offset: int = 0) -> bytes:
     data = bytearray(nbytes)
     return bytes(data[: source.read_into(memoryview(data), offset)])
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> LocalSource:
+def source(tmp_path: Path) -> LocalFileReader:
     """A file that is not open any more, although nobody has closed it."""
     (tmp_path / "d").mkdir()
     (tmp_path / "d/f").write_bytes(b"abc")
     source = LocalDirectory(tmp_path / "d").open("f")
-    IDLE.suspend(0)
+    IDLE_FILES.suspend(0)
     return source
 
 
-def test_it_is_opened_again(source: LocalSource) -> None:
+def test_it_is_opened_again(source: LocalFileReader) -> None:
     assert read(source) == b"abc"
-    IDLE.suspend(0)
+    IDLE_FILES.suspend(0)
     assert read(source) == b"abc"
 
 
@@ -50,24 +49,24 @@ def test_its_directory_may_be_closed_or_moved(tmp_path: Path) -> None:
     (tmp_path / "d").rename(tmp_path / "e")
     (tmp_path / "d").mkdir()
     (tmp_path / "d/f").write_bytes(b"xyz")
-    IDLE.suspend(0)
+    IDLE_FILES.suspend(0)
     assert read(source) == b"abc"
 
 
-def test_a_file_that_was_replaced_is_not_taken_for_it(source: LocalSource, tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_not_taken_for_it(source: LocalFileReader, tmp_path: Path) -> None:
     (tmp_path / "new").write_bytes(b"xyz")
     (tmp_path / "new").rename(tmp_path / "d/f")
     with pytest.raises(xla_ckpt.ChangedTagError, match="replaced while it was being read.*file f"):
         read(source)
 
 
-def test_a_file_that_is_gone_is_missing(source: LocalSource, tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_missing(source: LocalFileReader, tmp_path: Path) -> None:
     (tmp_path / "d/f").unlink()
     with pytest.raises(FileNotFoundError):
         read(source)
 
 
-def test_a_closed_file_stays_closed(source: LocalSource) -> None:
+def test_a_closed_file_stays_closed(source: LocalFileReader) -> None:
     source.close()
     with pytest.raises(OSError, match="closed"):
         read(source)
@@ -79,7 +78,7 @@ def descriptors() -> int:
 
 def by_many_threads(path: Path) -> None:
     """Read many files at once, far more than may be open: large ones, too, which take several descriptors."""
-    count, sizes = 200, (7, DIRECT_BYTES + 5)
+    count, sizes = 200, (7, DIRECT_IO_MIN_BYTES + 5)
     for i in range(count):
         (path / str(i)).write_bytes(bytes([i]) * sizes[i % 20 == 0])
     limit = max(map(int, os.listdir("/proc/self/fd"))) + 80
@@ -130,7 +129,7 @@ def test_a_fork_finds_no_lock_held(tmp_path: Path) -> None:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with IDLE._lock:
+        with IDLE_FILES._lock:
             held.set()
             done.wait()
 

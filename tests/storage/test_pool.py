@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.mappings import flags_of, needs_huge_pages
-from xla_ckpt.storage.pool import BUFFER_BYTES, work_off
+from xla_ckpt.storage.threads import WORKER_BUFFER_BYTES, run_tasks
 
 
 @needs_huge_pages
@@ -15,6 +15,6 @@ def test_the_buffers_that_disks_write_from_are_of_huge_pages() -> None:
     def work(_: int, buffer: memoryview) -> None:
         flags.append(flags_of(np.frombuffer(buffer, np.uint8).ctypes.data))
 
-    work_off(range(2), work, workers=1, buffer_bytes=BUFFER_BYTES, name="crew")
+    run_tasks(range(2), work, workers=1, buffer_bytes=WORKER_BUFFER_BYTES, name="crew")
     assert all("hg" in each for each in flags)
     assert len(flags) == 2

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from xla_ckpt.storage import local_file
-from xla_ckpt.storage.base import BLOCK, Source
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.local_file import CACHED_READS, DIRECT_BYTES
+from xla_ckpt.storage.base import BLOCK_BYTES, FileReader
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_file import CACHED_READS_VARIABLE, DIRECT_IO_MIN_BYTES
 
-SIZE = DIRECT_BYTES + 3 * BLOCK + 77
+SIZE = DIRECT_IO_MIN_BYTES + 3 * BLOCK_BYTES + 77
 
 
 def evict(path: Path) -> None:
@@ -35,7 +35,7 @@ def cached_pages(path: Path) -> int:
         return sum(page & 1 for page in held)
 
 
-def read_once(source: Source, offset: int, nbytes: int, scratch: int) -> bytes:
+def read_once(source: FileReader, offset: int, nbytes: int, scratch: int) -> bytes:
     into = bytearray(nbytes)
     got = source.read_once(memoryview(into), offset, memoryview(mmap.mmap(-1, scratch)))
     return bytes(into[:got])
@@ -51,11 +51,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("scratch", [2 * BLOCK, 16 * BLOCK, 512 * BLOCK])
+@pytest.mark.parametrize("scratch", [2 * BLOCK_BYTES, 16 * BLOCK_BYTES, 512 * BLOCK_BYTES])
 @pytest.mark.parametrize(
     ("offset", "nbytes"),
-    [(0, SIZE), (0, 1), (5, BLOCK), (BLOCK - 1, 2), (77, 20 * BLOCK + 3), (SIZE - 9, 9), (SIZE - BLOCK, 2 * BLOCK),
-     (SIZE, 10), (SIZE + BLOCK, 10), (3, 0)],
+    [(0, SIZE), (0, 1), (5, BLOCK_BYTES), (BLOCK_BYTES - 1, 2), (77, 20 * BLOCK_BYTES + 3), (SIZE - 9, 9),
+     (SIZE - BLOCK_BYTES, 2 * BLOCK_BYTES), (SIZE, 10), (SIZE + BLOCK_BYTES, 10), (3, 0)],
 )  # fmt: skip
 def test_any_range_is_read(file: Path, offset: int, nbytes: int, scratch: int) -> None:
     directory = LocalDirectory(file.parent)
@@ -63,7 +63,7 @@ def test_any_range_is_read(file: Path, offset: int, nbytes: int, scratch: int) -
     found = read_once(source, offset, nbytes, scratch)
     untouched = cached_pages(file)
     assert found == file.read_bytes()[offset : offset + nbytes]
-    if source._direct() >= 0:  # type: ignore[attr-defined]  # what this is about: the page cache was left alone
+    if source._get_direct_fd() >= 0:  # type: ignore[attr-defined]  # what this is about: the page cache was left alone
         assert untouched <= 1, "the end of a file may come through the page cache"
     source.close()
 
@@ -71,7 +71,7 @@ def test_any_range_is_read(file: Path, offset: int, nbytes: int, scratch: int) -
 def test_what_is_in_the_page_cache_comes_from_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = file.read_bytes()
     source = LocalDirectory(file.parent).open("file")
-    direct = source._direct()  # type: ignore[attr-defined]
+    direct = source._get_direct_fd()  # type: ignore[attr-defined]
     asked, preadv = [], os.preadv
 
     def counting(fd: int, *rest: object) -> int:
@@ -79,14 +79,14 @@ def test_what_is_in_the_page_cache_comes_from_there(file: Path, monkeypatch: pyt
         return preadv(fd, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", counting)
-    assert read_once(source, 0, SIZE, 16 * BLOCK) == data
+    assert read_once(source, 0, SIZE, 16 * BLOCK_BYTES) == data
     assert direct not in asked
 
 
 def test_it_can_be_switched_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHED_READS, "1")
+    monkeypatch.setenv(CACHED_READS_VARIABLE, "1")
     source = LocalDirectory(file.parent).open("file")
-    found = read_once(source, 0, SIZE, 16 * BLOCK)
+    found = read_once(source, 0, SIZE, 16 * BLOCK_BYTES)
     assert cached_pages(file) > SIZE // mmap.PAGESIZE
     assert found == file.read_bytes()
 
@@ -112,12 +112,12 @@ def test_a_file_system_without_direct_reads(file: Path, refuses: str, monkeypatc
     monkeypatch.setattr(os, "open", opening)
     monkeypatch.setattr(os, "preadv", reading)
     source = LocalDirectory(file.parent).open("file")
-    assert read_once(source, 5, SIZE, 16 * BLOCK) == file.read_bytes()[5:]
+    assert read_once(source, 5, SIZE, 16 * BLOCK_BYTES) == file.read_bytes()[5:]
 
 
 def test_an_error_of_the_disk_is_raised(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = LocalDirectory(file.parent).open("file")
-    if source._direct() < 0:  # type: ignore[attr-defined]
+    if source._get_direct_fd() < 0:  # type: ignore[attr-defined]
         pytest.skip("this file system has no direct I/O")
 
     def failing(*_: object) -> int:
@@ -125,7 +125,7 @@ def test_an_error_of_the_disk_is_raised(file: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(OSError, match="Input/output"):
-        read_once(source, 0, SIZE, 16 * BLOCK)
+        read_once(source, 0, SIZE, 16 * BLOCK_BYTES)
 
 
 def test_no_descriptor_is_left(file: Path) -> None:
@@ -133,6 +133,6 @@ def test_no_descriptor_is_left(file: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         source = directory.open("file")
-        read_once(source, 0, SIZE, 16 * BLOCK)
+        read_once(source, 0, SIZE, 16 * BLOCK_BYTES)
         source.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.memory import MemoryDirectory
-from xla_ckpt.storage.base import BLOCK, Directory
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.local_file import LocalSink
-from xla_ckpt.storage.small_files import write_small
+from xla_ckpt.storage.base import BLOCK_BYTES, Directory, write_file
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_file import LocalFileWriter
 
 
 def aligned(data: bytes) -> memoryview:
-    buffer = mmap.mmap(-1, -(-max(len(data), 1) // BLOCK) * BLOCK)
+    buffer = mmap.mmap(-1, -(-max(len(data), 1) // BLOCK_BYTES) * BLOCK_BYTES)
     buffer[: len(data)] = data
     return memoryview(buffer)
 
@@ -38,13 +37,13 @@ def read(directory: Directory, path: str) -> bytes:
 def test_what_is_written_is_read(directory: Directory, size: int) -> None:
     data = os.urandom(size)
     sink = directory.create("a/b/file", size)
-    half = size // 2 // BLOCK * BLOCK
+    half = size // 2 // BLOCK_BYTES * BLOCK_BYTES
     sink.write(aligned(data[half:]), size - half, half)  # in any order
     sink.write(aligned(data[:half]), half, 0)
     sink.commit()
     directory.sync()
     assert read(directory, "a/b/file") == data
-    assert directory.files() == ["a/b/file"]
+    assert directory.list_files() == ["a/b/file"]
     source = directory.open("a/b/file")
     assert source.size == size
     part = bytearray(10)
@@ -64,12 +63,12 @@ def test_a_file_is_not_created_twice(directory: Directory) -> None:
 def test_a_directory_stays_itself_when_it_is_renamed(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     held = LocalDirectory(tmp_path / "a")
-    write_small(held, "f", b"old")
+    write_file(held, "f", b"old")
     (tmp_path / "a").rename(tmp_path / "b")
     (tmp_path / "a").mkdir()
     (tmp_path / "a/f").write_bytes(b"new")
     assert read(held, "f") == b"old"
-    write_small(held, "sub/g", b"more")
+    write_file(held, "sub/g", b"more")
     held.sync()
     assert (tmp_path / "b/sub/g").read_bytes() == b"more"
 
@@ -91,9 +90,9 @@ def test_links_and_special_files_are_not_followed(tmp_path: Path) -> None:
 def test_large_files_bypass_the_page_cache_where_they_can(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     sink = directory.create("big", 4 << 20)
-    assert isinstance(sink, LocalSink)
+    assert isinstance(sink, LocalFileWriter)
     assert sink.direct == _direct_works(tmp_path)
-    sink.abandon()
+    sink.abort()
 
 
 def _direct_works(path: Path) -> bool:
@@ -135,7 +134,7 @@ def test_every_directory_is_durable_before_the_one_above_it(tmp_path: Path, monk
         synced.append(os.fstat(fd).st_ino)
 
     for i in range(30):
-        write_small(directory, f"a/{i}/f", b"x")
+        write_file(directory, f"a/{i}/f", b"x")
     monkeypatch.setattr(os, "fsync", noted)
     fails[0] = True
     with pytest.raises(OSError, match="Input/output error"):
@@ -148,6 +147,6 @@ def test_every_directory_is_durable_before_the_one_above_it(tmp_path: Path, monk
     directory.sync()
     assert synced[32:] == [tmp_path.stat().st_ino]
     (tmp_path / "a/3/f").unlink()
-    directory.create("a/3/f", 0).abandon()
+    directory.create("a/3/f", 0).abort()
     directory.sync()
     assert (tmp_path / "a/3").stat().st_ino in synced[33:]

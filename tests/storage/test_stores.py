@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from xla_ckpt.errors import NotAFileError, UsageError
-from xla_ckpt.storage.base import Changed, Directory, FileSystem, ObjectStore, Store
-from xla_ckpt.storage.door import above, full_path, same_directory, store_at
+from xla_ckpt.storage.base import Directory, FileSystem, ObjectStore, Store, VersionConflict, read_file, write_file
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.memory import MemoryFiles
 from xla_ckpt.storage.remote import RemoteStore
-from xla_ckpt.storage.small_files import read_whole, write_small
+from xla_ckpt.storage.resolve import is_same_directory, normalize_path, open_parent, open_store
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -27,7 +26,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(root: str) -> Store:
-    made = store_at(root)
+    made = open_store(root)
     made.prepare()
     return made
 
@@ -43,7 +42,7 @@ def local(tmp_path: Path) -> FileSystem:
 def objects(request: pytest.FixtureRequest) -> ObjectStore:
     if request.param == "memory":
         return RemoteStore("memory://store", MemoryFiles())
-    store = store_at(f"s3://{request.getfixturevalue('s3').new_bucket()}/run").object_store
+    store = open_store(f"s3://{request.getfixturevalue('s3').new_bucket()}/run").object_store
     assert store is not None
     return store
 
@@ -62,44 +61,44 @@ def is_bucket(store: Store) -> bool:
 
 def begun(store: Store, name: str) -> Directory:
     """A directory to write into, where nothing is."""
-    return store.object_store.fill(name) if store.object_store else changing(store).make(name)
+    return store.object_store.get_directory(name) if store.object_store else changing(store).make_directory(name)
 
 
 def fill(store: Store, name: str, *files: str) -> None:
     directory = begun(store, name)
     for path in files:
-        write_small(directory, path, path.encode())
+        write_file(directory, path, path.encode())
     directory.sync()
     directory.close()
 
 
 def test_a_root_that_is_absent(root: str) -> None:
-    store = store_at(root)
+    store = open_store(root)
     assert store.path == root
-    assert (store.names(), store.has(""), store.is_directory(""), store.has("a")) == ([], False, False, False)
+    assert (store.list_names(), store.has(""), store.is_directory(""), store.has("a")) == ([], False, False, False)
     with pytest.raises(FileNotFoundError):
         store.open("a")
     store.prepare()
     store.prepare()
     if store.object_store is not None:  # it is there when a file is
         fill(store, "a", "file")
-        changing(above(root)[0]).remove("run/a/file")
+        changing(open_parent(root)[0]).remove("run/a/file")
         fill(store, "", "file")
-        assert (store.names(), store.has(""), store.is_directory("")) == (["file"], True, True)
+        assert (store.list_names(), store.has(""), store.is_directory("")) == (["file"], True, True)
         return
-    assert (store.names(), store.has(""), store.is_directory("")) == ([], True, True)
-    assert above(root)[0].names() == ["run"]
+    assert (store.list_names(), store.has(""), store.is_directory("")) == ([], True, True)
+    assert open_parent(root)[0].list_names() == ["run"]
 
 
 def test_a_root_that_is_a_file(store: Store, root: str) -> None:
     fill(store, "a", "file")
-    file = store_at(f"{root}/a/file")
+    file = open_store(f"{root}/a/file")
     assert (file.has(""), file.is_directory("")) == (True, False)
     if is_bucket(store):
-        assert file.names() == []
+        assert file.list_names() == []
         return
     with pytest.raises(NotADirectoryError):
-        file.names()
+        file.list_names()
     if file.file_system is not None:
         with pytest.raises(OSError, match="exists"):
             file.prepare()
@@ -108,10 +107,10 @@ def test_a_root_that_is_a_file(store: Store, root: str) -> None:
 def test_names_and_what_they_are(store: Store) -> None:
     fill(store, "b", "b")
     fill(store, "a", "x", "sub/y", "sub/deep/z")
-    assert store.names() == ["a", "b"]
-    assert store.names("a") == ["sub", "x"]
-    assert store.names("a/sub") == ["deep", "y"]
-    assert store.names("a/x") == store.names("c") == store.names("a/x/y") == []
+    assert store.list_names() == ["a", "b"]
+    assert store.list_names("a") == ["sub", "x"]
+    assert store.list_names("a/sub") == ["deep", "y"]
+    assert store.list_names("a/x") == store.list_names("c") == store.list_names("a/x/y") == []
     for path, there, folder in (
         ("a", True, True), ("a/sub", True, True), ("a/sub/deep", True, True), ("a/x", True, False),
         ("a/sub/y", True, False), ("c", False, False), ("a/c", False, False), ("a/x/y", False, False),
@@ -121,36 +120,36 @@ def test_names_and_what_they_are(store: Store) -> None:
 
 def test_the_start_of_a_file(store: Store) -> None:
     fill(store, "a", "sub/file")
-    assert store.start_of("a/sub/file", 3) == b"sub"
-    assert store.start_of("a/sub/file", 100) == b"sub/file"
+    assert store.read_start("a/sub/file", 3) == b"sub"
+    assert store.read_start("a/sub/file", 100) == b"sub/file"
     for path, error in (
         ("a/none", FileNotFoundError), ("none/file", FileNotFoundError), ("a/sub", NotAFileError),
         ("a/sub/file/x", NotADirectoryError),
     ):  # fmt: skip
         with pytest.raises(error if store.file_system else FileNotFoundError):
-            store.start_of(path, 3)
+            store.read_start(path, 3)
 
 
 def test_when_something_changed(store: Store) -> None:
     before = time.time_ns() - 10_000_000_000
     fill(store, "a", "x")
     for path in ("", "a", "a/x"):
-        changed = store.modified(path)
+        changed = store.get_modified_time(path)
         assert changed is not None
         assert before < changed < time.time_ns() + 10_000_000_000
-    assert store.modified("b") is store.modified("a/b") is store.modified("a/x/y") is None
+    assert store.get_modified_time("b") is store.get_modified_time("a/b") is store.get_modified_time("a/x/y") is None
 
 
 def test_directories_are_made_once(local: FileSystem) -> None:
-    directory = local.make("a")
+    directory = local.make_directory("a")
     assert directory.name == "a"
     with pytest.raises(FileExistsError):
-        local.make("a")
+        local.make_directory("a")
     directory.close()
-    local.make("a/sub").close()
+    local.make_directory("a/sub").close()
     assert local.is_directory("a/sub")
     with pytest.raises(FileNotFoundError):
-        local.make("none/sub")
+        local.make_directory("none/sub")
     with pytest.raises(FileNotFoundError):
         local.open("none")
     fill(local, "b", "file")
@@ -160,9 +159,9 @@ def test_directories_are_made_once(local: FileSystem) -> None:
 
 def test_only_what_is_empty_is_removed_as_empty(local: FileSystem) -> None:
     fill(local, "a", "file")
-    local.make("b").close()
+    local.make_directory("b").close()
     assert [local.remove_empty(name) for name in "ab"] == [False, True]
-    assert (local.names(), local.names("a")) == (["a"], ["file"])
+    assert (local.list_names(), local.list_names("a")) == (["a"], ["file"])
     with pytest.raises(FileNotFoundError):
         local.remove_empty("b")
     with pytest.raises(NotADirectoryError):
@@ -172,7 +171,7 @@ def test_only_what_is_empty_is_removed_as_empty(local: FileSystem) -> None:
 def test_where_a_directory_is_now(local: FileSystem) -> None:
     fill(local, "a", "file")
     fill(local, "b")
-    made, read = local.make("c"), local.open("a")
+    made, read = local.make_directory("c"), local.open("a")
     assert [directory.is_at(directory.name) for directory in (made, read)] == [True, True]
     local.rename("c", "d")
     local.rename("a", "c")
@@ -180,7 +179,7 @@ def test_where_a_directory_is_now(local: FileSystem) -> None:
     assert (made.is_at("d"), read.is_at("c"), read.is_at("d"), read.is_at("none")) == (True, True, False, False)
     local.rename("b", "a")
     assert not read.is_at("a"), "another one has its name"
-    assert read_whole(read, "file") == b"file"
+    assert read_file(read, "file") == b"file"
     local.remove("c")
     assert not read.is_at("c")
     for directory in (made, read):
@@ -193,8 +192,8 @@ def test_files_of_a_directory(store: Store) -> None:
     sink.patch(b"def", 3)
     sink.patch(b"abc", 0)
     sink.commit()
-    sink.abandon()
-    write_small(directory, "empty", b"")
+    sink.abort()
+    write_file(directory, "empty", b"")
     if not is_bucket(store):
         with pytest.raises(FileExistsError):
             directory.create("sub/deep/file", 6)
@@ -206,23 +205,23 @@ def test_files_of_a_directory(store: Store) -> None:
             directory.open("sub")
         with pytest.raises(NotADirectoryError):
             directory.create("empty/x", 1)
-        directory.make("sub/bare/deep")
-        directory.make("sub/bare/deep")
+        directory.make_directory("sub/bare/deep")
+        directory.make_directory("sub/bare/deep")
         with pytest.raises((NotADirectoryError, FileExistsError)):
-            directory.make("empty/x")
+            directory.make_directory("empty/x")
         assert store.is_directory("a/sub/bare/deep")
     for path in ("none", "empty/x", "sub"):
         with pytest.raises(OSError, match="ENO|[Nn]o such|not a|Not a"):
             directory.open(path)
-    assert directory.files() == ["empty", "sub/deep/file"]
-    assert (read_whole(directory, "sub/deep/file"), read_whole(directory, "empty")) == (b"abcdef", b"")
+    assert directory.list_files() == ["empty", "sub/deep/file"]
+    assert (read_file(directory, "sub/deep/file"), read_file(directory, "empty")) == (b"abcdef", b"")
     directory.sync()
     directory.close()
     directory.close()
     with pytest.raises(OSError, match="9"):
         directory.open("empty")
     with pytest.raises(OSError, match="9"):
-        directory.files()
+        directory.list_files()
 
 
 def test_a_file_that_is_open_stays_readable(store: Store) -> None:
@@ -240,30 +239,30 @@ def test_a_file_that_is_open_stays_readable(store: Store) -> None:
 
 
 def test_who_uses_a_directory(local: FileSystem) -> None:
-    writer = local.make("a")
-    assert local.in_use("a")
+    writer = local.make_directory("a")
+    assert local.is_in_use("a")
     writer.close()
-    assert not local.in_use("a")
+    assert not local.is_in_use("a")
     readers = [local.open("a"), local.open("a")]
     quiet = local.open("a", lock=False)
     for reader in readers:
-        assert local.in_use("a")
+        assert local.is_in_use("a")
         reader.close()
-    assert not local.in_use("a")
+    assert not local.is_in_use("a")
     quiet.close()
-    assert not local.in_use("none")
+    assert not local.is_in_use("none")
     fill(local, "b", "file")
-    assert not local.in_use("b/file")
+    assert not local.is_in_use("b/file")
 
 
 def test_what_is_used_is_not_removed(local: FileSystem) -> None:
     fill(local, "a", "x", "sub/y")
     reader = local.open("a")
     assert not local.remove_unused("a")
-    assert read_whole(reader, "sub/y") == b"sub/y"
+    assert read_file(reader, "sub/y") == b"sub/y"
     reader.close()
     assert local.remove_unused("a")
-    assert local.names() == []
+    assert local.list_names() == []
     with pytest.raises(FileNotFoundError):
         local.remove_unused("a")
 
@@ -273,13 +272,13 @@ def test_renaming(local: FileSystem) -> None:
     reader = local.open("a")
     local.rename("a", "b")
     local.sync()
-    assert local.names() == ["b"]
+    assert local.list_names() == ["b"]
     assert reader.name == "a"
-    assert read_whole(reader, "sub/y") == b"sub/y"
-    assert (local.in_use("a"), local.in_use("b")) == (False, True)
+    assert read_file(reader, "sub/y") == b"sub/y"
+    assert (local.is_in_use("a"), local.is_in_use("b")) == (False, True)
     fill(local, "a", "x")
-    write_small(reader, "new", b"1")
-    assert local.names("b") == ["new", "sub", "x"], "an open directory stays the same one"
+    write_file(reader, "new", b"1")
+    assert local.list_names("b") == ["new", "sub", "x"], "an open directory stays the same one"
     reader.close()
     with pytest.raises(OSError, match="ENOTEMPTY|not empty"):
         local.rename("b", "a")
@@ -287,10 +286,14 @@ def test_renaming(local: FileSystem) -> None:
         local.rename("none", "c")
     with pytest.raises(FileNotFoundError):
         local.rename("a", "none/a")
-    local.make("trash").close()
+    local.make_directory("trash").close()
     local.rename("a", "trash/a")
     local.rename("b/sub", "sub")
-    assert (local.names(), local.names("trash"), local.names("sub")) == (["b", "sub", "trash"], ["a"], ["y"])
+    assert (local.list_names(), local.list_names("trash"), local.list_names("sub")) == (
+        ["b", "sub", "trash"],
+        ["a"],
+        ["y"],
+    )
 
 
 def test_two_directories_exchange_their_names(local: FileSystem) -> None:
@@ -299,22 +302,22 @@ def test_two_directories_exchange_their_names(local: FileSystem) -> None:
     reader = local.open("a")
     if not local.exchange("a", "b"):
         pytest.skip("this file system cannot")
-    assert (local.names(), local.names("a"), local.names("b")) == (["a", "b"], ["new"], ["old", "sub"])
-    assert read_whole(reader, "sub/y") == b"sub/y", "an open directory stays the same one"
+    assert (local.list_names(), local.list_names("a"), local.list_names("b")) == (["a", "b"], ["new"], ["old", "sub"])
+    assert read_file(reader, "sub/y") == b"sub/y", "an open directory stays the same one"
     reader.close()
     for names in (("a", "none"), ("none", "a")):
         with pytest.raises(FileNotFoundError):
             local.exchange(*names)
-    assert (local.names(), local.names("a")) == (["a", "b"], ["new"])
+    assert (local.list_names(), local.list_names("a")) == (["a", "b"], ["new"])
 
 
 def test_removing(local: FileSystem) -> None:
     fill(local, "a", "x", "sub/deep/y")
-    local.make("a/own").close()
+    local.make_directory("a/own").close()
     local.remove("a/sub/deep")
-    assert local.names("a/sub") == []
+    assert local.list_names("a/sub") == []
     local.remove("a")
-    assert local.names() == []
+    assert local.list_names() == []
     for name in ("a", "a/sub"):
         with pytest.raises(FileNotFoundError):
             local.remove(name)
@@ -331,8 +334,8 @@ def test_many_threads(store: Store) -> None:
     def write(rank: int) -> None:
         try:
             for n in range(15):
-                write_small(directory, f"part/{rank}/{n}", b"x")
-                assert f"part/{rank}/{n}" in directory.files()
+                write_file(directory, f"part/{rank}/{n}", b"x")
+                assert f"part/{rank}/{n}" in directory.list_files()
                 assert store.has(f"a/part/{rank}")
         except BaseException as error:
             errors.append(error)
@@ -343,44 +346,44 @@ def test_many_threads(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert len(directory.files()) == 60
+    assert len(directory.list_files()) == 60
     directory.close()
 
 
 def test_a_file_of_an_object_store_appears_whole_and_stays_as_it_is(objects: ObjectStore) -> None:
-    one, other = objects.fill("a"), objects.fill("a")  # two ranks, or two threads
+    one, other = objects.get_directory("a"), objects.get_directory("a")  # two ranks, or two threads
     sinks = [directory.create("f", 3) for directory in (one, other)]
     for sink, data in zip(sinks, (b"one", b"two"), strict=True):
         sink.patch(data, 0)
-    assert (objects.names(), objects.has("a"), one.files()) == ([], False, [])
+    assert (objects.list_names(), objects.has("a"), one.list_files()) == ([], False, [])
     sinks[0].commit()
-    sinks[1].abandon()
-    assert (read_whole(other, "f"), other.files()) == (b"one", ["f"])
-    linked = objects.fill("b")
+    sinks[1].abort()
+    assert (read_file(other, "f"), other.list_files()) == (b"one", ["f"])
+    linked = objects.get_directory("b")
     linked.link(one, "f", "g")
     with pytest.raises(FileNotFoundError):
         linked.link(one, "none", "h")
-    write_small(other, "ff", b"")
+    write_file(other, "ff", b"")
     objects.remove("a/f")
-    assert (objects.names(), objects.names("a"), objects.start_of("b/g", 9)) == (["a", "b"], ["ff"], b"one")
+    assert (objects.list_names(), objects.list_names("a"), objects.read_start("b/g", 9)) == (["a", "b"], ["ff"], b"one")
     assert one.is_at("a")
     for name in ("a", "a", "none"):
         objects.remove(name)
-    assert (objects.names(), one.is_at("a")) == (["b"], False)
+    assert (objects.list_names(), one.is_at("a")) == (["b"], False)
 
 
 def test_a_record_is_replaced_if_nobody_has_come_before(objects: ObjectStore) -> None:
     assert objects.read_record("r") is None
     objects.write_record("r", b"1", None)
-    with pytest.raises(Changed):
+    with pytest.raises(VersionConflict):
         objects.write_record("r", b"2", None)
     data, version = objects.read_record("r") or (b"", "")
     assert data == b"1"
     objects.write_record("r", b"2", version)  # S3 makes the same version of equal bytes
-    with pytest.raises(Changed):
+    with pytest.raises(VersionConflict):
         objects.write_record("r", b"3", version)
     objects.remove("r")
-    with pytest.raises(Changed):
+    with pytest.raises(VersionConflict):
         objects.write_record("r", b"3", version)
     assert objects.read_record("r") is None
 
@@ -391,42 +394,42 @@ NAMES = ("a b", "100%", "%20", "a#b", "what?", "ü", "~x", "a|b", "a+b&c=d", "[x
 @pytest.mark.parametrize("name", NAMES)
 def test_names_with_odd_characters(store: Store, name: str) -> None:
     fill(store, name, name, f"sub/{name}")
-    assert store.names() == [name]
-    assert store.names(name) == sorted([name, "sub"])
+    assert store.list_names() == [name]
+    assert store.list_names(name) == sorted([name, "sub"])
     assert (store.has(f"{name}/{name}"), store.is_directory(name), store.has(f"{name}x")) == (True, True, False)
-    assert store.start_of(f"{name}/sub/{name}", 100).decode() == f"sub/{name}"
+    assert store.read_start(f"{name}/sub/{name}", 100).decode() == f"sub/{name}"
     directory = store.open(name)
-    assert directory.files() == sorted([name, f"sub/{name}"])
-    assert read_whole(directory, name).decode() == name
+    assert directory.list_files() == sorted([name, f"sub/{name}"])
+    assert read_file(directory, name).decode() == name
     directory.link(directory, name, f"copy {name}")
-    assert store.start_of(f"{name}/copy {name}", 100).decode() == name
+    assert store.read_start(f"{name}/copy {name}", 100).decode() == name
     directory.close()
     if store.object_store is not None:
         store.object_store.write_record(f".{name}", b"1", None)
         assert (store.object_store.read_record(f".{name}") or (b"", ""))[0] == b"1"
     changing(store).remove(name)
-    assert name not in store.names()
+    assert name not in store.list_names()
 
 
 def test_addresses(root: str, tmp_path: Path) -> None:
-    assert full_path(f"{root}/./a/") == f"{root}/a"
-    store, name = above(f"{root}/a")
+    assert normalize_path(f"{root}/./a/") == f"{root}/a"
+    store, name = open_parent(f"{root}/a")
     assert (store.path, name) == (root, "a")
-    assert same_directory(store_at(root), "a", store_at(f"{root}/"), "a")
-    assert not same_directory(store_at(root), "a", store_at(root), "b")
-    assert not same_directory(store_at(root), "a", store_at(f"{root}2"), "a")
+    assert is_same_directory(open_store(root), "a", open_store(f"{root}/"), "a")
+    assert not is_same_directory(open_store(root), "a", open_store(root), "b")
+    assert not is_same_directory(open_store(root), "a", open_store(f"{root}2"), "a")
 
 
 def test_all_of_a_storage_is_no_directory_in_it() -> None:
     for path in ("/", "memory://"):
         with pytest.raises(UsageError, match="all of a storage"):
-            above(path)
-    store, name = above("memory://a")
+            open_parent(path)
+    store, name = open_parent("memory://a")
     assert (store.path, name) == ("memory://", "a")
     with pytest.raises(UsageError, match="no storage of this library"):
-        store_at("ftp://host/run")
+        open_store("ftp://host/run")
     with pytest.raises(UsageError, match="names no bucket"):
-        store_at("s3://")
+        open_store("s3://")
     with pytest.raises(UsageError, match="is that of this machine"):
-        store_at("file://host/run")
-    assert store_at("file:///a%20b/run").path == "/a b/run"
+        open_store("file://host/run")
+    assert open_store("file:///a%20b/run").path == "/a b/run"

@@ -16,8 +16,8 @@ import pytest
 from tests.crash.injection import Fork
 from tests.crash.instants import MAIN, Interrupts, Strike
 from tests.jobs import run_alone
-from xla_ckpt.storage.pool import work_off
-from xla_ckpt.storage.undisturbed import Undisturbed, undisturbed
+from xla_ckpt.storage.signals import DeferSignals, defer_signals
+from xla_ckpt.storage.threads import run_tasks
 
 
 class _StopError(Exception):
@@ -40,7 +40,7 @@ def test_what_a_handler_raises_comes_at_the_end() -> None:
     done = []
 
     def whole() -> None:
-        with undisturbed():
+        with defer_signals():
             signal.raise_signal(signal.SIGUSR1)
             done.append(1)
 
@@ -52,7 +52,7 @@ def test_what_a_handler_raises_comes_at_the_end() -> None:
 
 def test_all_handlers_run_although_the_first_raises() -> None:
     def whole() -> None:
-        with undisturbed():
+        with defer_signals():
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGUSR2)
 
@@ -66,7 +66,7 @@ def test_before_it_begins_handlers_run_at_once() -> None:
     done = []
 
     def begins_late() -> None:
-        with Undisturbed() as calm:
+        with DeferSignals() as calm:
             signal.raise_signal(signal.SIGUSR1)
             calm.begin()
             done.append(1)
@@ -80,8 +80,8 @@ def test_one_inside_of_another_waits_for_the_outer_one() -> None:
     done = []
 
     def whole() -> None:
-        with undisturbed():
-            with undisturbed():
+        with defer_signals():
+            with defer_signals():
                 signal.raise_signal(signal.SIGUSR1)
             done.append(1)
 
@@ -92,14 +92,14 @@ def test_one_inside_of_another_waits_for_the_outer_one() -> None:
 
 
 def test_a_handler_that_is_set_meanwhile_stays() -> None:
-    with undisturbed():
+    with defer_signals():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
 def test_the_own_actions_of_the_system_are_left_alone() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    with undisturbed():
+    with defer_signals():
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
@@ -108,7 +108,7 @@ def test_at_whatever_instant_a_signal_comes_it_is_raised_once_and_the_handlers_w
     while not outcomes or outcomes[-1]:
         interrupts, steps, met = Interrupts(Strike(MAIN, len(outcomes) + 1, "SIGUSR1")), list[int](), None
         try:
-            with interrupts.coming(), undisturbed():
+            with interrupts.coming(), defer_signals():
                 steps.extend(map(int, "123"))
         except Exception as error:
             met = error
@@ -126,7 +126,7 @@ def forks_on_another_thread(folder: Path) -> tuple[int, Any]:
 
     def child() -> list[bool]:
         raises = []
-        for context in (contextlib.nullcontext, undisturbed):
+        for context in (contextlib.nullcontext, defer_signals):
             try:
                 with context():
                     signal.raise_signal(signal.SIGUSR1)
@@ -136,7 +136,7 @@ def forks_on_another_thread(folder: Path) -> tuple[int, Any]:
         return raises
 
     forked = list[Fork]()
-    with undisturbed():
+    with defer_signals():
         thread = threading.Thread(target=lambda: forked.append(Fork.of(child, folder / "printed")))
         thread.start()
         thread.join()
@@ -166,5 +166,5 @@ def test_no_thread_of_a_crew_goes_on_when_its_caller_was_interrupted() -> None:
         running.discard(me)
 
     with pytest.raises(_StopError):
-        work_off(range(3), work, workers=3, buffer_bytes=0, name="crew")
+        run_tasks(range(3), work, workers=3, buffer_bytes=0, name="crew")
     assert running == {threading.main_thread().ident}

@@ -12,11 +12,10 @@ import pytest
 
 from tests.crash.instants import MAIN, AskedError, Interrupts, Strike
 from tests.no_threads import TOO_LARGE
-from xla_ckpt.engine.cancellation import Cancellation
-from xla_ckpt.snapshot.freezing import Freezing
-from xla_ckpt.storage.threads import is_thread_running
-from xla_ckpt.storage.waiting import Latch, Notifier, Outcome
-from xla_ckpt.storage.worker import Worker
+from xla_ckpt.saving.context import Cancellation
+from xla_ckpt.snapshot.snapshot import SnapshotProgress
+from xla_ckpt.storage.synchronization import Future, Latch, Notifier
+from xla_ckpt.storage.threads import Worker, is_thread_running
 
 SOON = 20.0
 
@@ -65,12 +64,12 @@ def test_without_threads_the_caller_does_it_and_hears_of_an_interrupt(
     worker.submit(lambda: done.append(1), told.append)
     assert worker.wait(timeout=SOON)
     if isinstance(error, Exception):
-        worker.work_here()
+        worker.run_here()
     else:
         with pytest.raises(type(error)):
-            worker.work_here()
+            worker.run_here()
     assert not worker.is_running
-    worker.work_here()
+    worker.run_here()
     assert worker.wait(timeout=SOON)
     assert (told, done) == ([error], [1])
 
@@ -106,12 +105,12 @@ def test_a_task_is_queued_once(worker: Worker) -> None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_outcome_has_whatever_the_call_raised(error: BaseException) -> None:
-    outcome = Outcome[int]()
+    outcome = Future[int]()
     threading.Thread(target=outcome.run, args=(raising(error),)).start()
     with pytest.raises(type(error)):
         outcome.result(SOON)
     with pytest.raises(TimeoutError):
-        Outcome[int]().result(0)
+        Future[int]().result(0)
 
 
 def waiting_for_a_latch() -> tuple[Callable[[], object], Callable[[], object]]:
@@ -125,19 +124,19 @@ def waiting_for_a_notifier() -> tuple[Callable[[], object], Callable[[], object]
 
 
 def waiting_for_memory() -> tuple[Callable[[], object], Callable[[], object]]:
-    freezing = Freezing()
-    freezing.begun()
-    return lambda: freezing.wait(0.001), freezing.settled
+    freezing = SnapshotProgress()
+    freezing.add_pending()
+    return lambda: freezing.wait(0.001), freezing.mark_done
 
 
 def giving_a_save_up() -> tuple[Callable[[], object], Callable[[], object]]:
     cancellation = Cancellation()
 
     def close() -> None:
-        with pytest.raises(Exception, match="given up") if cancellation._cause else cancellation.reading():
-            cancellation.close()
+        with pytest.raises(Exception, match="given up") if cancellation._cause else cancellation.track_memory_reads():
+            cancellation.begin_commit()
 
-    return lambda: cancellation.request(KeyboardInterrupt()), close
+    return lambda: cancellation.cancel(KeyboardInterrupt()), close
 
 
 def waiting_for_a_worker() -> tuple[Callable[[], object], Callable[[], object]]:

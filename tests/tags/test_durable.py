@@ -120,10 +120,10 @@ def test_what_comes_after_the_commit_may_fail(
     def refuse(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
-    from xla_ckpt.tags import cleaning
+    from xla_ckpt.tags import directory_operations
 
     with monkeypatch.context() as patch:
-        patch.setattr(cleaning, "move_to_trash", refuse)
+        patch.setattr(directory_operations, "move_to_trash", refuse)
         put(tmp_path, "b", 2, num_kept_ckpts=1)
         xla_ckpt.finalize_checkpoint()
     assert held(tmp_path) == {"a": 1, "b": 2}

@@ -28,12 +28,12 @@ from tests.helper import children_of
 from tests.jobs import run_alone, run_on_ranks, run_program
 from tests.nursery import Born, Call, bear
 from tests.runs import environment, names_in
-from xla_ckpt.storage import this_process
+from xla_ckpt.storage import system_info
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags import lease, lease_places
-from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
+from xla_ckpt.tags import lease
+from xla_ckpt.tags.lease_rules import LeaseObservation, LeaseOwner, decide_lease, parse_owner
 
-OWNER = Owner(
+OWNER = LeaseOwner(
     token="t", host="h", node="n", pid=1, started=2, user="u", program="p", since="2026-01-01", locked=True, saved="s"
 )
 
@@ -41,52 +41,52 @@ OWNER = Owner(
 # --- the decision --------------------------------------------------------------------------------------------------
 
 SIGHTS = st.builds(
-    Sight,
+    LeaseObservation,
     owner=st.none() | st.builds(replace, st.just(OWNER), locked=st.booleans()),
-    locked=st.none() | st.booleans(),
-    mine=st.booleans(),
-    here=st.booleans(),
-    changed=st.booleans(),
-    watched=st.floats(0, 200),
+    is_locked=st.none() | st.booleans(),
+    is_own=st.booleans(),
+    is_local=st.booleans(),
+    has_changed=st.booleans(),
+    observed_seconds=st.floats(0, 200),
 )
 
 
 @given(st.none() | SIGHTS, st.booleans())
-def test_who_sees_that_another_owner_runs_never_saves(sight: Sight | None, lost: bool) -> None:
-    verdict = decide(sight, silence=60, lost=lost)
-    if sight is None or sight.mine:
+def test_who_sees_that_another_owner_runs_never_saves(sight: LeaseObservation | None, lost: bool) -> None:
+    verdict = decide_lease(sight, expiry_seconds=60, was_lost=lost)
+    if sight is None or sight.is_own:
         assert verdict == ("share" if sight else "refuse" if lost else "take")
-    elif lost or (sight.changed and not (sight.here and sight.locked is False)):
+    elif lost or (sight.has_changed and not (sight.is_local and sight.is_locked is False)):
         assert verdict == "refuse"
-    elif sight.here and sight.locked and sight.owner and sight.owner.locked:
+    elif sight.is_local and sight.is_locked and sight.owner and sight.owner.locked:
         assert verdict in ("wait", "refuse")
 
 
 @given(SIGHTS)
-def test_a_wait_ends(sight: Sight) -> None:
-    assert decide(replace(sight, watched=60.0), silence=60) != "wait"
+def test_a_wait_ends(sight: LeaseObservation) -> None:
+    assert decide_lease(replace(sight, observed_seconds=60.0), expiry_seconds=60) != "wait"
 
 
 @given(st.none() | SIGHTS, st.booleans())
-def test_who_is_told_to_take_it_has_it(sight: Sight | None, lost: bool) -> None:
-    assert decide(sight, silence=60, lost=lost, by_force=True) in ("take", "take over", "share")
+def test_who_is_told_to_take_it_has_it(sight: LeaseObservation | None, lost: bool) -> None:
+    assert decide_lease(sight, expiry_seconds=60, was_lost=lost, forced=True) in ("take", "take over", "share")
 
 
-def vars_of(owner: Owner) -> dict[str, Any]:
+def vars_of(owner: LeaseOwner) -> dict[str, Any]:
     return dict(json.loads(owner.to_json()))
 
 
 LEASES = st.builds(
     lambda key, value: json.dumps({**vars_of(OWNER), key: value}).encode(),
-    st.sampled_from(list(Owner.__dataclass_fields__)),
+    st.sampled_from(list(LeaseOwner.__dataclass_fields__)),
     st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers()),
 )
 
 
 @given(st.binary(max_size=60) | LEASES)
 def test_a_damaged_lease_names_nobody_or_is_whole(data: bytes) -> None:
-    found = owner_of(data)
-    assert found is None or owner_of(found.to_json()) == found
+    found = parse_owner(data)
+    assert found is None or parse_owner(found.to_json()) == found
     assert str(found).isprintable()
 
 
@@ -118,10 +118,10 @@ def refused(root: Path, tag: str, also: frozenset[str] = frozenset()) -> str:
 
 def set_up(beat: float = 0.05, silence: float = 60, elsewhere: bool = False, locks: bool = True) -> None:
     """Change, in a process that ends soon, how the lease works there, or on which machine it runs."""
-    lease.BEAT = beat
-    lease_places.DIRECTORY_SILENCE = lease_places.RECORD_SILENCE = silence
+    lease.HEARTBEAT_SECONDS = beat
+    lease.DIRECTORY_EXPIRY_SECONDS = lease.RECORD_EXPIRY_SECONDS = silence
     if elsewhere:
-        this_process._host = lambda: f"machine {os.getpid()}"
+        system_info._get_host = lambda: f"machine {os.getpid()}"
     if not locks:
 
         def refuse(fd: int, how: int) -> None:
@@ -371,13 +371,13 @@ def test_of_several_jobs_at_once_one_saves(root: Path, tmp_path: Path) -> None:
 def test_a_lease_that_was_taken_over_meanwhile_is_not_removed(root: Path) -> None:
     store = LocalStore(str(root))
     store.prepare()
-    directory = store.make(".lease")
-    directory.replace("owner.json", replace(OWNER, token="a third").to_json())
-    place = lease_places.LeaseDirectory(store)
+    directory = store.make_directory(".lease")
+    directory.write_atomic("owner.json", replace(OWNER, token="a third").to_json())
+    place = lease.DirectoryLease(store)
     place.remove("the one that was looked at")
-    assert store.names() == [".lease"]
+    assert store.list_names() == [".lease"]
     place.remove("a third")
-    assert store.names() == []
+    assert store.list_names() == []
 
 
 @pytest.mark.parametrize("kind", ["rubbish", "large", "a pipe", "empty", "control characters"])

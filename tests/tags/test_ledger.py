@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xla_ckpt
-import xla_ckpt.layouts.opening
+import xla_ckpt.formats.tags
 from tests.storage.failing import FailingObjects, Faults
 from xla_ckpt import dcp
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.arrays import ArrayTable
+from xla_ckpt.core.manifest.manifest import Manifest, ManifestHeader
 from xla_ckpt.errors import (
     CheckpointError,
     FormatError,
@@ -25,23 +28,16 @@ from xla_ckpt.errors import (
     UnknownOutcomeError,
     UsageError,
 )
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.arrays import Arrays
-from xla_ckpt.manifest.records import Head, Manifest
-from xla_ckpt.storage import door
-from xla_ckpt.storage.base import Changed, ObjectStore
+from xla_ckpt.storage import resolve
+from xla_ckpt.storage.base import ObjectStore, VersionConflict, read_file, write_file
 from xla_ckpt.storage.memory import MemoryFiles
 from xla_ckpt.storage.remote import RemoteStore
-from xla_ckpt.storage.small_files import read_whole, write_small
-from xla_ckpt.tags import deleting
-from xla_ckpt.tags.entry import MANIFEST
-from xla_ckpt.tags.kept import policy_of
-from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.ledger_record import TRIES
-from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
-from xla_ckpt.tags.retention import LatestN
-from xla_ckpt.tags.root import Kind
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.tags import deletion
+from xla_ckpt.tags.entry import DRAFT_PREFIX, LEDGER_NAME, MANIFEST_FILE
+from xla_ckpt.tags.ledger_record import WRITE_ATTEMPTS
+from xla_ckpt.tags.ledger_root import LedgerRoot
+from xla_ckpt.tags.retention import LatestN, resolve_policy
+from xla_ckpt.tags.root import Transaction, TransactionKind
 
 
 @pytest.fixture
@@ -55,18 +51,18 @@ def begin(root: LedgerRoot, tag: str, text: str = "", *, pinned: bool = False) -
     try:
         fill(transaction, tag, text, pinned=pinned)
     except BaseException:
-        transaction.abandon()
+        transaction.abort()
         raise
     return transaction
 
 
 def fill(transaction: Transaction, tag: str, text: str, *, pinned: bool) -> None:
-    head = Head(tag=tag, sequence=transaction.sequence, pinned=pinned, created="2026-01-01T00:00:00+00:00")
-    write_small(transaction.directory, "text", text.encode())
-    write_small(
+    head = ManifestHeader(tag=tag, sequence=transaction.sequence, pinned=pinned, created="2026-01-01T00:00:00+00:00")
+    write_file(transaction.directory, "text", text.encode())
+    write_file(
         transaction.directory,
-        MANIFEST,
-        manifest_json.dump(Manifest(head=head, skeleton=None, arrays=Arrays.of({}), files=())),
+        MANIFEST_FILE,
+        manifest_json.dump_manifest(Manifest(header=head, skeleton=None, arrays=ArrayTable.from_records({}), files=())),
     )
     transaction.seal({})
 
@@ -74,26 +70,26 @@ def fill(transaction: Transaction, tag: str, text: str, *, pinned: bool) -> None
 def put(root: LedgerRoot, tag: str, text: str = "", *, num_kept: int | None = None, pinned: bool = False) -> None:
     transaction = begin(root, tag, text, pinned=pinned)
     try:
-        transaction.commit(retention=policy_of(num_kept, None))
+        transaction.commit(retention=resolve_policy(num_kept, None))
     finally:
-        transaction.abandon()
+        transaction.abort()
 
 
 def text_of(root: LedgerRoot, tag: str) -> str:
     directory = root.open(tag)
     try:
-        return read_whole(directory, "text").decode()
+        return read_file(directory, "text").decode()
     finally:
         directory.close()
 
 
 def tags(root: LedgerRoot) -> list[str]:
-    return [entry.tag for entry in root.entries()]
+    return [entry.tag for entry in root.list_entries()]
 
 
 def stored(store: ObjectStore) -> set[str]:
     """The attempts that have files."""
-    return {f"{tag}/{name}" for tag in store.names() for name in store.names(tag)}
+    return {f"{tag}/{name}" for tag in store.list_names() for name in store.list_names(tag)}
 
 
 def known(root: LedgerRoot) -> set[str]:
@@ -104,26 +100,29 @@ def known(root: LedgerRoot) -> set[str]:
 def test_a_tag_is_there_when_the_ledger_names_it(store: RemoteStore) -> None:
     root = LedgerRoot(store)
     transaction = begin(root, "a", "1")
-    assert (tags(root), root.is_written("a"), root.is_ours("a")) == ([], True, False)
+    assert (tags(root), root.is_written("a"), root.is_native_tag("a")) == ([], True, False)
     with pytest.raises(NoCheckpointError):
         root.open("a")
     transaction.commit(report={"some": "facts"})
-    assert (tags(root), root.is_written("a"), root.is_ours("a")) == (["a"], False, True)
-    assert (text_of(root, "a"), root.report_of("a")) == ("1", {"some": "facts"})
-    transaction.abandon()
+    assert (tags(root), root.is_written("a"), root.is_native_tag("a")) == (["a"], False, True)
+    assert (text_of(root, "a"), root.read_report("a")) == ("1", {"some": "facts"})
+    transaction.abort()
     put(root, "b", "2", pinned=True)
     put(root, "a", "3")
-    assert [(entry.tag, entry.sequence, entry.pinned) for entry in root.entries()] == [("b", 2, True), ("a", 3, False)]
-    assert (text_of(root, "a"), root.report_of("a")) == ("3", None)
-    assert root.place_of("a") == root.read().tags["a"].attempt
+    assert [(entry.tag, entry.sequence, entry.pinned) for entry in root.list_entries()] == [
+        ("b", 2, True),
+        ("a", 3, False),
+    ]
+    assert (text_of(root, "a"), root.read_report("a")) == ("3", None)
+    assert root.get_directory_name("a") == root.read().tags["a"].attempt
     assert LedgerRoot(RemoteStore("memory://", store._client)).is_root("store")
 
 
 def test_what_is_abandoned_leaves_nothing(store: RemoteStore) -> None:
     root = LedgerRoot(store)
     transaction = begin(root, "a")
-    transaction.abandon()
-    transaction.abandon()
+    transaction.abort()
+    transaction.abort()
     assert (stored(store), known(root)) == (set(), set())
 
 
@@ -140,10 +139,10 @@ def test_a_commit_whose_answer_is_lost_counts_once(store: RemoteStore, meanwhile
         loses.afterwards = pin if meanwhile == "a pin" else commit
     transaction.commit()
     assert not loses.loses
-    transaction.abandon()
+    transaction.abort()
     assert text_of(direct, "a") == "1"
-    assert [entry.sequence for entry in direct.entries()] == list(range(1, len(tags(direct)) + 1))
-    assert [entry.pinned for entry in direct.entries() if entry.tag == "b"] == [meanwhile == "a pin"]
+    assert [entry.sequence for entry in direct.list_entries()] == list(range(1, len(tags(direct)) + 1))
+    assert [entry.pinned for entry in direct.list_entries() if entry.tag == "b"] == [meanwhile == "a pin"]
 
 
 class LosesAnswers(FailingObjects):
@@ -170,13 +169,13 @@ def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: RemoteStor
     with pytest.raises(UnknownOutcomeError):
         transaction.commit()
     requests, slow.requests = slow.requests, None
-    assert len(requests) == 2 * TRIES, "those of the commit, and those that give it up"
-    transaction.abandon()
+    assert len(requests) == 2 * WRITE_ATTEMPTS, "those of the commit, and those that give it up"
+    transaction.abort()
     for request in requests:
-        with pytest.raises(Changed):
+        with pytest.raises(VersionConflict):
             request()
     assert text_of(LedgerRoot(store), "a") == "old"
-    assert stored(store) == {LedgerRoot(store).place_of("a")}
+    assert stored(store) == {LedgerRoot(store).get_directory_name("a")}
 
 
 class Delays(FailingObjects):
@@ -198,24 +197,24 @@ def test_of_two_jobs_that_save_one_tag_the_first_has_it(store: RemoteStore) -> N
     first.commit()
     with pytest.raises(SaveError, match="another job has saved this checkpoint meanwhile"):
         second.commit()
-    second.abandon()
+    second.abort()
     third.commit()
-    assert [(entry.tag, entry.sequence) for entry in one.entries()] == [("a", 2), ("b", 3)]
+    assert [(entry.tag, entry.sequence) for entry in one.list_entries()] == [("a", 2), ("b", 3)]
     assert (text_of(one, "a"), text_of(one, "b")) == ("1", "3")
     assert stored(store) == known(one)
 
 
 def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: RemoteStore) -> None:
     stopped, next_job = LedgerRoot(store, "stopped"), LedgerRoot(store, "next")
-    stopped.take("stopped")
+    stopped.take_ownership("stopped")
     put(stopped, "a", "1")
     transaction = begin(stopped, "b", "2")
-    next_job.take("next")
+    next_job.take_ownership("next")
     put(next_job, "c", "3")
     with pytest.raises(RootInUseError, match="another process has taken over this root"):
         transaction.commit()
-    write_small(store.fill(transaction.directory.name), "late", b"")
-    transaction.abandon()
+    write_file(store.get_directory(transaction.directory.name), "late", b"")
+    transaction.abort()
     next_job.clean()
     assert tags(next_job) == ["a", "c"]
     assert stored(store) == known(next_job)
@@ -235,7 +234,7 @@ def test_only_the_job_that_took_the_root_last_begins_and_commits(steps: list[tup
     took: dict[str, int] = {}
     for at, (name, step) in enumerate(steps):
         if name not in took or step == "take":
-            roots[name].take(name)
+            roots[name].take_ownership(name)
             owner, changes = name, changes + (owner != name)
             took[name] = changes
         if step == "begin" and name not in begun:
@@ -255,12 +254,12 @@ def test_only_the_job_that_took_the_root_last_begins_and_commits(steps: list[tup
             else:
                 transaction.commit()
                 committed.append(tag)
-            transaction.abandon()
+            transaction.abort()
         elif step == "clean":
             roots[name].clean()
         assert tags(roots[name]) == committed
     for _, transaction, _ in begun.values():
-        transaction.abandon()
+        transaction.abort()
     roots["x"].clean()
     assert stored(store) == {its.attempt for its in roots["x"].read().tags.values()}
 
@@ -279,10 +278,10 @@ def test_a_pin_comes_between(store: RemoteStore) -> None:
     with pytest.raises(UsageError, match="a save of this tag is running"):
         root.pin("a", False)
     with pytest.raises(UsageError, match="a save of this tag is running"):
-        deleting.delete(root, "a", force=True)
-    saving.abandon()
+        deletion.delete_tag(root, "a", force=True)
+    saving.abort()
     assert root.pin("a", False)
-    deleting.delete(root, "a", force=False)
+    deletion.delete_tag(root, "a", force=False)
     assert tags(root) == ["c"]
 
 
@@ -293,25 +292,25 @@ def test_a_reader_has_time_and_is_told_when_it_is_over(store: RemoteStore) -> No
     for tag in "bc":
         put(root, tag, num_kept=1)
         root.clean()
-        assert read_whole(retired, "text") == b"1"
+        assert read_file(retired, "text") == b"1"
     assert retired.is_at(retired.name)
     put(root, "d", num_kept=1)
     root.clean()
     assert not retired.is_at(retired.name)
     with pytest.raises(FileNotFoundError):
-        read_whole(retired, "text")
+        read_file(retired, "text")
     assert stored(store) == known(root)
 
 
 def test_a_load_of_what_has_gone_says_so(store: RemoteStore) -> None:
     path = "memory://gone/ckpt"
     xla_ckpt.save(path, "a", {"w": torch.ones(3)})
-    with xla_ckpt.layouts.opening.open_tag(door.store_at(path), "a") as reader:
+    with xla_ckpt.formats.tags.open_tag(resolve.open_store(path), "a") as reader:
         for tag in "bcd":
             xla_ckpt.save(path, tag, {"w": torch.ones(3)}, num_kept_ckpts=1)
         xla_ckpt.finalize_checkpoint()
         with pytest.raises(CheckpointError, match="replaced or removed while it was being read"):
-            reader.head(0)
+            reader.read_head(0)
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["refused", "done, and not answered"])
@@ -339,14 +338,14 @@ def test_a_repair_is_a_new_attempt_of_the_same_tag() -> None:
     for tag in "ab":
         value = np.arange(300_000)
         xla_ckpt.save(path, tag, {"x": value}, options=xla_ckpt.SaveOptions(parity="file"))
-    store = door.store_at(path)
+    store = resolve.open_store(path)
     assert store.object_store is not None
     root = LedgerRoot(store.object_store)
     before, directory = root.read().tags["a"], root.open("a")
-    (payload,) = [name for name in directory.files() if name.endswith(".safetensors")]
+    (payload,) = [name for name in directory.list_files() if name.endswith(".safetensors")]
     damaged: Any = directory
-    for name in (payload, MANIFEST, "parity/manifest.json"):
-        data = bytearray(read_whole(directory, name))
+    for name in (payload, MANIFEST_FILE, "parity/manifest.json"):
+        data = bytearray(read_file(directory, name))
         data[len(data) // 2] ^= 1
         damaged._client[damaged._prefix + name] = bytes(data)
         assert xla_ckpt.repair(path, "a") == (name,)
@@ -358,34 +357,34 @@ def test_a_repair_is_a_new_attempt_of_the_same_tag() -> None:
     assert xla_ckpt.list_tags(path) == ["a", "b"]
     assert (xla_ckpt.restore(path, "a").tree["x"] == value).all()
     directory = root.open("a")
-    transaction = Transaction(root, "a", Kind.REPAIR).begin()
+    transaction = Transaction(root, "a", TransactionKind.REPAIR).begin()
     root.retire("a")
     with pytest.raises(NoCheckpointError):
         transaction.commit()
-    transaction.abandon()
+    transaction.abort()
 
 
-@pytest.mark.parametrize("kind", [Kind.CHECKPOINT, Kind.NEW, Kind.FILE])
-def test_what_has_a_fixed_name_is_written_once(store: RemoteStore, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [TransactionKind.CHECKPOINT, TransactionKind.NEW_DIRECTORY, TransactionKind.NEW_FILE])
+def test_what_has_a_fixed_name_is_written_once(store: RemoteStore, kind: TransactionKind) -> None:
     root = LedgerRoot(store)
     with Transaction(root, "x", kind) as transaction:
-        write_small(transaction.directory, "x", b"1")
+        write_file(transaction.directory, "x", b"1")
         with pytest.raises(UsageError, match="something is being written there"):
             Transaction(root, "x", kind).begin()
-        if kind is not Kind.FILE:
-            write_small(root.join(root.draft_of("x")), "of another rank", b"")
-    assert store.names() == [], "all of it was removed"
+        if kind is not TransactionKind.NEW_FILE:
+            write_file(root.open_draft(root.get_draft_name("x")), "of another rank", b"")
+    assert store.list_names() == [], "all of it was removed"
     with pytest.raises(FileNotFoundError, match="nobody writes x"):
-        root.join("x")
+        root.open_draft("x")
     with Transaction(root, "x", kind) as transaction:
-        write_small(transaction.directory, "x", b"2")
+        write_file(transaction.directory, "x", b"2")
         transaction.seal({})
         transaction.commit()
-    assert (store.names(), tags(root)) == (["x"], [])
+    assert (store.list_names(), tags(root)) == (["x"], [])
     with pytest.raises(UsageError, match="cannot replace it in one step"):
         Transaction(root, "x", kind).begin()
-    assert store.start_of("x" if kind is Kind.FILE else "x/x", 9) == b"2"
-    assert store.names() == ["x"]
+    assert store.read_start("x" if kind is TransactionKind.NEW_FILE else "x/x", 9) == b"2"
+    assert store.list_names() == ["x"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -398,7 +397,7 @@ def test_a_directory_of_dcp_is_written_where_nothing_is() -> None:
     with pytest.raises(UsageError, match="cannot replace it in one step"):
         dcp.save(state, checkpoint_id=path)
     dcp.load(blank, checkpoint_id=path)
-    assert door.store_at("memory://of-dcp").names() == ["ckpt"]
+    assert resolve.open_store("memory://of-dcp").list_names() == ["ckpt"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -414,21 +413,21 @@ def test_a_tag_in_dcps_layout_is_a_directory_of_dcp() -> None:
 @pytest.mark.parametrize("applied", [False, True])
 def test_a_fixed_name_whose_record_is_not_answered(store: RemoteStore, applied: bool) -> None:
     root = LedgerRoot(FailingObjects("root", store, Faults(at=0, applied=applied)))
-    transaction = Transaction(root, "x", Kind.NEW)
+    transaction = Transaction(root, "x", TransactionKind.NEW_DIRECTORY)
     if applied:
         transaction.begin()
-        assert store.names() == [NEW_PREFIX + "x"]
-        transaction.abandon()
+        assert store.list_names() == [DRAFT_PREFIX + "x"]
+        transaction.abort()
     else:
         with pytest.raises(OSError, match="No space"):
             transaction.begin()
-    assert store.names() == []
+    assert store.list_names() == []
 
 
 def test_a_damaged_ledger_is_named(store: RemoteStore) -> None:
-    store.write_record(LEDGER, b"{", None)
+    store.write_record(LEDGER_NAME, b"{", None)
     root = LedgerRoot(store)
-    for ask in (root.entries, root.clean, partial(root.begin, "a", Kind.TAG)):
+    for ask in (root.list_entries, root.clean, partial(root.begin, "a", TransactionKind.TAG)):
         with pytest.raises(FormatError, match=r"the record of the tags is damaged.*\.ledger"):
             ask()
-    assert store.start_of(LEDGER, 9) == b"{"
+    assert store.read_start(LEDGER_NAME, 9) == b"{"

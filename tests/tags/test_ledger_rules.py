@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xla_ckpt.core.checksum import seal_json
 from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedVersionError
-from xla_ckpt.manifest.digest import sealed
 from xla_ckpt.tags import ledger_rules as rules
-from xla_ckpt.tags.kept import policy_of, superfluous
-from xla_ckpt.tags.ledger_rules import LAG, Ledger, LedgerTag, attempt_name, ledger_json, parse_ledger
-from xla_ckpt.tags.retention import TagFact
+from xla_ckpt.tags.ledger_rules import (
+    RETENTION_COMMITS,
+    Ledger,
+    LedgerTag,
+    encode_ledger,
+    make_attempt_name,
+    parse_ledger,
+)
+from xla_ckpt.tags.retention import TagInfo, find_tags_to_delete, resolve_policy
 
 TAGS = ["a", "b", "c"]
 EVENTS = st.lists(
@@ -33,8 +39,8 @@ def tag_of(attempt: str) -> str:
 
 def retained(ledger: Ledger, number: int | None) -> Ledger:
     """What retention makes of a ledger after a commit."""
-    facts = [TagFact(tag, its.sequence, its.pinned) for tag, its in ledger.tags.items()]
-    return rules.retired(ledger, superfluous(facts, policy_of(number, None)))
+    facts = [TagInfo(tag, its.sequence, its.pinned) for tag, its in ledger.tags.items()]
+    return rules.retire_tags(ledger, find_tags_to_delete(facts, resolve_policy(number, None)))
 
 
 @settings(deadline=None)
@@ -51,29 +57,29 @@ def test_files_go_when_nobody_can_need_them_any_more(events: list[tuple[str, str
         before = ledger
         if event == "begin":
             token += 1
-            attempt = attempt_name(tag, f"{token:x}")
-            ledger, stored[attempt] = rules.begun(ledger, attempt, "one" if number else "other"), -1
+            attempt = make_attempt_name(tag, f"{token:x}")
+            ledger, stored[attempt] = rules.begin_attempt(ledger, attempt, "one" if number else "other"), -1
         elif event == "commit" and writing:
             sequence, is_pinned = ledger.sequence + 1, tag == "c"
-            ledger = retained(rules.committed(ledger, tag, LedgerTag(writing[0], sequence, is_pinned, "")), number)
+            ledger = retained(rules.commit_attempt(ledger, tag, LedgerTag(writing[0], sequence, is_pinned, "")), number)
             assert ledger.tags[tag].attempt == writing[0]
             kept = [its for its in ledger.tags.values() if not its.pinned]
             assert number is None or len(kept) <= max(number, 1) + (tag == "c")
             assert {name for name, its in before.tags.items() if its.pinned} <= ledger.tags.keys()
         elif event == "give up":
-            ledger = rules.given_up(ledger, writing)
+            ledger = rules.give_up_attempts(ledger, writing)
         elif event == "retire" and tag in ledger.tags:
-            ledger = rules.retired(ledger, [tag])
+            ledger = rules.retire_tags(ledger, [tag])
         elif event == "pin" and tag in ledger.tags:
-            ledger = rules.pinned(ledger, tag, not ledger.tags[tag].pinned)
+            ledger = rules.set_pinned(ledger, tag, not ledger.tags[tag].pinned)
         elif event == "take":
-            ledger = rules.taken(ledger, "one" if number else "other")
+            ledger = rules.take_ownership(ledger, "one" if number else "other")
         elif event == "clean":
-            ledger = rules.without_dead(ledger, "one", frozenset(writing))
-            swept = rules.due(ledger)
+            ledger = rules.give_up_dead(ledger, "one", frozenset(writing))
+            swept = rules.list_expired(ledger)
             for attempt in swept:
-                assert stored.pop(attempt) <= max(ledger.sequence - LAG, -1)
-            ledger = rules.swept(ledger, swept)
+                assert stored.pop(attempt) <= max(ledger.sequence - RETENTION_COMMITS, -1)
+            ledger = rules.forget_attempts(ledger, swept)
         for ended in {its.attempt for its in before.tags.values()} - {its.attempt for its in ledger.tags.values()}:
             stored[ended] = ledger.sequence
         known = [*ledger.open, *ledger.doomed, *(its.attempt for its in ledger.tags.values())]
@@ -81,18 +87,20 @@ def test_files_go_when_nobody_can_need_them_any_more(events: list[tuple[str, str
         assert all(tag_of(its.attempt) == name for name, its in ledger.tags.items())
         assert len({its.sequence for its in ledger.tags.values()}) == len(ledger.tags)
         assert (ledger.sequence, ledger.epoch) >= (before.sequence, before.epoch)
-        assert replace(parse_ledger(ledger_json(ledger, "w")), recent=()) == replace(ledger, recent=())
+        assert replace(parse_ledger(encode_ledger(ledger, "w")), recent=()) == replace(ledger, recent=())
 
 
 def test_a_job_that_takes_over_ends_what_others_have_begun() -> None:
-    ledger = rules.begun(rules.taken(Ledger(), "job"), "a/.1", "one")
-    assert rules.taken(ledger, "job") == ledger, "it has the root already"
-    assert rules.without_dead(ledger, "one", frozenset({"a/.1"})) == ledger
-    assert rules.without_dead(ledger, "other", frozenset()) == ledger, "another process of the job writes it"
-    assert rules.due(rules.without_dead(ledger, "one", frozenset())) == ["a/.1"], "a save that could not give it up"
-    taken = rules.taken(ledger, "next job")
+    ledger = rules.begin_attempt(rules.take_ownership(Ledger(), "job"), "a/.1", "one")
+    assert rules.take_ownership(ledger, "job") == ledger, "it has the root already"
+    assert rules.give_up_dead(ledger, "one", frozenset({"a/.1"})) == ledger
+    assert rules.give_up_dead(ledger, "other", frozenset()) == ledger, "another process of the job writes it"
+    assert rules.list_expired(rules.give_up_dead(ledger, "one", frozenset())) == ["a/.1"], (
+        "a save that could not give it up"
+    )
+    taken = rules.take_ownership(ledger, "next job")
     assert (taken.epoch, taken.owner) == (1, "next job")
-    assert rules.due(rules.without_dead(taken, "other", frozenset())) == ["a/.1"]
+    assert rules.list_expired(rules.give_up_dead(taken, "other", frozenset())) == ["a/.1"]
 
 
 @settings(deadline=None)
@@ -105,19 +113,19 @@ def test_a_commit_that_was_given_up_and_was_not_answered_has_the_fate_that_is_to
 ) -> None:
     """Whatever others do before and after: nothing is told to have failed that is a tag, or was one."""
     ledger = played(Ledger(), before)
-    ledger = rules.begun(ledger, "mine/.a", "one")
+    ledger = rules.begin_attempt(ledger, "mine/.a", "one")
     if takes_over:
-        ledger = rules.taken(ledger, "somebody")
+        ledger = rules.take_ownership(ledger, "somebody")
     if is_applied and ledger.open["mine/.a"].epoch == ledger.epoch:
-        ledger = rules.committed(ledger, "mine", LedgerTag("mine/.a", ledger.sequence + 1, False, ""))
+        ledger = rules.commit_attempt(ledger, "mine", LedgerTag("mine/.a", ledger.sequence + 1, False, ""))
         expected = {"committed", "unknown"}
     else:
         expected = {"given up", "unknown"}
-    ledger = rules.given_up(played(ledger, after), ["mine/.a"])
-    assert rules.fate(ledger, "mine/.a") in expected
+    ledger = rules.give_up_attempts(played(ledger, after), ["mine/.a"])
+    assert rules.find_outcome(ledger, "mine/.a") in expected
     assert "mine/.a" not in ledger.open, "a request that comes late is refused"
     if not after:
-        assert rules.fate(ledger, "mine/.a") != "unknown"
+        assert rules.find_outcome(ledger, "mine/.a") != "unknown"
 
 
 def played(ledger: Ledger, events: list[tuple[str, str, int | None]]) -> Ledger:
@@ -125,34 +133,38 @@ def played(ledger: Ledger, events: list[tuple[str, str, int | None]]) -> Ledger:
     for at, (event, tag, number) in enumerate(events):
         writing = [attempt for attempt in ledger.open if tag_of(attempt) == tag]
         if event == "begin":
-            ledger = rules.begun(ledger, attempt_name(tag, f"{at:x}"), "other")
+            ledger = rules.begin_attempt(ledger, make_attempt_name(tag, f"{at:x}"), "other")
         elif event == "commit" and writing:
             its = LedgerTag(writing[0], ledger.sequence + 1, False, "")
-            ledger = retained(rules.committed(ledger, tag, its), number)
+            ledger = retained(rules.commit_attempt(ledger, tag, its), number)
         elif event == "retire" and "mine" in ledger.tags:
-            ledger = rules.retired(ledger, ["mine"])
+            ledger = rules.retire_tags(ledger, ["mine"])
         elif event == "take":
-            ledger = rules.taken(ledger, tag)
+            ledger = rules.take_ownership(ledger, tag)
         elif event == "clean":
-            ledger = rules.without_dead(ledger, "other", frozenset(writing))
-            ledger = rules.swept(ledger, rules.due(ledger))
+            ledger = rules.give_up_dead(ledger, "other", frozenset(writing))
+            ledger = rules.forget_attempts(ledger, rules.list_expired(ledger))
     return ledger
 
 
 def test_the_last_writes_are_named() -> None:
     ledger = Ledger()
-    for number in range(rules.RECENT + 5):
-        ledger = parse_ledger(ledger_json(ledger, f"w{number}"))
-    assert (ledger.recent[0], ledger.recent[-1], len(ledger.recent)) == ("w5", f"w{rules.RECENT + 4}", rules.RECENT)
+    for number in range(rules.RECENT_WRITES + 5):
+        ledger = parse_ledger(encode_ledger(ledger, f"w{number}"))
+    assert (ledger.recent[0], ledger.recent[-1], len(ledger.recent)) == (
+        "w5",
+        f"w{rules.RECENT_WRITES + 4}",
+        rules.RECENT_WRITES,
+    )
 
 
-RECORD = ledger_json(rules.begun(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2", "one"), "w")
+RECORD = encode_ledger(rules.begin_attempt(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2", "one"), "w")
 RAW = {name: value for name, value in json.loads(RECORD).items() if name != "digest"}
 
 
 def record_of(raw: dict[str, object]) -> bytes:
     """A record that has its digest, whatever it says."""
-    return sealed(json.dumps(raw).removesuffix("}").encode())
+    return seal_json(json.dumps(raw).removesuffix("}").encode())
 
 
 @given(st.integers(0, len(RECORD) - 1), st.integers(0, 7))
@@ -185,7 +197,9 @@ def test_a_ledger_of_a_newer_version_is_left_alone() -> None:
 
 
 ATTEMPTS = st.dictionaries(
-    st.builds(lambda tag, number: attempt_name(tag, f"{number:x}"), st.sampled_from([*TAGS, "d"]), st.integers(0, 9)),
+    st.builds(
+        lambda tag, number: make_attempt_name(tag, f"{number:x}"), st.sampled_from([*TAGS, "d"]), st.integers(0, 9)
+    ),
     st.integers(1, 50),
     max_size=8,
 )
@@ -198,11 +212,11 @@ def test_what_is_adopted_is_the_last_of_its_name_and_takes_no_tags_place(
 ) -> None:
     ledger = played(Ledger(), events)
     complete = {attempt: LedgerTag(attempt, sequence, False, "") for attempt, sequence in lying.items()}
-    after = rules.adopted(ledger, complete)
+    after = rules.adopt_attempts(ledger, complete)
     assert ledger.tags.items() <= after.tags.items(), "what is a tag stays it"
     assert ledger.open == after.open
-    assert rules.named(after) - complete.keys() == rules.named(ledger) - complete.keys()
-    unknown = complete.keys() - rules.named(ledger)
+    assert rules.collect_attempts(after) - complete.keys() == rules.collect_attempts(ledger) - complete.keys()
+    unknown = complete.keys() - rules.collect_attempts(ledger)
     for tag in after.tags.keys() | {tag_of(attempt) for attempt in unknown}:
         its = after.tags[tag]
         older = {attempt for attempt in unknown if tag_of(attempt) == tag and attempt != its.attempt}
@@ -211,6 +225,6 @@ def test_what_is_adopted_is_the_last_of_its_name_and_takes_no_tags_place(
         else:
             assert its.sequence == max(lying[attempt] for attempt in (*older, its.attempt))
             assert older <= after.doomed.keys()
-    assert set(rules.due(after)) <= set(ledger.doomed), "who reads it has time"
+    assert set(rules.list_expired(after)) <= set(ledger.doomed), "who reads it has time"
     assert after.sequence >= max((its.sequence for its in after.tags.values()), default=0)
-    assert rules.adopted(after, complete) == after
+    assert rules.adopt_attempts(after, complete) == after

@@ -16,12 +16,11 @@ import torch
 import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.storage import local
-from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.small_files import write_small
-from xla_ckpt.tags.cleaning import clean
-from xla_ckpt.tags.directories import DirectoryRoot
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.storage.base import write_file
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.tags.directory_operations import clean_root
+from xla_ckpt.tags.directory_root import DirectoryRoot
+from xla_ckpt.tags.root import Transaction
 
 UNSUPPORTED = [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS]
 
@@ -34,9 +33,9 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(request.param, os.strerror(request.param))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    local._DOUBTED.clear()
+    local._WARNED_ERRNOS.clear()
     yield request.param
-    local._DOUBTED.clear()
+    local._WARNED_ERRNOS.clear()
 
 
 def put(root: Path, tag: str, value: Any = 0, **options: Any) -> None:
@@ -63,14 +62,14 @@ def names(root: Path) -> list[str]:
 def test_a_save_that_is_alive_is_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another job cleans the same root, twice, while this one writes."""
     draft = begin(tmp_path, "a")
-    write_small(draft.directory, "model/half", b"x" * 100)
-    clean(LocalStore(str(tmp_path)))
-    clean(LocalStore(str(tmp_path)))
-    assert draft.directory.files().count("model/half") == 1
-    write_small(draft.directory, "manifest.json", b"{}")
+    write_file(draft.directory, "model/half", b"x" * 100)
+    clean_root(LocalStore(str(tmp_path)))
+    clean_root(LocalStore(str(tmp_path)))
+    assert draft.directory.list_files().count("model/half") == 1
+    write_file(draft.directory, "manifest.json", b"{}")
     draft.seal({})
     draft.commit()
-    draft.abandon()
+    draft.abort()
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a/model/half").read_bytes() == b"x" * 100
     told = [r.getMessage() for r in caplog.records if "cannot find out whether" in r.getMessage()]
@@ -86,12 +85,12 @@ def test_what_a_killed_save_left_is_removed_when_it_is_old(tmp_path: Path) -> No
     (left / "model").mkdir(parents=True)
     for name in ("first", "second"):
         (left / "model" / name).write_bytes(b"x")
-    age(left, local.UNLOCKED_AGE + 60)
+    age(left, local.UNLOCKED_IDLE_SECONDS + 60)
     os.utime(left / "model/second")  # one file is being written
-    clean(LocalStore(str(tmp_path)))
+    clean_root(LocalStore(str(tmp_path)))
     assert names(tmp_path) == [".new-b", "good"]
-    age(left, local.UNLOCKED_AGE + 60)
-    clean(LocalStore(str(tmp_path)))
+    age(left, local.UNLOCKED_IDLE_SECONDS + 60)
+    clean_root(LocalStore(str(tmp_path)))
     assert names(tmp_path) == ["good"]
 
 
@@ -100,7 +99,7 @@ def test_retention_waits_until_a_tag_is_old(tmp_path: Path) -> None:
     for tag in "abc":
         put(tmp_path, tag, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(tmp_path) == ["a", "b", "c"]
-    age(tmp_path / "a", local.UNLOCKED_AGE + 60)
+    age(tmp_path / "a", local.UNLOCKED_IDLE_SECONDS + 60)
     put(tmp_path, "d", num_kept_ckpts=1)
     assert names(tmp_path) == ["b", "c", "d"]
 
@@ -112,7 +111,7 @@ def test_a_tag_is_replaced_while_its_old_versions_are_young(tmp_path: Path) -> N
         assert xla_ckpt.restore(tmp_path, "best", {"value": None}).tree == {"value": value}
     assert xla_ckpt.list_tags(tmp_path) == ["best"]
     for old in (tmp_path / ".trash").iterdir():
-        age(old, local.UNLOCKED_AGE + 60)
+        age(old, local.UNLOCKED_IDLE_SECONDS + 60)
     put(tmp_path, "best", 4)
     left = [*(tmp_path / ".trash").iterdir()]
     assert len(left) == 1  # the version that has just been replaced
@@ -121,8 +120,8 @@ def test_a_tag_is_replaced_while_its_old_versions_are_young(tmp_path: Path) -> N
 @pytest.mark.usefixtures("no_locks")
 def test_a_save_that_failed_removes_its_own_directory(tmp_path: Path) -> None:
     draft = begin(tmp_path, "a")
-    write_small(draft.directory, "model/half", b"x")
-    draft.abandon()
+    write_file(draft.directory, "model/half", b"x")
+    draft.abort()
     assert names(tmp_path) == []
 
 
@@ -131,19 +130,19 @@ def test_a_directory_that_cannot_be_opened_is_left_alone(tmp_path: Path, monkeyp
     left = tmp_path / ".new-b"
     left.mkdir()
 
-    def refuse(path: str, *, inside: str) -> LocalDirectory:
-        if inside == left.name:
+    def refuse(path: str, *, subpath: str) -> LocalDirectory:
+        if subpath == left.name:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return LocalDirectory(path, inside=inside)
+        return LocalDirectory(path, subpath=subpath)
 
     with monkeypatch.context() as patch:
         patch.setattr(local, "LocalDirectory", refuse)
-        assert LocalStore(str(tmp_path)).in_use(left.name)
-        clean(LocalStore(str(tmp_path)))
-    local._DOUBTED.clear()
+        assert LocalStore(str(tmp_path)).is_in_use(left.name)
+        clean_root(LocalStore(str(tmp_path)))
+    local._WARNED_ERRNOS.clear()
     assert left.is_dir()
-    assert not LocalStore(str(tmp_path)).in_use(left.name)
-    assert not LocalStore(str(tmp_path)).in_use("absent")
+    assert not LocalStore(str(tmp_path)).is_in_use(left.name)
+    assert not LocalStore(str(tmp_path)).is_in_use("absent")
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -156,7 +155,7 @@ def test_a_job_that_starts_again_saves_the_tag_in_which_it_was_killed(tmp_path: 
         put(tmp_path, "a", value)
         assert xla_ckpt.restore(tmp_path, "a", {"value": None}).tree == {"value": value}
     assert (left / "half").exists()
-    age(tmp_path / ".new-a", local.UNLOCKED_AGE + 60)
+    age(tmp_path / ".new-a", local.UNLOCKED_IDLE_SECONDS + 60)
     put(tmp_path, "b")
     assert not left.exists()
 
@@ -165,15 +164,15 @@ def test_a_draft_that_became_a_tag_leaves_the_next_one_alone(tmp_path: Path) -> 
     """Its name is free as soon as it is committed, and may be taken by another job before it is let go of."""
     store = LocalStore(str(tmp_path))
     first = begin(tmp_path, "a")
-    write_small(first.directory, "manifest.json", b"{}")
+    write_file(first.directory, "manifest.json", b"{}")
     first.seal({})
     other = begin(tmp_path, "a")
     assert (first.directory.name, other.directory.name) == (".new-a", ".new-a-1")
     first.commit()
     third = begin(tmp_path, "a")
     assert third.directory.name == ".new-a"
-    first.abandon()
-    assert store.names() == [".new-a", ".new-a-1", "a"]
-    other.abandon()
-    third.abandon()
-    assert store.names() == ["a"]
+    first.abort()
+    assert store.list_names() == [".new-a", ".new-a-1", "a"]
+    other.abort()
+    third.abort()
+    assert store.list_names() == ["a"]

@@ -21,10 +21,10 @@ BEGUN = """
     import torch
     import xla_ckpt
     from tests.helper import helpers_of
-    from xla_ckpt.storage.program import Program
+    from xla_ckpt.storage.helper_process import HelperProcess
     from xla_ckpt.tags import orbax_commit
 
-    orbax_commit.Program = Program
+    orbax_commit.HelperProcess = HelperProcess
     tree, root = {"w": torch.ones(3)}, sys.argv[1]
 
     def put(tag, number=1, timeout=60, **keywords):
@@ -68,10 +68,10 @@ def test_the_first_save_waits_for_it_and_a_later_one_does_not(tmp_path: Path) ->
 
 def test_a_look_that_finds_no_tag_or_a_load_starts_it(tmp_path: Path) -> None:
     code = """
-        from xla_ckpt.tags.orbax_commit import COMMITTER
+        from xla_ckpt.tags.orbax_commit import ORBAX_COMMITTER
 
         assert not xla_ckpt.has_checkpoint(root) and helpers_of(os.getpid())
-        COMMITTER.await_ready(60)
+        ORBAX_COMMITTER.wait_ready(60)
         assert "helper" not in put("a").report.phases
     """
     run(program(code), tmp_path)
@@ -152,12 +152,12 @@ KILLED = """
     if step == "starting":
         die()
     elif step == "waiting":
-        orbax_process.jobs = die
+        orbax_process.receive_requests = die
     elif step == "reading":
-        jobs = orbax_process.jobs
-        orbax_process.jobs = lambda channel: map(die, jobs(channel))
+        jobs = orbax_process.receive_requests
+        orbax_process.receive_requests = lambda channel: map(die, jobs(channel))
     elif step == "finalized":
-        orbax_process.place = die
+        orbax_process.replace_directory = die
     elif step == "set-aside":
         LocalStore.exchange = lambda *_: False
         LocalStore.rename = dies_after(LocalStore.rename)
@@ -165,7 +165,7 @@ KILLED = """
         LocalStore.exchange = dies_after(LocalStore.exchange)
         LocalStore.rename = dies_after(LocalStore.rename)
     elif step == "placed":
-        orbax_process.place = dies_after(orbax_process.place)
+        orbax_process.replace_directory = dies_after(orbax_process.replace_directory)
 """
 """What the process does first: it is killed at a step of its first job."""
 
@@ -184,17 +184,17 @@ def test_it_is_killed(step: str, tmp_path: Path) -> None:
         class Killed(InFork):  # a process that imports orbax anew would take a second, nine times
             first = staticmethod(lambda: exec(killed, {"file": file}))
 
-        orbax_commit.Program = Killed
+        orbax_commit.HelperProcess = Killed
         expected, number = {}, 0
         for tag in ("a", "b", "a"):
             number += 1
             open(file, "w").write(f"{step} once")
-            orbax_commit.COMMITTER._end()
+            orbax_commit.ORBAX_COMMITTER._stop_processes()
             expected[tag] = number
             assert put(tag, number).result().tag == tag
             assert open(file).read().split()[0] == "never" and held() == expected, (held(), expected)
         open(file, "w").write(f"{step} always")
-        orbax_commit.COMMITTER._end()
+        orbax_commit.ORBAX_COMMITTER._stop_processes()
         try:
             put("a", 9)
         except xla_ckpt.SaveError as error:
@@ -305,16 +305,16 @@ def test_saves_of_several_threads_to_several_directories(tmp_path: Path) -> None
 
 STOPPED = """
     import signal, threading
-    from xla_ckpt.tags import placing
+    from xla_ckpt.tags import directory_operations
 
-    place = placing.place
+    replace_directory = directory_operations.replace_directory
 
     def stops(*args):
         # To this thread: sent to the process, it may take effect only when this thread has gone on for a while.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        return place(*args)
+        return replace_directory(*args)
 
-    placing.place = stops
+    directory_operations.replace_directory = stops
 """
 
 

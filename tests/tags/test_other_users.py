@@ -18,8 +18,8 @@ import xla_ckpt
 from tests.jobs import run_alone
 from tests.runs import names_in
 from xla_ckpt.cli.main import main
-from xla_ckpt.storage.this_process import this_process
-from xla_ckpt.tags.lease_rules import Owner
+from xla_ckpt.storage.system_info import get_process_identity
+from xla_ckpt.tags.lease_rules import LeaseOwner
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 
@@ -90,8 +90,8 @@ def test_leftovers_of_another_user_are_told_once_and_stay(root: Path) -> None:
     leftover(root / ".trash" / "doomed", 0o755)
     (root / ".trash").chmod(0o700)
     (root / ".lease").mkdir()  # of a process that has ended
-    me = dataclasses.asdict(this_process()) | {"token": "another", "pid": 1, "started": 0}
-    (root / ".lease" / "owner.json").write_bytes(Owner(**me, since="", locked=True).to_json())
+    me = dataclasses.asdict(get_process_identity()) | {"token": "another", "pid": 1, "started": 0}
+    (root / ".lease" / "owner.json").write_bytes(LeaseOwner(**me, since="", locked=True).to_json())
     seen = run_alone(as_somebody, str(root), ["first", "second", "first"])
     assert seen["errors"] == []
     assert seen["tags"] == {"theirs": [1.0] * 3, "second": [1.0] * 3, "first": [2.0] * 3}

@@ -17,17 +17,16 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.parity import Covered, write_alone, write_share
-from xla_ckpt.engine.phases import Phases
+from xla_ckpt.core.checksum import compute_digest, seal_json, to_hex
+from xla_ckpt.core.files.parity import PARITY_BLOCK_BYTES
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.manifest.digest import digest, sealed, to_hex
-from xla_ckpt.plan.parity import PARITY_BLOCK
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.small_files import write_small
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.features.parity.parity import ParityInput, write_parity_share, write_whole_parity
+from xla_ckpt.progress import IoContext
+from xla_ckpt.reports import PhaseRecorder
+from xla_ckpt.storage.base import write_file
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.resolve import open_store
+from xla_ckpt.tags.resolve import open_root
 
 SEED = np.random.default_rng(7)
 TREE = {
@@ -77,7 +76,7 @@ def flip(path: Path, at: int) -> None:
 def flip_one_block_of_each(tag: Path) -> None:
     for number, path in enumerate(payload(tag)):
         size = path.stat().st_size
-        flip(path, min(number * PARITY_BLOCK + 5, size - 1))
+        flip(path, min(number * PARITY_BLOCK_BYTES + 5, size - 1))
 
 
 def lose(tag: Path, number: int = 0) -> None:
@@ -91,7 +90,7 @@ def lose_and_flip(tag: Path) -> None:
 
 def cut(tag: Path) -> None:
     path = payload(tag)[0]
-    path.write_bytes(path.read_bytes()[: PARITY_BLOCK + 17])
+    path.write_bytes(path.read_bytes()[: PARITY_BLOCK_BYTES + 17])
 
 
 def grow(tag: Path) -> None:
@@ -234,9 +233,9 @@ def test_parity_that_is_gone_is_told_and_made_anew(
     else:
         xla_ckpt.save(root, "t", {"x": np.arange(300_000)}, options=xla_ckpt.SaveOptions(parity=parity))
     xla_ckpt.Checkpoints(root).pin("t")  # which writes the manifest anew
-    store = store_at(root)
-    with contextlib.closing(root_of(store).open("t")) as directory:
-        before = sorted(name for name in directory.files() if name.startswith("parity/"))
+    store = open_store(root)
+    with contextlib.closing(open_root(store).open("t")) as directory:
+        before = sorted(name for name in directory.list_files() if name.startswith("parity/"))
         for name in before:
             if store.object_store is not None:
                 store.object_store.remove(f"{directory.name}/{name}")
@@ -258,7 +257,7 @@ def test_a_tag_that_an_older_version_saved_may_lose_its_parity(tmp_path: Path) -
     """Its manifest does not say that there was one."""
     tag = tag_with(tmp_path, "block")
     text = (tag / "manifest.json").read_bytes().rpartition(b",\n")[0].replace(b',\n"parity":"block"', b"")
-    (tag / "manifest.json").write_bytes(sealed(text))
+    (tag / "manifest.json").write_bytes(seal_json(text))
     shutil.rmtree(tag / "parity")
     assert xla_ckpt.verify(tmp_path, "t").ok
     with pytest.raises(xla_ckpt.UsageError, match="no parity"):
@@ -298,7 +297,7 @@ def test_an_index_that_nobody_wrote_is_a_typed_error(change: dict[str, object], 
     root = shutil.copytree(sound, tmp_path / "root")
     path = root / "t/parity/index.json"
     text = json.dumps({**json.loads(path.read_text()), **change, "digest": None}).rpartition(", ")[0].encode()
-    path.write_bytes(text + b',\n"digest":"' + to_hex(digest(text)).encode() + b'"}\n')
+    path.write_bytes(text + b',\n"digest":"' + to_hex(compute_digest(text)).encode() + b'"}\n')
     lose(root / "t") if "files" not in change else next((root / "t/model").iterdir()).unlink()
     before = bytes_of(root / "t")
     with pytest.raises((xla_ckpt.CorruptCheckpointError, xla_ckpt.UnsupportedVersionError)):
@@ -309,7 +308,7 @@ def test_an_index_that_nobody_wrote_is_a_typed_error(change: dict[str, object], 
 
 def test_a_load_that_meets_damage_names_the_way_out(tmp_path: Path) -> None:
     tag = tag_with(tmp_path)
-    flip(max(payload(tag), key=lambda path: path.stat().st_size), 2 * PARITY_BLOCK)
+    flip(max(payload(tag), key=lambda path: path.stat().st_size), 2 * PARITY_BLOCK_BYTES)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify --repair"):
         xla_ckpt.restore(tmp_path, "t")
     spoil_manifest(tag)
@@ -337,7 +336,7 @@ def test_the_command_for_all_tags_repairs_those_that_have_parity(
     for name, blocks in (("mended", 1), ("lost", 2)):
         largest = max(payload(tmp_path / name), key=lambda path: path.stat().st_size)
         for block in range(blocks):
-            flip(largest, block * PARITY_BLOCK)
+            flip(largest, block * PARITY_BLOCK_BYTES)
     assert main(["verify", str(tmp_path), "--all", "--repair", "--json"]) == 1
     answers = {answer["tag"]: answer for answer in json.loads(capsys.readouterr().out)}
     assert {name: answer["ok"] for name, answer in answers.items()} == {
@@ -354,15 +353,15 @@ def test_a_save_that_replaces_the_tag_meanwhile_gets_none_of_the_old_bytes(
 ) -> None:
     tag = tag_with(tmp_path)
     lose(tag)
-    adopt = LocalDirectory.adopt
+    adopt = LocalDirectory.move_in
 
     def late(directory: LocalDirectory, other: LocalDirectory, path: str) -> None:
-        monkeypatch.setattr(LocalDirectory, "adopt", adopt)
+        monkeypatch.setattr(LocalDirectory, "move_in", adopt)
         xla_ckpt.save(tmp_path, "t", {"x": np.ones(3)})
         xla_ckpt.finalize_checkpoint()
         adopt(directory, other, path)
 
-    monkeypatch.setattr(LocalDirectory, "adopt", late)
+    monkeypatch.setattr(LocalDirectory, "move_in", late)
     xla_ckpt.repair(tmp_path, "t")
     assert xla_ckpt.verify(tmp_path, "t").ok
     assert not xla_ckpt.verify(tmp_path, "t").strangers
@@ -420,12 +419,12 @@ def test_ranks_that_want_different_parity_are_told(parity: list[str | None], tmp
 
 def fails_on_one(rank: int, root: Path) -> str:
     if rank == 1:
-        from xla_ckpt.engine import parity
+        from xla_ckpt.features.parity import parity
 
         def refuse(*_: object, **__: object) -> object:
             raise OSError(28, "No space left on device")
 
-        parity.write_share = refuse  # type: ignore[assignment]
+        parity.write_parity_share = refuse  # type: ignore[assignment]
     try:
         saves(rank, root)
     except xla_ckpt.StorageError as error:
@@ -441,18 +440,18 @@ def test_a_rank_that_cannot_write_its_parity_fails_the_save_on_all(tmp_path: Pat
 def test_a_file_of_parity_that_cannot_be_made_leaves_no_other_one_open(tmp_path: Path) -> None:
     """What is open keeps its room on a disk that is full (found by `make soak`)."""
     store = LocalStore(str(tmp_path))
-    directory = store.make("a")
+    directory = store.make_directory("a")
     for path in ("x", "y"):
-        write_small(directory, path, b"bytes" * 1000)
-    files, phases = (("x", 5000), ("y", 5000)), Phases()
-    covered, crew = Covered(directory, files), Crew(workers=1, phases=phases)
-    write_share(covered, "file", 0, 1, crew, directory)
+        write_file(directory, path, b"bytes" * 1000)
+    files, phases = (("x", 5000), ("y", 5000)), PhaseRecorder()
+    covered, crew = ParityInput(directory, files), IoContext(workers=1, phases=phases)
+    write_parity_share(covered, "file", 0, 1, crew, directory)
     first, second = sorted((tmp_path / "a/parity").iterdir())
     for taken, free in ((first, second), (second, first)):
         free.unlink()
         before = os.listdir("/proc/self/fd")
         with pytest.raises(FileExistsError):
-            write_share(covered, "file", 0, 1, crew, directory)
+            write_parity_share(covered, "file", 0, 1, crew, directory)
         assert len(os.listdir("/proc/self/fd")) == len(before)
         assert taken.exists()
         free.touch()
@@ -468,7 +467,7 @@ def made_of_damage(root: Path, parity: Literal["block", "file"]) -> Path:
     files = [(str(path.relative_to(tag)), path.stat().st_size) for path in payload(tag)]
     shutil.rmtree(tag / "parity")
     directory = LocalDirectory(tag)
-    write_alone(Covered(directory, files), parity, text, 1, Crew(workers=2), directory)
+    write_whole_parity(ParityInput(directory, files), parity, text, 1, IoContext(workers=2), directory)
     return tag
 
 

@@ -9,9 +9,9 @@ import torch
 
 import xla_ckpt
 from tests.runs import names_in
-from xla_ckpt.layouts.listing import find_foreign
+from xla_ckpt.formats.tags import find_foreign_tag
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.resolve import open_root
 
 
 def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_read(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_r
     for value in range(4):
         xla_ckpt.save(tmp_path, "best", {"value": value})
         assert xla_ckpt.restore(tmp_path, "best").tree == {"value": value}
-        readers.append(root_of(LocalStore(str(tmp_path))).open("best"))
+        readers.append(open_root(LocalStore(str(tmp_path))).open("best"))
     manifests = []
     for reader in readers:
         source = reader.open("manifest.json")
@@ -37,17 +37,18 @@ def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_r
 
 
 class Replaced(LocalStore):
-    """A store in which somebody replaces the tag `best` while it is looked for: a step before each of some reads."""
+    """A store in which somebody replaces the tag `select_best` while it is looked for: a step before each of some
+    reads."""
 
     def __init__(self, path: str, steps: list[tuple[str, str]]) -> None:
         super().__init__(path)
         self.steps = steps
 
-    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+    def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
         """Rename, then read."""
         if "best" in path and self.steps:
             self.rename(*self.steps.pop(0))
-        return super().start_of(path, nbytes, links=links)
+        return super().read_start(path, nbytes, links=links)
 
 
 ASIDE, BACK = ("best", ".old-best"), (".old-best", "best")
@@ -60,11 +61,11 @@ def test_a_tag_is_listed_while_it_is_replaced(tmp_path: Path, steps: list[tuple[
         xla_ckpt.save(tmp_path, tag, {"value": 1})
     xla_ckpt.finalize_checkpoint()
     store = Replaced(str(tmp_path), list(steps))
-    assert [entry.tag for entry in root_of(store).entries()] == ["step_1", "best"]
+    assert [entry.tag for entry in open_root(store).list_entries()] == ["step_1", "best"]
     assert store.steps == []
     if steps[-1] == ASIDE:
         LocalStore(str(tmp_path)).rename(*BACK)
-    found = root_of(Replaced(str(tmp_path), list(steps))).entry("best")
+    found = open_root(Replaced(str(tmp_path), list(steps))).get_entry("best")
     assert found is not None
     assert found.tag == "best"
 
@@ -74,14 +75,14 @@ class Retired(LocalStore):
 
     todo = 0
 
-    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+    def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
         """What others do, then the bytes."""
         if self.todo and path.startswith("step_") and self.has(path):
             self.todo -= 1
             number = int(path.split("/")[0].removeprefix("step_"))
             xla_ckpt.save(self.path, f"step_{number + 1}", {"value": number + 1})
             xla_ckpt.Checkpoints(self.path).delete(f"step_{number}")
-        return super().start_of(path, nbytes, links=links)
+        return super().read_start(path, nbytes, links=links)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -92,7 +93,7 @@ def test_a_tag_that_came_while_others_were_retired_is_listed(tmp_path: Path, tim
     (tmp_path / "logs").mkdir()
     store = Retired(str(tmp_path))
     store.todo = times
-    assert [entry.tag for entry in root_of(store).entries()] == ["best", f"step_{1 + times}"]
+    assert [entry.tag for entry in open_root(store).list_entries()] == ["best", f"step_{1 + times}"]
     assert store.todo == 0
 
 
@@ -102,12 +103,12 @@ def test_a_new_version_that_comes_between_two_looks_is_not_damaged(tmp_path: Pat
     xla_ckpt.finalize_checkpoint()
     store = BackBetween(str(tmp_path))
     store.rename(*ASIDE)
-    assert [(entry.tag, entry.damage) for entry in root_of(store).entries()] == [("best", None)]
+    assert [(entry.tag, entry.damage) for entry in open_root(store).list_entries()] == [("best", None)]
     assert names_in(tmp_path) == ["best"]
 
 
 class BackBetween(LocalStore):
-    """A store in which the tag `best` comes to its name when the mark of its commit is looked for."""
+    """A store in which the tag `select_best` comes to its name when the mark of its commit is looked for."""
 
     def has(self, path: str) -> bool:
         """Whether it is there at this moment."""
@@ -117,7 +118,8 @@ class BackBetween(LocalStore):
 
 
 class InPlaceAgain(LocalStore):
-    """A store in which the tag `best` is set aside when its manifest is looked for, and replaced when its files are."""
+    """A store in which the tag `select_best` is set aside when its manifest is looked for, and replaced when its files
+    are."""
 
     over = False
 
@@ -141,8 +143,8 @@ def test_a_tag_that_is_replaced_is_not_taken_for_one_of_another_library(tmp_path
     xla_ckpt.finalize_checkpoint()
     (tmp_path / "best/manifest.json").rename(tmp_path / "manifest.json")
     (tmp_path / "best/commit_success.txt").unlink()
-    assert find_foreign(LocalStore(str(tmp_path)), "best") is not None, "neuronx-distributed's own looks like it"
+    assert find_foreign_tag(LocalStore(str(tmp_path)), "best") is not None, "neuronx-distributed's own looks like it"
     (tmp_path / "manifest.json").rename(tmp_path / "best/manifest.json")
     store = InPlaceAgain(str(tmp_path))
-    assert find_foreign(store, "best") is None
+    assert find_foreign_tag(store, "best") is None
     assert store.over

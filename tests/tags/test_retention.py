@@ -15,16 +15,22 @@ from hypothesis import strategies as st
 import xla_ckpt
 from xla_ckpt import AnyOf, BestN, EveryNSeconds, EveryNSteps, LatestDuration, LatestN, Retention, UsageError
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.tags.kept import parsed_policy, policy_json, policy_of, superfluous, why_kept
-from xla_ckpt.tags.retention import TagFact
+from xla_ckpt.tags.retention import (
+    TagInfo,
+    encode_policy,
+    explain_kept,
+    find_tags_to_delete,
+    parse_policy,
+    resolve_policy,
+)
 
 START = datetime.datetime(2026, 3, 1, 22, tzinfo=datetime.UTC)
 HOUR = 3600
 
 
-def fact(tag: str, sequence: int, hours: float | None = 0, pinned: bool = False, **numbers: float) -> TagFact:
+def fact(tag: str, sequence: int, hours: float | None = 0, pinned: bool = False, **numbers: float) -> TagInfo:
     created = "" if hours is None else (START + datetime.timedelta(hours=hours)).isoformat()
-    return TagFact(tag, sequence, pinned, created, numbers.get)
+    return TagInfo(tag, sequence, pinned, created, numbers.get)
 
 
 COUNTS = st.integers(1, 4)
@@ -40,7 +46,7 @@ NUMBERS = st.one_of(st.sampled_from([0.5, math.nan, math.inf, 10**400]), st.floa
 
 
 @st.composite
-def facts(draw: st.DrawFn) -> list[TagFact]:
+def facts(draw: st.DrawFn) -> list[TagInfo]:
     listed = []
     for number in range(draw(st.integers(0, 9))):
         numbers = draw(st.dictionaries(st.sampled_from(["loss", "other"]), NUMBERS))
@@ -50,33 +56,33 @@ def facts(draw: st.DrawFn) -> list[TagFact]:
     return draw(st.permutations(listed))
 
 
-def left(listed: list[TagFact], policy: Retention) -> list[TagFact]:
-    gone = superfluous(listed, policy)
+def left(listed: list[TagInfo], policy: Retention) -> list[TagInfo]:
+    gone = find_tags_to_delete(listed, policy)
     return [one for one in listed if one.tag not in gone]
 
 
 @given(facts(), st.one_of(POLICIES, UNIONS))
 def test_the_newest_and_pinned_tags_stay_and_a_second_look_deletes_nothing(
-    listed: list[TagFact], policy: Retention
+    listed: list[TagInfo], policy: Retention
 ) -> None:
     stay = left(listed, policy)
     assert {one.tag for one in listed if one.pinned} <= {one.tag for one in stay}
     assert max(listed, key=lambda one: one.sequence, default=None) in [*stay, None]
     assert left(stay, policy) == stay
-    assert superfluous(listed, None) == []
+    assert find_tags_to_delete(listed, None) == []
 
 
 @given(facts(), POLICIES, POLICIES)
-def test_a_union_keeps_what_one_of_its_parts_keeps(listed: list[TagFact], one: Retention, other: Retention) -> None:
+def test_a_union_keeps_what_one_of_its_parts_keeps(listed: list[TagInfo], one: Retention, other: Retention) -> None:
     of_both = {f.tag for f in (*left(listed, one), *left(listed, other))}
     assert {f.tag for f in left(listed, one | other)} == of_both
     assert (one | other).parts == (one, other)
     assert left(listed, AnyOf((one | other,))) == left(listed, one | other)
 
 
-def kept(listed: list[TagFact], policy: Retention) -> list[str]:
+def kept(listed: list[TagInfo], policy: Retention) -> list[str]:
     """The tags that stay for another reason than that they are the newest."""
-    return [tag for tag, reasons in why_kept(listed, policy).items() if set(reasons) - {"the newest"}]
+    return [tag for tag, reasons in explain_kept(listed, policy).items() if set(reasons) - {"the newest"}]
 
 
 def test_what_each_policy_keeps() -> None:
@@ -87,7 +93,7 @@ def test_what_each_policy_keeps() -> None:
     assert kept(listed, EveryNSteps(300)) == ["step_300", "step_600"]
     assert kept(listed, EveryNSeconds(86400)) == ["step_100", "step_200"], "2026-03-01 23:00, and 2026-03-02 00:00"
     assert kept(listed, LatestDuration(datetime.timedelta(hours=1))) == ["step_600", "step_700"]
-    assert why_kept(listed, LatestN(1) | BestN("loss"))["step_700"] == ("the newest", "of the newest 1")
+    assert explain_kept(listed, LatestN(1) | BestN("loss"))["step_700"] == ("the newest", "of the newest 1")
 
 
 NAMES = [
@@ -118,19 +124,19 @@ WITHOUT = [
 @pytest.mark.parametrize("name", NAMES)
 def test_the_step_is_found_wherever_it_is_in_a_name(name: str) -> None:
     steps = [0, 7, 300, 1000, 123400]
-    assert [TagFact(name.format(step), 1).step for step in steps] == steps
+    assert [TagInfo(name.format(step), 1).step for step in steps] == steps
     listed = [fact(name.format(step), n) for n, step in enumerate([100, 250, 500, 750, 900, 1000, 1100])]
     assert kept(listed, EveryNSteps(500)) == [name.format(500), name.format(1000)]
 
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_name_without_a_step_has_that_of_the_user_content_or_is_kept(name: str) -> None:
-    assert TagFact(name, 7).step is None
+    assert TagInfo(name, 7).step is None
     for key in ("step", "global_step", "iteration"):
-        assert TagFact(name, 7, metric={key: 500}.get).step == 500
-        assert TagFact(name, 7, metric={key: 500.5}.get).step is None
+        assert TagInfo(name, 7, metric={key: 500}.get).step == 500
+        assert TagInfo(name, 7, metric={key: 500.5}.get).step is None
     listed = [fact("step_1", 1), fact("step_2", 2), fact(name, 3), fact("step_4", 4), fact("step_5", 5)]
-    assert why_kept(listed, EveryNSteps(2)) == {
+    assert explain_kept(listed, EveryNSteps(2)) == {
         "step_1": (), "step_2": ("of every 2 steps",), name: ("its step is not known",),
         "step_4": ("of every 2 steps",), "step_5": ("the newest",),
     }  # fmt: skip
@@ -138,14 +144,14 @@ def test_a_name_without_a_step_has_that_of_the_user_content_or_is_kept(name: str
 
 @given(st.text(max_size=40))
 def test_any_name_has_a_step_that_is_in_it_or_none(name: str) -> None:
-    step = TagFact(name, 7).step
+    step = TagInfo(name, 7).step
     assert step is None or str(step) in name
 
 
 def test_a_number_that_names_no_step_yields_to_the_user_content() -> None:
-    assert TagFact("run2", 7).step == 2
-    assert TagFact("run2", 7, metric={"step": 500}.get).step == 500
-    assert TagFact("step_2", 7, metric={"step": 500}.get).step == 2
+    assert TagInfo("run2", 7).step == 2
+    assert TagInfo("run2", 7, metric={"step": 500}.get).step == 500
+    assert TagInfo("step_2", 7, metric={"step": 500}.get).step == 2
 
 
 def test_a_tag_without_the_number_is_not_among_the_best_unless_none_has_it() -> None:
@@ -159,7 +165,7 @@ def test_what_is_not_known_deletes_nothing() -> None:
     def unreadable(name: str) -> float:
         raise CorruptCheckpointError("damaged")
 
-    listed = [fact("a", 1, None, loss=3), TagFact("b", 2, created="yesterday", metric=unreadable), fact("c", 3, loss=2)]
+    listed = [fact("a", 1, None, loss=3), TagInfo("b", 2, created="yesterday", metric=unreadable), fact("c", 3, loss=2)]
     listed += [fact("d", 4, loss=1), fact("e", 5, loss=4)]
     assert kept(listed, BestN("loss")) == ["b", "d"]
     for policy in (EveryNSeconds(HOUR), LatestDuration(datetime.timedelta(hours=1))):
@@ -169,8 +175,8 @@ def test_what_is_not_known_deletes_nothing() -> None:
 def test_what_cannot_be_read_stays_and_is_not_counted() -> None:
     """Else a damaged tag, as the newest, would have all good ones deleted."""
     facts = [fact("a", 1), fact("b", 2), replace(fact("c", 3), readable=False), replace(fact("d", 4), readable=False)]
-    assert superfluous(facts, LatestN(1)) == ["a"]
-    assert why_kept(facts, LatestN(1))["d"] == ("its manifest cannot be read",)
+    assert find_tags_to_delete(facts, LatestN(1)) == ["a"]
+    assert explain_kept(facts, LatestN(1))["d"] == ("its manifest cannot be read",)
 
 
 def test_pinned_tags_are_not_counted() -> None:
@@ -208,17 +214,17 @@ def test_an_argument_that_does_not_exist_is_told() -> None:
 
 
 def test_it_is_said_in_one_of_two_ways() -> None:
-    assert policy_of(None, None) is None
-    assert policy_of(3, None) == LatestN(3) == policy_of(None, LatestN(3))
+    assert resolve_policy(None, None) is None
+    assert resolve_policy(3, None) == LatestN(3) == resolve_policy(None, LatestN(3))
     with pytest.raises(UsageError, match=r"num_kept_ckpts= and retention=.*LatestN\(3\) \|"):
-        policy_of(3, BestN("loss"))
+        resolve_policy(3, BestN("loss"))
     with pytest.raises(UsageError, match=r"retention is no policy.*xla_ckpt.LatestN\(3\).*found 3"):
         xla_ckpt.SaveOptions(retention=3)  # type: ignore[arg-type]
 
 
 def test_a_number_that_no_tag_has_is_the_reason_why_all_stay() -> None:
-    facts = [TagFact("a", 1), TagFact("b", 2)]
-    assert why_kept(facts, BestN("los")) == {
+    facts = [TagInfo("a", 1), TagInfo("b", 2)]
+    assert explain_kept(facts, BestN("los")) == {
         "a": ("no tag has the number los in its user_content",),
         "b": ("the newest", "no tag has the number los in its user_content"),
     }
@@ -235,7 +241,7 @@ def test_a_number_that_no_tag_has_is_the_reason_why_all_stay() -> None:
     ids=str,
 )
 def test_a_tag_says_a_policy(policy: Retention) -> None:
-    said = parsed_policy(json.loads(json.dumps(policy_json(policy))))
+    said = parse_policy(json.loads(json.dumps(encode_policy(policy))))
     assert said is not None
     assert said.parts == policy.parts
 
@@ -246,4 +252,4 @@ def test_a_tag_says_a_policy(policy: Retention) -> None:
      [["Newer", 1]], [["LatestDuration", 1e300]], [["LatestDuration", "a"]], [["BestN", 7]], {"LatestN": 3}],
 )  # fmt: skip
 def test_what_a_tag_says_may_be_no_policy(said: Any) -> None:
-    assert parsed_policy(said) is None
+    assert parse_policy(said) is None

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 import xla_ckpt
 from tests.runs import names_in
-from xla_ckpt.engine.verify import OF_COMMITS
+from xla_ckpt.loading.verify import COMMIT_FILES
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.kept import policy_of, superfluous
-from xla_ckpt.tags.names import is_tag_name
-from xla_ckpt.tags.retention import TagFact
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.entry import is_tag_name
+from xla_ckpt.tags.resolve import open_root
+from xla_ckpt.tags.retention import TagInfo, find_tags_to_delete, resolve_policy
 
 
 def put(root: Path, tag: str, value: Any = 0, **options: Any) -> None:
@@ -139,14 +138,14 @@ def test_retention_of_nothing_is_refused_and_what_keeps_all_is_told(tmp_path: Pa
 
 
 facts = st.lists(
-    st.builds(TagFact, st.text("abc", min_size=1, max_size=3), st.integers(1, 50), st.booleans()),
+    st.builds(TagInfo, st.text("abc", min_size=1, max_size=3), st.integers(1, 50), st.booleans()),
     unique_by=(lambda f: f.tag, lambda f: f.sequence), max_size=8,
 )  # fmt: skip
 
 
 @given(facts, st.one_of(st.none(), st.integers(1, 5)))
-def test_retention_laws(some: list[TagFact], kept: int | None) -> None:
-    gone = superfluous(some, policy_of(kept, None))
+def test_retention_laws(some: list[TagInfo], kept: int | None) -> None:
+    gone = find_tags_to_delete(some, resolve_policy(kept, None))
     by_name = {f.tag: f for f in some}
     assert not any(by_name[t].pinned for t in gone)
     newest = max(some, key=lambda f: f.sequence, default=None)
@@ -160,14 +159,14 @@ def test_retention_laws(some: list[TagFact], kept: int | None) -> None:
 def test_a_tag_that_is_read_is_not_deleted_under_its_reader(tmp_path: Path) -> None:
     put(tmp_path, "a", "old a"), put(tmp_path, "b", "old b")
     reading_a, reading_b = (
-        root_of(LocalStore(str(tmp_path))).open("a"),
-        root_of(LocalStore(str(tmp_path))).open("b"),
+        open_root(LocalStore(str(tmp_path))).open("a"),
+        open_root(LocalStore(str(tmp_path))).open("b"),
     )
     put(tmp_path, "c", num_kept_ckpts=1)
     put(tmp_path, "b", "new b", num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
-    assert "manifest.json" in reading_a.files()
-    assert "manifest.json" in reading_b.files()
+    assert "manifest.json" in reading_a.list_files()
+    assert "manifest.json" in reading_b.list_files()
     assert set(xla_ckpt.list_tags(tmp_path)) == {"a", "b"}
     assert value(tmp_path, "b") == "new b"
     reading_a.close(), reading_b.close()
@@ -217,7 +216,7 @@ def test_a_damaged_manifest_keeps_its_place_in_the_order(tmp_path: Path) -> None
     put(tmp_path, "a", 1), put(tmp_path, "b", 2), put(tmp_path, "c", 3)
     (tmp_path / "b/manifest.json").write_bytes(b"{}")
     assert xla_ckpt.list_tags(tmp_path) == ["a", "b", "c"]
-    assert [e.tag for e in root_of(LocalStore(str(tmp_path))).entries() if e.damage] == ["b"]
+    assert [e.tag for e in open_root(LocalStore(str(tmp_path))).list_entries() if e.damage] == ["b"]
     report = xla_ckpt.verify(tmp_path, "b")
     assert not report.ok
     assert report.problems[0].file == "manifest.json"
@@ -350,7 +349,7 @@ def test_everything_is_durable_before_a_tag_appears(
 
 def test_what_a_power_failure_may_leave_of_orbax_own_files_does_no_harm(tmp_path: Path) -> None:
     put(tmp_path, "a", 1)
-    of_commits = [path for path in (tmp_path / "a").iterdir() if path.name in OF_COMMITS]
+    of_commits = [path for path in (tmp_path / "a").iterdir() if path.name in COMMIT_FILES]
     assert len(of_commits) == 2
     for path in of_commits:
         path.write_bytes(b"")

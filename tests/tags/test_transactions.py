@@ -9,14 +9,12 @@ import pytest
 
 from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.errors import NotDurableError, SaveError
-from xla_ckpt.storage.base import FileSystem
-from xla_ckpt.storage.door import above
+from xla_ckpt.storage.base import FileSystem, read_file, write_file
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.small_files import read_whole, write_small
-from xla_ckpt.tags.cleaning import clean
-from xla_ckpt.tags.directories import DirectoryRoot
-from xla_ckpt.tags.root import Kind
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.storage.resolve import open_parent
+from xla_ckpt.tags.directory_operations import clean_root
+from xla_ckpt.tags.directory_root import DirectoryRoot
+from xla_ckpt.tags.root import Transaction, TransactionKind
 
 
 @pytest.fixture
@@ -25,18 +23,18 @@ def store(tmp_path: Path) -> FileSystem:
 
 
 def begin(store: FileSystem) -> Transaction:
-    return Transaction(DirectoryRoot(store), "a", Kind.CHECKPOINT).begin()
+    return Transaction(DirectoryRoot(store), "a", TransactionKind.CHECKPOINT).begin()
 
 
 def fill(transaction: Transaction, text: bytes) -> None:
-    write_small(transaction.directory, "file", text)
+    write_file(transaction.directory, "file", text)
     transaction.seal({})
 
 
 def content(store: FileSystem, name: str = "a") -> bytes:
-    directory = store.open(DirectoryRoot(store).place_of(name))
+    directory = store.open(DirectoryRoot(store).get_directory_name(name))
     try:
-        return read_whole(directory, "file")
+        return read_file(directory, "file")
     finally:
         directory.close()
 
@@ -50,7 +48,7 @@ def put(store: FileSystem, text: bytes) -> None:
 def test_a_directory_appears_and_is_replaced(store: FileSystem) -> None:
     for text in (b"1", b"2", b"3"):
         put(store, text)
-        assert store.names() == ["a"]
+        assert store.list_names() == ["a"]
         assert content(store) == text
 
 
@@ -58,18 +56,18 @@ def test_one_that_is_abandoned_leaves_nothing(store: FileSystem) -> None:
     put(store, b"1")
     made = begin(store)
     fill(made, b"2")
-    made.abandon()
-    made.abandon()
-    assert store.names() == ["a"]
+    made.abort()
+    made.abort()
+    assert store.list_names() == ["a"]
     assert content(store) == b"1"
 
 
 def test_what_killed_writers_left_is_removed(store: FileSystem) -> None:
     put(store, b"1")
     for name in (".new-a", ".new-a-1", ".old-a", ".new-another"):
-        store.make(name).close()
+        store.make_directory(name).close()
     put(store, b"2")
-    assert store.names() == [".new-another", "a"]
+    assert store.list_names() == [".new-another", "a"]
     assert content(store) == b"2"
 
 
@@ -82,9 +80,9 @@ def test_what_another_writer_still_writes_is_left_alone(store: FileSystem) -> No
     first.commit()
     with pytest.raises(SaveError, match="another job has saved this checkpoint meanwhile"):
         second.commit()
-    second.abandon()
+    second.abort()
     assert content(store) == b"1"
-    assert store.names() == ["a"]
+    assert store.list_names() == ["a"]
 
 
 class CannotExchange(FailingStore):
@@ -96,13 +94,13 @@ def test_a_storage_that_cannot_exchange_names(store: FileSystem) -> None:
     plain = CannotExchange("root", store, Faults())
     put(plain, b"1")
     put(plain, b"2")
-    assert store.names() == ["a"]
+    assert store.list_names() == ["a"]
     assert content(store) == b"2"
     # Killed between the two renames: the old version is found, and the next writer puts it back.
     store.rename("a", ".old-a")
     assert content(store) == b"2"
-    clean(plain, "a")
-    assert store.names() == ["a"]
+    clean_root(plain, "a")
+    assert store.list_names() == ["a"]
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -119,14 +117,14 @@ def test_whatever_is_refused_the_old_or_the_new_one_is_there(store: FileSystem, 
             made.commit()
         except OSError:
             if made is not None:
-                made.abandon()
+                made.abort()
             assert content(store) in (b"old", b"new")
         else:
             assert content(store) == b"new"
             if not faults.refused:
                 break
-        clean(store, "a")
-        assert store.names() == ["a"]
+        clean_root(store, "a")
+        assert store.list_names() == ["a"]
         put(store, b"old")
     else:
         pytest.fail("every change was refused")
@@ -156,18 +154,18 @@ def test_a_directory_that_is_neither_durable_nor_taken_back_keeps_its_old_versio
     with pytest.raises(NotDurableError, match="a is in place and complete"):
         made.commit()
     assert failing.faults.refused == ["sync the root", "exchange .new-a and a"]
-    made.abandon()
+    made.abort()
     assert content(store) == b"new"
-    assert store.names() == [".new-a", "a"]  # a loss of power may give the old version its name again
-    clean(store, "a")
-    assert store.names() == ["a"]
+    assert store.list_names() == [".new-a", "a"]  # a loss of power may give the old version its name again
+    clean_root(store, "a")
+    assert store.list_names() == ["a"]
 
 
 def test_a_link_to_a_checkpoint_is_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "real")
-    store, name = above(tmp_path / "latest")
+    store, name = open_parent(tmp_path / "latest")
     assert (store.path, name) == (str(tmp_path), "real")
     (tmp_path / "real/file.pt").write_bytes(b"")
     (tmp_path / "model.pt").symlink_to(tmp_path / "real/file.pt")
-    assert above(tmp_path / "model.pt")[1] == "model.pt", "the name says what is in a file"
+    assert open_parent(tmp_path / "model.pt")[1] == "model.pt", "the name says what is in a file"

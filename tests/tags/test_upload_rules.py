@@ -7,8 +7,14 @@ import json
 import pytest
 
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.features.local_first.upload_rules import (
+    UploadJournal,
+    decide_upload,
+    list_locations,
+    order_newest_first,
+    parse_journal,
+)
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.upload_rules import Journal, newest_first, parse_journal, step_of, whereabouts
 
 HERE = "s3://bucket/run"
 
@@ -18,17 +24,17 @@ def entry(tag: str, sequence: int, created: str = "2026-01-01") -> TagEntry:
 
 
 def test_a_journal_survives_its_file() -> None:
-    journal = Journal(address=HERE, nbytes=7, attempt="a/.5eed", sent={"f": 3}, is_remote=True)
+    journal = UploadJournal(address=HERE, nbytes=7, attempt="a/.5eed", sent={"f": 3}, is_remote=True)
     assert parse_journal(journal.to_json(), HERE) == journal
 
 
 def test_without_a_journal_nothing_is_there() -> None:
-    assert parse_journal(None, HERE) == Journal(address=HERE)
+    assert parse_journal(None, HERE) == UploadJournal(address=HERE)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 300, b"{", b"[]", b"null", b'{"sent": 1}', b'{"sent": {"a": "b"}, "address": "s3://bucket/run"}',
-             b'{"sent": {}}', Journal(address=HERE, disks=("a", "b")).to_json()[:-1]],
+             b'{"sent": {}}', UploadJournal(address=HERE, disks=("a", "b")).to_json()[:-1]],
 )  # fmt: skip
 def test_a_damaged_journal_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match="journal of the upload is damaged"):
@@ -36,10 +42,10 @@ def test_a_damaged_journal_is_refused(data: bytes) -> None:
 
 
 def test_the_disks_of_a_tag_are_read_from_each_journal_that_has_them() -> None:
-    elsewhere = Journal(address="s3://other", nbytes=1, sent={"f": 1}, is_remote=True, disks=("a", "b"))
-    later = {**json.loads(Journal(address=HERE, disks=("a", "b")).to_json()), "later": 1}
+    elsewhere = UploadJournal(address="s3://other", nbytes=1, sent={"f": 1}, is_remote=True, disks=("a", "b"))
+    later = {**json.loads(UploadJournal(address=HERE, disks=("a", "b")).to_json()), "later": 1}
     for data in (elsewhere.to_json(), json.dumps(later).encode()):
-        assert parse_journal(data, HERE) == Journal(address=HERE, disks=("a", "b"))
+        assert parse_journal(data, HERE) == UploadJournal(address=HERE, disks=("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -54,23 +60,23 @@ def test_the_disks_of_a_tag_are_read_from_each_journal_that_has_them() -> None:
     ],
 )
 def test_what_is_done_with_a_tag(remote: list[TagEntry], step: str) -> None:
-    assert step_of(entry("a", 5), remote) == step
+    assert decide_upload(entry("a", 5), remote) == step
 
 
 def test_the_newest_comes_first_and_of_the_same_the_nearer() -> None:
     local, remote = [entry("a", 1), entry("b", 2)], [entry("x", 0), entry("y", 0), entry("b", 2), entry("c", 3)]
-    found = [(one.tag, is_local) for one, is_local in newest_first(local, remote)]
+    found = [(one.tag, is_local) for one, is_local in order_newest_first(local, remote)]
     assert found == [("c", False), ("b", True), ("b", False), ("a", True), ("y", False), ("x", False)]
     later = entry("z", 2, "2026-01-02")
-    assert newest_first([entry("b", 2)], [later])[0] == (later, False)
+    assert order_newest_first([entry("b", 2)], [later])[0] == (later, False)
 
 
 def test_places_in_words() -> None:
     local = [entry("both", 1), entry("here", 2), entry("half", 3), entry("old", 4)]
     remote = [entry("both", 1), entry("there", 2, "2026-01-02"), entry("old", 5)]
-    journals = {"half": Journal(address=HERE, nbytes=10, sent={"f": 4}), "here": Journal(address=HERE)}
+    journals = {"half": UploadJournal(address=HERE, nbytes=10, sent={"f": 4}), "here": UploadJournal(address=HERE)}
     assert [
-        (one.tag, one.sequence, is_local, where) for one, is_local, where in whereabouts(local, remote, journals)
+        (one.tag, one.sequence, is_local, where) for one, is_local, where in list_locations(local, remote, journals)
     ] == [
         ("both", 1, True, "both"),
         ("here", 2, True, "local"),

@@ -14,24 +14,25 @@ import torch
 from tests.covering import covering, pairs_of_values
 from tests.memory import MemoryDirectory
 from tests.topology.state import WHOLE, known, names_of, part_of, tp_part, whole
-from xla_ckpt import Mesh, dtypes
-from xla_ckpt.arrays.torch_elements import bytes_of, cut
-from xla_ckpt.arrays.torch_host import Spread
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.read import read_into
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.write import write_files
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import Head
-from xla_ckpt.plan.leaf import leaf_of
-from xla_ckpt.plan.merge import merge
-from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.restore_plan import Want, plan_restore
-from xla_ckpt.plan.save_plan import plan_save
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt import Mesh
+from xla_ckpt.arrays.torch_elements import get_tensor_bytes, narrow_to_box
+from xla_ckpt.arrays.torch_tensor import PieceBuffers
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.manifest import ManifestHeader
+from xla_ckpt.core.plan.leaf import create_leaf
+from xla_ckpt.core.plan.merge import merge_records
+from xla_ckpt.core.plan.rank_record import RankRecord
+from xla_ckpt.core.plan.restore_plan import ReadRequest, plan_restore
+from xla_ckpt.core.plan.save_plan import plan_save
+from xla_ckpt.core.sharding.local_array import LocalArray
+from xla_ckpt.core.sharding.sharding import DimSharding, Sharding
+from xla_ckpt.loading.read import read_into
+from xla_ckpt.loading.tag_reader import TagReader
+from xla_ckpt.progress import IoContext
+from xla_ckpt.saving.write import write_files
 
-FLOAT = dtypes.dtype("float32")
+FLOAT = dtypes.get_dtype("float32")
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,17 @@ class Topology:
         found = {}
         for name in names_of(self.mesh, rank):
             shape, dim, stride = WHOLE[name]
-            dims: list[Split | None] = [None] * len(shape)
+            dims: list[DimSharding | None] = [None] * len(shape)
             if dim is not None:
-                dims[dim] = Split.strided(("tp",), stride)
+                dims[dim] = DimSharding.from_stride(("tp",), stride)
             sharding = Sharding(tuple(dims), shape)
             weight = part_of(whole(name), name, self.mesh, rank)
-            found[f"model/{name}"] = sharding.place(tuple(weight.shape), self.mesh, rank), weight
+            found[f"model/{name}"] = sharding.map_local_shape(tuple(weight.shape), self.mesh, rank), weight
             for what in ("exp_avg", "exp_avg_sq"):
                 value = part_of(known(name, what), name, self.mesh, rank, zero=self.zero)
-                place = sharding.place(tuple(weight.shape), self.mesh, rank)
+                place = sharding.map_local_shape(tuple(weight.shape), self.mesh, rank)
                 if self.zero:
-                    place = sharding.zero1(tuple(weight.shape), self.mesh, rank, ("dp",))
+                    place = sharding.map_zero1_shape(tuple(weight.shape), self.mesh, rank, ("dp",))
                 found[f"optimizer/state/{name}/{what}"] = place, value
         return found
 
@@ -85,22 +86,26 @@ def stored(topology: Topology) -> TagReader:
     names_of_stage: dict[int, set[str]] = {}
     for rank in range(world):
         arrays = topology.arrays(rank)
-        leaves = [leaf_of(path, FLOAT, local) for path, (local, _) in arrays.items()]
+        leaves = [create_leaf(path, FLOAT, local) for path, (local, _) in arrays.items()]
         stage = topology.mesh.coordinates(rank)["pp"]
         assert names_of_stage.setdefault(stage, set(arrays)) == set(arrays)
         plan = plan_save(leaves, rank, world)
-        pieces = {(p, i): cut(v, piece.local).contiguous() for p, (local, v) in arrays.items()
+        pieces = {(p, i): narrow_to_box(v, piece.local_box).contiguous() for p, (local, v) in arrays.items()
                   for i, piece in enumerate(local.pieces)}  # fmt: skip
-        written = write_files(directory, plan, {k: bytes_of(v) for k, v in pieces.items()}, Crew(workers=1))
+        written = write_files(
+            directory, plan, {k: get_tensor_bytes(v) for k, v in pieces.items()}, IoContext(workers=1)
+        )
         facts = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None) for leaf in leaves}
         records.append(
-            Record.of(written.shards, rank=rank, files=written.files, arrays=facts, aliases={}, skeleton=None)
+            RankRecord.from_shards(
+                written.shards, rank=rank, files=written.files, arrays=facts, aliases={}, skeleton=None
+            )
         )
-    merged = merge(records, topology.mesh)
+    merged = merge_records(records, topology.mesh)
     assert not merged.duplicates
-    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), topology.mesh)
-    directory.objects["manifest.json"] = manifest_json.dump(manifest)
-    payload = sum(f.size - f.head for f in manifest.files)
+    manifest = merged.build_manifest(ManifestHeader(tag="t", sequence=1, pinned=False, created=""), topology.mesh)
+    directory.objects["manifest.json"] = manifest_json.dump_manifest(manifest)
+    payload = sum(f.size - f.framing_bytes for f in manifest.files)
     assert payload == manifest.nbytes == sum(4 * whole(n).numel() for n in WHOLE) * 3  # every byte, once
     return TagReader(directory, "memory", "t")
 
@@ -109,14 +114,14 @@ def restored(reader: TagReader, arrays: dict[str, tuple[LocalArray, torch.Tensor
     """The arrays of one rank, read anew."""
     wants, slots, fills = [], [], {}
     for path, (local, like) in arrays.items():
-        made, spread = torch.zeros_like(like), Spread(local)
-        wants += [Want(path, box, len(slots) + i) for i, box in enumerate(local.boxes)]
-        slots += spread.over(made)
+        made, spread = torch.zeros_like(like), PieceBuffers(local)
+        wants += [ReadRequest(path, box, len(slots) + i) for i, box in enumerate(local.boxes)]
+        slots += spread.get_memory(made)
         fills[path] = spread, made
     plan = plan_restore(reader.manifest, wants)
     assert plan.needed_bytes == 4 * sum(w.box.size for w in wants)
-    read_into(reader, plan, slots, Crew(workers=1))
-    return {path: spread.fill(made) for path, (spread, made) in fills.items()}
+    read_into(reader, plan, slots, IoContext(workers=1))
+    return {path: spread.copy_into(made) for path, (spread, made) in fills.items()}
 
 
 @cache

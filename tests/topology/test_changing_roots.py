@@ -25,11 +25,11 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.nursery import Call, bear
 from tests.runs import environment
-from xla_ckpt.api import load_steps
-from xla_ckpt.layouts.no_tag import no_tag
+from xla_ckpt.formats.tags import make_not_found_error
+from xla_ckpt.loading import load
 from xla_ckpt.storage import local
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.cleaning import clean
+from xla_ckpt.tags.directory_operations import clean_root
 
 LISTED = "the newest tag is known"
 HALF = "rank 0 has opened it"
@@ -49,19 +49,19 @@ CHANGED: Outcome = ("ChangedTagError", [0.0])
 def retires(root: Path) -> None:
     """Save a newer tag, and give up all older ones."""
     put(root, "newer", 3, num_kept_ckpts=1)
-    clean(LocalStore(str(root)))
+    clean_root(LocalStore(str(root)))
 
 
 def replaces(root: Path) -> None:
     """Save the tag anew."""
     put(root, "new", 3)
-    clean(LocalStore(str(root)))
+    clean_root(LocalStore(str(root)))
 
 
 def deletes(root: Path) -> None:
     """Delete the tag, although it is being read."""
     xla_ckpt.Checkpoints(root).delete("new", force=True)
-    clean(LocalStore(str(root)))
+    clean_root(LocalStore(str(root)))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def reads(rank: int, folder: Path, cases: Sequence[Case], locks: bool) -> list[O
 
 
 def _load(root: Path, case: Case, tag: str | None) -> Outcome:
-    from xla_ckpt.api import load_steps
+    from xla_ckpt.loading import load
 
     todo = [case.instant]
 
@@ -140,11 +140,11 @@ def _load(root: Path, case: Case, tag: str | None) -> Outcome:
         stop(OPENED)
         return fill(*args, **options)
 
-    open_tag, fill = load_steps.open_tag, load_steps.fill
+    open_tag, fill = load.open_tag, load.restore_targets
     target = {"w": torch.zeros(8)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_steps, "open_tag", opens)
-        patch.setattr(load_steps, "fill", fills)
+        patch.setattr(load, "open_tag", opens)
+        patch.setattr(load, "restore_targets", fills)
         try:
             told = xla_ckpt.load_checkpoint(
                 root / "tags", tag, model=target, options=xla_ckpt.LoadOptions(timeout=20)
@@ -184,7 +184,7 @@ def prepared(folder: Path, cases: Sequence[Case]) -> None:
     first = folder / "first"
     put(first, "old", 1)
     put(first, "new", 2)
-    then = time.time() - local.UNLOCKED_AGE - 60
+    then = time.time() - local.UNLOCKED_IDLE_SECONDS - 60
     for number in range(len(cases)):
         for tag in (None, "new"):
             root = folder / f"{number}-{tag}"
@@ -231,7 +231,7 @@ def misses_a_tag(rank: int, root: Path) -> tuple[str, list[str]]:
     put(root, "old", 1)
     patch = pytest.MonkeyPatch()
     if rank == 1:
-        patch.setattr(load_steps, "open_tag", lambda store, tag, *_: (_ for _ in ()).throw(no_tag(store, tag)))
+        patch.setattr(load, "open_tag", lambda store, tag, *_: (_ for _ in ()).throw(make_not_found_error(store, tag)))
     try:
         xla_ckpt.restore(root, "old", options=xla_ckpt.LoadOptions(timeout=60))
     except xla_ckpt.CheckpointError as error:

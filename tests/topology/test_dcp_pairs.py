@@ -1,6 +1,6 @@
 """A few of the pairs of benchmarks/dcp_pairs.py: who loads what whom saved, among two ranks and one process.
 
-Pairs that tests/layouts/test_dcp_writing.py and tests/topology/test_dcp_jobs.py have not. That each kind saves and
+Pairs that tests/formats/test_dcp_writing.py and tests/topology/test_dcp_jobs.py have not. That each kind saves and
 loads on its own is tested sooner, in tests/dcp/test_ranks.py.
 """
 
@@ -46,7 +46,7 @@ def alone(root: Path) -> list[tuple[str, str, str]]:
 def test_wrapped_and_tensor_parallel_modules(tmp_path: Path) -> None:
     assert run_on_ranks(save, 2, tmp_path, timeout=500) == [[], []]
     for failed in run_on_ranks(load, 2, tmp_path, TWO, timeout=500):
-        # Stock's planner fails if FSDP1 leaves a rank without rows of a tensor (see xla_ckpt.dcp.states).
+        # Stock's planner fails if FSDP1 leaves a rank without rows of a tensor (see xla_ckpt.dcp.state_dicts).
         assert {(into, program) for into, program, _ in failed} == {("fsdp1", "stock `dcp.load`")}
         assert {wrong for _, _, wrong in failed} == {
             "RuntimeError: Missing key in checkpoint state_dict: optimizer.param_groups."

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
-from xla_ckpt.job.call import Call, different_calls
+from xla_ckpt.distributed.handshake import CallSignature, find_call_mismatch
 
 RANKS = 4
 ODD = 2
@@ -337,7 +337,7 @@ def test_ranks_are_in_step_again_where_saves_to_two_roots_take_turns(tmp_path: P
 
 
 def claims_what_another_rank_did_not_improve(rank: int, root: Path) -> tuple[list[str], list[str]]:
-    """Rank 1 alone saves the tag `best` at first; later all ranks do."""
+    """Rank 1 alone saves the tag `select_best` at first; later all ranks do."""
     raised = []
 
     def save(tag: str, step: int) -> None:
@@ -364,9 +364,9 @@ def test_only_one_of_two_ranks_is_behind(tmp_path: Path) -> None:
 
 
 def test_all_that_differs_is_named() -> None:
-    calls = [Call.of("save", "/p", "a", pinned=n == 1, layout="pt" if n else "native") for n in range(3)]
-    found = different_calls(calls)
+    calls = [CallSignature.create("save", "/p", "a", pinned=n == 1, layout="pt" if n else "native") for n in range(3)]
+    found = find_call_mismatch(calls)
     assert found is not None
     assert (found.rank, found.expected, found.found) == (1, "pinned=False on ranks 0, 2", "pinned=True on rank 1")
     assert found.details == "  expected layout='pt' on ranks 1, 2, found layout='native' on rank 0"
-    assert different_calls([]) is None
+    assert find_call_mismatch([]) is None

@@ -18,8 +18,8 @@ import xla_ckpt
 from tests.jobs import finish, start_on_ranks, store_of_torchrun
 from tests.nursery import Born
 from tests.runs import names_in
-from xla_ckpt.engine import save as engine
-from xla_ckpt.job.round import LEAD
+from xla_ckpt.distributed.exchange import LEADER_TIMEOUT_FRACTION
+from xla_ckpt.saving import run as engine
 
 RANKS = 4
 TIMEOUT = 5.0
@@ -191,7 +191,7 @@ def test_kill_nine(tmp_path: Path) -> None:
     outcome = Outcome(jobs[0], killed=2)
     error = outcome.error("save", ranks=3, within=TIMEOUT + SLACK)
     assert (error["kind"], error["rank"], error["tag"]) == ("RankFailedError", 2, "good")
-    assert f"rank 2 did not answer within {LEAD * TIMEOUT:g} s" in error["text"]
+    assert f"rank 2 did not answer within {LEADER_TIMEOUT_FRACTION * TIMEOUT:g} s" in error["text"]
     error = outcome.error("load", ranks=3, within=TIMEOUT + SLACK)  # of which rank 2 is dead from the start
     assert (error["kind"], error["rank"]) == ("RankFailedError", 2)
     untouched(one)

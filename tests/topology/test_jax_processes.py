@@ -12,7 +12,7 @@ import numpy as np
 
 import xla_ckpt
 from tests.jobs import run_on_jax_processes
-from xla_ckpt.engine import save as engine
+from xla_ckpt.saving import run as engine
 
 AT_ONCE = 60.0
 """Seconds within which a failure is told, on a busy machine; a rank that nobody told would wait for half an hour."""

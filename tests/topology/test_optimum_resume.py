@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.formats.optimum import HEAD, MOMENTS, Job, write_checkpoint
 from tests.jobs import run_on_ranks
-from tests.layouts.optimum import HEAD, MOMENTS, Job, write_checkpoint
 from xla_ckpt import Mesh
 
 SAVED = Job(tp=4, copies=2, zero1=True, dp=2)

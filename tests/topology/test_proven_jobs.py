@@ -23,7 +23,7 @@ def spmd_devices(root: Path) -> dict[str, Any]:
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
 
-    from xla_ckpt.arrays import spmd
+    from xla_ckpt.arrays import xla_tensor
 
     xr.use_spmd()
     mesh = xs.Mesh(np.arange(4), (2, 2), ("a", "b"))
@@ -39,7 +39,7 @@ def spmd_devices(root: Path) -> dict[str, Any]:
     state = made(0.0)
     report = xla_ckpt.load_checkpoint(root, "t", state, options=PROVE).report
     found: dict[str, Any] = {"bytes": report.proven_bytes, "unproven": report.unproven}
-    load = spmd._XLAC._load_local_shards
+    load = xla_tensor._XLAC._load_local_shards
 
     def breaking(name: str, lane: int) -> Callable[..., None]:
         def broken(tensor: torch.Tensor, shards: list[torch.Tensor], devices: list[str]) -> None:
@@ -52,7 +52,7 @@ def spmd_devices(root: Path) -> dict[str, Any]:
 
     for name in ("split", "half"):
         for lane in range(4):
-            spmd._XLAC._load_local_shards = breaking(name, lane)
+            xla_tensor._XLAC._load_local_shards = breaking(name, lane)
             try:
                 xla_ckpt.load_checkpoint(root, "t", state, options=PROVE)
             except UnprovenLoadError as error:

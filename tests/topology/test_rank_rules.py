@@ -16,7 +16,7 @@ import torch
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt import Mesh
-from xla_ckpt.sharding.sharding import Sharding, Split, axes_of
+from xla_ckpt.core.sharding.sharding import DimSharding, Sharding, find_group_axes
 
 FULL = torch.arange(48.0).reshape(8, 6)
 
@@ -359,14 +359,14 @@ def test_bytes_are_shared_out_and_counted_by_the_system(tmp_path: Path) -> None:
 
 def test_shardings_by_hand() -> None:
     mesh = Mesh(pp=2, dp=4, ep=2, tp=2)
-    expert = Sharding((Split(("ep",)), None, Split(("tp",)))).place((2, 3, 5), mesh, 3)
+    expert = Sharding((DimSharding(("ep",)), None, DimSharding(("tp",)))).map_local_shape((2, 3, 5), mesh, 3)
     assert expert.shape == (4, 3, 10)
-    assert str(expert.pieces[0].box) == "[2:4, 0:3, 5:10]"
+    assert str(expert.pieces[0].global_box) == "[2:4, 0:3, 5:10]"
     assert (expert.replica, expert.replicas) == (0, 2)  # copies lie along edp
-    assert Sharding.parse((("tp", 3), None)).dims[0] == Split.strided(("tp",), 3)
-    assert axes_of([0, 2, 4, 6], mesh, 0) == ("dp",)
-    assert axes_of([0, 4], mesh, 0) == ("edp",)
-    assert axes_of([0, 3], mesh, 0) is None
+    assert Sharding.parse((("tp", 3), None)).dims[0] == DimSharding.from_stride(("tp",), 3)
+    assert find_group_axes([0, 2, 4, 6], mesh, 0) == ("dp",)
+    assert find_group_axes([0, 4], mesh, 0) == ("edp",)
+    assert find_group_axes([0, 3], mesh, 0) is None
     for bad in ("tp", ("tp", "tp"), (("dp", "ep"),), ((1,),), (3,)):
         with pytest.raises(ValueError, match=r".+"):
             Sharding.parse(bad)

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 
 from tests.memory import MemoryDirectory
 from tests.topology.test_all_pairs import restored
-from xla_ckpt import Mesh, dtypes
-from xla_ckpt.arrays.torch_elements import bytes_of, cut
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.write import write_files
-from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import Head
-from xla_ckpt.plan.leaf import leaf_of
-from xla_ckpt.plan.merge import merge
-from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.save_plan import plan_save
-from xla_ckpt.plan.stored_shardings import sharding_of
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.sections import Section, parse_section
-from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt import Mesh
+from xla_ckpt.arrays.torch_elements import get_tensor_bytes, narrow_to_box
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.manifest import ManifestHeader
+from xla_ckpt.core.plan.leaf import create_leaf
+from xla_ckpt.core.plan.merge import merge_records
+from xla_ckpt.core.plan.rank_record import RankRecord
+from xla_ckpt.core.plan.save_plan import plan_save
+from xla_ckpt.core.plan.stored_sharding import resolve_sharding
+from xla_ckpt.core.sharding.local_array import LocalArray
+from xla_ckpt.core.sharding.sharding import DimSharding, Section, Sharding, parse_section
+from xla_ckpt.loading.tag_reader import TagReader
+from xla_ckpt.progress import IoContext
+from xla_ckpt.saving.write import write_files
 
-FLOAT = dtypes.dtype("float32")
+FLOAT = dtypes.get_dtype("float32")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding((*(None,) * self.dim, Split(("tp",), self.sections)))
+        return Sharding((*(None,) * self.dim, DimSharding(("tp",), self.sections)))
 
     def tensor(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """What a rank has in memory, by repeating and cutting whole tensors as neuronx-distributed does."""
@@ -63,9 +63,9 @@ class Job:
     def place(self, full: torch.Tensor, rank: int) -> LocalArray:
         """Where the library says that it lies."""
         if not self.zero:
-            return self.sharding.place(tuple(self.tensor(full, rank).shape), self.mesh, rank)
+            return self.sharding.map_local_shape(tuple(self.tensor(full, rank).shape), self.mesh, rank)
         whole = Job(self.mesh, self.sections, self.dim, zero=False).tensor(full, rank)
-        return self.sharding.zero1(tuple(whole.shape), self.mesh, rank, ("dp",))
+        return self.sharding.map_zero1_shape(tuple(whole.shape), self.mesh, rank, ("dp",))
 
 
 @st.composite
@@ -97,20 +97,22 @@ def stored(job: Job, full: torch.Tensor) -> TagReader:
     for rank in range(job.mesh.size):
         local, tensor = job.place(full, rank), job.tensor(full, rank)
         assert local.shape == full.shape
-        leaf = leaf_of("optimizer/state/w/exp_avg", FLOAT, local)
+        leaf = create_leaf("optimizer/state/w/exp_avg", FLOAT, local)
         plan = plan_save([leaf], rank, job.mesh.size)
-        pieces = [cut(tensor, piece.local).contiguous() for piece in local.pieces]
-        memory = {(leaf.path, i): bytes_of(piece) for i, piece in enumerate(pieces)}
-        written = write_files(directory, plan, memory, Crew(workers=1))
+        pieces = [narrow_to_box(tensor, piece.local_box).contiguous() for piece in local.pieces]
+        memory = {(leaf.path, i): get_tensor_bytes(piece) for i, piece in enumerate(pieces)}
+        written = write_files(directory, plan, memory, IoContext(workers=1))
         fact = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec, None)}
         records.append(
-            Record.of(written.shards, rank=rank, files=written.files, arrays=fact, aliases={}, skeleton=None)
+            RankRecord.from_shards(
+                written.shards, rank=rank, files=written.files, arrays=fact, aliases={}, skeleton=None
+            )
         )
-    merged = merge(records, job.mesh)
+    merged = merge_records(records, job.mesh)
     assert not merged.duplicates
-    manifest = merged.manifest(Head(tag="t", sequence=1, pinned=False, created=""), job.mesh)
-    assert sum(f.size - f.head for f in manifest.files) == full.numel() * 4  # keys and values once, too
-    directory.objects["manifest.json"] = manifest_json.dump(manifest)
+    manifest = merged.build_manifest(ManifestHeader(tag="t", sequence=1, pinned=False, created=""), job.mesh)
+    assert sum(f.size - f.framing_bytes for f in manifest.files) == full.numel() * 4  # keys and values once, too
+    directory.objects["manifest.json"] = manifest_json.dump_manifest(manifest)
     return TagReader(directory, "memory", "t")
 
 
@@ -130,11 +132,11 @@ def test_the_manifest_says_how_it_was_split(case: tuple[torch.Tensor, Job, Job])
     full, source, _ = case
     manifest = stored(source, full).manifest
     leaf = "optimizer/state/w/exp_avg"
-    split = sharding_of(leaf, manifest, ()).dims[source.dim]
+    split = resolve_sharding(leaf, manifest, ()).dims[source.dim]
     assert split is not None
     for found, section in zip(split.sections, source.sections, strict=True):
         assert (found.size, found.copies, found.adjacent) == (section.size, section.copies, section.adjacent)
-        assert found.held(source.mesh.tp) == section.held(source.mesh.tp)
+        assert found.count_copies(source.mesh.tp) == section.count_copies(source.mesh.tp)
 
 
 @given(jobs())
@@ -153,7 +155,7 @@ def test_a_spec_is_read_as_it_is_written(case: tuple[torch.Tensor, Job, Job]) ->
     ],
 )
 def test_spellings(spec: Any, parsed: tuple[Section, ...]) -> None:
-    assert Sharding.parse([spec]).dims == (Split(("tp",), parsed),)
+    assert Sharding.parse([spec]).dims == (DimSharding(("tp",), parsed),)
 
 
 @pytest.mark.parametrize(
@@ -180,22 +182,22 @@ def test_nonsense_is_refused(spec: Any) -> None:
 )
 def test_what_does_not_add_up(spec: Any, rows: int, tp: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Sharding.parse([spec]).place((rows,), Mesh(tp=tp), 0)
+        Sharding.parse([spec]).map_local_shape((rows,), Mesh(tp=tp), 0)
 
 
 def test_sections_cannot_be_padded() -> None:
-    sharding = Sharding((Split(("tp",), (Section(None, 2),)),), (5,))
+    sharding = Sharding((DimSharding(("tp",), (Section(None, 2),)),), (5,))
     with pytest.raises(ValueError, match="padding"):
-        sharding.place((3,), Mesh(tp=2), 0)
+        sharding.map_local_shape((3,), Mesh(tp=2), 0)
 
 
 def test_over_other_ranks_no_head_is_cut() -> None:
-    stored = Section(1024, 4).stored(32)
+    stored = Section(1024, 4).to_stored(32)
     assert stored.spec == "1024x4/8"
     # As many copies as before where that is possible: so the heads of the queries stay in their order.
-    assert [stored.held(ranks) for ranks in (1, 2, 4, 8, 16, 64)] == [1, 1, 4, 4, 4, 8]
+    assert [stored.count_copies(ranks) for ranks in (1, 2, 4, 8, 16, 64)] == [1, 1, 4, 4, 4, 8]
     with pytest.raises(ValueError, match="5 copies of a section do not divide 44 ranks"):
-        stored.held(44)
+        stored.count_copies(44)
 
 
 def test_a_section_is_written_as_it_is_read() -> None:

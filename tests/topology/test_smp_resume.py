@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 import xla_ckpt
+from tests.formats.smp_files import described_content, load_info, write_set
 from tests.jobs import run_on_ranks
-from tests.layouts.smp_files import described_content, load_info, write_set
 from tests.topology.kinds import build, emulate, possible
 from tests.topology.state import Toy, adamw, give_gradients, names_of, tp_part, truth, without_padding
 from tests.xla import HAS_XLA

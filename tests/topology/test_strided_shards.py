@@ -19,11 +19,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.boxes import is_partition
-from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.registry import require_adapter
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import LocalArray
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.memory import SlabAllocator
 
 TORCH_2_9 = issubclass(_StridedShard, Shard)
 """Whether this is the torch of the pinned environment, which cuts uneven strided shards in another way than 2.13."""
@@ -81,18 +81,20 @@ def region(box: Box) -> tuple[slice, ...]:
 def stored(value: DTensor, local: LocalArray) -> torch.Tensor:
     """The global array as this rank's files would have it; -1 where it has nothing."""
     found = torch.full(value.shape, -1.0)
-    shards = require(value).host([(value, local)])[0]
+    shards = require_adapter(value).get_host_shards([(value, local)])[0]
     for piece, shard in zip(local.pieces, shards, strict=True):
-        held = torch.frombuffer(bytearray(shard.data), dtype=torch.float32) if piece.box.size else torch.empty(0)
-        found[region(piece.box)] = held.reshape(piece.box.shape)
+        held = torch.frombuffer(bytearray(shard.data), dtype=torch.float32) if piece.global_box.size else torch.empty(0)
+        found[region(piece.global_box)] = held.reshape(piece.global_box.shape)
     return found
 
 
 def loaded(value: DTensor, local: LocalArray, whole: torch.Tensor, *, new: bool) -> DTensor:
     """The DTensor after a load of the whole array."""
-    adapter = require(value)
-    target = adapter.like(value, local) if new else adapter.into(value, local, owned=True)
-    for box, memory in zip(target.boxes, target.memory(Slabs()), strict=True):
+    adapter = require_adapter(value)
+    target = (
+        adapter.create_target_like(value, local) if new else adapter.create_in_place_target(value, local, owned=True)
+    )
+    for box, memory in zip(target.boxes, target.allocate(SlabAllocator()), strict=True):
         memory[:] = whole[region(box)].contiguous().numpy().tobytes()
     made = target.install()
     assert isinstance(made, DTensor)
@@ -145,13 +147,13 @@ def test_every_rank_stores_and_loads_what_it_holds(
             value = DTensor.from_local(
                 mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
-            local = require(value).place(value, "w")
+            local = require_adapter(value).locate(value, "w")
             assert local is not None
             assert (local.shape, local.replicas) == ((rows, 6), copies)
             found = stored(value, local)
             assert torch.equal(found[found >= 0].sort().values, mine.flatten().sort().values)
             assert torch.equal(found[found >= 0], whole[found >= 0])
-            boxes += [piece.box for piece in local.pieces if local.replica == 0]
+            boxes += [piece.global_box for piece in local.pieces if local.replica == 0]
             blank = DTensor.from_local(
                 torch.full_like(mine, -7.0), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
@@ -161,7 +163,7 @@ def test_every_rank_stores_and_loads_what_it_holds(
             assert torch.equal(blank._local_tensor, torch.full_like(mine, -7.0))
             assert loaded(blank, local, whole, new=False) is blank
             assert torch.equal(blank._local_tensor, mine)
-    assert is_partition(boxes, Box.whole((rows, 6)))
+    assert is_partition(boxes, Box.from_shape((rows, 6)))
 
 
 @pytest.mark.parametrize(
@@ -179,10 +181,10 @@ def test_uneven_interleaved_shards_are_stored_where_torch_has_one_meaning_for_th
             )
             if TORCH_2_9:
                 with pytest.raises(UnsupportedStateError, match="two meanings for an interleaved strided") as raised:
-                    require(value).place(value, "model/w")
+                    require_adapter(value).locate(value, "model/w")
                 assert "model/w" in str(raised.value)
             else:
-                local = require(value).place(value, "w")
+                local = require_adapter(value).locate(value, "w")
                 assert local is not None
                 found = stored(value, local)
                 assert torch.equal(found[found >= 0], whole[found >= 0])
@@ -202,12 +204,12 @@ def test_an_order_that_the_placements_do_not_tell_is_refused(order: tuple[int, .
         value = DTensor.from_local(torch.zeros(2, 3), mesh, [S0, S0], run_check=False, shape=(8, 3), stride=(3, 1))
         value._spec.shard_order = (Entry(0, order),)
         if fits:
-            local = require(value).place(value, "w")
+            local = require_adapter(value).locate(value, "w")
             assert local is not None
-            assert [str(p.box) for p in local.pieces] == ["[2:4, 0:3]"]
+            assert [str(p.global_box) for p in local.pieces] == ["[2:4, 0:3]"]
         else:
             with pytest.raises(UnsupportedStateError, match="another order than that of its mesh dims") as raised:
-                require(value).place(value, "model/w")
+                require_adapter(value).locate(value, "model/w")
             assert "model/w" in str(raised.value)
 
 
@@ -220,7 +222,7 @@ def test_a_placement_derived_from_shard_is_refused() -> None:
         value = DTensor.from_local(torch.zeros(4, 3), mesh, [OddShard(0)], run_check=False)
         assert type(value.placements[0]) is OddShard
         with pytest.raises(UnsupportedStateError, match="is cut in a way not known here"):
-            require(value).place(value, "w")
+            require_adapter(value).locate(value, "w")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,6 @@ def test_the_manifest_names_the_mesh_dims_in_the_order_in_which_they_cut(
     with on_rank(0, sizes) as mesh:
         mine = by_torch(placements)(whole, sizes, mesh.get_coordinate() or ())
         value = DTensor.from_local(mine, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-        local = require(value).place(value, "w")
+        local = require_adapter(value).locate(value, "w")
     assert local is not None
     assert local.spec == spec

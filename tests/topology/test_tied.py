@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.writing import save_as_job
+from tests.formats.writing import save_as_job
 from xla_ckpt import Mesh
 
 MESH = Mesh(pp=2, dp=2)

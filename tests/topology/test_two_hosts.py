@@ -20,8 +20,8 @@ import xla_ckpt
 from tests.jobs import finish, places, read_values, torchrun_command, write_call
 from tests.nursery import Call, bear
 from tests.runs import environment, names_in
-from xla_ckpt.engine import save as engine
-from xla_ckpt.job import process_group as lines
+from xla_ckpt.distributed import torch_store as lines
+from xla_ckpt.saving import run as engine
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces"),
@@ -165,7 +165,7 @@ def saves_while_the_cable_is_pulled_out(shared: str, namespaces: Sequence[str]) 
     rank = int(os.environ["RANK"])
     enter(namespaces[rank // 2])
     dist.init_process_group("gloo")
-    lines.REACH = 2.0
+    lines.STORE_TIMEOUT_SECONDS = 2.0
     xla_ckpt.save(shared, "a", state(1))
     write_files, cut, written = engine.write_files, f"{shared}.cut", f"{shared}.written"
 

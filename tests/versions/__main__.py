@@ -23,8 +23,8 @@ TESTS = ("tests/tags/test_orbax_process.py", "tests/cli/test_cli.py", "tests/arr
 TORCHS = (
     "tests/arrays/test_arrays.py", "tests/api/test_training.py", "tests/dcp", "tests/topology/test_real_jobs.py",
     "tests/topology/test_strided_jobs.py", "tests/topology/test_strided_shards.py",
-    "tests/topology/test_torch_wrappers.py", "tests/layouts/test_dcp_restore.py", "tests/layouts/test_dcp_versions.py",
-    "tests/layouts/test_dcp_writing.py",
+    "tests/topology/test_torch_wrappers.py", "tests/formats/test_dcp_restore.py", "tests/formats/test_dcp_versions.py",
+    "tests/formats/test_dcp_writing.py",
 )  # fmt: skip
 """Those in which torch does most: arrays and programs, sharded jobs, and DCP."""
 COMPILED = (

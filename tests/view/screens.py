@@ -10,8 +10,7 @@ from pathlib import Path
 from tests.runs import ROOT
 from tests.view import demo
 from tests.view.browser import CHROMIUM, browser
-from xla_ckpt.view.server import ViewServer, query_of
-from xla_ckpt.view.site import ViewedRoot
+from xla_ckpt.cli.view.server import CheckpointSite, ViewServer, build_url_query
 
 SCREENS = ROOT / "docs/drawings/view"
 SIZES = {"desktop": (1280, 800), "phone": (390, 720)}
@@ -27,13 +26,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="runs-") as folder, browser() as chromium:
         root = Path(folder, "lm")
         demo.make(root)
-        with ViewServer(ViewedRoot(str(root))) as server:
+        with ViewServer(CheckpointSite(str(root))) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             for name, address in demo.PAGES.items():
                 for size, (width, height) in SIZES.items():
                     if size == "phone" and name not in ON_A_PHONE:
                         continue
-                    chromium.open(server.address + query_of(address), width, height)
+                    chromium.open(server.url + build_url_query(address), width, height)
                     picture = chromium.picture(whole=False)
                     assert len(picture) <= MAX_BYTES, (name, size, len(picture))
                     (SCREENS / f"{name}-{size}.png").write_bytes(picture)

@@ -16,8 +16,7 @@ from tests.pages import HOSTILE
 from tests.view import demo
 from tests.view.browser import CHROMIUM, Browser, browser
 from tests.view.test_pages import hostile  # noqa: F401  # a fixture
-from xla_ckpt.view.server import ViewServer, query_of
-from xla_ckpt.view.site import ViewedRoot
+from xla_ckpt.cli.view.server import CheckpointSite, ViewServer, build_url_query
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="XLA_CKPT_CHROMIUM names no Chromium")
 
@@ -31,10 +30,10 @@ def chromium() -> Iterator[Browser]:
 
 
 def served(root: Path) -> Iterator[str]:
-    with ViewServer(ViewedRoot(str(root))) as server:
+    with ViewServer(CheckpointSite(str(root))) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server.address
+        yield server.url
         server.shutdown()
         thread.join()
 
@@ -49,7 +48,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", demo.PAGES)
 def test_each_page_fits_and_is_spoken(name: str, width: int, plain: str, chromium: Browser) -> None:
-    chromium.open(plain + query_of(demo.PAGES[name]), width)
+    chromium.open(plain + build_url_query(demo.PAGES[name]), width)
     assert chromium.problems() == []
     assert {request.split("?")[0] for request in chromium.requests()} == {plain}
     assert chromium.run("document.documentElement.scrollWidth <= window.innerWidth")
@@ -77,7 +76,7 @@ def test_keys_reach_everything(plain: str, chromium: Browser) -> None:
 
 def test_text_can_be_read_in_light_and_dark(plain: str, chromium: Browser) -> None:
     for dark in (False, True):
-        chromium.open(plain + query_of(demo.PAGES["tag"]), 1280, dark=dark)
+        chromium.open(plain + build_url_query(demo.PAGES["tag"]), 1280, dark=dark)
         for selector in ("body", "a", "small", "thead th"):
             ratio = chromium.run(CONTRAST % selector)
             assert ratio >= 4.5, (dark, selector, ratio)
@@ -112,7 +111,7 @@ def test_hostile_names_do_nothing(hostile: Path, chromium: Browser) -> None:  # 
     tag = xla_ckpt.list_tags(hostile)[1]
     for address in served(hostile):
         for page in ({}, {"page": "tag", "tag": tag}, {"page": "save", "tag": tag}, *({"page": n} for n in HOSTILE)):
-            chromium.open(address + query_of(page), 1280)
+            chromium.open(address + build_url_query(page), 1280)
             assert chromium.problems() == []
             assert {request.split("?")[0] for request in chromium.requests()} == {address}
             assert chromium.run("document.scripts.length + document.querySelectorAll('iframe, img').length") == 0
@@ -121,8 +120,8 @@ def test_hostile_names_do_nothing(hostile: Path, chromium: Browser) -> None:  # 
 def test_one_document_opens_from_a_disk(tmp_path: Path, chromium: Browser) -> None:
     demo.make(tmp_path / "root")
     file = tmp_path / "run.html"
-    viewed = ViewedRoot(str(tmp_path / "root"))
-    file.write_bytes(viewed.one_document({"leaf": "model/norm", "mesh": "tp=4", "a": "step_300"}))
+    viewed = CheckpointSite(str(tmp_path / "root"))
+    file.write_bytes(viewed.render_single_document({"leaf": "model/norm", "mesh": "tp=4", "a": "step_300"}))
     for width in WIDTHS:
         chromium.open(file.as_uri(), width)
         assert chromium.problems() == []

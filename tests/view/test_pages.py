@@ -14,13 +14,11 @@ import torch
 import xla_ckpt
 from tests.pages import HOSTILE, Parsed
 from tests.view import demo
-from xla_ckpt.engine import statistics
+from xla_ckpt.cli.view import pages, server
+from xla_ckpt.cli.view.pages import PageRenderer, render_document, render_single_document
+from xla_ckpt.cli.view.server import CheckpointSite, build_url_query
 from xla_ckpt.errors import NoCheckpointError
-from xla_ckpt.view import pages, site
-from xla_ckpt.view.document import document, one_document
-from xla_ckpt.view.pages import Pages
-from xla_ckpt.view.server import query_of
-from xla_ckpt.view.site import ViewedRoot
+from xla_ckpt.inspection import contents
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page(path: Path | str, address: Mapping[str, str], **about: object) -> Parsed:
     """A page as the server sends it, checked for what every page has to be."""
-    made = ViewedRoot(str(path), **about).page_or_problem(address, Pages(href=query_of))  # type: ignore[arg-type]
-    parsed = Parsed(document(made.title, made.body, home="?").decode())
+    made = CheckpointSite(str(path), **about).render_page_or_problem(address, PageRenderer(href=build_url_query))  # type: ignore[arg-type]
+    parsed = Parsed(render_document(made.title, made.body, home="?").decode())
     check(parsed)
     return parsed
 
@@ -113,7 +111,7 @@ def test_what_makes_no_sense_is_told(root: Path) -> None:
 
 
 def test_pages_read_and_show_a_bounded_part(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "MAX_COMPARED", 1000)
+    monkeypatch.setattr(server, "MAX_COMPARED_BYTES", 1000)
     assert "a page compares fewer bytes" in page(root, {"page": "compare", "a": "step_300", "b": "step_400"}).text
     assert "From step_300" in page(root, {"page": "compare", "a": "step_300", "leaf": "model/norm.bias"}).text
     monkeypatch.setattr(pages, "MAX_ARRAYS", 5)
@@ -152,7 +150,7 @@ def test_values_of_all_kinds_have_numbers(values: np.ndarray, tmp_path: Path) ->
     xla_ckpt.save(tmp_path, "a", {"w": np.asarray(values)})
     parsed = page(tmp_path, {"page": "array", "leaf": "w"})
     assert f"All {values.size} values were read." in parsed.texts
-    assert statistics.BINS == 40
+    assert contents.HISTOGRAM_BINS == 40
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +186,9 @@ def test_hostile_names_are_texts_on_every_page(hostile: Path) -> None:
     for name in HOSTILE:
         for field in ("page", "tag", "leaf", "mesh", "a", "b"):
             page(hostile, {"page": "compare" if field in "ab" else "plan", field: name})
-    document_ = Parsed(ViewedRoot(str(hostile)).one_document({"leaf": "*", "a": tags[0], "mesh": "tp=2"}).decode())
+    document_ = Parsed(
+        CheckpointSite(str(hostile)).render_single_document({"leaf": "*", "a": tags[0], "mesh": "tp=2"}).decode()
+    )
     check(document_)
 
 
@@ -215,7 +215,7 @@ def test_pages_of_an_object_store() -> None:
 
 
 def test_one_document_has_it_all_and_leads_nowhere_else(root: Path) -> None:
-    told = ViewedRoot(str(root)).one_document({"leaf": "model/layers.0", "mesh": "tp=4", "a": "step_300"})
+    told = CheckpointSite(str(root)).render_single_document({"leaf": "model/layers.0", "mesh": "tp=4", "a": "step_300"})
     parsed = Parsed(told.decode())
     check(parsed)
     assert not parsed.all("form")
@@ -229,7 +229,7 @@ def test_one_document_has_it_all_and_leads_nowhere_else(root: Path) -> None:
         "over pp=1",
     ):
         assert text in titles
-    assert one_document("<", []).count(b"<h1>&lt;</h1>") == 1
+    assert render_single_document("<", []).count(b"<h1>&lt;</h1>") == 1
 
 
 def test_a_directory_above_roots_names_them(tmp_path: Path) -> None:

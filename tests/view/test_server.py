@@ -16,8 +16,7 @@ import xla_ckpt
 from tests.cli.test_cli import call
 from tests.nursery import Program, bear
 from tests.pages import Parsed
-from xla_ckpt.view.server import ViewServer
-from xla_ckpt.view.site import ViewedRoot
+from xla_ckpt.cli.view.server import CheckpointSite, ViewServer
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(root: Path) -> Iterator[ViewServer]:
-    with ViewServer(ViewedRoot(str(root))) as server:
+    with ViewServer(CheckpointSite(str(root))) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -84,7 +83,7 @@ def test_a_connection_that_says_nothing_stops_nobody(server: ViewServer) -> None
 
 
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(root: Path, tmp_path: Path) -> None:
-    from xla_ckpt.__main__ import INTERRUPTED
+    from xla_ckpt.__main__ import EXIT_INTERRUPTED
 
     program = Program(
         "import sys\nfrom xla_ckpt.__main__ import main\n"
@@ -100,7 +99,7 @@ def test_the_command_prints_the_address_and_ends_with_ctrl_c(root: Path, tmp_pat
     assert "a&amp;b" in connection.getresponse().read().decode()
     born.send_signal(signal.SIGINT)
     born.communicate(30)
-    assert born.returncode == INTERRUPTED
+    assert born.returncode == EXIT_INTERRUPTED
 
 
 def test_the_command_writes_one_file(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""The kinds of arrays, each an adapter: torch, XLA, SPMD, DTensor, numpy, jax."""
+"""Array adapters: torch, XLA, SPMD, DTensor, ShardedTensor, numpy, jax."""

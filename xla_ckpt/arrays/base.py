@@ -1,14 +1,14 @@
-"""What every kind of array answers: where it is, what its bytes are, and how to make one from bytes."""
+"""Adapter protocol: where an array is located, what its bytes are, and how to create one from bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
-from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.snapshot.shards import HostShard, MemoryShard
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.sharding.local_array import LocalArray
+from xla_ckpt.loading.target import Target
+from xla_ckpt.snapshot.shards import HostShard, LocalShard
 
 
 class ArrayAdapter(Protocol):
@@ -17,39 +17,39 @@ class ArrayAdapter(Protocol):
     kind: str
     """Its name in the skeleton: ``torch``, ``numpy`` or ``jax``."""
 
-    def accepts(self, value: Any) -> bool:
+    def can_handle(self, value: Any) -> bool:
         """Whether `value` is an array of this kind."""
 
-    def identity(self, value: Any) -> Hashable | None:
+    def get_identity(self, value: Any) -> Hashable | None:
         """Equal for two values that share all their elements; None where that cannot be told."""
 
-    def dtype(self, value: Any, path: str = "") -> DType:
+    def get_dtype(self, value: Any, path: str = "") -> DType:
         """Its element type.
 
         Raises:
             UnsupportedStateError: It cannot be stored (sparse, quantized, an unknown dtype).
         """
 
-    def look(self, value: Any) -> Hashable | None:
+    def get_form_key(self, value: Any) -> Hashable | None:
         """Equal for two arrays of one element type and shape that lie alike, as far as they say so; else None.
 
-        A save asks `dtype`, `shape` and `place` of one array of each look.
+        A save asks `get_dtype`, `get_shape` and `locate` of one array of each look.
         """
 
-    def shape(self, value: Any) -> tuple[int, ...]:
+    def get_shape(self, value: Any) -> tuple[int, ...]:
         """Shape of what this process holds in one tensor; for arrays that know their place, the global shape."""
 
-    def place(self, value: Any, path: str = "") -> LocalArray | None:
+    def locate(self, value: Any, path: str = "") -> LocalArray | None:
         """Where its elements are in the global array; None if the array itself does not know."""
 
-    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[HostShard]]:
+    def get_host_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[HostShard]]:
         """The bytes of each piece of each value, in host memory."""
 
-    def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[MemoryShard]]:
+    def get_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[LocalShard]]:
         """The memory of each piece of each value, where it is: a device's that the program writes to stays there."""
 
-    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        """A target that overwrites `value`. `owned`: it is the parameter itself, not an alias of it."""
+    def create_in_place_target(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
+        """A target that overwrites `value`. `assign_owners`: it is the parameter itself, not an alias of it."""
 
-    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
+    def create_target_like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         """A target that makes a new array like `value` (of another type, if one is named); `value` stays as it is."""

@@ -1,4 +1,4 @@
-"""DTensors: tensor parallel, FSDP2, HSDP and their products. Loaded only where torch's DTensor already is."""
+"""Adapter for DTensors: tensor parallel, FSDP2, HSDP. Only loaded if the program has imported DTensor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.chunks import copy_chunk_names, hooked_place, is_hooked
-from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target, changed
+from xla_ckpt.arrays.declared_chunks import copy_declared_chunks, has_chunk_hooks, locate_hooked
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.sharding.dtensor import (
+    DimShard,
+    DTensorLayout,
+    MeshDimPlacement,
+    compute_dtensor_layout,
+    compute_interleaved_intervals,
+)
+from xla_ckpt.core.sharding.local_array import LocalArray
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.cuts import Cut, interleaved
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.mesh_cuts import MeshCut, MeshCutting, cutting_of
-from xla_ckpt.snapshot.shards import HostShard, MemoryShard
+from xla_ckpt.loading.target import Target, with_installer
+from xla_ckpt.snapshot.shards import HostShard, LocalShard
 
 
-class DTensors:
+class DTensorAdapter:
     """DTensors over any device mesh, with any mix of Shard (strided ones included) and Replicate.
 
     Hooks of the local tensor that name its chunk count more than the placements, as in torch.distributed.checkpoint.
@@ -28,51 +33,51 @@ class DTensors:
 
     kind = "torch"
 
-    def __init__(self, plain: Callable[[torch.Tensor], ArrayAdapter]) -> None:
-        self._plain = plain
+    def __init__(self, find_plain_adapter: Callable[[torch.Tensor], ArrayAdapter]) -> None:
+        self._find_plain_adapter = find_plain_adapter
         """The adapter of a local tensor."""
 
-    def accepts(self, value: Any) -> bool:
+    def can_handle(self, value: Any) -> bool:
         return isinstance(value, DTensor)
 
-    def identity(self, value: Any) -> Hashable | None:
-        inner = self._plain(value._local_tensor).identity(value._local_tensor)
-        place = hooked_place(value, "") if is_hooked(value) else None
+    def get_identity(self, value: Any) -> Hashable | None:
+        inner = self._find_plain_adapter(value._local_tensor).get_identity(value._local_tensor)
+        place = locate_hooked(value, "") if has_chunk_hooks(value) else None
         return None if inner is None else ("dtensor", inner, tuple(value.shape), place)
 
-    def dtype(self, value: Any, path: str = "") -> DType:
-        return self._plain(value._local_tensor).dtype(value._local_tensor, path)
+    def get_dtype(self, value: Any, path: str = "") -> DType:
+        return self._find_plain_adapter(value._local_tensor).get_dtype(value._local_tensor, path)
 
-    def look(self, value: Any) -> Hashable | None:
+    def get_form_key(self, value: Any) -> Hashable | None:
         return None
 
-    def shape(self, value: Any) -> tuple[int, ...]:
+    def get_shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: Any, path: str = "") -> LocalArray | None:
+    def locate(self, value: Any, path: str = "") -> LocalArray | None:
         mesh, shape = value.device_mesh, tuple(value.shape)
         _check_order(value, path)
         coordinate = mesh.get_coordinate()
         ranks = tuple(mesh.mesh.flatten().tolist())
         replica, replicas, copied = 0, 1, []
-        placements = [_placement(placement, path) for placement in value.placements]
+        placements = [_convert_placement(placement, path) for placement in value.placements]
         if coordinate is None:  # this rank is not in the mesh
             return LocalArray(shape=shape, pieces=())
-        if is_hooked(value):
-            return hooked_place(value, path)
+        if has_chunk_hooks(value):
+            return locate_hooked(value, path)
         for d, placement in enumerate(placements):
             if placement.dim is None:
                 replica, replicas = replica * mesh.size(d) + coordinate[d], replicas * mesh.size(d)
                 copied.append(d)
-        cutting = cutting_of(
+        cutting = compute_dtensor_layout(
             shape, [mesh.size(d) for d in range(mesh.ndim)], coordinate, placements, mesh.mesh_dim_names
         )
         _check_even(cutting, path)
-        if cutting.local != tuple(value._local_tensor.shape):
+        if cutting.local_shape != tuple(value._local_tensor.shape):
             raise UnsupportedStateError(
                 "the local part of a DTensor does not have the shape that its placements give",
                 leaf=path,
-                expected=cutting.local,
+                expected=cutting.local_shape,
                 found=f"{tuple(value._local_tensor.shape)} with {value.placements}",
                 hint="Redistribute it, or set __create_chunk_list__ on its local tensor, as Megatron-FSDP does.",
             )
@@ -85,44 +90,51 @@ class DTensors:
             spec=cutting.spec,
         )
 
-    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[HostShard]]:
-        return [self._plain(v._local_tensor).host([(v._local_tensor, local)])[0] for v, local in values]
+    def get_host_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[HostShard]]:
+        return [
+            self._find_plain_adapter(v._local_tensor).get_host_shards([(v._local_tensor, local)])[0]
+            for v, local in values
+        ]
 
-    def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
-        return [self._plain(v._local_tensor).shards([(v._local_tensor, local)])[0] for v, local in values]
+    def get_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[LocalShard]]:
+        return [
+            self._find_plain_adapter(v._local_tensor).get_shards([(v._local_tensor, local)])[0] for v, local in values
+        ]
 
-    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        inner = self._plain(value._local_tensor).into(value._local_tensor, local, owned=owned)
+    def create_in_place_target(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
+        inner = self._find_plain_adapter(value._local_tensor).create_in_place_target(
+            value._local_tensor, local, owned=owned
+        )
 
         def install() -> Any:
             inner.install()
             return value
 
-        return changed(inner, install)
+        return with_installer(inner, install)
 
-    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        inner = self._plain(value._local_tensor).like(value._local_tensor, local, dtype)
+    def create_target_like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
+        inner = self._find_plain_adapter(value._local_tensor).create_target_like(value._local_tensor, local, dtype)
         mesh, placements, shape, stride = value.device_mesh, value.placements, value.shape, value.stride()
 
         def install() -> Any:
             tensor = DTensor.from_local(inner.install(), mesh, placements, run_check=False, shape=shape, stride=stride)
-            return copy_chunk_names(value, tensor)
+            return copy_declared_chunks(value, tensor)
 
-        return changed(inner, install)
+        return with_installer(inner, install)
 
 
-def _placement(placement: Any, path: str) -> MeshCut:
+def _convert_placement(placement: Any, path: str) -> MeshDimPlacement:
     """What a mesh dim does.
 
     The type is compared, because a class derived from `Shard` may cut in another way. A strided shard is derived from
     it up to torch 2.9, and no longer in torch 2.10.
     """
     if isinstance(placement, Replicate):
-        return MeshCut(None)
+        return MeshDimPlacement(None)
     if type(placement) is Shard:
-        return MeshCut(placement.dim)
+        return MeshDimPlacement(placement.dim)
     if type(placement).__name__ == "_StridedShard":
-        return MeshCut(placement.dim, int(placement.split_factor))
+        return MeshDimPlacement(placement.dim, int(placement.split_factor))
     why = "has no values of its own yet" if placement.is_partial() else "is cut in a way not known here"
     raise UnsupportedStateError(
         f"a DTensor with the placement {placement} {why}",
@@ -148,28 +160,28 @@ def _check_order(value: Any, path: str) -> None:
         )
 
 
-def _check_even(cutting: MeshCutting, path: str) -> None:
+def _check_even(cutting: DTensorLayout, path: str) -> None:
     """Refuse a DTensor that this version of torch cuts in two ways."""
-    for n, cut in cutting.uneven:
-        if not _torch_agrees(n, cut):
+    for n, cut in cutting.uneven_shards:
+        if not _is_split_like_torch(n, cut):
             # Up to torch 2.9 `full_tensor` and `distribute_tensor` give the rows of such a tensor different places.
             raise UnsupportedStateError(
                 "this version of torch has two meanings for an interleaved strided shard of uneven blocks",
                 leaf=path,
-                expected=f"a tensor dim that {cut.factor * cut.parts} blocks divide",
+                expected=f"a tensor dim that {cut.split_factor * cut.shard_count} blocks divide",
                 found=f"{n} elements, torch {torch.__version__}",
                 hint="Pad the tensor, redistribute it to Shard or Replicate, or use torch 2.13 or newer.",
             )
 
 
-def _torch_agrees(size: int, cut: Cut) -> bool:
-    """Whether torch deals out this many rows as `interleaved` does."""
+def _is_split_like_torch(size: int, cut: DimShard) -> bool:
+    """Whether torch deals out this many rows as `compute_interleaved_intervals` does."""
     strided: Any = getattr(placement_types, "_StridedShard")  # noqa: B009
     rows = torch.arange(size, device="cpu")
-    dealt, _ = strided(0, split_factor=cut.factor)._split_tensor(rows, cut.parts, with_padding=False)
+    dealt, _ = strided(0, split_factor=cut.split_factor)._split_tensor(rows, cut.shard_count, with_padding=False)
     for k, part in enumerate(dealt):
         ours: list[int] = []
-        for low, high in interleaved(size, replace(cut, index=k)):
+        for low, high in compute_interleaved_intervals(size, replace(cut, index=k)):
             ours.extend(range(low, high))
         if part.tolist() != ours:
             return False

@@ -1,14 +1,14 @@
-"""Values that jax takes apart: classes that are registered with `jax.tree_util`, and typed keys of random numbers.
+"""Pytree nodes registered with `jax.tree_util`, and typed PRNG keys, split into their arrays.
 
-flax's FrozenDict, TrainState and nnx.State, and dataclasses of a program's own, say themselves to jax what they are
-made of (jax's documentation of custom pytree nodes). Their parts are stored, and nothing of them is pickled. What is no
-part, such as the functions of a TrainState, is the program's: `restore` takes it from its `like`. Without one it makes
-the object again if all that is missing is plain, and else gives a dict of the parts.
+flax's FrozenDict, TrainState and nnx.State, and a program's own dataclasses, tell jax what they consist of (see jax's
+documentation of custom pytree nodes). Their parts are stored, and nothing is pickled. What is not a part, such as the
+functions of a TrainState, is taken from the template of a restore. Without a template the object is rebuilt if all
+that is missing is plain; otherwise its parts are returned as a dict.
 
-Parts are matched by the names that key paths give them. A class without key paths has its parts by position, and may
-keep their names beside them, as a dict of a program's own does: its stored structure must equal that of `like`.
+Parts are matched by the names of their key paths. A class without key paths has its parts by position, and may keep
+their names as auxiliary data: its stored structure must equal that of the template.
 
-Nothing here imports jax: a class is registered only in a program that has done so.
+Nothing here imports jax, because a class can only be registered in a program that has done so.
 """
 
 from __future__ import annotations
@@ -20,41 +20,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from xla_ckpt.core.tree.flatten import MAX_DEPTH, FlatTree, flatten
+from xla_ckpt.core.tree.skeleton import SplitValue, get_children
+from xla_ckpt.core.tree.values import Composite, Json, ValueCodec, get_class_name
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.tree.classes import class_name
-from xla_ckpt.tree.codec import Composite, Json, ValueCodec
-from xla_ckpt.tree.flatten import MAX_DEPTH, Flat, flatten
-from xla_ckpt.tree.skeleton import ValueParts, children
 
-KEY = "jax:key"
+PRNG_KEY = "jax:key"
 """Name of a typed key of random numbers."""
 
-TREE = "jax:tree:"
+TREE_PREFIX = "jax:tree:"
 """Begins the name of a value of a registered class; ``module:class`` follows."""
 
-STRUCTURE = "jax:structure"
+TREEDEF = "jax:structure"
 """Name of a `PyTreeDef`, which classes such as haiku's FlatMap keep beside their parts."""
 
-_OWN = (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
+_BUILTIN_CONTAINERS = (
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.deque,
+)
 """Containers that the skeleton has names for."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeyRows:
+class PRNGKeySpec:
     """The numbers of typed keys, to be restored: a row of them for each key."""
 
-    keys: tuple[int, ...]
+    key_shape: tuple[int, ...]
     """Shape of the pattern's keys."""
 
     key_sharding: Any
     """How they are split, or None. What splits keys leaves rows whole, so that it splits their numbers alike."""
 
-    def sharding(self, shape: tuple[int, ...]) -> Any:
+    def get_sharding(self, shape: tuple[int, ...]) -> Any:
         """How numbers of a shape are split; None if there are not as many keys as in the pattern."""
-        return self.key_sharding if shape[:-1] == self.keys else None
+        return self.key_sharding if shape[:-1] == self.key_shape else None
 
 
-def _jax() -> Any:
+def _get_jax() -> Any:
     """The jax that the program has imported; None while another thread of this process is at it."""
     jax = sys.modules.get("jax")
     return None if jax is None or getattr(jax.__spec__, "_initializing", False) else jax
@@ -62,10 +70,12 @@ def _jax() -> Any:
 
 def _is_builtin(value: Any) -> bool:
     # None is a container without parts to jax, and a placeholder in the pattern of a restore.
-    return value is None or type(value) in _OWN or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    return (
+        value is None or type(value) in _BUILTIN_CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    )
 
 
-def wanted_sharding(pattern: Any) -> Any:
+def get_target_sharding(pattern: Any) -> Any:
     """Where an array, or keys, like a pattern go; None for jax's default device.
 
     An array that nobody has put somewhere is not committed: jax computes with it wherever the others lie. One in its
@@ -74,68 +84,78 @@ def wanted_sharding(pattern: Any) -> Any:
     return getattr(pattern, "sharding", None) if getattr(pattern, "committed", True) else None
 
 
-def is_key(value: Any) -> bool:
+def is_prng_key(value: Any) -> bool:
     """Whether a value is a typed key of jax's random numbers, or the description of one."""
-    jax = _jax()
+    jax = _get_jax()
     dtype = getattr(value, "dtype", None) if jax is not None else None
-    return dtype is not None and type(dtype).__module__.startswith("jax") and _is_key_type(jax, dtype)
+    return dtype is not None and type(dtype).__module__.startswith("jax") and _is_prng_key_dtype(jax, dtype)
 
 
-def _is_key_type(jax: Any, dtype: Any) -> bool:
+def _is_prng_key_dtype(jax: Any, dtype: Any) -> bool:
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def parts(value: Any, stored: Any, codec: ValueCodec, plain: ValueCodec) -> ValueParts | None:
+def split_pattern(pattern: Any, stored: Any, codec: ValueCodec, plain_codec: ValueCodec) -> SplitValue | None:
     """The parts of a pattern of a registered class or of keys, and what makes a value like it; None for any other.
 
-    `stored` is the skeleton of what is stored in its place, which `codec` wrote; `plain` is that of `apart`. Keys
-    become as many as were saved, of the same kind. Where the pattern has as many, they lie where the pattern's do.
+    `stored` is the skeleton of what is stored in its place, which `codec` wrote; `plain_codec` is that of
+    `split_value`. Keys become as many as were saved, of the same kind. Where the pattern has as many, they lie where
+    the pattern's do.
 
     Raises:
         IncompatibleCheckpointError: The pattern is a key, and an array is stored. Or its parts are matched by position,
             and its structure differs from the stored one.
     """
-    if is_key(value):
-        return _parts_of_keys(value, stored)
-    node = _node_of(value)
+    if is_prng_key(pattern):
+        return _split_key_pattern(pattern, stored)
+    node = _flatten_node(pattern)
     if node is None:
         return None
-    if node.by_position:
-        _compare_structures(node, stored, codec, plain)
-    return node.members, lambda values: node.structure.unflatten([values[name] for name in node.members])
+    if node.is_matched_by_position:
+        _check_same_structure(node, stored, codec, plain_codec)
+    return node.members, lambda values: node.treedef.unflatten([values[name] for name in node.members])
 
 
-def _compare_structures(node: _Node, stored: Any, codec: ValueCodec, plain: ValueCodec) -> None:
+def _check_same_structure(node: _PyTreeNode, stored: Any, codec: ValueCodec, plain_codec: ValueCodec) -> None:
     """Raise an error if the parts of a pattern at the same positions as stored ones may be other parts."""
-    (name, _, about), below = (stored["$composite"] if _name_of(stored) else ("", {}, None)), children(stored) or {}
+    (name, _, about), below = (
+        (stored["$composite"] if _get_composite_name(stored) else ("", {}, None)),
+        get_children(stored) or {},
+    )
     if len(below) != len(node.members):
-        raise _other_structure(node, f"{len(node.members)} parts", f"{len(below)} parts")
-    if name.startswith(TREE) and _last_name(name) != _last_name(class_name(node.kind)):
-        raise _other_structure(node, class_name(node.kind), name.removeprefix(TREE))
-    if not name.startswith(TREE) or about is None:  # orbax, and older versions for what is not plain, do not store it
+        raise _create_structure_error(node, f"{len(node.members)} parts", f"{len(below)} parts")
+    if name.startswith(TREE_PREFIX) and _get_class_name(name) != _get_class_name(get_class_name(node.kind)):
+        raise _create_structure_error(node, get_class_name(node.kind), name.removeprefix(TREE_PREFIX))
+    if (
+        not name.startswith(TREE_PREFIX) or about is None
+    ):  # orbax, and older versions for what is not plain, do not store it
         return
     found = about["structure"] if "structure" in about else about["outline"]
-    wanted = _outline(node, plain) if "outline" in about else _taken_apart(node.known, codec).skeleton
+    wanted = (
+        _serialize_outline(node, plain_codec)
+        if "outline" in about
+        else _flatten_aux_data(node.aux_data, codec).skeleton
+    )
     if wanted != found:
-        raise _other_structure(node, json_text.dumps(wanted)[:200], json_text.dumps(found)[:200])
+        raise _create_structure_error(node, json_text.dumps(wanted)[:200], json_text.dumps(found)[:200])
 
 
-def _other_structure(node: _Node, wanted: str, found: str) -> IncompatibleCheckpointError:
+def _create_structure_error(node: _PyTreeNode, expected: str, found: str) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(
         f"the stored structure differs from that of the {node.kind.__name__} in `like`, whose parts have no key paths",
-        expected=wanted,
+        expected=expected,
         found=found,
         hint="Make `like` as it was at the save, keys and their order included. Or register the class with "
         "jax.tree_util.register_pytree_with_keys before the save: then its parts are matched by their keys.",
     )
 
 
-def _last_name(name: str) -> str:
+def _get_class_name(name: str) -> str:
     """The name of a class without those of its module and of what it is defined in, which may change."""
     return name.rpartition(":")[2].rpartition(".")[2]
 
 
-def _parts_of_keys(value: Any, stored: Any) -> ValueParts | None:
+def _split_key_pattern(pattern: Any, stored: Any) -> SplitValue | None:
     if isinstance(stored, dict) and "$array" in stored:
         raise IncompatibleCheckpointError(
             "a typed key of jax's random numbers is wanted, and an array is stored in its place",
@@ -143,17 +163,17 @@ def _parts_of_keys(value: Any, stored: Any) -> ValueParts | None:
             found="an array, such as the numbers that jax.random.key_data and jax.random.PRNGKey give",
             hint="Restore the array, and make the key of it: jax.random.wrap_key_data(array).",
         )
-    if _name_of(stored) != KEY:
+    if _get_composite_name(stored) != PRNG_KEY:
         return None
     composite = stored["$composite"]
-    wrap, impl = _jax().random.wrap_key_data, composite[2]["impl"]
-    rows = KeyRows(value.shape, wanted_sharding(value))
+    wrap, impl = _get_jax().random.wrap_key_data, composite[2]["impl"]
+    rows = PRNGKeySpec(pattern.shape, get_target_sharding(pattern))
     return {"data": rows}, lambda members: wrap(members["data"], impl=impl)
 
 
-def key_in_place_of_array(stored: Any) -> IncompatibleCheckpointError | None:
+def find_key_mismatch(stored: Any) -> IncompatibleCheckpointError | None:
     """The error for an array that is wanted where typed keys are stored; None where something else is."""
-    if _name_of(stored) != KEY:
+    if _get_composite_name(stored) != PRNG_KEY:
         return None
     return IncompatibleCheckpointError(
         "an array is wanted, and a typed key of jax's random numbers is stored in its place",
@@ -163,70 +183,70 @@ def key_in_place_of_array(stored: Any) -> IncompatibleCheckpointError | None:
     )
 
 
-def _name_of(stored: Any) -> str | None:
+def _get_composite_name(stored: Any) -> str | None:
     """What the skeleton calls a value of several parts; None if it is none."""
     composite = stored.get("$composite") if isinstance(stored, dict) else None
     return None if composite is None else composite[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _PyTreeNode:
     """A value of a registered class, taken apart."""
 
     kind: type
     members: dict[str, Any]
     """Its parts by name."""
 
-    structure: Any
+    treedef: Any
     """jax's structure of it, of which the parts are the leaves."""
 
-    by_position: bool
+    is_matched_by_position: bool
     """Whether its parts have no names but their positions."""
 
     @property
-    def known(self) -> Any:
+    def aux_data(self) -> Any:
         """What jax knows of the value beside its parts."""
-        return self.structure.node_data()[1]
+        return self.treedef.node_data()[1]
 
 
-def _node_of(value: Any) -> _Node | None:
+def _flatten_node(value: Any) -> _PyTreeNode | None:
     """A value of a registered class, taken apart; None for any other value."""
-    jax = _jax()
+    jax = _get_jax()
     if jax is None or _is_builtin(value):
         return None
     util = jax.tree_util
     found, structure = util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
     if structure.node_data() is None:
         return None
-    names = [_name(path[0]) for path, _ in found]
+    names = [_get_entry_name(path[0]) for path, _ in found]
     by_position = any(isinstance(path[0], util.FlattenedIndexKey | util.SequenceKey) for path, _ in found)
     if len(set(names)) < len(names):
         names, by_position = [str(n) for n in range(len(names))], True
     members = dict(zip(names, (part for _, part in found), strict=True))
-    return _Node(type(value), members, structure, by_position)
+    return _PyTreeNode(type(value), members, structure, by_position)
 
 
-def is_registered(value: Any) -> bool:
+def is_registered_pytree(value: Any) -> bool:
     """Whether a value is of a class that is registered with jax, and not one of Python's containers."""
-    return _node_of(value) is not None
+    return _flatten_node(value) is not None
 
 
-def holds_registered(value: Any) -> bool:
+def contains_registered(value: Any) -> bool:
     """Whether a value, or one in the containers of Python's that it consists of, is of a registered class."""
-    return _jax() is not None and _holds_registered(value, set(), 0)
+    return _get_jax() is not None and _contains_registered(value, set(), 0)
 
 
-def _holds_registered(value: Any, others: set[type], depth: int) -> bool:
-    """The same; `others` are the classes that are known not to be registered."""
+def _contains_registered(value: Any, unregistered_classes: set[type], depth: int) -> bool:
+    """The same; `unregistered_classes` are the classes that are known not to be registered."""
     kind = type(value)
-    if kind in others or depth > MAX_DEPTH:
+    if kind in unregistered_classes or depth > MAX_DEPTH:
         return False
     if _is_builtin(value):
         members = value.values() if isinstance(value, dict) else value or ()
-        return any(_holds_registered(member, others, depth + 1) for member in members)
-    if is_registered(value):
+        return any(_contains_registered(member, unregistered_classes, depth + 1) for member in members)
+    if is_registered_pytree(value):
         return True
-    others.add(kind)
+    unregistered_classes.add(kind)
     return False
 
 
@@ -236,11 +256,11 @@ def has_methods(value: Any, *names: str) -> bool:
     Of a registered class only those count that the class defines: `nnx.Rngs` makes a stream of random numbers of
     whatever attribute it is asked for.
     """
-    holder = type(value) if is_registered(value) else value
+    holder = type(value) if is_registered_pytree(value) else value
     return all(callable(getattr(holder, name, None)) for name in names)
 
 
-def _name(entry: Any) -> str:
+def _get_entry_name(entry: Any) -> str:
     """What jax calls a part: a key, an attribute, or a number."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
@@ -248,109 +268,115 @@ def _name(entry: Any) -> str:
     return str(entry)
 
 
-def apart(value: Any, codec: ValueCodec) -> Composite | None:
+def split_value(value: Any, codec: ValueCodec) -> Composite | None:
     """A value of a registered class, a typed key, or a structure of jax's as its parts; None for anything else.
 
     `codec` says what is plain. A plain value of a class that is registered as static has no parts, and is stored as
     any value of its kind.
     """
-    if is_key(value) and isinstance(value, _jax().Array):  # a Variable of flax's has the dtype of the key in it
-        random = _jax().random
-        return Composite(KEY, {"data": random.key_data(value)}, {"impl": str(random.key_impl(value))})
-    if (structure := structure_apart(value)) is not None:
+    if is_prng_key(value) and isinstance(
+        value, _get_jax().Array
+    ):  # a Variable of flax's has the dtype of the key in it
+        random = _get_jax().random
+        return Composite(PRNG_KEY, {"data": random.key_data(value)}, {"impl": str(random.key_impl(value))})
+    if (structure := split_treedef(value)) is not None:
         return structure
-    node = _node_of(value)
+    node = _flatten_node(value)
     if node is None:
         return None
-    flat = _taken_apart(node.known, codec)
+    flat = _flatten_aux_data(node.aux_data, codec)
     is_plain = not (flat.objects or flat.arrays)  # and no function, for instance
-    if node.known is value:  # jax.tree_util.register_static
-        return None if is_plain else Composite(TREE + class_name(node.kind), {}, None)
+    if node.aux_data is value:  # jax.tree_util.register_static
+        return None if is_plain else Composite(TREE_PREFIX + get_class_name(node.kind), {}, None)
     about = None
     if is_plain:
-        about = {"structure": node.known}
-    elif node.by_position:
-        about = {"outline": _outline(node, codec)}
-    return Composite(TREE + class_name(node.kind), node.members, about)
+        about = {"structure": node.aux_data}
+    elif node.is_matched_by_position:
+        about = {"outline": _serialize_outline(node, codec)}
+    return Composite(TREE_PREFIX + get_class_name(node.kind), node.members, about)
 
 
-def _taken_apart(known: Any, codec: ValueCodec) -> Flat:
-    return flatten(known, lambda part: "array" if hasattr(part, "__array__") else None, codec)
+def _flatten_aux_data(aux_data: Any, codec: ValueCodec) -> FlatTree:
+    return flatten(aux_data, lambda part: "array" if hasattr(part, "__array__") else None, codec)
 
 
-def _outline(node: _Node, codec: ValueCodec) -> str:
+def _serialize_outline(node: _PyTreeNode, codec: ValueCodec) -> str:
     """What jax knows of a value beside its parts, without what is not plain in it, such as functions."""
-    return json_text.dumps(_taken_apart(node.known, codec).skeleton)
+    return json_text.dumps(_flatten_aux_data(node.aux_data, codec).skeleton)
 
 
-def structure_apart(value: Any) -> Composite | None:
+def split_treedef(value: Any) -> Composite | None:
     """A `PyTreeDef` as its nodes; None for any other value."""
-    jax = _jax()
+    jax = _get_jax()
     if jax is None or not isinstance(value, jax.tree_util.PyTreeDef):
         return None
-    return Composite(STRUCTURE, {}, {"nodes": _nodes(value)})
+    return Composite(TREEDEF, {}, {"nodes": _serialize_treedef(value)})
 
 
-def _nodes(structure: Any) -> Json:
+def _serialize_treedef(treedef: Any) -> Json:
     """A structure as ``[class, what jax knows of it, [children]]``, as ``[]`` for None, and as None for a leaf."""
-    if (data := structure.node_data()) is None:
+    if (data := treedef.node_data()) is None:
         return None
     kind, known = data
-    return [] if kind is type(None) else [class_name(kind), known, [_nodes(child) for child in structure.children()]]
+    return (
+        []
+        if kind is type(None)
+        else [get_class_name(kind), known, [_serialize_treedef(child) for child in treedef.children()]]
+    )
 
 
-def _structure_of(nodes: Json, resolve: Callable[[str, type], Any]) -> Any:
-    """The structure that `_nodes` has taken apart."""
-    util = _jax().tree_util
+def _parse_treedef(nodes: Json, resolve: Callable[[str, type], Any]) -> Any:
+    """The structure that `_serialize_treedef` has taken apart."""
+    util = _get_jax().tree_util
     leaf = util.tree_structure(0)
     if not nodes:
         return leaf if nodes is None else util.tree_structure(None)
     name, known, below = nodes
     node_data = resolve(name, type), known
     return leaf.from_node_data_and_children(
-        util.default_registry, node_data, [_structure_of(child, resolve) for child in below]
+        util.default_registry, node_data, [_parse_treedef(child, resolve) for child in below]
     )
 
 
-def is_name(name: str) -> bool:
+def is_composite_name(name: str) -> bool:
     """Whether a composite value is one of these."""
-    return name in (KEY, STRUCTURE) or name.startswith(TREE)
+    return name in (PRNG_KEY, TREEDEF) or name.startswith(TREE_PREFIX)
 
 
-def class_of(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The class of a value that `apart` has taken apart; None if it takes none to make it again.
+def resolve_composite_class(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
+    """The class of a value that `split_value` has taken apart; None if it takes none to make it again.
 
     Raises:
         IncompatibleCheckpointError: It is gone.
         UntrustedObjectError: It is not imported.
     """
-    return resolve(composite.name.removeprefix(TREE), type) if _is_whole(composite) else None
+    return resolve(composite.name.removeprefix(TREE_PREFIX), type) if _can_reconstruct(composite) else None
 
 
-def _is_whole(composite: Composite) -> bool:
+def _can_reconstruct(composite: Composite) -> bool:
     """Whether an object of a class can be made again of what is stored."""
-    return composite.name.startswith(TREE) and composite.about is not None and "outline" not in composite.about
+    return composite.name.startswith(TREE_PREFIX) and composite.extra is not None and "outline" not in composite.extra
 
 
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The value that `apart` has taken apart; a dict of its parts, where it cannot be made without a pattern.
+    """The value that `split_value` has taken apart; a dict of its parts, where it cannot be made without a pattern.
 
     Raises:
         FormatError: Its parts make no such value.
         UntrustedObjectError: Its class is not imported.
     """
-    kind = class_of(composite, resolve)
-    jax = _jax()
-    if jax is None or (kind is None and composite.name.startswith(TREE)):
+    kind = resolve_composite_class(composite, resolve)
+    jax = _get_jax()
+    if jax is None or (kind is None and composite.name.startswith(TREE_PREFIX)):
         return dict(composite.members)
     try:
-        if composite.name == KEY:
-            return jax.random.wrap_key_data(composite.members["data"], impl=composite.about["impl"])
-        if composite.name == STRUCTURE:
-            return _structure_of(composite.about["nodes"], resolve)
+        if composite.name == PRNG_KEY:
+            return jax.random.wrap_key_data(composite.members["data"], impl=composite.extra["impl"])
+        if composite.name == TREEDEF:
+            return _parse_treedef(composite.extra["nodes"], resolve)
         leaf = jax.tree_util.tree_structure(0)
         structure = leaf.from_node_data_and_children(
-            jax.tree_util.default_registry, (kind, composite.about["structure"]), [leaf] * len(composite.members)
+            jax.tree_util.default_registry, (kind, composite.extra["structure"]), [leaf] * len(composite.members)
         )
         return structure.unflatten(composite.members.values())
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""FSDP1's ShardedTensor, as its sharded state dict holds it. Loaded only where torch's ShardedTensor already is."""
+"""Adapter for FSDP1's ShardedTensors. Only loaded if the program has imported ShardedTensor."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import ComposedTarget, Target
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import LocalArray, Piece, create_unsharded
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray, Piece, whole
-from xla_ckpt.snapshot.shards import HostShard, MemoryShard
+from xla_ckpt.loading.target import ComposedTarget, Target
+from xla_ckpt.snapshot.shards import HostShard, LocalShard
 
 
-def _box(shard: Any) -> Box:
+def _create_box(shard: Any) -> Box:
     start, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
     return Box(tuple(start), tuple(a + n for a, n in zip(start, sizes, strict=True)))
 
 
-class ShardedTensors:
+class ShardedTensorAdapter:
     """ShardedTensors. They hold no replica numbers: what two ranks hold alike, both write, and one copy is kept."""
 
     kind = "torch"
 
-    def __init__(self, plain: Callable[[torch.Tensor], ArrayAdapter]) -> None:
-        self._plain = plain
+    def __init__(self, find_plain_adapter: Callable[[torch.Tensor], ArrayAdapter]) -> None:
+        self._find_plain_adapter = find_plain_adapter
 
-    def accepts(self, value: Any) -> bool:
+    def can_handle(self, value: Any) -> bool:
         return isinstance(value, ShardedTensor)
 
-    def identity(self, value: Any) -> Hashable | None:
+    def get_identity(self, value: Any) -> Hashable | None:
         return "sharded", id(value)
 
-    def dtype(self, value: Any, path: str = "") -> DType:
+    def get_dtype(self, value: Any, path: str = "") -> DType:
         empty = torch.empty(0, dtype=value.dtype, device="cpu")
-        return self._plain(empty).dtype(empty, path)
+        return self._find_plain_adapter(empty).get_dtype(empty, path)
 
-    def look(self, value: Any) -> Hashable | None:
+    def get_form_key(self, value: Any) -> Hashable | None:
         return None
 
-    def shape(self, value: Any) -> tuple[int, ...]:
+    def get_shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.size())
 
-    def place(self, value: Any, path: str = "") -> LocalArray | None:
-        boxes = [_box(s) for s in value.local_shards()]
-        pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
-        return LocalArray(shape=self.shape(value), pieces=pieces)
+    def locate(self, value: Any, path: str = "") -> LocalArray | None:
+        boxes = [_create_box(s) for s in value.local_shards()]
+        pieces = tuple(Piece(Box.from_shape(b.shape), b) for b in boxes if b.size)
+        return LocalArray(shape=self.get_shape(value), pieces=pieces)
 
-    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        return [[plain.host([one])[0][0] for plain, one in self._local(value)] for value, _ in values]
+    def get_host_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
+        return [
+            [plain.get_host_shards([one])[0][0] for plain, one in self._list_local_tensors(value)]
+            for value, _ in values
+        ]
 
-    def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
-        return [[plain.shards([one])[0][0] for plain, one in self._local(value)] for value, _ in values]
+    def get_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[LocalShard]]:
+        return [
+            [plain.get_shards([one])[0][0] for plain, one in self._list_local_tensors(value)] for value, _ in values
+        ]
 
-    def _local(self, value: Any) -> list[tuple[ArrayAdapter, tuple[torch.Tensor, LocalArray]]]:
+    def _list_local_tensors(self, value: Any) -> list[tuple[ArrayAdapter, tuple[torch.Tensor, LocalArray]]]:
         """What takes care of each local shard that has elements, and the shard as a tensor of its own."""
         tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
-        return [(self._plain(t), (t, whole(tuple(t.shape)))) for t in tensors]
+        return [(self._find_plain_adapter(t), (t, create_unsharded(tuple(t.shape)))) for t in tensors]
 
-    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        parts = [plain.into(*one, owned=False) for plain, one in self._local(value)]
+    def create_in_place_target(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
+        parts = [plain.create_in_place_target(*one, owned=False) for plain, one in self._list_local_tensors(value)]
 
         def install() -> Any:
             for part in parts:
@@ -72,21 +77,21 @@ class ShardedTensors:
             return value
 
         return ComposedTarget(
-            dtype=self.dtype(value),
+            dtype=self.get_dtype(value),
             local=local,
             live=any(p.live for p in parts),
-            fill=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
-            finish=install,
+            allocator=lambda slabs: [memory for part in parts for memory in part.allocate(slabs)],
+            installer=install,
         )
 
-    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
+    def create_target_like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         own = value.local_shards()
         filled = [shard for shard in own if shard.tensor.numel()]
-        parts = [plain.like(*one) for plain, one in self._local(value)]
-        if dtype is not None and dtype != self.dtype(value):
+        parts = [plain.create_target_like(*one) for plain, one in self._list_local_tensors(value)]
+        if dtype is not None and dtype != self.get_dtype(value):
             raise UnsupportedStateError(
                 "a ShardedTensor is not made anew in another element type",
-                expected=self.dtype(value).name,
+                expected=self.get_dtype(value).name,
                 found=dtype.name,
             )
 
@@ -99,9 +104,9 @@ class ShardedTensors:
             )
 
         return ComposedTarget(
-            dtype=self.dtype(value),
+            dtype=self.get_dtype(value),
             local=local,
             live=False,
-            fill=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
-            finish=install,
+            allocator=lambda slabs: [memory for part in parts for memory in part.allocate(slabs)],
+            installer=install,
         )

@@ -1,4 +1,4 @@
-"""What torch tensors have for elements: their types, whether they are plain, where they lie."""
+"""Element types and memory of torch tensors: dtypes, checks for dense tensors, bytes, strides and views."""
 
 from __future__ import annotations
 
@@ -10,75 +10,78 @@ from typing import Any
 
 import torch
 
-from xla_ckpt import dtypes
-from xla_ckpt.dtypes import DType
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import LocalArray
+from xla_ckpt.core.sharding.memory_layout import HOST_MEMORY, StridedMemory
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.strided import HOST_MEMORY, Strided
 
-DENSE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+DENSE_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensor classes that are nothing but a dense tensor."""
 
 
-_WITH_MORE = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.complex32})
-"""Element types of tensors that have more than elements, or elements that have no name (see `arrays.composite`)."""
+_COMPOSITE_DTYPES = frozenset(
+    {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.complex32}
+)
+"""Element types of tensors that have more than elements, or elements that have no name (see
+`arrays.flatten_composite`)."""
 
 
-PLAIN = DENSE | {torch.nn.UninitializedParameter}
+PLAIN_CLASSES = DENSE_CLASSES | {torch.nn.UninitializedParameter}
 """These, and what becomes one of them."""
 
 
-def dtype_of(tensor: torch.Tensor, path: str = "") -> DType:
+def get_tensor_dtype(tensor: torch.Tensor, path: str = "") -> DType:
     """The element type of a tensor.
 
     Raises:
         UnsupportedStateError: It is quantized, or of a type that cannot be stored.
     """
     try:
-        return _element_type(tensor.dtype)
+        return _convert_dtype(tensor.dtype)
     except UnsupportedStateError as error:
         error.at(leaf=path)
         raise
 
 
 @functools.cache
-def _element_type(dtype: torch.dtype) -> DType:
-    return dtypes.dtype(type_name(dtype))
+def _convert_dtype(dtype: torch.dtype) -> DType:
+    return dtypes.get_dtype(get_dtype_name(dtype))
 
 
-def type_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """The name of one of torch's types, of those without a `DType`, too."""
     return str(dtype).removeprefix("torch.")
 
 
-def torch_dtype(dtype: DType) -> torch.dtype | None:
+def find_torch_dtype(dtype: DType) -> torch.dtype | None:
     """Torch's type of this name; None if it has none."""
     attribute = getattr(torch, dtype.name, None)
     return attribute if isinstance(attribute, torch.dtype) else None
 
 
-def is_xla(tensor: torch.Tensor) -> bool:
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on an XLA device: five times as fast as to compare the name of its device."""
     return bool(tensor.is_xla)  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is none of a subclass has one plain array of elements."""
-    return tensor.layout is torch.strided and tensor.dtype not in _WITH_MORE and not tensor.is_nested
+    return tensor.layout is torch.strided and tensor.dtype not in _COMPOSITE_DTYPES and not tensor.is_nested
 
 
-def check_dense(tensor: torch.Tensor, path: str) -> None:
+def check_dense_tensor(tensor: torch.Tensor, path: str) -> None:
     """Refuse what has no plain array of elements.
 
     Raises:
         UnsupportedStateError: Sparse, on the meta device, nested, or a tensor subclass that nobody here knows.
     """
-    if type(tensor) in DENSE and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
+    if type(tensor) in DENSE_CLASSES and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
         return
     if torch.nn.parameter.is_lazy(tensor):
         what = "a lazy parameter that has no shape yet"
-    elif not _is_ordinary(tensor):
+    elif not _is_ordinary_tensor(tensor):
         what = f"a {type(tensor).__name__}"
     elif tensor.is_nested:
         what = "a nested tensor"
@@ -95,9 +98,9 @@ def check_dense(tensor: torch.Tensor, path: str) -> None:
     raise UnsupportedStateError(f"{what} cannot be stored", leaf=path, hint="Convert it to a dense tensor first.")
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
+def _is_ordinary_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its elements: also one of a subclass that does nothing but add methods."""
-    return type(tensor) in PLAIN or (_has_elements(tensor) and not attributes_of(tensor))
+    return type(tensor) in PLAIN_CLASSES or (_has_elements(tensor) and not get_tensor_attributes(tensor))
 
 
 def _has_elements(tensor: torch.Tensor) -> bool:
@@ -105,14 +108,14 @@ def _has_elements(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def attributes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+def get_tensor_attributes(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor of a subclass has beside its elements."""
-    if type(tensor) in PLAIN or not _has_elements(tensor):
+    if type(tensor) in PLAIN_CLASSES or not _has_elements(tensor):
         return []
     return [member for member in vars(tensor).values() if isinstance(member, torch.Tensor)]
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def get_tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, of any dtype. The tensor must be kept while it is used."""
     nbytes = tensor.nbytes
     if nbytes == 0:
@@ -120,8 +123,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A CPU tensor in memory from `Slabs`, without a copy; it keeps the memory alive."""
+def view_as_tensor(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A CPU tensor in memory from `SlabAllocator`, without a copy; it keeps the memory alive."""
     if len(memory) == 0:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
@@ -136,25 +139,25 @@ def copy_with_strides(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tenso
     return torch.empty_like(pattern.detach(), dtype=value.dtype, device=pattern.device).copy_(value)
 
 
-def writing_to(values: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+def allow_inference_writes(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which these tensors can be written to: those of inference mode can be nowhere else."""
-    return torch.inference_mode() if any(map(torch.is_inference, values)) else contextlib.nullcontext()
+    return torch.inference_mode() if any(map(torch.is_inference, tensors)) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def overwriting(value: torch.Tensor) -> Iterator[None]:
+def allow_in_place_writes(tensor: torch.Tensor) -> Iterator[None]:
     """Around in-place operations on a tensor of the program, which no gradient is to know of."""
-    with torch.no_grad(), writing_to([value]):
+    with torch.no_grad(), allow_inference_writes([tensor]):
         yield
 
 
-def check_writable(value: torch.Tensor) -> None:
+def check_writable_tensor(value: torch.Tensor) -> None:
     """Refuse a target whose elements share memory: torch would not write to it, when others have their values already.
 
     Raises:
         UsageError: They do.
     """
-    if not value.is_contiguous() and not strided(value).is_apart:
+    if not value.is_contiguous() and not get_strided_memory(value).has_distinct_elements:
         raise UsageError(
             "elements of this tensor share memory with each other, so that nothing can be loaded into it",
             expected="memory for each element",
@@ -163,26 +166,26 @@ def check_writable(value: torch.Tensor) -> None:
         )
 
 
-def strided(value: torch.Tensor) -> Strided:
+def get_strided_memory(value: torch.Tensor) -> StridedMemory:
     """Where the elements of a tensor lie."""
     nbytes = value.element_size()
     steps = tuple(step * nbytes for step in value.stride())
     space = HOST_MEMORY if value.device.type == "cpu" else value.device
-    return Strided(space, value.data_ptr(), tuple(value.shape), steps, nbytes)
+    return StridedMemory(space, value.data_ptr(), tuple(value.shape), steps, nbytes)
 
 
-def memory_under(value: torch.Tensor, local: LocalArray) -> list[Strided]:
+def get_piece_memory(value: torch.Tensor, local: LocalArray) -> list[StridedMemory]:
     """Where each piece of a tensor lies."""
-    memory = strided(value)
-    return [memory.cut(piece.local) for piece in local.pieces]
+    memory = get_strided_memory(value)
+    return [memory.slice_box(piece.local_box) for piece in local.pieces]
 
 
-def torch_type(dtype: DType, value: torch.Tensor) -> torch.dtype:
+def choose_torch_dtype(dtype: DType, value: torch.Tensor) -> torch.dtype:
     """Torch's type for this element type; the value's own where torch has none."""
-    return torch_dtype(dtype) or value.dtype
+    return find_torch_dtype(dtype) or value.dtype
 
 
-def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
+def narrow_to_box(value: torch.Tensor, box: Box) -> torch.Tensor:
     """A view of a region of a tensor."""
     if box.shape == tuple(value.shape):
         return value

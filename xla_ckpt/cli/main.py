@@ -1,10 +1,10 @@
-"""``xla-ckpt``: look into checkpoint directories, keep them, and write tags anew.
+"""Entry point of ``xla-ckpt``: the argument parsers, the table of commands, and exit codes.
 
-Exit codes: 0, all is well; 1, a problem (no such tag, damage, a difference); 2, refused before anything was changed, as
-wrong usage is (`REFUSED_FIRST`); 130, Ctrl-C. docs/command-line.md has the table.
+Exit codes: 0, success; 1, a problem (missing tag, corruption, a difference); 2, refused before anything was changed,
+for example because of invalid arguments (`USAGE_ERRORS`); 130, Ctrl-C. docs/command-line.md has the table.
 
-Each command imports what it needs when it runs, and gets its arguments when it is the one that is called: a person who
-asks for help, or lists some tags, waits for nothing else.
+Each command imports its dependencies when it runs, and only the called command builds its arguments. Help and ``ls``
+therefore start without loading anything else.
 """
 
 from __future__ import annotations
@@ -18,15 +18,31 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_ckpt import __version__
-from xla_ckpt.cli import completion, keeping, looking, mending, viewing, writing
-from xla_ckpt.cli.output import answering
+from xla_ckpt.cli import (
+    commands as keeping,
+)
+from xla_ckpt.cli import (
+    commands as looking,
+)
+from xla_ckpt.cli import (
+    commands as mending,
+)
+from xla_ckpt.cli import (
+    commands as viewing,
+)
+from xla_ckpt.cli import (
+    commands as writing,
+)
+from xla_ckpt.cli import (
+    completion,
+)
+from xla_ckpt.cli.output import translate_log_messages, translate_stdout_errors, translate_to_options
 from xla_ckpt.cli.selftest import command as selftest
-from xla_ckpt.cli.words import in_options, log_in_options
 from xla_ckpt.display import make_lines_printable
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UsageError
-from xla_ckpt.keywords import meant
+from xla_ckpt.keywords import suggest
 
-REFUSED_FIRST = (UsageError, InvalidTagError)
+USAGE_ERRORS = (UsageError, InvalidTagError)
 """Errors that end with exit code 2, as words do of which the parser makes nothing. All others end with 1."""
 
 
@@ -41,20 +57,20 @@ class _Command:
     """Lines that a person can copy, as the end of its help shows them."""
 
 
-def _complete(args: argparse.Namespace) -> int:
+def _run_completion(args: argparse.Namespace) -> int:
     """``completion``, which needs the arguments of all commands."""
-    parsers = _parsers()[1]
+    parsers = _build_parsers()[1]
     for name, command in COMMANDS.items():
         command.add_arguments(parsers[name])
-    return completion.complete(args, parsers)
+    return completion.print_completion_script(args, parsers)
 
 
 COMMANDS: dict[str, _Command] = {
     "ls": _Command(
         help="List the tags of a directory, oldest first; or the roots below it, where it has no tags itself. The size "
         "of a tag is that of its arrays, each counted once; where no index says that, that of its files.",
-        action=looking.ls,
-        add_arguments=looking.add_ls,
+        action=looking.run_ls,
+        add_arguments=looking.add_ls_arguments,
         examples="""\
   xla-ckpt ls runs/lm                      tags, oldest first
   xla-ckpt ls runs                         all roots below, and their newest tags
@@ -63,8 +79,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "show": _Command(
         help="Show what a tag holds: parts, arrays, plain values.",
-        action=looking.show,
-        add_arguments=looking.add_show,
+        action=looking.run_show,
+        add_arguments=looking.add_show_arguments,
         examples="""\
   xla-ckpt show runs/lm                    the newest tag
   xla-ckpt show runs/lm step_10 --leaf model/layers.0
@@ -74,24 +90,24 @@ COMMANDS: dict[str, _Command] = {
     "verify": _Command(
         help="Read all bytes of a tag and compare them with their digests, or CRC-32. It says how many bytes it read: "
         "copies and padding, too.",
-        action=looking.verify,
-        add_arguments=looking.add_verify,
+        action=looking.run_verify,
+        add_arguments=looking.add_verify_arguments,
         examples="""\
   xla-ckpt verify runs/lm                  the newest tag
   xla-ckpt verify runs/lm --all            every tag; exit code 1 if one is damaged""",
     ),
     "explain": _Command(
         help="Say what a restore over another mesh would read, before it reads it.",
-        action=looking.explain,
-        add_arguments=looking.add_explain,
+        action=looking.run_explain,
+        add_arguments=looking.add_explain_arguments,
         examples="""\
   xla-ckpt explain runs/lm --mesh dp=2,tp=4
   xla-ckpt explain runs/lm --mesh tp=8 --sharding up_proj tp,_""",
     ),
     "diff": _Command(
         help="Say what differs between two tags, and by how much. Exit code 1 if anything does.",
-        action=looking.diff,
-        add_arguments=looking.add_diff,
+        action=looking.run_diff,
+        add_arguments=looking.add_diff_arguments,
         examples="""\
   xla-ckpt diff runs/lm step_10 step_20    two tags of a root
   xla-ckpt diff runs/lm/step_10 runs/lm/step_20
@@ -100,8 +116,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "view": _Command(
         help="Show tags, arrays, comparisons and plans as pages in a browser of this machine, or as one file of HTML.",
-        action=viewing.view,
-        add_arguments=viewing.add_view,
+        action=viewing.run_view,
+        add_arguments=viewing.add_view_arguments,
         examples="""\
   xla-ckpt view runs/lm                    prints an address; Ctrl-C ends it
   xla-ckpt view s3://bucket/lm --port 8000
@@ -109,8 +125,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "export": _Command(
         help="Write the model of a tag as Hugging Face safetensors.",
-        action=writing.export,
-        add_arguments=writing.add_export,
+        action=writing.run_export,
+        add_arguments=writing.add_export_arguments,
         examples="""\
   xla-ckpt export runs/lm hf                              safetensors and their index, with the names of the tag
   xla-ckpt export runs/lm hf --config config.json         a Llama-like model by Hugging Face's names, with config.json
@@ -118,8 +134,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "convert": _Command(
         help="Write a tag anew, in another layout or for another topology.",
-        action=writing.convert,
-        add_arguments=writing.add_convert,
+        action=writing.run_convert,
+        add_arguments=writing.add_convert_arguments,
         examples="""\
   xla-ckpt convert runs/lm native --to native               any layout into this library's own
   xla-ckpt convert runs/lm nxd --to xser --mesh dp=2,tp=4   for neuronx-distributed on 8 ranks, with use_xser=True
@@ -129,8 +145,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "rm": _Command(
         help="Delete tags, as the retention of a save would.",
-        action=keeping.rm,
-        add_arguments=keeping.add_rm,
+        action=keeping.run_rm,
+        add_arguments=keeping.add_rm_arguments,
         examples="""\
   xla-ckpt rm runs/lm step_10 step_20      asks first
   xla-ckpt rm runs/lm/step_10              the same of one tag, named by its path
@@ -138,8 +154,8 @@ COMMANDS: dict[str, _Command] = {
     ),
     "retain": _Command(
         help="Delete the tags that a policy does not keep, as the retention of a save would.",
-        action=keeping.retain,
-        add_arguments=keeping.add_retain,
+        action=keeping.run_retain,
+        add_arguments=keeping.add_retain_arguments,
         examples="""\
   xla-ckpt retain runs/lm --newest 3 --best loss:2 --dry-run   which would go, and why each other one stays
   xla-ckpt retain runs/lm --newest 3 --every 1000 --yes        what one of several keeps, stays
@@ -147,51 +163,51 @@ COMMANDS: dict[str, _Command] = {
     ),
     "pin": _Command(
         help="Exempt tags from the retention of saves.",
-        action=keeping.pin,
-        add_arguments=keeping.add_tags,
+        action=keeping.run_pin,
+        add_arguments=keeping.add_pin_arguments,
         examples="  xla-ckpt pin runs/lm step_10",
     ),
     "unpin": _Command(
         help="Let the retention of saves have tags again.",
-        action=keeping.unpin,
-        add_arguments=keeping.add_tags,
+        action=keeping.run_unpin,
+        add_arguments=keeping.add_pin_arguments,
         examples="  xla-ckpt unpin runs/lm step_10",
     ),
     "clean": _Command(
         help="Remove what killed writers left. What somebody writes or reads stays.",
-        action=mending.clean_up,
-        add_arguments=mending.add_clean,
+        action=mending.run_clean,
+        add_arguments=mending.add_clean_arguments,
         examples="""\
   xla-ckpt clean runs/lm                   a save does so, too; this one says what it did
   xla-ckpt clean s3://bucket/lm            and lists all files there: some no save would find""",
     ),
     "adopt": _Command(
         help="Take complete tags in an object store into its record of tags, if that is damaged or was removed.",
-        action=mending.adopt,
-        add_arguments=mending.add_adopt,
+        action=mending.run_adopt,
+        add_arguments=mending.add_adopt_arguments,
         examples="""\
   xla-ckpt adopt s3://bucket/lm            all tags that have a manifest
   xla-ckpt adopt s3://bucket/lm step_10    this one""",
     ),
     "upload": _Command(
         help="Upload the tags of a directory that a job saved to first, and that are not in the object store yet.",
-        action=mending.upload,
-        add_arguments=mending.add_upload,
+        action=mending.run_upload,
+        add_arguments=mending.add_upload_arguments,
         examples="""\
   xla-ckpt upload /nvme/lm s3://bucket/lm  after a job that saved with local="/nvme/lm", and did not wait""",
     ),
     "selftest": _Command(
         help="Look whether the promises of this library hold on a storage and on the devices of this machine.",
-        action=selftest.selftest,
-        add_arguments=selftest.add_selftest,
+        action=selftest.run_selftest,
+        add_arguments=selftest.add_selftest_arguments,
         examples="""\
   xla-ckpt selftest /mnt/checkpoints       two minutes at most, in a folder that is removed; exit code 1 if one fails
   xla-ckpt selftest s3://bucket/path --json""",
     ),
     "completion": _Command(
         help="Print what makes a shell complete the words of this command.",
-        action=_complete,
-        add_arguments=completion.add_completion,
+        action=_run_completion,
+        add_arguments=completion.add_completion_arguments,
         examples="""\
   eval "$(xla-ckpt completion bash)"                      in ~/.bashrc
   xla-ckpt completion zsh > ~/.zfunc/_xla-ckpt            in a directory of zsh's fpath
@@ -200,7 +216,7 @@ COMMANDS: dict[str, _Command] = {
 }
 
 
-_ELSEWHERE = {
+_COMMAND_SYNONYMS = {
     **dict.fromkeys(("repair", "mend", "fix"), "verify --repair"),
     **dict.fromkeys(("list", "dir"), "ls"),
     **dict.fromkeys(("inspect", "info", "cat"), "show"),
@@ -211,23 +227,27 @@ _ELSEWHERE = {
 """Words that somebody may take for commands -> what does that."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _SuggestingParser(argparse.ArgumentParser):
     """A parser that says of a word which is none of the choices which one was probably meant."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            elsewhere = _ELSEWHERE.get(value) if action.nargs == argparse.PARSER else None  # a word for a command
-            there = f": {elsewhere} does that" if elsewhere else meant(value, choices)
+            elsewhere = (
+                _COMMAND_SYNONYMS.get(value) if action.nargs == argparse.PARSER else None
+            )  # a word for a command
+            there = f": {elsewhere} does that" if elsewhere else suggest(value, choices)
             raise argparse.ArgumentError(action, f"there is no {value!r}{there} (choose from {', '.join(choices)})")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(make_lines_printable(message), file)
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of what stands before the arguments of a command, and that of each command, still without them."""
-    parser = _Parser(prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew.")
+    parser = _SuggestingParser(
+        prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew."
+    )
     parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     parsers: dict[str, argparse.ArgumentParser] = {}
@@ -243,23 +263,23 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, parsers
 
 
-def parsed(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line; a word that is none is told with what was probably meant."""
-    parser, parsers = _parsers()
-    at = next((i for i, word in enumerate(words) if not word.startswith("-")), len(words))
-    parser.parse_args(words[: at + 1])
-    command = parsers[words[at]]
-    COMMANDS[words[at]].add_arguments(command)
+    parser, parsers = _build_parsers()
+    at = next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
+    parser.parse_args(argv[: at + 1])
+    command = parsers[argv[at]]
+    COMMANDS[argv[at]].add_arguments(command)
     # Else an argument such as TAG, which may be left out, would have to stand before all options.
     try:
-        args, unknown = command.parse_known_intermixed_args(words[at + 1 :])
+        args, unknown = command.parse_known_intermixed_args(argv[at + 1 :])
     except AttributeError as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # argparse fails to clean up after an early one
             raise error.__context__ from None
         raise
     if unknown:
-        options = [option for option, _ in completion.options_of(command)]
-        near = meant(unknown[0].partition("=")[0], options)
+        options = [option for option, _ in completion.list_long_options(command)]
+        near = suggest(unknown[0].partition("=")[0], options)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     return args
 
@@ -275,17 +295,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The process ends with this call. The interpreter would look for garbage among all objects once more, 60 ms.
         atexit.register(gc.freeze)
     try:
-        args = parsed(words)
+        args = parse_arguments(words)
         if sys.stdout is None:  # Python's word for a closed one (`>&-`)
             # The next file to be opened, one of a tag perhaps, would get its number, and what libraries print.
             raise UsageError("the standard output is closed", hint="Where nobody reads it, send it to /dev/null.")
-        with log_in_options():
+        with translate_log_messages():
             code = int(args.action(args))
-        with answering():
+        with translate_stdout_errors():
             sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:
-        print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)  # the text of the error is printable
-        return 2 if isinstance(error, REFUSED_FIRST) else 1
+        print(f"xla-ckpt: {translate_to_options(str(error))}", file=sys.stderr)  # the text of the error is printable
+        return 2 if isinstance(error, USAGE_ERRORS) else 1
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit
         return 0

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and what is made of them."""
+"""Arguments that several commands share, and the values parsed from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xla_ckpt.api.llama import LlamaJob
+    from xla_ckpt.conversion.llama.job import LlamaJob
     from xla_ckpt.options import ConvertOptions
 
 MAX_DIGITS = 18
 """Of a number that a person types: Python refuses to read thousands of them."""
 
-PATH = (
+PATH_HELP = (
     "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
     "(checkpoint.pt for checkpoint.pt_0_0, ...)"
 )
@@ -21,7 +21,7 @@ PATH = (
 
 def add_path(parser: argparse.ArgumentParser) -> None:
     """Where the tags lie."""
-    parser.add_argument("path", metavar="PATH", help=PATH)
+    parser.add_argument("path", metavar="PATH", help=PATH_HELP)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -33,17 +33,17 @@ def add_path_and_tag(parser: argparse.ArgumentParser) -> None:
     """As `add_path`; and which tag, as an option or as the word after the path, as commands have it that keep tags."""
     add_path(parser)
     parser.add_argument(
-        "tag", metavar="TAG", nargs="?", default=argparse.SUPPRESS, action=_OneTag, help="the same as --tag"
+        "tag", metavar="TAG", nargs="?", default=argparse.SUPPRESS, action=_SingleTagAction, help="the same as --tag"
     )
     add_tag(parser)
 
 
 def add_tag(parser: argparse.ArgumentParser) -> None:
     """Which tag."""
-    parser.add_argument("--tag", action=_OneTag, help="which one (default: the newest)")
+    parser.add_argument("--tag", action=_SingleTagAction, help="which one (default: the newest)")
 
 
-class _OneTag(argparse.Action):
+class _SingleTagAction(argparse.Action):
     """A tag. A second one is wrong usage, as neither can be meant alone."""
 
     def __call__(
@@ -63,7 +63,7 @@ class _OneTag(argparse.Action):
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """What a person may say of the model whose state a tag holds."""
-    from xla_ckpt.api.llama import HARDWARE
+    from xla_ckpt.conversion.llama.job import HARDWARE_ADJACENCY
 
     parser.add_argument(
         "--like",
@@ -81,14 +81,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-size-multiplier",
-        type=at_least_one,
+        type=parse_positive_int,
         metavar="N",
         help="with --config: how many tensor-parallel ranks hold each key-value head",
     )
     parser.add_argument(
-        "--hardware", choices=HARDWARE, help="with --kv-size-multiplier: trn1 and trn2 order the heads differently"
+        "--hardware",
+        choices=HARDWARE_ADJACENCY,
+        help="with --kv-size-multiplier: trn1 and trn2 order the heads differently",
     )
-    add_rules(parser)
+    add_sharding(parser)
 
 
 def add_leaf(parser: argparse.ArgumentParser) -> None:
@@ -102,40 +104,40 @@ def add_leaf(parser: argparse.ArgumentParser) -> None:
 
 def add_max_memory(parser: argparse.ArgumentParser) -> None:
     """How much memory arrays may take."""
-    from xla_ckpt.options import MAX_MEMORY
+    from xla_ckpt.options import DEFAULT_MAX_MEMORY
 
     parser.add_argument(
         "--max-memory",
-        type=size,
-        default=MAX_MEMORY,
+        type=parse_size_argument,
+        default=DEFAULT_MAX_MEMORY,
         metavar="SIZE",
         help="array data in memory at a time (default: 1 GiB)",
     )
 
 
-def is_at_least_one(text: str) -> bool:
+def is_positive_int(text: str) -> bool:
     """Whether a text is a whole number from 1."""
     return text.isdecimal() and len(text) <= MAX_DIGITS and int(text) > 0
 
 
-def at_least_one(text: str) -> int:
+def parse_positive_int(text: str) -> int:
     """A whole number from 1, as argparse wants it."""
-    if not is_at_least_one(text):
+    if not is_positive_int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
     return int(text)
 
 
-def size(text: str) -> int:
+def parse_size_argument(text: str) -> int:
     """A number of bytes, as argparse wants it."""
-    from xla_ckpt.cli import facts
+    from xla_ckpt.cli import results
 
     try:
-        return facts.nbytes(text)
+        return results.parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
+def add_sharding(parser: argparse.ArgumentParser) -> None:
     """Rules of how arrays are split."""
     parser.add_argument(
         "--sharding",
@@ -147,24 +149,29 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
+def parse_sharding_rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
     """The rules that the command line gives."""
-    from xla_ckpt.cli import facts
+    from xla_ckpt.cli import results
 
-    return [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
+    return [(pattern, results.parse_spec(text)) for pattern, text in args.sharding or ()]
 
 
-def about(args: argparse.Namespace) -> dict[str, Any]:
+def build_state_hints(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line says of the state in a tag, as functions take it."""
-    from xla_ckpt.cli import facts
+    from xla_ckpt.cli import results
 
-    model, optimizer = facts.targets(args.like)
-    return {"shardings": rules(args), "model": model, "optimizer": optimizer, "llama": llama_job(args)}
+    model, optimizer = results.build_targets(args.like)
+    return {
+        "shardings": parse_sharding_rules(args),
+        "model": model,
+        "optimizer": optimizer,
+        "llama": build_llama_job(args),
+    }
 
 
-def llama_job(args: argparse.Namespace) -> LlamaJob:
+def build_llama_job(args: argparse.Namespace) -> LlamaJob:
     """What the command line says about a Llama-like model, and a job that has it."""
-    from xla_ckpt.api.llama import LlamaJob
+    from xla_ckpt.conversion.llama.job import LlamaJob
 
     return LlamaJob(
         args.config,
@@ -175,7 +182,7 @@ def llama_job(args: argparse.Namespace) -> LlamaJob:
     )
 
 
-def of_conversion(args: argparse.Namespace) -> ConvertOptions:
+def build_convert_options(args: argparse.Namespace) -> ConvertOptions:
     """How a conversion goes about its work."""
     from xla_ckpt.options import ConvertOptions
 

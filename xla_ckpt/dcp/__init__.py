@@ -1,19 +1,20 @@
-"""torch.distributed.checkpoint's calls on this library's engine: ``import xla_ckpt.dcp as dcp``.
+"""The calls of torch.distributed.checkpoint on this library's engine: ``import xla_ckpt.dcp as dcp``.
 
-`save`, `load` and `async_save` have DCP's signatures, return values and in-place semantics. What they write is read by
-stock DCP, and what stock DCP wrote is read by them. `StorageWriter`, `StorageReader` and `AsyncStager` do the same for
-stock's own calls, and `sharded` makes tensor-parallel state in plain tensors known to any of them.
+`save`, `load` and `async_save` have DCP's signatures, return values and in-place semantics. Stock DCP reads what they
+write, and they read what stock DCP wrote. Use `StorageWriter`, `StorageReader` and `AsyncStager` with stock DCP's own
+calls, and `sharded` to declare tensor-parallel state in plain tensors to any of them.
 
-Other names of `torch.distributed.checkpoint` are stock's own, as far as they work here. The rest says what to use.
+Other names of `torch.distributed.checkpoint` are stock DCP's own if they work here; the rest raise an error that names
+a replacement.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from xla_ckpt.extras import naming_extras
+from xla_ckpt.extras import wrap_missing_packages
 
-with naming_extras("xla_ckpt.dcp"):
+with wrap_missing_packages("xla_ckpt.dcp"):
     from torch.distributed import checkpoint as _stock
 
 from torch.distributed.checkpoint import default_planner, metadata, planner, staging, state_dict, stateful, storage
@@ -74,7 +75,7 @@ __all__ = [
     "storage",
 ]
 
-_INSTEAD = {
+_REPLACEMENTS = {
     "HuggingFaceStorageWriter": "xla_ckpt.export_hf, or xla-ckpt export, which write Hugging Face's directories",
     "QuantizedHuggingFaceStorageReader": "torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader",
     "format_utils": "xla-ckpt convert, which converts from and to DCP and torch.save",
@@ -87,7 +88,7 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _INSTEAD or hasattr(_stock, name):
-        instead = _INSTEAD.get(name, f"torch.distributed.checkpoint.{name}")
+    if name in _REPLACEMENTS or hasattr(_stock, name):
+        instead = _REPLACEMENTS.get(name, f"torch.distributed.checkpoint.{name}")
         raise AttributeError(f"xla_ckpt.dcp has no {name}; use {instead}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,18 +1,30 @@
 """`save`, `load` and `async_save` with DCP's signatures, on this library's engine.
 
-The orchestration is stock DCP's, with the program's planners, so that what they do stays as it was. Storage and staging
-are this library's, and what fails on one rank is raised on all of them, as one of its errors.
+Stock DCP orchestrates the calls with the program's planners, so planners behave as before. Storage and staging are
+this library's. An error on one rank is raised on all ranks, as one error of this library that is also a
+`CheckpointException`.
+
+Saves in the background run one after the other, and report like all saves of the process. The ranks communicate in
+process groups of their own if the program's group cannot be used: background calls must not mix with training, and
+some backends cannot exchange host memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,40 +35,65 @@ from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 from torch.distributed.checkpoint.utils import _api_bc_check
 
-from xla_ckpt.dcp.failures import one_error
-from xla_ckpt.dcp.groups import CallRanks
-from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
-from xla_ckpt.dcp.named import CheckpointId, Named, path_of_storage, required_id, storage_for
+from xla_ckpt.core.tree.path import format_leaves
+from xla_ckpt.dcp.checkpoint_id import (
+    CheckpointId,
+    CheckpointIdMixin,
+    configure_storage,
+    get_storage_path,
+    require_checkpoint_id,
+)
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
-from xla_ckpt.dcp.states import FailingLoad, FailingSave, fresh_optimizers, install, reads_once, saved_states, states_of
-from xla_ckpt.dcp.states import LoadPlanner as OurLoadPlanner
+from xla_ckpt.dcp.state_dicts import ChunkLoadPlanner as OurLoadPlanner
+from xla_ckpt.dcp.state_dicts import (
+    FailingLoadPlanner,
+    FailingSavePlanner,
+    collect_saved_states,
+    collect_states,
+    find_empty_optimizers,
+    install_states,
+    should_read_once,
+)
 from xla_ckpt.dcp.writer import StorageWriter
-from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json, naming
-from xla_ckpt.job.call import Call
-from xla_ckpt.job.peers import check_can_meet
-from xla_ckpt.job.round import LEAD
-from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.keywords import known_options, taking_values
+from xla_ckpt.distributed.consensus import as_checkpoint_error
+from xla_ckpt.distributed.current_job import check_peers_reachable
+from xla_ckpt.distributed.exchange import LEADER_TIMEOUT_FRACTION
+from xla_ckpt.distributed.handshake import CallSignature, find_call_mismatch
+from xla_ckpt.errors import (
+    CheckpointError,
+    IncompatibleCheckpointError,
+    LoadError,
+    RankFailedError,
+    SaveError,
+    UsageError,
+    annotate_errors,
+    from_json,
+)
+from xla_ckpt.garbage_collection import pause_gc
+from xla_ckpt.keywords import check_arguments, check_arguments_and_fields, suggest_leaf
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import SaveOptions
-from xla_ckpt.storage.undisturbed import Undisturbed
-from xla_ckpt.tree.path import listed
+from xla_ckpt.reports import SAVE, PhaseRecorder, SaveReport, Trace, publish_report
+from xla_ckpt.saving.context import Cancellation
+from xla_ckpt.saving.registry import SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
+from xla_ckpt.storage.signals import DeferSignals
+from xla_ckpt.storage.trace_file import resolve_trace_file
 
 logger = get_logger(__name__)
 
-_Call = TypeVar("_Call", bound=Callable[..., Any])
+_CallT = TypeVar("_CallT", bound=Callable[..., Any])
 
 
-def _takes_storage_second(call: _Call) -> _Call:
+def _accept_positional_storage(call: _CallT) -> _CallT:
     """Take a writer or reader as the second argument, too, with a warning: stock does, for programs of torch 2.2."""
-    wrapped: _Call = _api_bc_check(call)  # type: ignore[no-untyped-call]
+    wrapped: _CallT = _api_bc_check(call)  # type: ignore[no-untyped-call]
     return wrapped
 
 
-@_takes_storage_second
-@taking_values(options=SaveOptions)
+@_accept_positional_storage
+@check_arguments_and_fields(options=SaveOptions)
 def save(
     state_dict: dict[str, Any],
     *,
@@ -88,20 +125,20 @@ def save(
             DCP's `CheckpointException`, whose `failures` are the errors of all ranks.
         SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
     """
-    writer = _writer(storage_writer, checkpoint_id, options)
-    path = path_of_storage(writer)
-    _check(state_dict, path, no_dist)
-    wait_for(path)
-    with one_error("saving", SaveError, path):
-        ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
-        ranks.check_same(_saving(path, writer))
-    states, problem = saved_states(state_dict, ranks.rank)
-    planner = planner if problem is None else FailingSave(problem)
-    work = functools.partial(_save, states, writer, planner, ranks, use_collectives)
+    writer = _create_writer(storage_writer, checkpoint_id, options)
+    path = get_storage_path(writer)
+    _check_arguments(state_dict, path, no_dist)
+    wait_for_path(path)
+    with unify_rank_errors("saving", SaveError, path):
+        ranks = CallRanks.from_group(process_group, "call", no_dist=no_dist)
+        ranks.check_same_call(_create_call_signature(path, writer))
+    states, problem = collect_saved_states(state_dict, ranks.rank)
+    planner = planner if problem is None else FailingSavePlanner(problem)
+    work = functools.partial(_run_save, states, writer, planner, ranks, use_collectives)
     return DcpSave(path=path, writer=writer, rank=ranks.rank, world=ranks.world, save=work).run()[0]
 
 
-@taking_values(options=SaveOptions)
+@check_arguments_and_fields(options=SaveOptions)
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -121,7 +158,7 @@ def async_save(
     after the other. An earlier one into the same directory is waited for.
 
     Args:
-        async_checkpointer_type: ``THREAD``; ``PROCESS`` is not supported.
+        async_checkpointer_type: ``THREAD``; ``PROCESS_STATE`` is not supported.
         async_stager: Freezes the state in the place of this library's `AsyncStager`.
 
     The other arguments are those of `save`.
@@ -142,13 +179,13 @@ def async_save(
             found=str(async_checkpointer_type),
             hint="Leave async_checkpointer_type out: the thread does nearly all of its work without the GIL.",
         )
-    writer = _writer(storage_writer, checkpoint_id, options)
-    path = path_of_storage(writer)
-    _check(state_dict, path, no_dist)
-    wait_for(path)
-    with one_error("saving", SaveError, path):
-        ranks = CallRanks.of(process_group, "background", no_dist=no_dist)
-    states, problem = saved_states(state_dict, ranks.rank)
+    writer = _create_writer(storage_writer, checkpoint_id, options)
+    path = get_storage_path(writer)
+    _check_arguments(state_dict, path, no_dist)
+    wait_for_path(path)
+    with unify_rank_errors("saving", SaveError, path):
+        ranks = CallRanks.from_group(process_group, "background", no_dist=no_dist)
+    states, problem = collect_saved_states(state_dict, ranks.rank)
     staged: Any = {}
     if problem is None:
         try:
@@ -165,21 +202,25 @@ def async_save(
 
     def work() -> Metadata:
         ready = staged.result() if isinstance(staged, Future) else staged
-        with one_error("saving", SaveError, path):
-            ranks.check_same(_saving(path, writer))
-        return _save(ready, writer, planner if problem is None else FailingSave(problem), ranks, use_collectives)
+        with unify_rank_errors("saving", SaveError, path):
+            ranks.check_same_call(_create_call_signature(path, writer))
+        return _run_save(
+            ready, writer, planner if problem is None else FailingSavePlanner(problem), ranks, use_collectives
+        )
 
     stall = time.perf_counter() - began
-    done = in_background(DcpSave(path=path, writer=writer, rank=ranks.rank, world=ranks.world, save=work, stall=stall))
+    done = start_in_background(
+        DcpSave(path=path, writer=writer, rank=ranks.rank, world=ranks.world, save=work, stall_seconds=stall)
+    )
     if not isinstance(staged, Future):
         return done
     staging: Future[None] = Future()
-    staged.add_done_callback(functools.partial(_pass_on, staging))
+    staged.add_done_callback(functools.partial(_forward_completion, staging))
     return AsyncSaveResponse(staging_completion=staging, upload_completion=done)  # type: ignore[arg-type]
 
 
-@_takes_storage_second
-@known_options
+@_accept_positional_storage
+@check_arguments
 def load(
     state_dict: dict[str, Any],
     *,
@@ -213,65 +254,69 @@ def load(
         LoadError: An object did not take its state.
     """
     if storage_reader is None:
-        reader: StockReader = StorageReader(required_id(checkpoint_id), trust_pickle=trust_pickle)
+        reader: StockReader = StorageReader(require_checkpoint_id(checkpoint_id), trust_pickle=trust_pickle)
     else:
-        reader = storage_for(storage_reader, checkpoint_id)
+        reader = configure_storage(storage_reader, checkpoint_id)
         if trust_pickle:
             raise UsageError(
                 "trust_pickle= has no effect beside storage_reader=",
                 hint="Give it to the reader: StorageReader(path, trust_pickle=True).",
             )
-    path = path_of_storage(reader)
-    _check(state_dict, path, no_dist)
-    wait_for(path)
-    with one_error("loading", LoadError, path):
-        ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
-        ranks.check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle))
-    states, problem = states_of(dict(sorted(state_dict.items())), ranks.rank, LoadError)
+    path = get_storage_path(reader)
+    _check_arguments(state_dict, path, no_dist)
+    wait_for_path(path)
+    with unify_rank_errors("loading", LoadError, path):
+        ranks = CallRanks.from_group(process_group, "call", no_dist=no_dist)
+        ranks.check_same_call(CallSignature.create("dcp.load", path or "", trust_pickle=trust_pickle))
+    states, problem = collect_states(dict(sorted(state_dict.items())), ranks.rank, LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
-        reader.read_once = reads_once(states)
+        reader.read_once = should_read_once(states)
     # From the first tensor that is overwritten to the last value, no signal handler of the program comes between.
     stored = reader.keys if isinstance(reader, StorageReader) else tuple
-    with one_error("loading", LoadError, path, stored), Undisturbed() as calm, _planning(reader):
+    with (
+        unify_rank_errors("loading", LoadError, path, stored),
+        DeferSignals() as calm,
+        _pause_gc_while_planning(reader),
+    ):
         if isinstance(reader, StorageReader):
             reader.overwriting = calm.begin
         try:
             state_dict_loader.load(
                 states,
                 storage_reader=reader,
-                planner=(planner or OurLoadPlanner()) if problem is None else FailingLoad(problem),
+                planner=(planner or OurLoadPlanner()) if problem is None else FailingLoadPlanner(problem),
                 process_group=ranks.group,
                 no_dist=no_dist,
             )
         finally:
             if isinstance(reader, StorageReader):
                 reader.close()
-        own_problem = install(state_dict, states, ranks.rank)
-        problems = ranks.gathered(None if own_problem is None else own_problem.to_json())
+        own_problem = install_states(state_dict, states, ranks.rank)
+        problems = ranks.gather(None if own_problem is None else own_problem.to_json())
         if own_problem is not None and ranks.world == 1:
             raise own_problem
         if (first := next((p for p in problems if p is not None), None)) is not None:
             raise from_json(first) from own_problem
-    if ranks.rank == 0 and (fresh := [*fresh_optimizers(states, stored())]):
+    if ranks.rank == 0 and (fresh := [*find_empty_optimizers(states, stored())]):
         logger.warning(
             "what is stored of the state of %s was not loaded: an optimizer has none before its first step, and so its "
             "state dict asked for none. xla_ckpt.load_checkpoint(path, model=..., optimizer=...) loads it",
-            listed(fresh),
+            format_leaves(fresh),
         )
 
 
-def _saving(path: str | None, writer: StockWriter) -> Call:
+def _create_call_signature(path: str | None, writer: StockWriter) -> CallSignature:
     """A save as far as all ranks have to ask for the same."""
     if not isinstance(writer, StorageWriter):
-        return Call.of("dcp.save", path or "")
-    return Call.of("dcp.save", path or "", replicas=writer.replicas, overwrite=writer.overwrite)
+        return CallSignature.create("dcp.save", path or "")
+    return CallSignature.create("dcp.save", path or "", replicas=writer.replicas, overwrite=writer.overwrite)
 
 
-def _save(
+def _run_save(
     states: dict[str, Any], writer: StockWriter, planner: SavePlanner | None, ranks: CallRanks, use_collectives: bool
 ) -> Metadata:
     try:
-        with one_error("saving", SaveError, path_of_storage(writer)), _planning(writer):
+        with unify_rank_errors("saving", SaveError, get_storage_path(writer)), _pause_gc_while_planning(writer):
             metadata: Metadata = state_dict_saver.save(
                 states,
                 storage_writer=writer,
@@ -284,7 +329,7 @@ def _save(
     except CheckpointError as error:
         if isinstance(error, CheckpointException) or not isinstance(writer, StorageWriter):
             raise  # DCP has told all ranks
-        writer.ended(error, ranks.seconds * (1 - LEAD))
+        writer.ended(error, ranks.timeout_seconds * (1 - LEADER_TIMEOUT_FRACTION))
         with closing(StorageReader(writer.checkpoint_id)) as reader:
             return reader.read_metadata()
     finally:
@@ -293,27 +338,27 @@ def _save(
 
 
 @contextmanager
-def _planning(storage: StockReader | StockWriter) -> Iterator[None]:
+def _pause_gc_while_planning(storage: StockReader | StockWriter) -> Iterator[None]:
     """Pause the collector until this library's reader or writer has planned: stock makes a dozen objects a tensor."""
     with ExitStack() as pause:
-        if isinstance(storage, Named):
-            pause.enter_context(collector_paused())
+        if isinstance(storage, CheckpointIdMixin):
+            pause.enter_context(pause_gc())
             storage.planned = pause.close
         yield
 
 
-def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:
+def _create_writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:
     if writer is None:
-        return StorageWriter(required_id(checkpoint_id), options=options)
+        return StorageWriter(require_checkpoint_id(checkpoint_id), options=options)
     if options is not None:
         raise UsageError(
             "options= has no effect beside storage_writer=",
             hint="Give it to the writer: StorageWriter(path, options=...).",
         )
-    return storage_for(writer, checkpoint_id)
+    return configure_storage(writer, checkpoint_id)
 
 
-def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:
+def _check_arguments(state_dict: Any, path: str | None, no_dist: bool) -> None:
     """Refuse what is no state dict, and calls of ranks that cannot meet.
 
     Each such rank would take itself for the whole job, and the last one would win.
@@ -327,13 +372,344 @@ def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:
             hint="The state dict comes first, and the path of the directory is checkpoint_id=.",
         )
     if not no_dist:
-        with naming(path=path):
-            check_can_meet()
+        with annotate_errors(path=path):
+            check_peers_reachable()
 
 
-def _pass_on(to: Future[None], staged: Future[Any]) -> None:
+def _forward_completion(target: Future[None], staged: Future[Any]) -> None:
     error = staged.exception()
     if error is None:
-        to.set_result(None)
+        target.set_result(None)
     else:
-        to.set_exception(error)
+        target.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpSave:
+    """One save by DCP's calls, on this rank."""
+
+    path: str | None
+    """The directory; None if a writer of the program's has none."""
+
+    writer: StockWriter
+    rank: int
+    world: int
+    save: Callable[[], Metadata]
+    stall_seconds: float = 0.0
+    """Seconds that the caller waited before this was begun."""
+
+    def run(self) -> tuple[Metadata, SaveReport]:
+        """Save, and tell the program's functions how it went.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        began, file = time.perf_counter(), resolve_trace_file(None)
+        phases = PhaseRecorder(keep_intervals=file is not None)
+        if isinstance(self.writer, StorageWriter):
+            self.writer.phases = phases
+        error: BaseException | None = None
+        try:
+            metadata = self.save()
+        except BaseException as failure:  # Ctrl-C, too: a report without an error says that there is a checkpoint
+            error = failure
+            raise
+        finally:
+            ended = time.perf_counter()
+            nbytes, files = 0, 0
+            if isinstance(self.writer, StorageWriter):
+                nbytes, files = self.writer.nbytes, self.writer.files
+            trace = None if file is None else Trace(file=file, doing="save", rank=self.rank, world=self.world)
+            root, _, tag = (self.path or "").rpartition("/")
+            phases.record_interval(SAVE, began, ended, nbytes, about=tag)
+            report = SaveReport(
+                path=root, tag=tag, sequence=0, nbytes=nbytes, files=files, seconds=ended - began,
+                stall=self.stall_seconds, phases=phases.report(), error=error,
+            )  # fmt: skip
+            publish_report(report, phases, trace)
+            del error  # or this frame and the error's traceback would keep each other, and the state, in memory
+        return metadata, report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BackgroundDcpSave:
+    """Such a save, as `SaveRegistry` runs it."""
+
+    dcp_save: DcpSave
+    previous: SaveHandle | None
+    """The one that began before it. Their ranks talk in collectives, which all ranks have to come to in one order."""
+
+    done: Future[Metadata] = field(default_factory=Future)
+    snapshot_progress: None = None
+
+    def run(self) -> SaveReport:
+        if self.previous is not None:
+            self.previous.wait()
+        try:
+            metadata, report = self.dcp_save.run()
+        except BaseException as error:
+            logger.error("the save of %s in the background failed: %s", self.dcp_save.path, error)  # noqa: TRY400  # it says all
+            self.done.set_exception(error)
+            raise
+        self.done.set_result(metadata)
+        return report
+
+    def release(self) -> None:
+        """See `xla_ckpt.saving.registry.BackgroundSave`."""
+
+    def clean_up(self, *, failed: bool) -> None:
+        """See `xla_ckpt.saving.registry.BackgroundSave`."""
+
+
+_latest_save_lock = fork_safe_lock()
+_latest_save: list[SaveHandle] = register_fork_reset([], list.clear)
+"""The save that began last."""
+
+
+def start_in_background(save: DcpSave) -> Future[Metadata]:
+    """Run a save in the background, after all that began before it; its result, or its error."""
+    install_exit_hook()
+    path = save.path or ""
+    handle = SaveHandle(path, path.rpartition("/")[2], Cancellation(), error_reported=True)  # by the future
+    with _latest_save_lock:
+        work = _BackgroundDcpSave(dcp_save=save, previous=_latest_save[0] if _latest_save else None)
+        _latest_save[:] = [handle]
+    SAVES.start(handle, work)
+    return work.done
+
+
+def wait_for_path(path: str | None) -> None:
+    """Wait for a save in the background into the same directory. Who has its future hears of its error."""
+    if path is not None:
+        SAVES.drain(path)
+
+
+CallPurpose = Literal["call", "background"]
+
+_call_groups: dict[tuple[int, CallPurpose], tuple[Any, Any]] = {}
+"""(identity of a group, purpose) -> that group, and the one that was made for its ranks."""
+
+
+def is_distributed_call(no_dist: bool) -> bool:
+    """Whether a call is made by several ranks together; also by a group of one."""
+    return not no_dist and bool(dist.is_available() and dist.is_initialized())
+
+
+@dataclass(frozen=True, slots=True)
+class CallRanks:
+    """The ranks of one call of DCP's."""
+
+    group: Any
+    """The group in which they meet; None for that of all ranks, and in a process alone."""
+
+    no_dist: bool
+    rank: int
+    world: int
+
+    @classmethod
+    def from_group(cls, process_group: Any, purpose: CallPurpose, *, no_dist: bool) -> CallRanks:
+        """Those of `get_process_group` (None: all); this process alone, if it has no others, or wants none."""
+        if not is_distributed_call(no_dist):
+            return cls(None, no_dist, 0, 1)
+        group = _get_call_group(process_group, purpose)
+        return cls(group, no_dist, dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long they wait for each other."""
+        return _get_timeout(self.group).total_seconds() if is_distributed_call(self.no_dist) else 0.0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each of them says."""
+        if not is_distributed_call(self.no_dist):
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    def check_same_call(self, call: CallSignature) -> None:
+        """Compare what they call, before anything is done: as `xla_ckpt.distributed.job.Job.begin_call` does it.
+
+        Raises:
+            UsageError: The calls differ; the same on all ranks.
+        """
+        if (different := find_call_mismatch(self.gather(call))) is not None:
+            raise different
+
+
+def _get_call_group(process_group: Any, purpose: CallPurpose) -> Any:
+    """The group in which the ranks of `get_process_group` (None: all) meet for a call of DCP's.
+
+    A call in the background gets a group of its own: its messages must not mix with those of training, which may use
+    the same group at the same time. So does a call in a group that cannot talk about values in host memory, as with
+    the backends ``xla`` and ``nccl``. It has the timeout of the first one. All ranks of the group have to call this
+    alike.
+    """
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    if purpose == "call" and torch.device("cpu") in group._device_types:
+        return process_group
+    key = id(group), purpose
+    known = _call_groups.get(key)
+    if known is None or known[0] is not group or known[1] not in distributed_c10d._world.pg_map:
+        ranks = dist.get_process_group_ranks(group)
+        # torch_xla puts a function in the place of dist.new_group that does not know this argument.
+        gloo_group = distributed_c10d.new_group(
+            ranks, backend="gloo", timeout=_get_timeout(group), use_local_synchronization=True
+        )
+        known = _call_groups[key] = (group, gloo_group)
+    return known[1]
+
+
+def _get_timeout(process_group: Any) -> datetime.timedelta:
+    """How long the ranks of a group (None: all) wait for each other; torch's default if its backend does not say so."""
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: datetime.timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    return timeout
+
+
+_MISSING_KEY = re.compile(r"Missing key in checkpoint state_dict: (?P<key>.*?)\.?", re.DOTALL)
+_SIZE_MISMATCH = re.compile(
+    r"Size mismatch between saved (?:torch\.Size\()?(?P<stored>\[.*?\])\)? and current: (?:torch\.Size\()?"
+    r"(?P<wanted>\[.*?\])\)? for (?P<key>.*)",
+    re.DOTALL,
+)
+_KIND_MISMATCH = re.compile(
+    r"Invalid checkpoint metadata for (?P<key>.*), expected BytesStorageMetadata but found ", re.DOTALL
+)
+PARTIAL_LOAD = "planner=DefaultLoadPlanner(allow_partial_load=True)"
+"""The argument of `load` for state dicts with keys that are not stored."""
+
+_NO_GROUP = "Default process group has not been initialized"
+_SIZE_HINT = (
+    "Make the model as it was at the save. If it is a part of a tensor-parallel rank, give the call "
+    "xla_ckpt.dcp.sharded(state_dict, model, mesh)."
+)
+_NO_TENSOR_HINT = "Give a tensor of its shape to load into, as the state_dict() of the model has it."
+_NO_MEMORY_HINT = "Give it some before the load: model.to_empty(device=...)."
+_COLLECTIVE_ERROR = re.compile(r"gloo|ProcessGroup|[Cc]onnection (closed|reset|refused)|[Ss]ocket|Broken pipe")
+"""What stands in the errors of collectives, which are plain RuntimeErrors."""
+
+
+@contextlib.contextmanager
+def unify_rank_errors(
+    operation: str,
+    error_class: type[CheckpointError],
+    path: str | None,
+    list_stored_keys: Callable[[], Iterable[str]] = tuple,
+) -> Iterator[None]:
+    """A block that calls stock DCP: what fails on any rank is raised here, and is the same on all ranks.
+
+    What DCP has gathered is raised as an error that is a `CheckpointException`, too, with the same `failures`. DCP's
+    own one, whose text has the tracebacks of all ranks, is its cause.
+
+    Args:
+        error_class: What an exception becomes that is no error of ours, and none of the operating system.
+        list_stored_keys: The keys of what is loaded, for an error about one that is not there.
+    """
+    try:
+        yield
+    except CheckpointException as gathered:
+        raise _to_dcp_error(
+            _choose_error(gathered, operation, error_class, list_stored_keys()).at(path=path), gathered
+        ) from gathered
+    except CheckpointError as error:
+        error.at(path=path)
+        raise
+    except Exception as error:
+        if dist.is_available() and (isinstance(error, dist.DistError) or _COLLECTIVE_ERROR.search(str(error))):
+            raise RankFailedError(
+                f"{operation} failed, because a rank did not answer",
+                path=path,
+                hint="It died, hangs, or never made this call: all ranks must make the same calls.",
+                details=str(error)[:2000],
+            ) from error
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        raise as_checkpoint_error(error, operation, rank, error_class, path=path) from error
+
+
+def _to_dcp_error(error: CheckpointError, gathered: CheckpointException) -> CheckpointError:
+    """The error with a class that is also DCP's: programs written for stock DCP catch that one."""
+    if not isinstance(error, CheckpointException):
+        error.__class__ = _create_dcp_error_class(type(error))  # type: ignore[arg-type]  # classes have a hash
+    error._failures = gathered.failures  # type: ignore[attr-defined]  # where `CheckpointException` has them
+    return error
+
+
+@functools.cache
+def _create_dcp_error_class(error_class: type[CheckpointError]) -> type[CheckpointError]:
+    """A kind of error as a `CheckpointException`, of the same name, under which it travels to other ranks."""
+
+    def reduce(self: CheckpointError) -> Any:
+        return _rebuild_error, (error_class, self.problem), vars(self)
+
+    body = {
+        "__module__": error_class.__module__,
+        "__doc__": error_class.__doc__,
+        "__str__": error_class.__str__,
+        "__reduce__": reduce,
+    }
+    return type(error_class.__name__, (error_class, CheckpointException), body)
+
+
+def _rebuild_error(error_class: type[CheckpointError], problem: str) -> CheckpointError:
+    return _create_dcp_error_class(error_class)(problem)  # type: ignore[arg-type]  # likewise
+
+
+def _choose_error(
+    gathered: CheckpointException, operation: str, error_class: type[CheckpointError], stored: Iterable[str]
+) -> CheckpointError:
+    """The error of the lowest rank that has one of ours; of the lowest rank, if none has."""
+    failures: dict[int, BaseException] = {rank: failure[0] for rank, failure in sorted(gathered.failures.items())}
+    for error in failures.values():
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+    ours = [(rank, error) for rank, error in failures.items() if isinstance(error, CheckpointError)]
+    if ours:
+        rank, error = ours[0]
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return error if len(failures) > 1 or not several else error.at(rank=rank)
+    rank, first = next(iter(failures.items()))
+    return _convert_planner_error(first, stored) or as_checkpoint_error(first, operation, rank, error_class)
+
+
+def _convert_planner_error(error: BaseException, stored: Iterable[str]) -> CheckpointError | None:
+    """An error of stock's planners about a state dict that does not fit, as one of ours; None for any other."""
+    text = str(error)
+    facts: dict[str, Any] = {}
+    if (match := _MISSING_KEY.fullmatch(text)) is not None:
+        keys = [*stored]
+        facts = {
+            "hint": f"{_describe_stored_neighbors(match['key'], keys)}{PARTIAL_LOAD} leaves out what is not stored."
+        }
+        text = f"Missing key in checkpoint state_dict: {match['key']}{suggest_leaf(match['key'], keys)}"
+    elif (match := _SIZE_MISMATCH.fullmatch(text)) is not None:
+        facts = {"expected": match["stored"], "found": match["wanted"], "hint": _SIZE_HINT}
+    elif (match := _KIND_MISMATCH.match(text)) is not None:
+        text, facts = "a tensor is stored under this key, and the state dict has none there", {"hint": _NO_TENSOR_HINT}
+    elif text.startswith(_NO_GROUP):
+        # Stock makes a tensor for one on the meta device, on the device of the process group.
+        return IncompatibleCheckpointError(
+            "a tensor on the meta device has no memory to load into", hint=_NO_MEMORY_HINT
+        )
+    else:
+        return None
+    problem = IncompatibleCheckpointError(text, leaf=match["key"], **facts)
+    problem.__cause__ = error
+    return problem
+
+
+def _describe_stored_neighbors(key: str, stored: Iterable[str]) -> str:
+    """What is stored where a key was looked for, as a sentence; nothing if it is not known.
+
+    >>> _describe_stored_neighbors("optimizer.step", ["model.w", "optim.step"])
+    'Stored there: model, optim. '
+    >>> _describe_stored_neighbors("model.v", ["model.w"])
+    'Stored below model: w. '
+    """
+    parts, names = key.split("."), [name.split(".") for name in stored]
+    for depth in reversed(range(len(parts))):
+        if beside := dict.fromkeys(name[depth] for name in names if name[:depth] == parts[:depth] and name[depth:]):
+            where = f"below {'.'.join(parts[:depth])}" if depth else "there"
+            return f"Stored {where}: {format_leaves(list(beside))}. "
+    return ""

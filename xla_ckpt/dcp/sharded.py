@@ -1,4 +1,4 @@
-"""Tensor-parallel state in plain tensors, made global for DCP, which would take the parts for copies of one tensor."""
+"""Declare tensor-parallel state in plain tensors to DCP, which would treat the shards as replicas of one tensor."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 import torch.distributed as dist
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.registry import require
-from xla_ckpt.dcp.tensor import GlobalTensor, chunks_in_view, global_tensor
+from xla_ckpt.arrays.registry import require_adapter
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import LocalArray, create_unsharded
+from xla_ckpt.core.sharding.mesh import Mesh, RankInfo, parse_mesh
+from xla_ckpt.core.sharding.sharding import ShardingRules, find_sharding, find_unused_rules, parse_rules
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.flatten import format_key
+from xla_ckpt.core.tree.nested import KeyPath, map_leaves
+from xla_ckpt.dcp.tensor import GlobalTensor, create_global_tensor, wrap_declared_chunks
+from xla_ckpt.distributed.mesh_source import get_current_mesh
 from xla_ckpt.errors import UsageError
-from xla_ckpt.job.mesh_source import current_mesh
 from xla_ckpt.logs import get_logger
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray, whole
-from xla_ckpt.sharding.mesh import Mesh, as_mesh
-from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.sharding.rules import Rules, decided, idle, parse_rules
 from xla_ckpt.state import optimizer as optimizers
-from xla_ckpt.state.module import parameter_names
-from xla_ckpt.state.shardings import Parameter, StateShardings
-from xla_ckpt.state.wrappers import is_view, unwrapped_model, unwrapped_optimizer
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.flatten import component
-from xla_ckpt.tree.nested import Keys, replaced_leaves
+from xla_ckpt.state.model_state import get_parameter_names
+from xla_ckpt.state.shardings import OptimizerParameter, StateShardings
+from xla_ckpt.state.wrappers import is_model_view, unwrap_model, unwrap_optimizer
 
 logger = get_logger(__name__)
 
@@ -34,7 +33,7 @@ def sharded(
     state_dict: Mapping[str, Any],
     model: Any = None,
     mesh: Mesh | str | None = None,
-    shardings: Rules | None = None,
+    shardings: ShardingRules | None = None,
     *,
     optimizer: Any = None,
 ) -> dict[str, Any]:
@@ -66,18 +65,22 @@ def sharded(
             found=type(state_dict).__name__,
             hint="It comes before the model.",
         )
-    return _Views(model, mesh, shardings, optimizer).of(state_dict)
+    return _GlobalTensorBuilder(model, mesh, shardings, optimizer).build(state_dict)
 
 
-_NUMBERED: Mapping[str | int, bool] = {schema.STATE: False, "base_state": False, "sharded_master_weights": True}
+_NUMBERED_STATE_KEYS: Mapping[str | int, bool] = {
+    schema.STATE: False,
+    "base_state": False,
+    "sharded_master_weights": True,
+}
 """Keys of optimizers below which parameters are numbers. Whether the tensors stand there themselves: master weights."""
 
 
-class _Views:
-    def __init__(self, model: Any, mesh: Mesh | str | None, shardings: Rules | None, optimizer: Any) -> None:
+class _GlobalTensorBuilder:
+    def __init__(self, model: Any, mesh: Mesh | str | None, shardings: ShardingRules | None, optimizer: Any) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        job_mesh = as_mesh(mesh) or current_mesh(rank, world)
+        job_mesh = parse_mesh(mesh) or get_current_mesh(rank, world)
         if job_mesh is None and shardings and world > 1:
             raise UsageError("rules of shardings need a mesh", hint="Give mesh=, for instance Mesh(dp=2, tp=4).")
         job_mesh = job_mesh or Mesh(dp=world)
@@ -90,8 +93,8 @@ class _Views:
                 if world == 1
                 else "Start the job with as many ranks, or correct mesh=.",
             )
-        placement = Placement(rank, world, job_mesh)
-        model, self.optimizer = unwrapped_model(model), unwrapped_optimizer(optimizer)
+        placement = RankInfo(rank, world, job_mesh)
+        model, self.optimizer = unwrap_model(model), unwrap_optimizer(optimizer)
         if not hasattr(model, "named_parameters") and (model is not None or optimizer is not None):
             raise UsageError(
                 "this is no model",
@@ -101,92 +104,102 @@ class _Views:
             )
         self.rules = parse_rules(shardings)
         self.placement = placement
-        self.parameters: dict[str, Parameter] = {
-            name: Parameter(name=name, value=value)
+        self.parameters: dict[str, OptimizerParameter] = {
+            name: OptimizerParameter(name=name, value=value)
             for name, value in (model.named_parameters() if model is not None else ())
         }
-        self.numbered: list[str] = []
+        self.numbered_names: list[str] = []
         """Names of the optimizer's parameters, in the order of torch's numbers."""
         if self.optimizer is not None:
-            names = parameter_names(model)
-            self.numbered = optimizers.names_in_order(self.optimizer, names)
-            optimized = optimizers.parameters_of(self.optimizer, model, names, placement)
+            names = get_parameter_names(model)
+            self.numbered_names = optimizers.list_parameter_names(self.optimizer, names)
+            optimized = optimizers.get_saved_parameters(self.optimizer, model, names, placement)
             self.parameters |= {parameter.name: parameter for parameter in optimized.values()}
-        self.places = StateShardings(
-            placement, self.rules, {component(name): p for name, p in self.parameters.items()}
-        ).of_model(model)
+        self.state_shardings = StateShardings(
+            placement, self.rules, {format_key(name): p for name, p in self.parameters.items()}
+        ).with_model(model)
         # A state dict of a wrapped model may have the steps of the wrappers in its names.
-        others = model.said_names() if is_view(model) else {}
+        others = model.get_legacy_names() if is_model_view(model) else {}
         self.parameters |= {name: self.parameters[plain] for name, plain in others.items() if plain in self.parameters}
-        self.seen: list[str] = []
+        self.seen_keys: list[str] = []
 
-    def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        views: dict[str, Any] = replaced_leaves(state_dict, self._view)
-        for warning in idle(self.rules, self.seen):
+    def build(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        views: dict[str, Any] = map_leaves(state_dict, self._convert_leaf)
+        for warning in find_unused_rules(self.rules, self.seen_keys):
             logger.warning("%s", warning)
         return views
 
-    def _view(self, keys: Keys, value: Any) -> Any:
+    def _convert_leaf(self, keys: KeyPath, value: Any) -> Any:
         """A tensor as a view that says where it lies; any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         name = ".".join(map(str, keys))
-        self.seen.append(name)
-        value = chunks_in_view(value, name)
-        adapter = require(value, name)
-        if isinstance(value, GlobalTensor) or adapter.place(value, name) is not None:
+        self.seen_keys.append(name)
+        value = wrap_declared_chunks(value, name)
+        adapter = require_adapter(value, name)
+        if isinstance(value, GlobalTensor) or adapter.locate(value, name) is not None:
             return value
-        local = self._local(name, keys, value, adapter)
+        local = self._locate(name, keys, value, adapter)
         shape = tuple(value.shape)
-        if local.shape == shape and [piece.box for piece in local.pieces] == [Box.whole(shape)]:
+        if local.shape == shape and [piece.global_box for piece in local.pieces] == [Box.from_shape(shape)]:
             return value
-        return global_tensor(value, local)
+        return create_global_tensor(value, local)
 
-    def _local(self, name: str, keys: Keys, value: torch.Tensor, adapter: ArrayAdapter) -> LocalArray:
+    def _locate(self, name: str, keys: KeyPath, value: torch.Tensor, adapter: ArrayAdapter) -> LocalArray:
         """Where a plain tensor lies."""
         shape = tuple(value.shape)
-        ruled = decided(self.rules, name)
-        owner, path = self._owner(keys)
-        is_state = schema.owner_of(path) is not None
+        ruled = find_sharding(self.rules, name)
+        owner, path = self._find_parameter(keys)
+        is_state = schema.get_owner(path) is not None
         if ruled is not None and (owner is None or not is_state or shape == tuple(owner.value.shape)):
             # A rule for a parameter is found in the keys of its states, too. Their step count is no part of a tensor.
-            return whole(shape) if len(ruled.dims) > len(shape) else self.places._placed(name, ruled, shape)
+            return (
+                create_unsharded(shape)
+                if len(ruled.dims) > len(shape)
+                else self.state_shardings.place(name, ruled, shape)
+            )
         if owner is None:
-            return whole(shape)
-        return self.places.local(path, value if is_state else _as(owner.value, shape, name), adapter)
+            return create_unsharded(shape)
+        return self.state_shardings.locate(
+            path, value if is_state else _check_parameter_shape(owner.value, shape, name), adapter
+        )
 
-    def _owner(self, keys: Keys) -> tuple[Parameter | None, str]:
+    def _find_parameter(self, keys: KeyPath) -> tuple[OptimizerParameter | None, str]:
         """The parameter that a tensor is, or is a state of, and the leaf path that it would have in a tag."""
         for i, key in enumerate(keys):
             if (
                 type(key) is not int
                 or not i
-                or keys[i - 1] not in _NUMBERED
-                or (i + 1 == len(keys)) != _NUMBERED[keys[i - 1]]
+                or keys[i - 1] not in _NUMBERED_STATE_KEYS
+                or (i + 1 == len(keys)) != _NUMBERED_STATE_KEYS[keys[i - 1]]
             ):
                 continue
-            if not self.numbered:
+            if not self.numbered_names:
                 raise UsageError(
                     "states of an optimizer stand under numbers, and nobody says whose they are",
                     leaf=".".join(map(str, keys)),
                     hint="Give optimizer=, or the state dict of "
                     "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict.",
                 )
-            if key < len(self.numbered):
-                called = self.numbered[key]
+            if key < len(self.numbered_names):
+                called = self.numbered_names[key]
                 below = keys[i + 1 :]
-                return self.parameters[called], schema.state(called, *below) if below else schema.master(called)
+                return self.parameters[called], schema.get_state_path(
+                    called, *below
+                ) if below else schema.get_master_path(called)
         parts = ".".join(map(str, keys)).split(".")
         for length in range(len(parts), 0, -1):
             for first in range(len(parts) - length, -1, -1):
                 parameter = self.parameters.get(".".join(parts[first : first + length]))
                 if parameter is not None:
                     suffix = parts[first + length :]
-                    return parameter, schema.state(parameter.name, *suffix) if suffix else schema.weight(parameter.name)
+                    return parameter, schema.get_state_path(
+                        parameter.name, *suffix
+                    ) if suffix else schema.get_weight_path(parameter.name)
         return None, ""
 
 
-def _as(parameter: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+def _check_parameter_shape(parameter: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
     """The parameter, whose attributes say how a tensor of its name is split."""
     if tuple(parameter.shape) != shape:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""DCP's `AsyncStager` for XLA tensors: what a save in the background writes while training goes on."""
+"""DCP's `AsyncStager` for XLA tensors: copy a state dict to host memory so that training may continue."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager as StockStager
 
-from xla_ckpt.arrays.registry import Adapters
-from xla_ckpt.arrays.torch_elements import tensor_from
-from xla_ckpt.dcp.memory import in_host_memory
+from xla_ckpt.arrays.registry import AdapterRegistry, require_adapter
+from xla_ckpt.arrays.torch_elements import choose_torch_dtype, get_tensor_bytes, narrow_to_box, view_as_tensor
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import LocalArray, create_unsharded
+from xla_ckpt.core.tree.nested import KeyPath, map_leaves
 from xla_ckpt.dcp.tensor import GlobalTensor
-from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.garbage_collection import pause_gc
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate, copy_all
 from xla_ckpt.snapshot.shards import HostShard
-from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 
 class AsyncStager(StockStager):
@@ -40,27 +41,27 @@ class AsyncStager(StockStager):
         Raises:
             UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
         """
-        with collector_paused():
-            slots: dict[int, _Slot] = {}
-            pieces: list[_Piece] = []
-            taken_apart = functools.partial(_taken_apart, pieces, Adapters())
+        with pause_gc():
+            slots: dict[int, _TensorSlot] = {}
+            pieces: list[_StagedPiece] = []
+            taken_apart = functools.partial(_split_tensor, pieces, AdapterRegistry())
             copies: dict[int, Any] = {}
             """What `copy.deepcopy` remembers: a value that is there twice stays one."""
 
-            def apart(keys: Keys, leaf: Any) -> Any:
+            def apart(keys: KeyPath, leaf: Any) -> Any:
                 if isinstance(leaf, torch.Tensor):
                     if id(leaf) not in slots:
-                        slots[id(leaf)] = _Slot(leaf, taken_apart(".".join(map(str, keys)), leaf))
+                        slots[id(leaf)] = _TensorSlot(leaf, taken_apart(".".join(map(str, keys)), leaf))
                     return slots[id(leaf)]
                 if isinstance(leaf, list | tuple) and not isinstance(leaf, torch.Size):  # of another class
-                    return replaced_leaves([*leaf] if isinstance(leaf, list) else (*leaf,), apart, keys, classes=True)
-                return _copied(leaf, keys, copies)
+                    return map_leaves([*leaf] if isinstance(leaf, list) else (*leaf,), apart, keys, keep_classes=True)
+                return _copy_value(leaf, keys, copies)
 
-            staged = replaced_leaves(state_dict, apart, classes=True)
-            frozen = _frozen(pieces)
+            staged = map_leaves(state_dict, apart, keep_classes=True)
+            frozen = _copy_pieces(pieces)
             for slot in slots.values():
                 slot.tensor = slot.build(frozen)
-            return replaced_leaves(staged, lambda _, v: v.tensor if isinstance(v, _Slot) else v, classes=True)
+            return map_leaves(staged, lambda _, v: v.tensor if isinstance(v, _TensorSlot) else v, keep_classes=True)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when everything is frozen."""
@@ -70,14 +71,14 @@ class AsyncStager(StockStager):
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _TensorSlot:
     """Stands for a tensor until all are frozen."""
 
     tensor: torch.Tensor
     build: Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def _copied(value: Any, keys: Keys, copies: dict[int, Any]) -> Any:
+def _copy_value(value: Any, keys: KeyPath, copies: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, copies)
     except Exception as error:
@@ -90,7 +91,7 @@ def _copied(value: Any, keys: Keys, copies: dict[int, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StagedPiece:
     """A plain tensor that is to be frozen."""
 
     key: str
@@ -101,32 +102,32 @@ class _Piece:
     shape: tuple[int, ...]
 
 
-def _taken_apart(
-    pieces: list[_Piece], adapters: Adapters, key: str, value: torch.Tensor
+def _split_tensor(
+    pieces: list[_StagedPiece], adapters: AdapterRegistry, key: str, value: torch.Tensor
 ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     """Append the plain tensors of a value to `pieces`; how it is made of the frozen ones."""
     first, shape, dtype = len(pieces), tuple(value.shape), value.dtype
     if isinstance(value, GlobalTensor):
         boxes = [box for box, _ in value.regions]
-        pieces += [_Piece(key, tensor, tensor.dtype, tuple(tensor.shape)) for _, tensor in value.regions]
+        pieces += [_StagedPiece(key, tensor, tensor.dtype, tuple(tensor.shape)) for _, tensor in value.regions]
     else:
         adapter = adapters.require(value, key)
-        adapter.dtype(value, key)  # refuses what cannot be stored
-        local = adapter.place(value, key)
+        adapter.get_dtype(value, key)  # refuses what cannot be stored
+        local = adapter.locate(value, key)
         if local is None:
-            pieces.append(_Piece(key, value, dtype, shape))
+            pieces.append(_StagedPiece(key, value, dtype, shape))
             return lambda frozen: frozen[first]
-        shape, boxes = local.shape, [piece.box for piece in local.pieces]
-        (shards,) = adapter.host([(value, local)])
-        pieces += [_Piece(key, shard, dtype, box.shape) for shard, box in zip(shards, boxes, strict=True)]
+        shape, boxes = local.shape, [piece.global_box for piece in local.pieces]
+        (shards,) = adapter.get_host_shards([(value, local)])
+        pieces += [_StagedPiece(key, shard, dtype, box.shape) for shard, box in zip(shards, boxes, strict=True)]
     return lambda frozen: GlobalTensor(shape, dtype, [*zip(boxes, frozen[first:], strict=False)])
 
 
-def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+def _copy_pieces(pieces: Sequence[_StagedPiece]) -> list[torch.Tensor]:
     """CPU tensors with the elements of the pieces, which nobody else will write to."""
     tensors = [(i, p.key, p.content) for i, p in enumerate(pieces) if isinstance(p.content, torch.Tensor)]
     shards = {i: p.content for i, p in enumerate(pieces) if isinstance(p.content, HostShard)}
-    in_batch = in_host_memory([(key, tensor) for _, key, tensor in tensors])
+    in_batch = copy_to_host([(key, tensor) for _, key, tensor in tensors])
     shards.update({i: shard for (i, _, _), shard in zip(tensors, in_batch, strict=True)})
     moving = [i for i, shard in shards.items() if not shard.immutable and len(shard.data)]
     sizes = [-(-len(shards[i].data) // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT for i in moving]
@@ -135,16 +136,65 @@ def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
     for i, size in zip(moving, sizes, strict=True):
         source = np.frombuffer(shards[i].data, np.uint8)
         target = memory[at : at + len(source)]
-        copied[i] = tensor_from(target, pieces[i].dtype, pieces[i].shape)
+        copied[i] = view_as_tensor(target, pieces[i].dtype, pieces[i].shape)
         copies.append((target, source))
         at += size
     copy_all(copies)
-    return [copied[i] if i in copied else _tensor_over(shards[i], piece) for i, piece in enumerate(pieces)]
+    return [copied[i] if i in copied else _view_shard_as_tensor(shards[i], piece) for i, piece in enumerate(pieces)]
 
 
-def _tensor_over(shard: HostShard, piece: _Piece) -> torch.Tensor:
+def _view_shard_as_tensor(shard: HostShard, piece: _StagedPiece) -> torch.Tensor:
     """The tensor that has the bytes of a shard, which nobody else writes to."""
     if not len(shard.data):
         return torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
-    assert isinstance(shard.keep, torch.Tensor), "torch's adapters keep a tensor"
-    return shard.keep.detach()
+    assert isinstance(shard.owner, torch.Tensor), "torch's adapters keep a tensor"
+    return shard.owner.detach()
+
+
+def copy_to_host(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]:
+    """The bytes of (key, tensor) pairs, each in C order: views where that is possible, else copies.
+
+    What lies on one kind of device is transferred in one batch.
+
+    Raises:
+        UnsupportedStateError: A tensor has no plain array of elements, or not all of it is on devices of this process.
+    """
+    batches: dict[int, tuple[Any, list[int], list[tuple[Any, LocalArray]]]] = {}
+    adapters = AdapterRegistry()
+    for i, (key, value) in enumerate(tensors):
+        adapter = adapters.require(value, key)
+        adapter.get_dtype(value, key)  # refuses what cannot be stored
+        local = adapter.locate(value, key) or create_unsharded(tuple(value.shape))
+        _, numbers, values = batches.setdefault(id(adapter), (adapter, [], []))
+        numbers.append(i)
+        values.append((value, local))
+    joined: dict[int, HostShard] = {}
+    for adapter, numbers, values in batches.values():
+        for i, (value, local), shards in zip(numbers, values, adapter.get_host_shards(values), strict=True):
+            joined[i] = _join_shards(tensors[i][0], value, local, shards)
+    return [joined[i] for i in range(len(tensors))]
+
+
+def _join_shards(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[HostShard]) -> HostShard:
+    """One shard for all of a tensor."""
+    everything = Box.from_shape(tuple(value.shape))
+    if everything.size == 0:
+        return HostShard(memoryview(b""), None, immutable=True)
+    if len(shards) == 1 and local.pieces[0].global_box == everything:
+        return shards[0]
+    elements = sum(piece.global_box.size for piece in local.pieces)
+    if elements != everything.size:
+        raise UnsupportedStateError(
+            "a part of a tensor is on devices of other processes",
+            leaf=key,
+            expected=f"{everything.size} elements",
+            found=elements,
+            hint="Give planner=SPMDSavePlanner(), of torch_xla.experimental.distributed_checkpoint.",
+        )
+    element = choose_torch_dtype(require_adapter(value).get_dtype(value), value)
+    tensor = torch.empty(everything.shape, dtype=element, device="cpu")
+    for piece, shard in zip(local.pieces, shards, strict=True):
+        narrow_to_box(tensor, piece.global_box).copy_(
+            torch.frombuffer(shard.data, dtype=element).reshape(piece.global_box.shape)
+        )
+    return HostShard(get_tensor_bytes(tensor), tensor, immutable=True)

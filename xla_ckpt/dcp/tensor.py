@@ -1,4 +1,4 @@
-"""A global tensor of which this process holds some regions, in the form that DCP's planners ask for."""
+"""`GlobalTensor`: a global tensor with the regions that this process has, in the form that DCP's planners expect."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from xla_ckpt.arrays.chunks import is_checkpointable, names_chunks
-from xla_ckpt.arrays.registry import require
-from xla_ckpt.arrays.torch_elements import cut
+from xla_ckpt.arrays.declared_chunks import has_declared_chunks, is_checkpointable
+from xla_ckpt.arrays.registry import require_adapter
+from xla_ckpt.arrays.torch_elements import narrow_to_box
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.local_array import LocalArray
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray
 
 TensorRegion = tuple[Box, torch.Tensor]
 """A region of a global tensor, and its elements: a tensor of that shape, which a load overwrites."""
@@ -83,13 +83,15 @@ class GlobalTensor(torch.Tensor):
         raise UnsupportedStateError(f"no region begins at {list(start)}", leaf=index.fqn, found=repr(self))
 
 
-def global_tensor(value: torch.Tensor, local: LocalArray) -> GlobalTensor:
+def create_global_tensor(value: torch.Tensor, local: LocalArray) -> GlobalTensor:
     """Return the global tensor of which a tensor, or the local one of a DTensor, is what this process holds."""
     held = getattr(value, "_local_tensor", value).detach()
-    return GlobalTensor(local.shape, value.dtype, [(piece.box, cut(held, piece.local)) for piece in local.pieces])
+    return GlobalTensor(
+        local.shape, value.dtype, [(piece.global_box, narrow_to_box(held, piece.local_box)) for piece in local.pieces]
+    )
 
 
-def check_planned(value: torch.Tensor, key: str) -> None:
+def check_can_plan(value: torch.Tensor, key: str) -> None:
     """Raise an error for a `CheckpointableTensor` that a planner gives as it is, since its chunks were not planned."""
     if value.dim() and is_checkpointable(value):
         raise UnsupportedStateError(
@@ -100,7 +102,7 @@ def check_planned(value: torch.Tensor, key: str) -> None:
         )
 
 
-def chunks_in_view(value: Any, key: str) -> Any:
+def wrap_declared_chunks(value: Any, key: str) -> Any:
     """Return a tensor that names its chunks as a `GlobalTensor`, and any other value as it is.
 
     DCP's planners know the attributes of a `CheckpointableTensor` from torch 2.15 on.
@@ -108,8 +110,8 @@ def chunks_in_view(value: Any, key: str) -> Any:
     Raises:
         UnsupportedStateError: The chunks do not fit.
     """
-    if not isinstance(value, torch.Tensor) or not names_chunks(value):
+    if not isinstance(value, torch.Tensor) or not has_declared_chunks(value):
         return value
-    local = require(value, key).place(value, key)
+    local = require_adapter(value, key).locate(value, key)
     assert local is not None, "it names its place"
-    return global_tensor(value, local)
+    return create_global_tensor(value, local)

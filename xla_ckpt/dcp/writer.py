@@ -1,71 +1,90 @@
-"""DCP's `StorageWriter` on this library's engine: one directory that appears complete and verified, or not at all.
+"""DCP's `StorageWriter` on this library's engine: an atomic commit of one verified directory.
 
-The coordinator makes a draft of the directory when it plans. All ranks write into it, and report: what they wrote with
-which digests, or the error that they met. The coordinator hears all reports in `finish`, writes ``.metadata`` and the
-digests, and gives the draft its name. An error of a rank is a report, and not raised there: DCP would then not call
-the coordinator any more, and nobody would remove the draft.
+The coordinator creates a draft directory when it plans. All ranks write into it, and report the files and checksums
+that they wrote, or the error that they met. In `finish` the coordinator compares samples of replicas, writes
+``.metadata`` and the checksums, and renames the draft. A rank's error is part of its report and not raised there,
+because DCP would not call the coordinator again, and nothing would remove the draft.
+
+DCP's planners treat plain tensors with one key on several ranks as replicas, and keep one of them. If they are shards
+of one tensor, as in tensor parallelism, the others would be lost, so differing samples raise an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
+import re
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import filterfalse
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from xla_ckpt.dcp.named import Named
-from xla_ckpt.dcp.orders import OF_REPORT, WriteOrder, WriteReport, report_of, result_of
-from xla_ckpt.dcp.overwriting import check_target
-from xla_ckpt.dcp.replicas import Held, Place, compare, replicas_of
-from xla_ckpt.dcp.written import is_tensor, planned, tensors_of, write_values
-from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.joint_directory import check_written, open_joint
-from xla_ckpt.engine.phases import Phases
-from xla_ckpt.engine.write import WRITERS, write_files
+from xla_ckpt.arrays.torch_elements import get_tensor_dtype
+from xla_ckpt.core.checksum import BlockDigester
+from xla_ckpt.core.files.dcp_file import DcpChunk, DcpFile
+from xla_ckpt.core.manifest.manifest import FileRecord
+from xla_ckpt.core.plan.merge import ReplicaPolicy, describe_divergence
+from xla_ckpt.core.plan.rank_consistency import MAX_LISTED_RANKS
+from xla_ckpt.core.plan.save_plan import FilePlan, RegionSource
+from xla_ckpt.core.plan.save_plan import SavePlan as FilePlans
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.dcp.checkpoint_id import CheckpointIdMixin
+from xla_ckpt.dcp.stager import copy_to_host
+from xla_ckpt.dcp.tensor import check_can_plan
+from xla_ckpt.display import join_lines
+from xla_ckpt.distributed.consensus import as_checkpoint_error
+from xla_ckpt.distributed.exchange import Deadline, Exchange
+from xla_ckpt.distributed.torch_store import STORE_TIMEOUT_SECONDS, get_torch_communicator
 from xla_ckpt.errors import (
     CheckpointError,
+    DivergentReplicasError,
     RankFailedError,
     SaveError,
     UnsupportedStateError,
     UsageError,
+    annotate_errors,
     from_json,
-    naming,
-    storage_errors,
+    wrap_os_errors,
 )
-from xla_ckpt.job.process_group import REACH, communicator
-from xla_ckpt.job.round import Deadline, Round
-from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.layouts.dcp.index import pickled
-from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
-from xla_ckpt.layouts.digests import DIGESTS, dump_digests, record_of
+from xla_ckpt.formats.dcp.metadata import MAX_PATH_DEPTH, METADATA_FILE
+from xla_ckpt.formats.dcp.metadata_writer import dump_metadata
+from xla_ckpt.formats.dcp.writing import make_chunk
+from xla_ckpt.formats.digests import DIGESTS, dump_digests, make_file_record
+from xla_ckpt.garbage_collection import pause_gc
 from xla_ckpt.logs import get_logger
-from xla_ckpt.options import SaveOptions
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, above
-from xla_ckpt.storage.undisturbed import undisturbed
-from xla_ckpt.tags.root import Kind
-from xla_ckpt.tags.roots import root_of
-from xla_ckpt.tags.transaction import Transaction
+from xla_ckpt.options import SaveOptions, resolve_options
+from xla_ckpt.progress import IoContext
+from xla_ckpt.reports import PhaseRecorder
+from xla_ckpt.saving.write import WRITER_THREADS, check_written_files, open_shared_draft, write_files
+from xla_ckpt.snapshot.shards import HostShard, compute_sample_fingerprint
+from xla_ckpt.storage.base import Directory, Store, write_file
+from xla_ckpt.storage.resolve import PathLike, is_working_directory, open_parent
+from xla_ckpt.storage.signals import defer_signals
+from xla_ckpt.tags.resolve import open_root
+from xla_ckpt.tags.root import Transaction, TransactionKind
 
 logger = get_logger(__name__)
 
-VERSION = "1.0.0"
+METADATA_VERSION = "1.0.0"
 """What DCP writes as the version of its metadata."""
 
-_COMMITTED = "committed"
+_COMMITTED_KEY = "committed"
 """What rank 0 says in the job's store when a checkpoint is in place."""
 
 
-class StorageWriter(Named, StockWriter):
+class StorageWriter(CheckpointIdMixin, StockWriter):
     """Writes checkpoints of `torch.distributed.checkpoint`: digested, durable, and committed by one rename.
 
     For ``dcp.save(..., storage_writer=StorageWriter(path))`` and ``dcp.async_save``, with any planner. Stock readers
@@ -87,11 +106,11 @@ class StorageWriter(Named, StockWriter):
 
     # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
     _rank: int | None = None
-    _planned: Sequence[WriteItem] = ()
+    _planned_items: Sequence[WriteItem] = ()
     _draft: Transaction | None = None
-    _fate: Round | None = None
-    _forget: weakref.finalize[..., Any] | None = None
-    phases: Phases | None = None
+    _outcome_exchange: Exchange | None = None
+    _finalizer: weakref.finalize[..., Any] | None = None
+    phases: PhaseRecorder | None = None
     """Where the time of this rank's writing goes."""
     nbytes = 0
     """Bytes of tensors that this rank has written in this save."""
@@ -104,17 +123,17 @@ class StorageWriter(Named, StockWriter):
         *,
         options: SaveOptions | None = None,
         overwrite: bool = True,
-        num_workers: int = WRITERS,
+        num_workers: int = WRITER_THREADS,
     ) -> None:
         super().__init__()
-        self.replicas = replicas_of(options)
+        self.replicas = get_replicas_option(options)
         self.overwrite = overwrite
         self.num_workers = num_workers
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.abandon()
-        self._name(checkpoint_id)
+        self._set_path(checkpoint_id)
         self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
@@ -122,10 +141,10 @@ class StorageWriter(Named, StockWriter):
 
     def abandon(self) -> None:
         """Remove what a save has written that was not committed."""
-        with undisturbed():
-            if self._forget is not None:
-                self._forget()
-            self._draft = self._forget = None
+        with defer_signals():
+            if self._finalizer is not None:
+                self._finalizer()
+            self._draft = self._finalizer = None
 
     def ended(self, error: CheckpointError, seconds: float) -> None:
         """Find out how a save ended in which a collective failed: returns if it committed.
@@ -140,12 +159,12 @@ class StorageWriter(Named, StockWriter):
             CheckpointError: It did not commit. All ranks that have begun to write raise the same.
             RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows how that ended.
         """
-        decided = error if self._fate is None else self._fate.decide(error)
+        decided = error if self._outcome_exchange is None else self._outcome_exchange.decide_outcome(error)
         if decided is not None:
             raise decided from error.__cause__
-        assert self._fate is not None
+        assert self._outcome_exchange is not None
         try:
-            self._fate.hear(_COMMITTED, 0, Deadline(seconds))
+            self._outcome_exchange.receive(_COMMITTED_KEY, 0, Deadline(seconds))
         except RankFailedError:
             raise RankFailedError(
                 "rank 0 began to commit, and did not say how that ended",
@@ -158,7 +177,7 @@ class StorageWriter(Named, StockWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.abandon()
-        self._fate = None
+        self._outcome_exchange = None
         self.nbytes = self.files = 0
         self._rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
@@ -169,30 +188,30 @@ class StorageWriter(Named, StockWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._place()
+        self._resolve_path()
         self.save_id = uuid.uuid4().hex  # stock's planners may give the order of another save: this tells them apart
-        self._planned = plan.items
+        self._planned_items = plan.items
         return dataclasses.replace(plan, storage_data=self.save_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        store, name = self._place()
-        with storage_errors("beginning a save", path=self._path), naming(path=self._path):
-            check_target(self._path, store, name, overwrite=self.overwrite)
-            with undisturbed():  # what a signal handler raises comes when somebody can remove the draft
-                self._draft = Transaction(root_of(store), name, Kind.CHECKPOINT).begin()
+        store, name = self._resolve_path()
+        with wrap_os_errors("beginning a save", path=self._path), annotate_errors(path=self._path):
+            check_overwrite_target(self._path, store, name, overwrite=self.overwrite)
+            with defer_signals():  # what a signal handler raises comes when somebody can remove the draft
+                self._draft = Transaction(open_root(store), name, TransactionKind.CHECKPOINT).begin()
                 # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
-                self._forget = weakref.finalize(self, self._draft.abandon)
+                self._finalizer = weakref.finalize(self, self._draft.abort)
         draft, fate = self._draft.directory.name, f"dcp/{self.save_id}"
-        self._fate = _round(fate, len(plans))
+        self._outcome_exchange = _create_outcome_exchange(fate, len(plans))
         return [
             dataclasses.replace(
                 plan,
-                storage_data=WriteOrder(
-                    draft=draft,
-                    fate=fate,
+                storage_data=RankWriteTask(
+                    draft_name=draft,
+                    exchange_name=fate,
                     rank=rank,
                     world=len(plans),
-                    answers=plan.storage_data if isinstance(plan.storage_data, str) else None,
+                    save_id=plan.storage_data if isinstance(plan.storage_data, str) else None,
                 ),
             )
             for rank, plan in enumerate(plans)
@@ -201,11 +220,11 @@ class StorageWriter(Named, StockWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         rank = self._rank or 0
         try:
-            results = self._write(plan, planner)
+            results = self._write_part(plan, planner)
         except Exception as error:
             # It travels to the coordinator, which raises it on all ranks and removes the draft.
             problem = as_checkpoint_error(error, "saving", rank, path=self._path)
-            results = [result_of(WriteReport(rank=rank, error=problem.to_json()))]
+            results = [create_report_result(RankWriteReport(rank=rank, error=problem.to_json()))]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -215,92 +234,104 @@ class StorageWriter(Named, StockWriter):
         if draft is None:
             raise SaveError("a save is finished that was never begun", path=self._path)
         try:
-            with storage_errors("saving", path=self._path), naming(path=self._path):
-                with collector_paused():
-                    files = self._sealing(draft, metadata, results)
+            with wrap_os_errors("saving", path=self._path), annotate_errors(path=self._path):
+                with pause_gc():
+                    files = self._build_final_files(draft, metadata, results)
                 self._commit(draft, files)
         finally:
             self.abandon()
 
-    def _place(self) -> tuple[Store, str]:
+    def _resolve_path(self) -> tuple[Store, str]:
         """The store that holds the checkpoint, and its name there."""
         if self._path is None:
             raise UsageError("nobody has said where the checkpoint goes", hint="Give checkpoint_id, the directory.")
-        return above(self._path)
+        return open_parent(self._path)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write_part(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's part; one result for each item, behind the report."""
         order = plan.storage_data
-        if not isinstance(order, WriteOrder):
+        if not isinstance(order, RankWriteTask):
             raise UsageError(
                 "the planner has replaced what this writer told the rank",
                 expected="SavePlan.storage_data as create_global_plan got it",
                 found=type(order).__name__,
             )
-        store, name = self._place()
+        store, name = self._resolve_path()
         # A planner that keeps plans (enable_plan_caching) gives the order of an earlier save, with that one's draft.
-        draft = root_of(store).draft_of(name)
-        if order.answers in (None, self.save_id):
-            draft = order.draft
-            self._fate = _round(order.fate, order.world)
-        with collector_paused():
-            tensors = tensors_of(plan.items, planner)
-            samples: dict[Place, Held] = {}
+        draft = open_root(store).get_draft_name(name)
+        if order.save_id in (None, self.save_id):
+            draft = order.draft_name
+            self._outcome_exchange = _create_outcome_exchange(order.exchange_name, order.world)
+        with pause_gc():
+            tensors = resolve_tensors(plan.items, planner)
+            samples: dict[ChunkKey, ReplicaSample] = {}
             if order.world > 1:
                 final = {item.index for item in plan.items}
-                dropped = tensors_of([item for item in self._planned if item.index not in final], planner)
-                samples = dict(tensor.sampled(written=True) for tensor in tensors)
-                samples |= dict(tensor.sampled(written=False) for tensor in dropped)
+                dropped = resolve_tensors([item for item in self._planned_items if item.index not in final], planner)
+                samples = dict(tensor.create_sample(written=True) for tensor in tensors)
+                samples |= dict(tensor.create_sample(written=False) for tensor in dropped)
             stem = f"{order.rank + 1:05d}-of-{order.world:05d}"
-            files, results = planned(tensors, stem)
+            files, results = plan_files(tensors, stem)
         self.planned()
         memory = {(str(i), 0): tensor.shard.data for i, tensor in enumerate(tensors)}
-        crew = Crew(workers=self.num_workers, phases=self.phases or Phases())
+        crew = IoContext(workers=self.num_workers, phases=self.phases or PhaseRecorder())
         owns_draft = self._draft is not None
-        with storage_errors("saving", rank=order.rank, path=self._path):
-            directory = self._draft.directory if self._draft is not None else open_joint(root_of(store), draft)
+        with wrap_os_errors("saving", rank=order.rank, path=self._path):
+            directory = self._draft.directory if self._draft is not None else open_shared_draft(open_root(store), draft)
             try:
                 records = list(write_files(directory, files, memory, crew).files)
                 self.nbytes, self.files = files.nbytes, len(records)
-                written, record = write_values(directory, stem, [*filterfalse(is_tensor, plan.items)], planner)
+                written, record = write_values(directory, stem, [*filterfalse(is_tensor_item, plan.items)], planner)
                 directory.sync()
             finally:
                 if not owns_draft:
                     directory.close()
         records += [] if record is None else [record]
-        return [result_of(WriteReport(rank=order.rank, files=tuple(records), samples=samples)), *results, *written]
+        return [
+            create_report_result(RankWriteReport(rank=order.rank, files=tuple(records), samples=samples)),
+            *results,
+            *written,
+        ]
 
-    def _sealing(self, draft: Transaction, metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, bytes]:
+    def _build_final_files(
+        self, draft: Transaction, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> dict[str, bytes]:
         """The files that make a draft a checkpoint, when all ranks have written what they report.
 
         Raises:
             CheckpointError: A rank has failed, or what the ranks have written does not fit together.
         """
-        reports = [report_of(rank, of_rank) for rank, of_rank in enumerate(results)]
+        reports = [find_report(rank, of_rank) for rank, of_rank in enumerate(results)]
         if (error := next((report.error for report in reports if report.error is not None), None)) is not None:
             raise from_json(dict(error))
         if len(reports) > 1:
-            compare([report.samples for report in reports], self.replicas)
+            compare_replicas([report.samples for report in reports], self.replicas)
         paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
         for key, path in paths.items():
-            if len(path) > MAX_STEPS:
-                raise UnsupportedStateError(f"the state is nested deeper than {MAX_STEPS} containers", leaf=key[:80])
+            if len(path) > MAX_PATH_DEPTH:
+                raise UnsupportedStateError(
+                    f"the state is nested deeper than {MAX_PATH_DEPTH} containers", leaf=key[:80]
+                )
         for report in reports:
-            check_written(draft.directory, report.rank, report.files)
-        stored = {r.index: r.storage_data for of_rank in results for r in of_rank if r.index != OF_REPORT}
-        complete = dataclasses.replace(metadata, version=VERSION, storage_data=stored, storage_meta=self.storage_meta())
-        text = pickled(complete)
-        digests = dump_digests([*(record for report in reports for record in report.files), record_of(METADATA, text)])
-        return {METADATA: text, DIGESTS: digests}
+            check_written_files(draft.directory, report.rank, report.files)
+        stored = {r.index: r.storage_data for of_rank in results for r in of_rank if r.index != REPORT_INDEX}
+        complete = dataclasses.replace(
+            metadata, version=METADATA_VERSION, storage_data=stored, storage_meta=self.storage_meta()
+        )
+        text = dump_metadata(complete)
+        digests = dump_digests(
+            [*(record for report in reports for record in report.files), make_file_record(METADATA_FILE, text)]
+        )
+        return {METADATA_FILE: text, DIGESTS: digests}
 
     def _commit(self, draft: Transaction, files: Mapping[str, bytes]) -> None:
         draft.seal(files)
-        if self._fate is not None and (given_up := self._fate.decide()) is not None:
+        if self._outcome_exchange is not None and (given_up := self._outcome_exchange.decide_outcome()) is not None:
             raise given_up  # another rank, which has told its caller so
         draft.commit()
-        if self._fate is not None:
+        if self._outcome_exchange is not None:
             try:
-                self._fate.say(_COMMITTED)
+                self._outcome_exchange.publish(_COMMITTED_KEY)
             except Exception as error:
                 # Whatever it is, the checkpoint is in place, and no rank may be told otherwise.
                 logger.warning("that %s is saved could not be told to all ranks: %s", self._path, error)
@@ -341,9 +372,315 @@ class FileSystemWriter(StorageWriter):
                 hint="What is written is torch.save's format and safetensors in one. For Hugging Face's directories: "
                 "xla_ckpt.export_hf.",
             )
-        super().__init__(path, overwrite=overwrite, num_workers=max(thread_count, WRITERS))
+        super().__init__(path, overwrite=overwrite, num_workers=max(thread_count, WRITER_THREADS))
 
 
-def _round(name: str, world: int) -> Round | None:
+def _create_outcome_exchange(name: str, world: int) -> Exchange | None:
     """Where the ranks of a save agree how it ended, if a collective of torch's fails; None in a process alone."""
-    return Round(communicator(), name, REACH) if world > 1 else None
+    return Exchange(get_torch_communicator(), name, STORE_TIMEOUT_SECONDS) if world > 1 else None
+
+
+def is_tensor_item(item: WriteItem) -> bool:
+    """Whether an item is a tensor, or a part of one."""
+    return item.type != WriteItemType.BYTE_IO
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """An item of a plan that is a tensor, and what this rank has of it."""
+
+    item: WriteItem
+    value: torch.Tensor
+    shard: HostShard
+    """Its bytes."""
+
+    @property
+    def chunk(self) -> DcpChunk:
+        """The region of a file that it is."""
+        assert self.item.tensor_data is not None
+        stored, key = self.item.tensor_data.chunk, self.item.index.fqn
+        stop = tuple(low + n for low, n in zip(stored.offsets, stored.sizes, strict=True))
+        with annotate_errors(leaf=key):
+            return make_chunk(key, get_tensor_dtype(self.value), Box(tuple(stored.offsets), stop))
+
+    def create_sample(self, *, written: bool) -> tuple[ChunkKey, ReplicaSample]:
+        """A sample of it, and the place that it is of."""
+        key, shape = self.item.index.fqn, tuple(self.value.shape)
+        loose = may_differ(key, self.value.dtype is torch.uint8, shape)
+        described = _describe_tensor(self.value.dtype, shape)
+        return (key, tuple(self.item.index.offset or ())), ReplicaSample(
+            described, compute_sample_fingerprint([self.shard.data]), written, loose
+        )
+
+
+def resolve_tensors(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorItem]:
+    """What this rank has of the tensors among some items, as the planner gives them.
+
+    Raises:
+        UnsupportedStateError: One is not what the planner told the other ranks of.
+    """
+    tensors = [*filter(is_tensor_item, items)]
+    values = [(item.index.fqn, _resolve_tensor(item, planner)) for item in tensors]
+    shards = copy_to_host(values)
+    return [TensorItem(item, value, shard) for item, (_, value), shard in zip(tensors, values, shards, strict=True)]
+
+
+def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    value: Any = planner.resolve_data(item)
+    if isinstance(value, torch.Tensor):
+        check_can_plan(value, item.index.fqn)
+    shard = getattr(value, "__get_tensor_shard__", None)  # some planners give the whole sharded tensor
+    value = value if shard is None else shard(item.index)
+    described = item.tensor_data
+    assert described is not None
+    key = item.index.fqn
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedStateError("the planner gave no tensor", leaf=key, found=type(value).__name__)
+    wanted, actual = (described.properties.dtype, tuple(described.chunk.sizes)), (value.dtype, tuple(value.shape))
+    if wanted != actual:
+        raise UnsupportedStateError(
+            "a tensor is not what the metadata would say of it: it could not be loaded", leaf=key,
+            expected=_describe_tensor(*wanted), found=_describe_tensor(*actual),
+            hint="The planner's create_local_plan and resolve_data have to agree.",
+        )  # fmt: skip
+    return value.detach()
+
+
+def plan_files(tensors: Sequence[TensorItem], stem: str) -> tuple[FilePlans, list[WriteResult]]:
+    """The files of some tensors, and where each will lie. The leaf of a region is the number of its tensor."""
+    # Readers of safetensors know one region of a name in a file: a second one goes to a further file.
+    again: Counter[str] = Counter()
+    by_file: dict[int, list[tuple[int, TensorItem]]] = {}
+    for i, tensor in enumerate(tensors):
+        key = tensor.item.index.fqn
+        by_file.setdefault(again[key], []).append((i, tensor))
+        again[key] += 1
+    plans, results = [], []
+    for number, members in sorted(by_file.items()):
+        name = f"{stem}-{number + 1}" if number else stem
+        codec = DcpFile(f"~{name}", tuple(tensor.chunk for _, tensor in members))
+        sources = tuple(
+            RegionSource(leaf=str(i), shard_index=0, offset=0, nbytes=len(t.shard.data)) for i, t in members
+        )
+        plans.append(FilePlan(path=f"{name}.safetensors", layout=codec, sources=sources))
+        results += [
+            _create_write_result(tensor.item.index, plans[-1].path, offset, nbytes)
+            for (_, tensor), (offset, nbytes) in zip(members, codec.zip_ranges, strict=True)
+        ]
+    return FilePlans(tuple(plans)), results
+
+
+def _describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def write_values(
+    directory: Directory, stem: str, items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[list[WriteResult], FileRecord | None]:
+    """Write what is no tensor into one file, one thing behind the other."""
+    if not items:
+        return [], None
+    path = f"objects-{stem}.distcp"
+    data, results, regions, digests = bytearray(), [], [], []
+    for item in items:
+        try:
+            value: Any = planner.resolve_data(item)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises; it names no key
+            raise UnsupportedStateError(
+                f"it cannot be pickled: {error}",
+                leaf=item.index.fqn,
+                hint="Store plain values, tensors, or an object with state_dict().",
+            ) from error
+        if not isinstance(value, io.BytesIO):
+            raise UnsupportedStateError("the planner gave no bytes", leaf=item.index.fqn, found=type(value).__name__)
+        text = value.getvalue()
+        results.append(_create_write_result(item.index, path, len(data), len(text)))
+        if text:
+            regions.append((len(data), len(text)))
+            digester = BlockDigester(len(text))
+            digester.update(memoryview(text))
+            digests += digester.digests
+        data += text
+    write_file(directory, path, bytes(data))
+    record = FileRecord(
+        path=path, size=len(data), framing_bytes=0, regions=tuple(regions), block_digests=tuple(digests)
+    )
+    return results, record
+
+
+def _create_write_result(index: MetadataIndex, path: str, offset: int, nbytes: int) -> WriteResult:
+    return WriteResult(index=index, size_in_bytes=nbytes, storage_data=_StorageInfo(path, offset, nbytes))
+
+
+ChunkKey = tuple[str, tuple[int, ...]]
+"""(key, offset in the global tensor) of what a rank planned to write."""
+
+_REPLICAS_HINT = (
+    "Tensor parallelism that nobody declared is the likely cause, or pipeline stages that use the same keys: give "
+    "DTensors, or xla_ckpt.dcp.sharded(state_dict, model, mesh), with shardings= where the model does not say it. "
+    "If the ranks have really drifted apart, options=SaveOptions(replicas='first') of xla_ckpt.dcp.save or "
+    "of StorageWriter stores the first one, and says of which tensors."
+)
+
+_BATCH_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of keys that data-parallel ranks may hold different values of: what a BatchNorm has counted on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSample:
+    """What one rank has of something."""
+
+    description: str
+    """Element type and shape."""
+
+    digest: int
+    """Digest of some of its bytes."""
+
+    written: bool
+    is_unchecked: bool = False
+    """Whether a difference is worth a warning only."""
+
+
+def may_differ(key: str, is_bytes: bool, shape: Sequence[int]) -> bool:
+    """Whether data-parallel ranks may have different values under a key.
+
+    These are the statistics of a BatchNorm, and rows of bytes, which are states of random generators.
+    """
+    return key.rpartition(".")[2] in _BATCH_NORM_STATISTICS or (is_bytes and len(shape) == 1)
+
+
+def get_replicas_option(options: SaveOptions | None) -> ReplicaPolicy:
+    """What is done with replicas that differ: the one option of a save that DCP's calls have a use for.
+
+    Raises:
+        UsageError: The caller says another one, which would have no effect.
+    """
+    if isinstance(options, SaveOptions) and options != SaveOptions(replicas=options.replicas):
+        raise UsageError("of the options of a save, xla_ckpt.dcp heeds replicas alone", found=repr(options))
+    return resolve_options(SaveOptions, options).replicas
+
+
+def compare_replicas(rank_samples: Sequence[Mapping[ChunkKey, ReplicaSample]], replicas: ReplicaPolicy) -> None:
+    """Compare what all ranks have.
+
+    Raises:
+        DivergentReplicasError: Two ranks hold different things under one key, and they have to be equal.
+    """
+    stored: dict[ChunkKey, tuple[int, ReplicaSample]] = {}
+    for rank, samples in enumerate(rank_samples):
+        stored.update({place: (rank, one) for place, one in samples.items() if one.written})
+    different: dict[str, tuple[int, ReplicaSample, int, ReplicaSample]] = {}
+    for rank, samples in enumerate(rank_samples):
+        for place, one in samples.items():
+            owner, kept = stored.get(place, (rank, one))
+            if (one.description, one.digest) != (kept.description, kept.digest):
+                different.setdefault(place[0], (owner, kept, rank, one))
+    strict = {key: difference for key, difference in different.items() if not difference[1].is_unchecked}
+    if strict and replicas == "equal":
+        key, (owner, kept, rank, one) = next(iter(strict.items()))
+        others = f" ({len(strict) - 1} more keys differ, too)" if len(strict) > 1 else ""
+        raise DivergentReplicasError(
+            f"two ranks hold different tensors under one key, of which DCP keeps one{others}",
+            leaf=key,
+            rank=rank,
+            expected=f"{kept.description} with the bytes of rank {owner}, which would be stored",
+            found=f"{'other bytes' if kept.description == one.description else one.description} on rank {rank}",
+            hint=_REPLICAS_HINT,
+        )
+    if different:
+        lines = [f"  {key}: rank {rank} against rank {owner}" for key, (owner, _, rank, _) in different.items()]
+        more = [f"  and {len(lines) - MAX_LISTED_RANKS} more"] if len(lines) > MAX_LISTED_RANKS else []
+        logger.warning("%s", join_lines([describe_divergence(len(lines)), *lines[:MAX_LISTED_RANKS], *more]))
+
+
+REPORT_INDEX = MetadataIndex("~xla_ckpt report")
+"""Index of the result that is a rank's report, and no item of the state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWriteTask:
+    """What the coordinator tells a rank."""
+
+    draft_name: str
+    """Name of the directory that is filled."""
+
+    exchange_name: str
+    """What the round is called in which the ranks agree how the save ended, if one of them is lost."""
+
+    rank: int
+    world: int
+    save_id: str | None
+    """The save of that rank that it is for. Planners that keep plans may give an old one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWriteReport:
+    """What a rank tells the coordinator."""
+
+    rank: int
+    files: tuple[FileRecord, ...] = ()
+    samples: Mapping[ChunkKey, ReplicaSample] = field(default_factory=dict)
+    error: Mapping[str, Any] | None = None
+
+
+def create_report_result(report: RankWriteReport) -> WriteResult:
+    """A report as a result of DCP's, which travels to the coordinator."""
+    return WriteResult(index=REPORT_INDEX, size_in_bytes=0, storage_data=report)
+
+
+def find_report(rank: int, results: Sequence[WriteResult]) -> RankWriteReport:
+    """The report among the results of a rank.
+
+    Raises:
+        SaveError: There is none.
+    """
+    for result in results:
+        if isinstance(result.storage_data, RankWriteReport):
+            return result.storage_data
+    raise SaveError("a rank wrote with another StorageWriter", rank=rank)
+
+
+_DCP_FILE = re.compile(
+    r"\.metadata(\.tmp)?|__\d+\.metadata(\.tmp)?|\.manager_metadata|.*\.distcp|.*\.safetensors|"
+    r"model\.safetensors\.index\.json|" + re.escape(DIGESTS)
+)
+"""Names of files that make up a checkpoint of DCP's."""
+
+_DCP_ONLY_FILE = re.compile(r"\.metadata|__\d+\.metadata|.*\.distcp|" + re.escape(DIGESTS))
+"""Names of files that nothing else has: a directory with others, but without one of these, is not replaced."""
+
+
+def check_overwrite_target(path: str | None, store: Store, name: str, *, overwrite: bool) -> None:
+    """Refuse to replace anything that is no checkpoint of DCP's, and the directory in which the program works.
+
+    Args:
+        store: What holds it.
+        name: Its name there.
+
+    Raises:
+        UsageError: Something else has that name.
+    """
+    if path is not None and is_working_directory(path):
+        raise UsageError(
+            "the checkpoint would replace the directory in which this program works",
+            path=path,
+            hint="Give the checkpoint a directory of its own.",
+        )
+    if not store.has(name):
+        return
+    names = store.list_names(name)
+    other = [n for n in names if not _DCP_FILE.fullmatch(n) or store.is_directory(f"{name}/{n}")]
+    if open_root(store).is_native_tag(name):
+        problem, hint = "there is a tag of this library", "Choose another path, or delete the tag."
+    elif not store.is_directory(name):
+        problem, hint = "there is a file", "A checkpoint is a directory."
+    elif other or (names and not any(map(_DCP_ONLY_FILE.fullmatch, names))):
+        problem = "the directory holds something else than a checkpoint of DCP's, which would be lost"
+        hint = "Give the checkpoint a directory of its own."
+        names = other or names
+    elif names and not overwrite:
+        # Programs look for these words of stock's.
+        problem, hint = "Checkpoint already exists, and overwrite=False", "Choose another path."
+    else:
+        return
+    raise UsageError(problem, path=path, found=", ".join(names[:8]) or None, hint=hint)

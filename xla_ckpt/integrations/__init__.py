@@ -1,4 +1,4 @@
-"""Adapters for trainers: one module for each, imported by name, so that no trainer is needed for another one.
+"""Integrations with trainers: one module for each, imported by name, so that you need only your own trainer.
 
-docs/trainers.md says how each is used, and what comes back exactly.
+docs/trainers.md describes how to use each, and which state is restored exactly.
 """

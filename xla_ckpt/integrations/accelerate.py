@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.api.load import Loaded, load_checkpoint
-from xla_ckpt.api.save import save_checkpoint
-from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import UsageError
+from xla_ckpt.loading.load import Loaded, load_checkpoint
+from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.save import save_checkpoint
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.state.rng import RNGState
-from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.resolve import PathLike
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

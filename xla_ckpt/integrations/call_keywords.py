@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
-from xla_ckpt.keywords import keeping_for
-from xla_ckpt.options import LoadOptions, SaveOptions, chosen
+from xla_ckpt.keywords import check_deferred_arguments
+from xla_ckpt.options import LoadOptions, SaveOptions, resolve_options
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ def keeping_keywords(
     """
     # An option of both kinds, such as timeout=, is looked for among those of saves.
     values: dict[str, type[Any]] = {"load_options": LoadOptions, "options": SaveOptions}
-    return keeping_for(save, load, without=(*_OF_THE_ADAPTER, *without), **values)
+    return check_deferred_arguments(save, load, without=(*_OF_THE_ADAPTER, *without), **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class CallKeywords:
         Raises:
             UsageError: ``options`` or ``load_options`` are of another class.
         """
-        chosen(SaveOptions, keywords.get("options"))
-        chosen(LoadOptions, load_options)
+        resolve_options(SaveOptions, keywords.get("options"))
+        resolve_options(LoadOptions, load_options)
         shared = {name: value for name, value in keywords.items() if name != "options"}
         return cls(_select(keywords, save), _select(shared, load), load_options)
 
@@ -70,7 +70,7 @@ class CallKeywords:
 
         The newest tag may be there alone: a load from the bucket would take an older one.
         """
-        options = chosen(LoadOptions, self._load_options)
+        options = resolve_options(LoadOptions, self._load_options)
         saves: SaveOptions | None = self.save.get("options")
         return options if saves is None or options.local is not None else replace(options, local=saves.local)
 

@@ -17,13 +17,12 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO
 
-from xla_ckpt.api.checkpoints import Checkpoints
-from xla_ckpt.api.load import Loaded, load_checkpoint, restore
-from xla_ckpt.api.preemption import PreemptionGuard
-from xla_ckpt.api.save import finalize_checkpoint, save, save_checkpoint
-from xla_ckpt.api.tags import has_checkpoint
-from xla_ckpt.engine.background import SaveHandle
+from xla_ckpt.distributed.current_job import get_current_job, get_world_size
+from xla_ckpt.distributed.handshake import CallSignature
 from xla_ckpt.errors import NoCheckpointError, UsageError
+from xla_ckpt.features.preemption import PreemptionGuard
+from xla_ckpt.inspection.checkpoints import Checkpoints
+from xla_ckpt.inspection.tags import has_checkpoint
 from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
 from xla_ckpt.integrations.lightning_run import (
     LOADERS,
@@ -35,13 +34,14 @@ from xla_ckpt.integrations.lightning_run import (
     rename_weights,
     shards_itself,
 )
-from xla_ckpt.integrations.random_state import RandomMoment
-from xla_ckpt.job.call import Call
-from xla_ckpt.job.current import current_job, world_size
-from xla_ckpt.keywords import keeping_for
-from xla_ckpt.options import LoadOptions, SaveOptions, chosen
+from xla_ckpt.integrations.random_state import CapturedRNGState
+from xla_ckpt.keywords import check_deferred_arguments
+from xla_ckpt.loading.load import Loaded, load_checkpoint, restore
+from xla_ckpt.options import LoadOptions, SaveOptions, resolve_options
+from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.save import finalize_checkpoint, save, save_checkpoint
 from xla_ckpt.state.per_rank import PerRank
-from xla_ckpt.storage.door import PathLike, full_path
+from xla_ckpt.storage.resolve import PathLike, normalize_path
 
 _FINISHED = "_iterator_finished"
 """Where the state of torchdata's `StatefulDataLoader` records that its epoch is over."""
@@ -84,7 +84,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
     best_model_path = ""
     """Lightning reads this of a checkpoint callback for ``ckpt_path="best"``: none of the tags is the best one."""
 
-    @keeping_for(save_checkpoint, options=SaveOptions)
+    @check_deferred_arguments(save_checkpoint, options=SaveOptions)
     def __init__(
         self,
         root: PathLike,
@@ -107,7 +107,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         self._places = {name: save_options[name] for name in ("mesh", "shardings") if name in save_options}
         self._saved_at = 0  # nothing is trained yet
         self._due = False
-        self._random = RandomMoment()
+        self._random = CapturedRNGState()
         self._resumed: Resumed | None = None
         self._hook: Any = None
 
@@ -195,7 +195,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         self._saved_at = step = trainer.global_step
         self._due = False
         contents = contents_of(self._dump(trainer), trainer, module)
-        self._random.take()
+        self._random.capture()
         optimizer, optimizers = numbered("optimizer", contents.optimizers)
         scheduler, schedulers = numbered("scheduler", contents.schedulers)
         loaders = PerRank(_Loaders(_ended(contents.loaders) if at_end else contents.loaders), reshard=_resharded)
@@ -218,12 +218,12 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         def dump() -> None:
             checkpoint.update(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
-        timeout = chosen(SaveOptions, self._options.get("options")).timeout
-        job = current_job("", self._options.get("mesh"), doing="lightning", timeout=timeout)
-        call = Call.of("dump_checkpoint")
-        job.leave_out_if_behind(call)
-        with job.taking_part():
-            job.begin(call, dump)
+        timeout = resolve_options(SaveOptions, self._options.get("options")).timeout
+        job = get_current_job("", self._options.get("mesh"), operation="lightning", timeout=timeout)
+        call = CallSignature.create("dump_checkpoint")
+        job.skip_if_behind(call)
+        with job.participate():
+            job.begin_call(call, dump)
         return checkpoint
 
     def _resume(self, trainer: Any, module: Any) -> None:
@@ -380,7 +380,7 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
         root, tag = _place(path)
         if storage_options is not None:
             raise UsageError("there are no storage_options", path=root, tag=tag, found=repr(storage_options))
-        if (world := world_size(root)) > 1:
+        if (world := get_world_size(root)) > 1:
             raise UsageError(
                 "a CheckpointIO saves on rank 0 alone",
                 path=root,
@@ -428,5 +428,5 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
 
 def _place(path: PathLike) -> tuple[str, str]:
     """The root directory and the tag of a path."""
-    root, _, tag = full_path(path).rstrip("/").rpartition("/")
+    root, _, tag = normalize_path(path).rstrip("/").rpartition("/")
     return root, tag

@@ -14,14 +14,19 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.migration import migrate_checkpoint
 
-from xla_ckpt.arrays.registry import Adapters
+from xla_ckpt.arrays.registry import AdapterRegistry
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.state_dict import RESERVED_WRAPPERS, strip_wrappers
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.logs import get_logger
-from xla_ckpt.state.module import identity_of, parameter_name, parameter_names, renamed_members
+from xla_ckpt.state.model_state import (
+    find_parameter_name,
+    get_array_identity,
+    get_parameter_names,
+    match_renamed_members,
+)
 from xla_ckpt.state.optimizer import is_standard
-from xla_ckpt.state.stateful import like_own
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.parameter_names import UNMISTAKABLE, canonical
+from xla_ckpt.state.stateful import restore_key_types
 
 logger = get_logger(__name__)
 
@@ -75,7 +80,7 @@ def contents_of(checkpoint: Mapping[str, Any], trainer: Any, module: Any) -> Con
         # A module makes its extra state anew in each call, so that it is never the same.
         if weights.keys() != own.keys() or not _is_same(tensors, {name: own[name] for name in tensors}):
             model = _as_module(weights, _trained(module))
-        names = parameter_names(module)
+        names = get_parameter_names(module)
         optimizers = [
             optimizer if _is_whole_in(optimizer, state, model is module) else _DumpedOptimizer(optimizer, state, names)
             for optimizer, state in zip(optimizers, states, strict=False)
@@ -110,15 +115,15 @@ def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor):
-        identity = identity_of(one, Adapters())
-        return identity is not None and identity == identity_of(other, Adapters())
+        identity = get_array_identity(one, AdapterRegistry())
+        return identity is not None and identity == get_array_identity(other, AdapterRegistry())
     return type(one) is type(other) and isinstance(one, bool | int | float | str | bytes) and one == other
 
 
 def _trained(module: Any) -> dict[str, bool]:
     """Return name -> True if it is trained, of each parameter, by the name that a save stores it under."""
     parameters = module.named_parameters(remove_duplicate=False)
-    return {canonical(name, UNMISTAKABLE): parameter.requires_grad for name, parameter in parameters}
+    return {strip_wrappers(name, RESERVED_WRAPPERS): parameter.requires_grad for name, parameter in parameters}
 
 
 class _Holder(torch.nn.Module):
@@ -146,7 +151,7 @@ def _as_module(weights: Mapping[str, Any], trained: Mapping[str, bool]) -> Any:
     """
     if not all(isinstance(value, torch.Tensor) or name.endswith(_EXTRA) for name, value in weights.items()):
         return dict(weights)
-    named = {canonical(name, UNMISTAKABLE): value for name, value in weights.items()}
+    named = {strip_wrappers(name, RESERVED_WRAPPERS): value for name, value in weights.items()}
     holders: dict[str, Any] = {}
 
     def holder(path: str) -> Any:
@@ -176,7 +181,7 @@ class _DumpedOptimizer:
     def __init__(self, optimizer: Any, state: Any, names: Mapping[Any, str]) -> None:
         self._state = state
         self.param_groups = [
-            {"params": group["params"], "param_names": [parameter_name(p, names) for p in group["params"]]}
+            {"params": group["params"], "param_names": [find_parameter_name(p, names) for p in group["params"]]}
             for group in optimizer.param_groups
         ]
 
@@ -190,7 +195,7 @@ class _DumpedOptimizer:
 
 def rename_weights(weights: dict[str, Any], module: Any) -> None:
     """Give weights the names that a module has, whose wrappers, such as `torch.compile`, may add steps to them."""
-    for stored, name in renamed_members(weights.keys(), module.state_dict().keys(), module).items():
+    for stored, name in match_renamed_members(weights.keys(), module.state_dict().keys(), module).items():
         weights[name] = weights.pop(stored)
 
 
@@ -276,7 +281,7 @@ class Resumed:
         Lightning loads them by position. A state that no hook has replaced is matched by the names of parameters, if
         these are the same ones in another order.
         """
-        names = parameter_names(module)
+        names = get_parameter_names(module)
         states = self.checkpoint.get("optimizer_states", [])
         for number, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
             if number < len(self._states) and state is self._by_position[number]:
@@ -286,7 +291,7 @@ class Resumed:
                 states[number] = optimizer.state_dict()
         schedulers = self.checkpoint.get("lr_schedulers", [])
         for number, (state, config) in enumerate(zip(schedulers, trainer.lr_scheduler_configs, strict=False)):
-            schedulers[number] = like_own(state, config.scheduler.state_dict())
+            schedulers[number] = restore_key_types(state, config.scheduler.state_dict())
 
     def _leave_out(self, name: str, why: str) -> None:
         logger.warning("tag %s: not loaded: %s: %s", self._tag, name, why)
@@ -329,30 +334,30 @@ def _by_position(state: Any) -> Any:
     """Return the state of an optimizer as torch has it: numbers for names, in the order of the groups."""
     if not is_standard(state):
         return state
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(schema.grouped_names(state)))}
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(schema.get_parameter_names(state)))}
     # Some layouts store all keys of dicts as text.
-    return schema.renamed_parameters(state, {**{str(name): number for name, number in numbers.items()}, **numbers})
+    return schema.rename_parameters(state, {**{str(name): number for name, number in numbers.items()}, **numbers})
 
 
 def _in_order_of(optimizer: Any, names: Mapping[Any, str], stored: Any, state: Any, module: Any) -> Any:
     """Return a state by position in which each group lists its parameters in the order of the optimizer's group."""
-    if not is_standard(stored) or len(stored[schema.GROUPS]) != len(optimizer.param_groups):
+    if not is_standard(stored) or len(stored[schema.PARAM_GROUPS]) != len(optimizer.param_groups):
         return state
-    own = [[parameter_name(p, names) for p in group[schema.PARAMS]] for group in optimizer.param_groups]
-    called = schema.grouped_names(stored)
+    own = [[find_parameter_name(p, names) for p in group[schema.PARAMS]] for group in optimizer.param_groups]
+    called = schema.get_parameter_names(stored)
     if not all(isinstance(name, str) for name in called):
         return state
-    renamed = renamed_members(called, [name for group in own for name in group if name], module)
+    renamed = match_renamed_members(called, [name for group in own for name in group if name], module)
     numbers = {renamed.get(name, name): number for number, name in enumerate(dict.fromkeys(called))}
     groups = [
         {**group, schema.PARAMS: [numbers[name] for name in members]}
         if sorted(numbers.get(name, -1) for name in members) == sorted(group[schema.PARAMS])
         else group
-        for group, members in zip(state[schema.GROUPS], own, strict=True)
+        for group, members in zip(state[schema.PARAM_GROUPS], own, strict=True)
     ]
-    return {**state, schema.GROUPS: groups}
+    return {**state, schema.PARAM_GROUPS: groups}
 
 
 def _sizes(state: Any) -> list[int]:
     """Return how many parameters each group of an optimizer's state has."""
-    return [len(group[schema.PARAMS]) for group in state[schema.GROUPS]] if is_standard(state) else []
+    return [len(group[schema.PARAMS]) for group in state[schema.PARAM_GROUPS]] if is_standard(state) else []

@@ -1,4 +1,4 @@
-"""The random state of one moment of a run, which is stored later than it was taken, or set later than it was loaded."""
+"""Random state captured at one point of a run, to be saved or restored at a later one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from xla_ckpt.state.rng import RNGState
 
 
-class RandomMoment(RNGState):
-    """The state of all generators at the moment of the last `take`; before the first one, as they are now.
+class CapturedRNGState(RNGState):
+    """The state of all generators at the moment of the last `capture`; before the first one, as they are now.
 
     A trainer draws random numbers between the moment at which a callback loads a checkpoint and the moment of the next
     step: seeds of samplers and of workers. So a load keeps the state, and `restore` sets it.
@@ -17,7 +17,7 @@ class RandomMoment(RNGState):
     def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
 
-    def take(self) -> None:
+    def capture(self) -> None:
         """Remember the state of all generators."""
         self._state = super().state_dict()
 

@@ -23,21 +23,21 @@ from typing import Any
 import torch.distributed as dist
 from torch_checkpointing.storage import base_storage, filesystem
 
-from xla_ckpt.engine.verified import StreamDigester, VerifiedDirectory
-from xla_ckpt.errors import CheckpointError, UsageError, naming
-from xla_ckpt.integrations.unfinished import RECORDS, FileInDraft, file_system_at, seal_draft
-from xla_ckpt.job.process_group import REACH, communicator
-from xla_ckpt.job.round import Round
-from xla_ckpt.layouts.digests import DIGESTS, records_in
+from xla_ckpt.core.manifest.manifest import FileRecord
+from xla_ckpt.distributed.exchange import Exchange
+from xla_ckpt.distributed.torch_store import STORE_TIMEOUT_SECONDS, get_torch_communicator
+from xla_ckpt.errors import CheckpointError, UsageError, annotate_errors
+from xla_ckpt.formats.digests import DIGESTS, read_digests
+from xla_ckpt.formats.torch_checkpointing.verified_directory import StreamDigester, VerifiedDirectory
+from xla_ckpt.integrations.unfinished import RECORDS_DIRECTORY, DraftFileRecord, finalize_draft, open_file_system
 from xla_ckpt.logs import get_logger
-from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.door import above
-from xla_ckpt.storage.durable_names import sync_or_undo
+from xla_ckpt.storage.base import sync_or_undo
+from xla_ckpt.storage.resolve import open_parent
 
 logger = get_logger(__name__)
 
 
-def _run_of_this_job() -> str:
+def _agree_on_run_name() -> str:
     """A name of this run of the job, which all of its ranks find.
 
     Raises:
@@ -45,7 +45,9 @@ def _run_of_this_job() -> str:
     """
     drawn = uuid.uuid4().hex
     if dist.is_available() and dist.is_initialized():
-        return str(Round(communicator(), "torch_checkpointing", REACH).settle("run", drawn))
+        return str(
+            Exchange(get_torch_communicator(), "torch_checkpointing", STORE_TIMEOUT_SECONDS).publish_once("run", drawn)
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "the ranks of this job cannot agree on a name for this run",
@@ -67,7 +69,7 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]  # torch_
     temp_dir_prefix: str = "tmp_"
     """What the names of unfinished directories begin with, as in the package's `CheckpointWriterConfig`."""
 
-    run: str = field(default_factory=_run_of_this_job)
+    run: str = field(default_factory=_agree_on_run_name)
     """A name of this run of the job: the same on all ranks, and another one each time that the job starts."""
 
     def create_storage(self) -> DurableStorage:
@@ -89,12 +91,12 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
     def __init__(self, config: StorageConfig) -> None:
         super().__init__(filesystem.LocalFileSystemStorageConfig(use_direct_io=False))
         self._config = config
-        self._read_last: tuple[Any, Mapping[str, FileRecord]] = None, {}
+        self._last_read: tuple[Any, Mapping[str, FileRecord]] = None, {}
         """The directory of the last file that was read, and its digests: most loads read one directory."""
 
     def stream_read(self, path: Path, read_args: base_storage.ReadArgs | None = None) -> io.RawIOBase:
         """A file for reading. One of a committed directory is compared with its digests."""
-        reader = self._verified(Path(path))
+        reader = self._open_verified(Path(path))
         if reader is None:
             return super().stream_read(path, read_args)  # type: ignore[no-any-return]
         if read_args is not None and not read_args.pre_read_full_file:
@@ -110,7 +112,7 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
         path = Path(path)
         if not path.parent.is_dir():
             raise RuntimeError(f"there is no directory {path.parent}")  # the package's own storage raises this, too
-        record = self._record_of(path)
+        record = self._find_record(path)
         if record is not None:
             record.write(None)
         return _Writer(path.open("wb", buffering=0), record)
@@ -123,7 +125,7 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
     def delete(self, path: Path) -> None:
         """Remove a file, and its record."""
         super().delete(path)
-        if (record := self._record_of(Path(path))) is not None:
+        if (record := self._find_record(Path(path))) is not None:
             record.remove()
 
     def rename(
@@ -132,23 +134,23 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
         """Give a file or a directory another name, durably. The class says what it does with an unfinished one."""
         src, dst = Path(src_path), Path(dst_path)
         commits = src.parent == dst.parent and src.name == self._config.temp_dir_prefix + dst.name
-        if commits and (src / RECORDS).is_dir() and not _is_occupied(dst):
-            seal_draft(src, self._config.run)
-        moved = self._record_of(src) if src.is_file() else None
+        if commits and (src / RECORDS_DIRECTORY).is_dir() and not _is_occupied(dst):
+            finalize_draft(src, self._config.run)
+        moved = self._find_record(src) if src.is_file() else None
         super().rename(src, dst, is_directory, background_cleanup)
         if moved is not None:
-            moved.move(self._record_of(dst))
-        sync_or_undo(file_system_at(dst.parent), dst.name, lambda: dst.rename(src))
-        if commits and (dst / RECORDS).is_dir():
+            moved.move(self._find_record(dst))
+        sync_or_undo(open_file_system(dst.parent), dst.name, lambda: dst.rename(src))
+        if commits and (dst / RECORDS_DIRECTORY).is_dir():
             _remove_records(dst)
 
-    def _record_of(self, path: Path) -> FileInDraft | None:
+    def _find_record(self, path: Path) -> DraftFileRecord | None:
         """The record of a file below an unfinished directory; None of another one."""
         prefix = self._config.temp_dir_prefix
         draft = next((folder for folder in path.parents if folder.name.startswith(prefix)), None)
-        return None if draft is None else FileInDraft(draft, path.relative_to(draft).as_posix(), self._config.run)
+        return None if draft is None else DraftFileRecord(draft, path.relative_to(draft).as_posix(), self._config.run)
 
-    def _verified(self, path: Path) -> _Reader | None:
+    def _open_verified(self, path: Path) -> _Reader | None:
         """A file of a directory with digests; None of another one.
 
         Raises:
@@ -157,15 +159,15 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
         folder = next((folder for folder in path.parents if (folder / DIGESTS).is_file()), None)
         if folder is None or not path.is_file():
             return None
-        store, name = above(folder)
+        store, name = open_parent(folder)
         directory = store.open(name)
         try:
-            with naming(path=str(folder)):
+            with annotate_errors(path=str(folder)):
                 about = (folder / DIGESTS).stat()
                 version = (folder, about.st_ino, about.st_mtime_ns)
-                if self._read_last[0] != version:
-                    self._read_last = version, records_in(directory)
-                file, records = path.relative_to(folder).as_posix(), self._read_last[1]
+                if self._last_read[0] != version:
+                    self._last_read = version, read_digests(directory)
+                file, records = path.relative_to(folder).as_posix(), self._last_read[1]
                 if file in records:
                     return _Reader(VerifiedDirectory(directory, records), str(folder), file)
         except BaseException:
@@ -183,15 +185,15 @@ def _is_occupied(path: Path) -> bool:
 def _remove_records(committed: Path) -> None:
     """Remove what a commit leaves of its records. Nobody reads them; that they stay is no failure of the commit."""
     try:
-        shutil.rmtree(committed / RECORDS)
+        shutil.rmtree(committed / RECORDS_DIRECTORY)
     except OSError as error:
-        logger.warning("%s is committed; %s could not be removed from it: %s", committed, RECORDS, error)
+        logger.warning("%s is committed; %s could not be removed from it: %s", committed, RECORDS_DIRECTORY, error)
 
 
 class _Writer(io.RawIOBase):
     """A file being written: digested as it comes, and durable once it is closed."""
 
-    def __init__(self, file: io.FileIO, record: FileInDraft | None) -> None:
+    def __init__(self, file: io.FileIO, record: DraftFileRecord | None) -> None:
         self._file = file
         self._digester = StreamDigester()
         self._record = record

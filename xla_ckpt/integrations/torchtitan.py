@@ -20,14 +20,14 @@ from torchtitan.components.checkpointer import MODEL, AsyncMode
 from torchtitan.tools.utils import GarbageCollection
 
 import xla_ckpt.dcp as dcp
-from xla_ckpt.api.tags import list_tags
-from xla_ckpt.dcp.failures import PARTIAL_LOAD
-from xla_ckpt.dcp.source import TRUST_PICKLE
-from xla_ckpt.dcp.states import LoadPlanner
+from xla_ckpt.core.tree.path import format_leaves
+from xla_ckpt.dcp.calls import PARTIAL_LOAD
+from xla_ckpt.dcp.reader import TRUST_PICKLE
+from xla_ckpt.dcp.state_dicts import ChunkLoadPlanner
 from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.inspection.tags import list_tags
 from xla_ckpt.logs import get_logger
 from xla_ckpt.state.rng import RNGState
-from xla_ckpt.tree.path import listed
 
 logger = get_logger(__name__)
 
@@ -146,7 +146,7 @@ class _Generators:
             logger.warning("no state of random generators is stored for %s: they stay as they are", _own())
 
 
-class _Planner(LoadPlanner):
+class _Planner(ChunkLoadPlanner):
     """Asks only for random generators that are stored.
 
     torchtitan's own manager stores none, a smaller job those of fewer ranks, one without accelerators none of theirs.
@@ -161,7 +161,7 @@ class _Planner(LoadPlanner):
             state_dict[_RNG] = {_own(): wanted} if wanted else {}
         super().set_up_planner(state_dict, metadata, *args)
         if self.allow_partial_load and (absent := sorted(self.state_dict.keys() - {*stored})):
-            logger.warning("not stored, and left as they are (strict=False): %s", listed(absent))
+            logger.warning("not stored, and left as they are (strict=False): %s", format_leaves(absent))
 
 
 def _own() -> str:

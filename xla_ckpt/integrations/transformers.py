@@ -18,17 +18,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from xla_ckpt.api.load import load_checkpoint
-from xla_ckpt.api.preemption import PreemptionGuard
-from xla_ckpt.api.save import finalize_checkpoint, save_checkpoint
-from xla_ckpt.api.tags import has_checkpoint
-from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.features.preemption import PreemptionGuard
+from xla_ckpt.inspection.tags import has_checkpoint
 from xla_ckpt.integrations.call_keywords import CallKeywords, keeping_keywords
-from xla_ckpt.integrations.random_state import RandomMoment
+from xla_ckpt.integrations.random_state import CapturedRNGState
+from xla_ckpt.loading.load import load_checkpoint
 from xla_ckpt.logs import get_logger
 from xla_ckpt.options import LoadOptions
-from xla_ckpt.storage.door import PathLike
+from xla_ckpt.saving.registry import SaveHandle
+from xla_ckpt.saving.save import finalize_checkpoint, save_checkpoint
+from xla_ckpt.storage.resolve import PathLike
 
 logger = get_logger(__name__)
 
@@ -83,7 +83,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tag: str | None = None
         self._due = False
-        self._now, self._epoch = RandomMoment(), RandomMoment()
+        self._now, self._epoch = CapturedRNGState(), CapturedRNGState()
         self._resumed_in_epoch = self._resumed = False
         self._held: Any = None
 
@@ -194,7 +194,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             # epoch after this event: held without the number, it would give the order of the first one, too.
             self._held.set_epoch(int(state.epoch))
             self._held.set_epoch = lambda epoch: None
-        self._epoch.take()
+        self._epoch.capture()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Save, if the step before asked for it; its logs and evaluations are done."""
@@ -229,7 +229,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if not self._due:
             return
         self._due = False
-        self._now.take()
+        self._now.capture()
         self.handle = save_checkpoint(
             self._root,
             f"checkpoint-{state.global_step}",

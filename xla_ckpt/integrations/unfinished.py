@@ -1,7 +1,8 @@
-"""Files of a directory that is being written by several processes, of which nobody says when it begins.
+"""Records of the files in a directory that several processes write, without a call that begins the save.
 
-Each file has a record beside it, from before its first byte on: which run of the job writes it, and, when it is
-durable, its digests. When all is written, the records tell whether the directory is whole.
+A record is written beside each file before its first byte. It names the run of the job that writes the file and, once
+the file is durable, contains its digests. When all files are written, the records show whether the directory is
+complete.
 """
 
 from __future__ import annotations
@@ -11,23 +12,22 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from xla_ckpt.core.manifest.manifest import FileRecord
+from xla_ckpt.core.manifest.manifest_json import dump_file_record, parse_file_record
 from xla_ckpt.errors import FormatError, SaveError
-from xla_ckpt.layouts.digests import DIGESTS, dump_digests
+from xla_ckpt.formats.digests import DIGESTS, dump_digests
 from xla_ckpt.logs import get_logger
-from xla_ckpt.manifest.manifest_json import file_json, parse_file
-from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import FileSystem
-from xla_ckpt.storage.door import above, store_at
-from xla_ckpt.storage.small_files import write_small
+from xla_ckpt.storage.base import FileSystem, write_file
+from xla_ckpt.storage.resolve import open_parent, open_store
 
 logger = get_logger(__name__)
 
-RECORDS = ".xla_ckpt"
+RECORDS_DIRECTORY = ".xla_ckpt"
 """The directory of the records, in the one that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
-class FileInDraft:
+class DraftFileRecord:
     """What is known of a file of an unfinished directory."""
 
     draft: Path
@@ -38,27 +38,29 @@ class FileInDraft:
     """The run that asks."""
 
     @property
-    def _place(self) -> Path:
-        return self.draft / RECORDS / f"{self.file}.json"
+    def _record_path(self) -> Path:
+        return self.draft / RECORDS_DIRECTORY / f"{self.file}.json"
 
     def write(self, record: FileRecord | None) -> None:
         """Say that this run writes the file, and its digests once it is whole."""
-        self._place.parent.mkdir(parents=True, exist_ok=True)
-        self._place.write_text(json.dumps({"run": self.run, "file": None if record is None else file_json(record)}))
+        self._record_path.parent.mkdir(parents=True, exist_ok=True)
+        self._record_path.write_text(
+            json.dumps({"run": self.run, "file": None if record is None else dump_file_record(record)})
+        )
 
     def read(self) -> tuple[str, FileRecord | None]:
         """Which run has written the file, and its digests if it is whole. A loss of power may have torn the record."""
         try:
-            about = json.loads(self._place.read_text())
-            return about["run"], None if about["file"] is None else parse_file(about["file"])
+            about = json.loads(self._record_path.read_text())
+            return about["run"], None if about["file"] is None else parse_file_record(about["file"])
         except (ValueError, LookupError, TypeError, FormatError):
             return "", None
 
     def remove(self) -> None:
         """Forget the file."""
-        self._place.unlink(missing_ok=True)
+        self._record_path.unlink(missing_ok=True)
 
-    def move(self, other: FileInDraft | None) -> None:
+    def move(self, other: DraftFileRecord | None) -> None:
         """The file has another name now, perhaps outside of the directory."""
         _, record = self.read()
         if other is not None:
@@ -66,24 +68,26 @@ class FileInDraft:
         self.remove()
 
 
-def _files_in(draft: Path, run: str) -> list[FileInDraft]:
+def _list_records(draft: Path, run: str) -> list[DraftFileRecord]:
     """The records of an unfinished directory."""
-    folder = draft / RECORDS
+    folder = draft / RECORDS_DIRECTORY
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
-    return [FileInDraft(draft, name.removesuffix(".json"), run) for name in names]
+    return [DraftFileRecord(draft, name.removesuffix(".json"), run) for name in names]
 
 
-def seal_draft(draft: Path, run: str) -> None:
+def finalize_draft(draft: Path, run: str) -> None:
     """Make an unfinished directory complete and durable: after this it needs nothing but its name.
 
     Raises:
         SaveError: A file was not written to its end, or past this storage.
     """
-    finished = {about.file: record for about in _files_in(draft, run) if (record := _finished(about)) is not None}
+    finished = {
+        about.file: record for about in _list_records(draft, run) if (record := _check_finished(about)) is not None
+    }
     written = {*finished, DIGESTS}
     present = [path.relative_to(draft) for path in draft.rglob("*") if path.is_file()]
     for path in present:
-        if path.parts[0] != RECORDS and path.as_posix() not in written:
+        if path.parts[0] != RECORDS_DIRECTORY and path.as_posix() not in written:
             raise SaveError(
                 "a file was written past this storage, so that nobody knows whether it is whole: nothing is committed",
                 path=str(draft),
@@ -91,31 +95,31 @@ def seal_draft(draft: Path, run: str) -> None:
                 hint="A callback writes files with args.storage. If another program has left this one, remove it.",
             )
     (draft / DIGESTS).unlink(missing_ok=True)  # that of a commit that was killed
-    store, name = above(draft)
+    store, name = open_parent(draft)
     with contextlib.closing(store.open(name, lock=False)) as directory:
-        write_small(directory, DIGESTS, dump_digests(list(finished.values())))
+        write_file(directory, DIGESTS, dump_digests(list(finished.values())))
     for folder in (draft, *(path for path in draft.rglob("*") if path.is_dir())):
-        file_system_at(folder).sync()
+        open_file_system(folder).sync()
 
 
-def _finished(about: FileInDraft) -> FileRecord | None:
+def _check_finished(draft_file: DraftFileRecord) -> FileRecord | None:
     """The digests of a file that this run has written; None if an earlier run has, whose file is removed.
 
     Raises:
         SaveError: The file is not whole.
     """
-    path, (run, record) = about.draft / about.file, about.read()
-    if run != about.run:
-        logger.warning("%s: removed %s, which an earlier run of the job has left", about.draft, about.file)
+    path, (run, record) = draft_file.draft / draft_file.file, draft_file.read()
+    if run != draft_file.run:
+        logger.warning("%s: removed %s, which an earlier run of the job has left", draft_file.draft, draft_file.file)
         path.unlink(missing_ok=True)
-        about.remove()
+        draft_file.remove()
         return None
     size = path.stat().st_size if path.is_file() else None
     if record is None or record.size != size:
         raise SaveError(
             "a rank has not written a file to its end: nothing is committed",
-            path=str(about.draft),
-            file=about.file,
+            path=str(draft_file.draft),
+            file=draft_file.file,
             expected="a whole file" if record is None else f"{record.size} bytes",
             found="no file" if size is None else f"{size} bytes",
             hint="The rank that writes it has raised an error, or was killed. Save again.",
@@ -123,8 +127,8 @@ def _finished(about: FileInDraft) -> FileRecord | None:
     return record
 
 
-def file_system_at(path: Path) -> FileSystem:
+def open_file_system(path: Path) -> FileSystem:
     """The names in a local directory."""
-    store = store_at(path).file_system
+    store = open_store(path).file_system
     assert store is not None, "a Path is no address of a bucket"
     return store

@@ -1,1 +1,1 @@
-"""A state, frozen in host memory."""
+"""Snapshots of a state in host memory: capture, staging buffers and progress."""

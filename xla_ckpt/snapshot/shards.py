@@ -1,4 +1,9 @@
-"""What a snapshot is taken from: pieces of memory, in the host or on a device."""
+"""Local shards in host or device memory, and the copy engines that bring their bytes to the host.
+
+`HostShard` and `DeviceShard` describe one shard each; `LocalShards` holds all shards of a process. A `CopyEngine`
+allocates host memory, orders copies behind a device's stream and waits for them. Sampled fingerprints compare
+replicas cheaply.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +13,36 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xla_ckpt.fingerprint import fingerprint
-from xla_ckpt.lightweight import Columns, cached_property, lightweight
-from xla_ckpt.snapshot.memory import Bytes, allocate
+from xla_ckpt.core.fingerprint import compute_fingerprint
+from xla_ckpt.core.lightweight import ColumnarSequence, cached_property, slots_dataclass
+from xla_ckpt.snapshot.memory import ByteArray, allocate
 
-WINDOWS = 16
+SAMPLE_WINDOWS = 16
 """Places in a shard that are looked at."""
 
-WINDOW_BYTES = 256
+SAMPLE_WINDOW_BYTES = 256
 """Bytes that are looked at in each place; smaller shards are looked at whole."""
 
 
-class Link(Protocol):
+class CopyEngine(Protocol):
     """How bytes come from one kind of memory to the host. Copies that are begun may be complete only later."""
 
     @property
     def name(self) -> str:
         """The kind of memory that it takes bytes from, and of the host memory that it fills: ``"host"``, ``"cuda"``."""
 
-    def allocate(self, nbytes: int) -> Bytes:
+    def allocate(self, nbytes: int) -> ByteArray:
         """Host memory into which copies run fastest, page-aligned."""
 
-    def follow(self) -> None:
+    def wait_for_stream(self) -> None:
         """Order the copies that are begun from now on after all that this thread has asked the device for so far."""
 
-    def mark(self) -> Callable[[], None]:
+    def record_event(self) -> Callable[[], None]:
         """A function that waits until all copies that this thread has begun so far are complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SampleWindows:
     """Some bytes of a shard: `count` runs of `nbytes` bytes each, the first at `offset`, one every `stride` bytes."""
 
     offset: int
@@ -45,39 +50,44 @@ class Look:
     stride: int
     nbytes: int
 
-    def of(self, data: memoryview) -> bytes:
+    def read(self, data: memoryview) -> bytes:
         """These bytes of a shard in host memory."""
         starts = (self.offset + i * self.stride for i in range(self.count))
         return b"".join(data[start : start + self.nbytes] for start in starts)
 
 
-def windows(nbytes: int) -> Look:
+def choose_sample_windows(nbytes: int) -> SampleWindows:
     """Where a shard is looked at."""
-    if nbytes <= WINDOWS * WINDOW_BYTES:
-        return Look(offset=0, count=1, stride=nbytes, nbytes=nbytes)
-    return Look(offset=0, count=WINDOWS, stride=(nbytes - WINDOW_BYTES) // (WINDOWS - 1), nbytes=WINDOW_BYTES)
+    if nbytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
+        return SampleWindows(offset=0, count=1, stride=nbytes, nbytes=nbytes)
+    return SampleWindows(
+        offset=0,
+        count=SAMPLE_WINDOWS,
+        stride=(nbytes - SAMPLE_WINDOW_BYTES) // (SAMPLE_WINDOWS - 1),
+        nbytes=SAMPLE_WINDOW_BYTES,
+    )
 
 
-def sample(shards: Sequence[memoryview]) -> int:
+def compute_sample_fingerprint(shards: Sequence[memoryview]) -> int:
     """Fingerprint of spread-out bytes of some shards; equal for equal contents.
 
     In the place of a shard may be what is looked at of it: of that, all is looked at.
     """
-    return fingerprint(b"".join(windows(len(data)).of(data) for data in shards))
+    return compute_fingerprint(b"".join(choose_sample_windows(len(data)).read(data) for data in shards))
 
 
-@lightweight()
+@slots_dataclass()
 class HostShard:
     """The bytes of one local shard in host memory."""
 
     data: memoryview
     """Its bytes in C order."""
 
-    keep: Any
+    owner: Any
     """Whatever owns the memory."""
 
     immutable: bool
-    """Whether nobody will write to the memory while `keep` is held."""
+    """Whether nobody will write to the memory while `owner` is held."""
 
     version: Callable[[], Hashable] | None = None
     """Says something else after the program has written to the memory; None where nobody counts the writes."""
@@ -88,11 +98,11 @@ class HostShard:
         return len(self.data)
 
     @property
-    def link(self) -> Link:
+    def copy_engine(self) -> CopyEngine:
         """How its bytes are copied."""
-        return HOST
+        return HOST_COPY_ENGINE
 
-    def begin_copy(self, offset: int, target: Bytes) -> None:
+    def begin_copy(self, offset: int, target: ByteArray) -> None:
         """Copy the bytes from `offset` on, as many as fit into `target`."""
         np.copyto(target, np.frombuffer(self.data, np.uint8)[offset : offset + len(target)])
 
@@ -113,30 +123,31 @@ class DeviceShard(Protocol):
         """See `HostShard.version`."""
 
     @property
-    def link(self) -> Link:
+    def copy_engine(self) -> CopyEngine:
         """How its bytes come to the host."""
 
-    def begin_copy(self, offset: int, target: Bytes) -> None:
-        """Begin to copy the bytes from `offset` on, as many as fit into `target`; `Link.mark` says when they are there.
+    def begin_copy(self, offset: int, target: ByteArray) -> None:
+        """Begin to copy the bytes from `offset` on, as many as fit into `target`; `CopyEngine.record_event` says when
+        they are there.
 
         The shard, and the target, are held until then.
         """
 
-    def in_order(self) -> DeviceShard:
+    def make_contiguous(self) -> DeviceShard:
         """The same bytes in C order: this shard, or a copy on the device if they are scattered there."""
 
     def clone(self) -> DeviceShard:
         """A copy on the device that nobody writes to."""
 
-    def look(self, look: Look) -> bytes:
+    def read_sample(self, windows: SampleWindows) -> bytes:
         """Some of its bytes, joined. Waits for them."""
 
 
-MemoryShard = HostShard | DeviceShard
+LocalShard = HostShard | DeviceShard
 """One local shard, wherever it is."""
 
 
-class Lasting(Columns[Sequence[HostShard]]):
+class ImmutableShards(ColumnarSequence[Sequence[HostShard]]):
     """The local shards of many arrays, a row for each, in host memory that nobody writes to while this is held.
 
     A snapshot only holds them. The shards are made when their bytes are written.
@@ -145,7 +156,7 @@ class Lasting(Columns[Sequence[HostShard]]):
     __slots__ = ()
 
 
-Batch = tuple[Sequence[str], Sequence[Sequence[MemoryShard]]]
+ShardBatch = tuple[Sequence[str], Sequence[Sequence[LocalShard]]]
 """Leaf paths of some arrays, and the local shards of each."""
 
 
@@ -153,25 +164,25 @@ Batch = tuple[Sequence[str], Sequence[Sequence[MemoryShard]]]
 class LocalShards:
     """All local shards of a process, in a batch for each kind of array."""
 
-    batches: Sequence[Batch]
+    batches: Sequence[ShardBatch]
 
     @property
-    def lasting(self) -> list[tuple[Sequence[str], Lasting]]:
+    def immutable_shards(self) -> list[tuple[Sequence[str], ImmutableShards]]:
         """Those that a snapshot only holds."""
-        return [(paths, shards) for paths, shards in self.batches if isinstance(shards, Lasting)]
+        return [(paths, shards) for paths, shards in self.batches if isinstance(shards, ImmutableShards)]
 
     @property
-    def others(self) -> dict[tuple[str, int], MemoryShard]:
+    def other_shards(self) -> dict[tuple[str, int], LocalShard]:
         """The others, by (leaf path, index of the local shard)."""
         return {
             (path, i): shard
             for paths, shards in self.batches
-            if not isinstance(shards, Lasting)
+            if not isinstance(shards, ImmutableShards)
             for path, pieces in zip(paths, shards, strict=True)
             for i, shard in enumerate(pieces)
         }
 
-    def of(self, path: str) -> Sequence[MemoryShard]:
+    def get_shards(self, path: str) -> Sequence[LocalShard]:
         """Those of one leaf."""
         batch, row = self._rows[path]
         return self.batches[batch][1][row]
@@ -181,23 +192,23 @@ class LocalShards:
         return {path: (n, row) for n, (paths, _) in enumerate(self.batches) for row, path in enumerate(paths)}
 
 
-class HostLink:
+class HostCopyEngine:
     """Copies within host memory: each is complete when it was begun."""
 
     name = "host"
 
-    def allocate(self, nbytes: int) -> Bytes:
+    def allocate(self, nbytes: int) -> ByteArray:
         return allocate(nbytes)
 
-    def follow(self) -> None:
+    def wait_for_stream(self) -> None:
         """Nothing is queued for the host."""
 
-    def mark(self) -> Callable[[], None]:
-        return _nothing_to_wait_for
+    def record_event(self) -> Callable[[], None]:
+        return _wait_for_nothing
 
 
-def _nothing_to_wait_for() -> None:
+def _wait_for_nothing() -> None:
     """All copies are complete."""
 
 
-HOST = HostLink()
+HOST_COPY_ENGINE = HostCopyEngine()

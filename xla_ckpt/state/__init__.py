@@ -1,1 +1,1 @@
-"""A program's objects as a state tree, and back."""
+"""Capture a program's objects as a state tree, and load them from one."""

@@ -1,11 +1,11 @@
-"""Who waits before it writes to what a save has not copied yet (``snapshot="overlap"``).
+"""Write barrier: block optimizer steps and loads until a save has copied the memory that they overwrite.
 
-Those are the steps of torch's optimizers, `load_state_dict` of the saved modules, and loads of this library. In most
-programs nobody else writes to parameters and to the tensors of an optimizer's state, so that these alone are left where
-they are while the program goes on.
+Used with ``snapshot="overlap"``. Writers that wait are the steps of torch optimizers, `load_state_dict` of the saved
+modules, and loads of this library. In most programs nothing else writes to parameters and to the tensors of an
+optimizer's state, so only these are left in place while training continues.
 
-The source of the hooks is torch's documentation: `torch.optim.optimizer.register_optimizer_step_pre_hook` is called
-before the step of every optimizer of the process.
+The hooks are documented by torch: `torch.optim.optimizer.register_optimizer_step_pre_hook` runs before the step of
+every optimizer of the process.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.arrays.torch_objects import is_parameter, is_torch_optimizer, is_torch_tensor
-from xla_ckpt.snapshot.freezing import Freezing
-from xla_ckpt.state.wrappers import modules_in
-from xla_ckpt.storage.process_state import process_lock, process_wide
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import leaves
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.nested import iterate_leaves
+from xla_ckpt.snapshot.snapshot import SnapshotProgress
+from xla_ckpt.state.wrappers import get_modules
+from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
 
 if TYPE_CHECKING:
     import torch
 
 
-def stepped(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
+def select_optimizer_written(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
     """Those of some arrays, by leaf path, that only the step of an optimizer writes to, as far as one can know.
 
     Args:
@@ -32,152 +32,152 @@ def stepped(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor
         optimizer: The optimizer that is saved; None if none is. Of one whose step torch does not announce nothing is
             known, and so there are no such arrays.
     """
-    if optimizer is not None and not isinstance(optimizer, Mapping) and not _announces_steps(optimizer):
+    if optimizer is not None and not isinstance(optimizer, Mapping) and not _has_step_hooks(optimizer):
         return {}
-    moments = {_storage(tensor) for tensor in _tensors(getattr(optimizer, schema.STATE, None))}
+    moments = {_get_storage_address(tensor) for tensor in _iterate_tensors(getattr(optimizer, schema.STATE, None))}
     return {
         path: value
         for path, value in arrays.items()
-        if is_parameter(value) or (is_torch_tensor(value) and _storage(value) in moments)
+        if is_parameter(value) or (is_torch_tensor(value) and _get_storage_address(value) in moments)
     }
 
 
-def _announces_steps(optimizer: Any) -> bool:
+def _has_step_hooks(optimizer: Any) -> bool:
     """Whether torch calls hooks before the step of an optimizer."""
     return is_torch_optimizer(optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
 
 
-class _Watch:
+class _WatchedSave:
     """One save that has not copied everything yet."""
 
-    def __init__(self, freezing: Freezing, tensors: Sequence[torch.Tensor], *, with_optimizer: bool) -> None:
-        self.freezing = freezing
+    def __init__(self, progress: SnapshotProgress, tensors: Sequence[torch.Tensor], *, with_optimizer: bool) -> None:
+        self.progress = progress
         self.tensors = tensors  # held, so that nothing else gets their identity
         self.with_optimizer = with_optimizer
-        self.storages = {_storage(tensor) for tensor in tensors}
-        self.numbers = set(map(id, tensors))
+        self.storages = {_get_storage_address(tensor) for tensor in tensors}
+        self.tensor_ids = set(map(id, tensors))
         self.hooks: list[Any] = []
 
-    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_written_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the step of an optimizer may write to what is saved.
 
         One that has any of it waits for all of it: a wrapper may have copies of other precision, and put those into
         parameters that it does not name. If no optimizer is saved, this may be such a wrapper.
         """
         return not self.with_optimizer or any(
-            id(tensor) in self.numbers or _storage(tensor) in self.storages
-            for tensor in _tensors([[group["params"] for group in optimizer.param_groups], optimizer.state])
+            id(tensor) in self.tensor_ids or _get_storage_address(tensor) in self.storages
+            for tensor in _iterate_tensors([[group["params"] for group in optimizer.param_groups], optimizer.state])
         )
 
 
-class Guard:
+class WriteBarrier:
     """The saves of this process that have not copied everything yet, and the hooks that wait for them."""
 
     def __init__(self) -> None:
-        self._lock = process_lock()
-        self._watches: list[_Watch] = []
+        self._lock = fork_safe_lock()
+        self._watches: list[_WatchedSave] = []
         self._hook: Any = None
-        self._loading = 0
+        self._running_loads = 0
 
     def watch(
-        self, freezing: Freezing, tensors: Sequence[torch.Tensor], *, model: Any = None, with_optimizer: bool
+        self, progress: SnapshotProgress, tensors: Sequence[torch.Tensor], *, model: Any = None, with_optimizer: bool
     ) -> None:
-        """Have writers wait until `freezing` is over.
+        """Have writers wait until `progress` is over.
 
         Args:
-            freezing: Says when they may go on.
+            progress: Says when they may go on.
             tensors: What they must not write to.
             model: The module whose `load_state_dict` waits, if there is one.
             with_optimizer: Whether an optimizer is saved; if not, every optimizer waits.
         """
-        self._forget()
-        if freezing.frozen or not tensors:
+        self._remove_finished()
+        if progress.is_frozen or not tensors:
             return
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        watch = _Watch(freezing, tensors, with_optimizer=with_optimizer)
-        for module in {id(part): part for top in modules_in(model) for part in top.modules()}.values():
-            if any(id(p) in watch.numbers for p in module.parameters(recurse=False)):
+        watch = _WatchedSave(progress, tensors, with_optimizer=with_optimizer)
+        for module in {id(part): part for top in get_modules(model) for part in top.modules()}.values():
+            if any(id(p) in watch.tensor_ids for p in module.parameters(recurse=False)):
                 watch.hooks.append(module.register_load_state_dict_pre_hook(_before_load))  # type: ignore[no-untyped-call]
         with self._lock:
             self._watches.append(watch)
             if self._hook is None:
-                self._hook = register_optimizer_step_pre_hook(_before_step)
+                self._hook = register_optimizer_step_pre_hook(_wait_before_step)
 
     def wait(self) -> None:
         """Wait until no save needs the program's memory any more."""
-        for watch in self._current():
-            watch.freezing.wait()
-        self._forget()
+        for watch in self._get_watches():
+            watch.progress.wait()
+        self._remove_finished()
 
     def close(self) -> None:
         """Take the hooks back, if no save needs them."""
-        self._forget()
+        self._remove_finished()
         with self._lock:
             if not self._watches and self._hook is not None:
                 self._hook.remove()
                 self._hook = None
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def wait_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for the saves of what an optimizer writes to."""
-        for watch in self._current():
-            if not watch.freezing.frozen and watch.concerns(optimizer):
-                watch.freezing.wait()
-        self._forget()
+        for watch in self._get_watches():
+            if not watch.progress.is_frozen and watch.is_written_by(optimizer):
+                watch.progress.wait()
+        self._remove_finished()
 
-    def before_load(self) -> None:
+    def wait_before_load(self) -> None:
         """Wait for all saves: a saved module is about to be overwritten."""
         with self._lock:
-            self._loading += 1
+            self._running_loads += 1
         try:
-            for watch in self._current():
-                watch.freezing.wait()
+            for watch in self._get_watches():
+                watch.progress.wait()
         finally:
             with self._lock:
-                self._loading -= 1
+                self._running_loads -= 1
 
     def reset_after_fork(self) -> None:
         """In a forked process: nothing waits for saves, whose memory is that of the parent."""
-        self._loading = 0
+        self._running_loads = 0
         for watch in self._watches:
-            watch.freezing.over()
+            watch.progress.finish()
 
-    def _current(self) -> list[_Watch]:
+    def _get_watches(self) -> list[_WatchedSave]:
         with self._lock:
             return list(self._watches)
 
-    def _forget(self) -> None:
+    def _remove_finished(self) -> None:
         """Forget saves that have copied everything.
 
         Only threads of the program come here, and not from within a hook of a module: torch walks through the hooks
         while it calls them, and fails if one goes away meanwhile.
         """
         with self._lock:
-            if self._loading:
+            if self._running_loads:
                 return
-            over = [watch for watch in self._watches if watch.freezing.frozen]
-            self._watches = [watch for watch in self._watches if not watch.freezing.frozen]
+            over = [watch for watch in self._watches if watch.progress.is_frozen]
+            self._watches = [watch for watch in self._watches if not watch.progress.is_frozen]
         for watch in over:
             for hook in watch.hooks:
                 hook.remove()
 
 
-GUARD = process_wide(Guard(), Guard.reset_after_fork)
+WRITE_BARRIER = register_fork_reset(WriteBarrier(), WriteBarrier.reset_after_fork)
 """The guard of this process."""
 
 
 # Functions of a module, because a model may be pickled while they are in it.
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    GUARD.before_step(optimizer)
+def _wait_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    WRITE_BARRIER.wait_before_step(optimizer)
 
 
 def _before_load(*_: Any) -> None:
-    GUARD.before_load()
+    WRITE_BARRIER.wait_before_load()
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
+def _get_storage_address(tensor: torch.Tensor) -> int | None:
     """What tensors have in common that share memory; None for one without memory of its own."""
     local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
     try:
@@ -186,6 +186,6 @@ def _storage(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers."""
-    return (leaf for leaf in leaves(value) if is_torch_tensor(leaf))
+    return (leaf for leaf in iterate_leaves(value) if is_torch_tensor(leaf))

@@ -1,4 +1,8 @@
-"""Models as modules with the names that their wrappers give them, and what is in a wrapper. Imported where torch is."""
+"""Unwrap models, and view them as modules with the names of their wrappers. Imports torch.
+
+`ModelView` shares the parameters and buffers of the model, so a load reaches the model. It is used for pipeline
+stages, LoRA models, and modules inside of torch.compile, DDP, FSDP1 and activation checkpointing wrappers.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,20 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from xla_ckpt.arrays.torch_elements import writing_to
+from xla_ckpt.arrays.torch_elements import allow_inference_writes
 from xla_ckpt.arrays.torch_objects import is_lazy
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.state_dict import (
+    attach_module_metadata,
+    copy_module_metadata,
+    get_module_metadata,
+)
 from xla_ckpt.logs import get_logger
-from xla_ckpt.state.wrappers import PLAIN_PROPERTY, modules_in, unwrapped_model
-from xla_ckpt.tree import lora
-from xla_ckpt.tree.module_metadata import module_metadata, with_metadata_of, with_module_metadata
+from xla_ckpt.state.wrappers import PLAIN_PROPERTY, get_modules, unwrap_model
 
 logger = get_logger(__name__)
 
-_CONFIG = "nxd_config"
+_NXD_CONFIG = "nxd_config"
 """What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""
 
 
@@ -39,41 +47,41 @@ class ModelView(torch.nn.Module):
         put: Takes a state dict, or a part of one, into the model.
     """
 
-    says_missing = False
+    reports_missing_keys = False
 
     def __init__(
         self,
         entries: Mapping[str, Any],
         *,
         parameters: Sequence[tuple[str, Any]],
-        parts: Sequence[torch.nn.Module],
-        put: Callable[[Mapping[str, Any]], object],
+        wrapped_modules: Sequence[torch.nn.Module],
+        load_entries: Callable[[Mapping[str, Any]], object],
     ) -> None:
         super().__init__()
-        self._entries = with_metadata_of(entries, dict(entries))
-        self._named = tuple(parameters)
-        self.parts = tuple(parts)
-        self._put = put
+        self._entries = copy_module_metadata(entries, dict(entries))
+        self._named_params = tuple(parameters)
+        self.wrapped_modules = tuple(wrapped_modules)
+        self._load_entries = load_entries
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # only ever one form of it
         """The model's own parameters and buffers, and plain values, by name."""
-        return with_metadata_of(self._entries, dict(self._entries))
+        return copy_module_metadata(self._entries, dict(self._entries))
 
-    def wanted(self, stored: Container[str]) -> dict[str, Any]:
+    def select_entries(self, stored: Container[str]) -> dict[str, Any]:
         """What a load fills, by the name that it has in a tag; `stored` are the names in the tag."""
         return dict(self._entries)
 
-    def said_names(self) -> dict[str, str]:
+    def get_legacy_names(self) -> dict[str, str]:
         """Return other name -> the name here, of what a tag of an earlier version may call by another name."""
         return {}
 
-    def other_names(self) -> dict[str, Any]:
+    def get_aliased_entries(self) -> dict[str, Any]:
         """What a tag may hold under other names than those of `state_dict`, by such a name."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """Put what could not be read straight into the model's arrays into it, as the wrapper does."""
-        return self._put(state_dict)
+        return self._load_entries(state_dict)
 
     def named_parameters(
         self,
@@ -82,7 +90,7 @@ class ModelView(torch.nn.Module):
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
         """All parameters, by name."""
-        return _named(self._named, prefix, once=remove_duplicate)
+        return _yield_named(self._named_params, prefix, once=remove_duplicate)
 
     def named_buffers(
         self,
@@ -91,95 +99,101 @@ class ModelView(torch.nn.Module):
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors in the state that are no parameters, by name."""
-        parameters = {id(p) for _, p in self._named}
+        parameters = {id(p) for _, p in self._named_params}
         others = [(n, v) for n, v in self._entries.items() if isinstance(v, torch.Tensor) and id(v) not in parameters]
-        return _named(others, prefix, once=remove_duplicate)
+        return _yield_named(others, prefix, once=remove_duplicate)
 
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules whose state this is, under the names that they have inside of the wrapper."""
         memo = set() if memo is None else memo
-        for part in self.parts:
+        for part in self.wrapped_modules:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
-class Adapted(ModelView):
+class LoraModelView(ModelView):
     """neuronx-distributed's `LoraModel`: a base model, and adapters for some of its layers."""
 
-    def wanted(self, stored: Container[str]) -> dict[str, Any]:
+    def select_entries(self, stored: Container[str]) -> dict[str, Any]:
         """See `ModelView`. A tag holds the adapters, with the base model or without it; or the base model alone.
 
         If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
         names then that they had without adapters.
         """
-        live = {name: value for name, value in self._entries.items() if name != lora.LORA_CONFIG}
-        trained = {id(p) for _, p in self._named if p.requires_grad}
-        if any(lora.ADAPTER in name and name in stored for name in live):
+        live = {name: value for name, value in self._entries.items() if name != schema.LORA_CONFIG}
+        trained = {id(p) for _, p in self._named_params if p.requires_grad}
+        if any(schema.ADAPTER_PREFIX in name and name in stored for name in live):
             chosen = {n: v for n, v in live.items() if n in stored or id(v) in trained}
         else:
             chosen = {
-                n: v for n, v in live.items() if lora.ADAPTER not in n and n.replace(lora.BASE_LAYER, "") not in stored
+                n: v
+                for n, v in live.items()
+                if schema.ADAPTER_PREFIX not in n and n.replace(schema.BASE_LAYER_SUFFIX, "") not in stored
             }
-            chosen |= {called: value for called, value in self.other_names().items() if called in stored}
+            chosen |= {called: value for called, value in self.get_aliased_entries().items() if called in stored}
             logger.info("no adapters are stored: they stay as they are")
-        if lora.LORA_CONFIG in stored:
-            chosen[lora.LORA_CONFIG] = self._entries[lora.LORA_CONFIG]
+        if schema.LORA_CONFIG in stored:
+            chosen[schema.LORA_CONFIG] = self._entries[schema.LORA_CONFIG]
         return chosen
 
-    def other_names(self) -> dict[str, Any]:
+    def get_aliased_entries(self) -> dict[str, Any]:
         """See `ModelView`: what the base model was called before it got adapters."""
-        return {n.replace(lora.BASE_LAYER, ""): v for n, v in self._entries.items() if lora.ADAPTER not in n}
+        return {
+            n.replace(schema.BASE_LAYER_SUFFIX, ""): v
+            for n, v in self._entries.items()
+            if schema.ADAPTER_PREFIX not in n
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """See `ModelView`. The configuration of the adapters stays that of the model; a difference is a warning."""
-        names = {name.replace(lora.BASE_LAYER, ""): name for name in self._entries}
-        entries = {names.get(n, n): v for n, v in state_dict.items() if n != lora.LORA_CONFIG}
-        config, stored_config = self._entries[lora.LORA_CONFIG], state_dict.get(lora.LORA_CONFIG)
+        names = {name.replace(schema.BASE_LAYER_SUFFIX, ""): name for name in self._entries}
+        entries = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
+        config, stored_config = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
         if isinstance(stored_config, Mapping):
-            stored = lora.lora_fields(stored_config)
+            stored = schema.sort_lora_config(stored_config)
             differing = sorted(k for k in config if k in stored and config[k] != stored[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
-        return self._put(with_metadata_of(state_dict, entries)) if entries else None
+        return self._load_entries(copy_module_metadata(state_dict, entries)) if entries else None
 
 
-class Unwrapped(ModelView):
+class UnwrappedModelView(ModelView):
     """A model in which modules are wrapped, by torch.compile for instance, under the names that it has without that.
 
     Args:
         model: The model.
     """
 
-    says_missing = True
+    reports_missing_keys = True
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places = tuple(_places(model))
-        self._plain = {place.said: place.plain for place in self._places}
-        self._said = {place.plain: place.said for place in self._places}
+        self._module_paths = tuple(_walk_module_paths(model))
+        self._plain_prefixes = {place.state_dict_prefix: place.plain_prefix for place in self._module_paths}
+        self._state_dict_prefixes = {place.plain_prefix: place.state_dict_prefix for place in self._module_paths}
         entries = model.state_dict(keep_vars=True)
-        plain = {_moved(name, self._plain): value for name, value in entries.items()}
-        metadata = module_metadata(entries) or {}
-        plain_of = {place.actual: place.plain for place in self._places}
+        plain = {_replace_prefix(name, self._plain_prefixes): value for name, value in entries.items()}
+        metadata = get_module_metadata(entries) or {}
+        plain_of = {place.actual_prefix: place.plain_prefix for place in self._module_paths}
         # torch's own: the wrappers' `named_parameters` leave out their own step, and no one's below.
         named = [*torch.nn.Module.named_parameters(model, remove_duplicate=False)]
         super().__init__(
-            with_module_metadata(
+            attach_module_metadata(
                 plain,
                 {
-                    place.plain[:-1]: metadata[place.actual[:-1]]
-                    for place in self._places
-                    if place.actual[:-1] in metadata
+                    place.plain_prefix[:-1]: metadata[place.actual_prefix[:-1]]
+                    for place in self._module_paths
+                    if place.actual_prefix[:-1] in metadata
                 },
             ),
-            parameters=[(_moved(name, plain_of), value) for name, value in named],
-            parts=[model],
-            put=lambda state_dict: None,
+            parameters=[(_replace_prefix(name, plain_of), value) for name, value in named],
+            wrapped_modules=[model],
+            load_entries=lambda state_dict: None,
         )
-        self._plain_names = {name: _moved(name, plain_of) for name, _ in named}
-        self._plain_names |= {name: _moved(name, self._plain) for name in entries}
+        self._plain_names = {name: _replace_prefix(name, plain_of) for name, _ in named}
+        self._plain_names |= {name: _replace_prefix(name, self._plain_prefixes) for name in entries}
 
-    def said_names(self) -> dict[str, str]:
+    def get_legacy_names(self) -> dict[str, str]:
         """See `ModelView`: the names with wrappers, in the state dict and in `named_parameters`."""
         return dict(self._plain_names)
 
@@ -191,7 +205,7 @@ class Unwrapped(ModelView):
         """
         answer = self.load_by_own_names(state_dict, strict=strict)
         if strict and any(answer):
-            (model,) = self.parts
+            (model,) = self.wrapped_modules
             missing, unexpected = answer
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(model).__name__}:\n\tMissing key(s): {missing}. "
@@ -201,16 +215,21 @@ class Unwrapped(ModelView):
 
     def load_by_own_names(self, state_dict: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
         """Call `load_state_dict` of the model with the names that it has itself (see `call_load_state_dict`)."""
-        (model,) = self.parts
-        state = {_moved(name, self._said): value for name, value in state_dict.items()}
-        metadata = module_metadata(state_dict)
+        (model,) = self.wrapped_modules
+        state = {_replace_prefix(name, self._state_dict_prefixes): value for name, value in state_dict.items()}
+        metadata = get_module_metadata(state_dict)
         if metadata is not None:
-            own_metadata = {p.actual[:-1]: of for p in self._places if (of := metadata.get(p.plain[:-1])) is not None}
-            state = with_module_metadata(state, own_metadata)
+            own_metadata = {
+                p.actual_prefix[:-1]: of
+                for p in self._module_paths
+                if (of := metadata.get(p.plain_prefix[:-1])) is not None
+            }
+            state = attach_module_metadata(state, own_metadata)
         answer = call_load_state_dict(model, state, strict=strict)
         missing, unexpected = (getattr(answer, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
         return _IncompatibleKeys(
-            [_moved(name, self._plain) for name in missing], [_moved(name, self._plain) for name in unexpected]
+            [_replace_prefix(name, self._plain_prefixes) for name in missing],
+            [_replace_prefix(name, self._plain_prefixes) for name in unexpected],
         )
 
     def named_modules(
@@ -218,51 +237,53 @@ class Unwrapped(ModelView):
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules, wrappers included, under the names that they have without wrappers."""
         memo = set() if memo is None else memo
-        for place in self._places:
+        for place in self._module_paths:
             if not remove_duplicate or place.module not in memo:
                 memo.add(place.module)
-                yield f"{prefix}.{place.plain}"[:-1] if prefix else place.plain[:-1], place.module
+                yield f"{prefix}.{place.plain_prefix}"[:-1] if prefix else place.plain_prefix[:-1], place.module
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ModulePath:
     """How the names of the members of a module begin: with the names of the modules around it, each with a dot."""
 
     module: torch.nn.Module
-    actual: str
-    said: str
+    actual_prefix: str
+    state_dict_prefix: str
     """In the state dict of the model: some wrappers leave their own step out."""
-    plain: str
+    plain_prefix: str
     """Without wrappers."""
 
 
-def _places(module: torch.nn.Module, actual: str = "", said: str = "", plain: str = "") -> Iterator[_Place]:
-    yield _Place(module, actual, said, plain)
-    step, is_said = _wrapper_step(module)
+def _walk_module_paths(
+    module: torch.nn.Module, actual_prefix: str = "", state_dict_prefix: str = "", plain_prefix: str = ""
+) -> Iterator[_ModulePath]:
+    yield _ModulePath(module, actual_prefix, state_dict_prefix, plain_prefix)
+    step, is_said = _get_wrapper_step(module)
     for name, child in module._modules.items():
         if child is not None:
             added = f"{name}."
             is_inner = name == step
-            yield from _places(
+            yield from _walk_module_paths(
                 child,
-                actual + added,
-                said if is_inner and not is_said else said + added,
-                plain if is_inner else plain + added,
+                actual_prefix + added,
+                state_dict_prefix if is_inner and not is_said else state_dict_prefix + added,
+                plain_prefix if is_inner else plain_prefix + added,
             )
 
 
-def _wrapper_step(module: torch.nn.Module) -> tuple[str | None, bool]:
+def _get_wrapper_step(module: torch.nn.Module) -> tuple[str | None, bool]:
     """Return the step that a torch wrapper adds to names, and whether its state dict contains that step.
 
     The step is None if the module is not a wrapper.
     """
     kind: Any = type(module)  # mypy takes classes of modules for unhashable
-    return _step_of_class(kind)
+    return _find_class_step(kind)
 
 
 @functools.lru_cache(maxsize=4096)
-def _step_of_class(kind: Any) -> tuple[str | None, bool]:
-    for above in kind.__mro__:
+def _find_class_step(module_class: Any) -> tuple[str | None, bool]:
+    for above in module_class.__mro__:
         if (found := _WRAPPER_STEPS.get(f"{above.__module__}.{above.__qualname__}")) is not None:
             return found
     return None, True
@@ -280,18 +301,18 @@ _WRAPPER_STEPS = {
 }
 
 
-def _moved(name: str, begins: Mapping[str, str]) -> str:
+def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     """A name with another beginning: that of the innermost module around it that is known."""
     module, own = name, ""
     while module:
         module, dot, last = module.rpartition(".")
         own = f"{last}.{own}" if own else last
-        if module + dot in begins:
-            return begins[module + dot] + own
+        if module + dot in prefixes:
+            return prefixes[module + dot] + own
     return name
 
 
-def overrides(module: torch.nn.Module, method: str) -> bool:
+def is_overridden(module: torch.nn.Module, method: str) -> bool:
     """Return whether a method of a module is not torch's own: its class has another one, or it has one itself."""
     return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
 
@@ -301,10 +322,10 @@ def call_load_state_dict(module: torch.nn.Module, state: Mapping[str, Any], *, s
 
     torch's own returns what does not fit, and the caller raises one error for all of it.
     """
-    if isinstance(module, Unwrapped):
+    if isinstance(module, UnwrappedModelView):
         return module.load_by_own_names(state, strict=strict)
-    with writing_to(t for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)):
-        if not overrides(module, "load_state_dict"):
+    with allow_inference_writes(t for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)):
+        if not is_overridden(module, "load_state_dict"):
             return module.load_state_dict(state, strict=False)
         parameters = inspect.signature(module.load_state_dict).parameters.values()
         takes = any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -318,24 +339,24 @@ class NamesOnly(ModelView):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        bare = unwrapped_model(model, loading=True)
+        bare = unwrap_model(model, loading=True)
         super().__init__(
             bare.state_dict(keep_vars=True),
             parameters=list(bare.named_parameters(remove_duplicate=False)),
-            parts=modules_in(bare),
-            put=lambda state_dict: None,
+            wrapped_modules=get_modules(bare),
+            load_entries=lambda state_dict: None,
         )
 
 
-def module_inside(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
-    """The model inside of wrappers, under the names that it has without any: see `_module_inside`."""
-    inside = _module_inside(model, loading=loading, stored=stored)
-    if isinstance(inside, ModelView) or not any(_wrapper_step(part)[0] for part in inside.modules()):
+def unwrap_module(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
+    """The model inside of wrappers, under the names that it has without any: see `_unwrap_module`."""
+    inside = _unwrap_module(model, loading=loading, stored=stored)
+    if isinstance(inside, ModelView) or not any(_get_wrapper_step(part)[0] for part in inside.modules()):
         return inside
-    return Unwrapped(inside)
+    return UnwrappedModelView(inside)
 
 
-def _module_inside(model: Any, *, loading: bool, stored: Container[str]) -> Any:
+def _unwrap_module(model: Any, *, loading: bool, stored: Container[str]) -> Any:
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 
     What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `ModelView`.
@@ -350,31 +371,31 @@ def _module_inside(model: Any, *, loading: bool, stored: Container[str]) -> Any:
     if isinstance(model, Mapping):
         return torch.nn.ModuleDict(model)  # a generator and a discriminator
     if hasattr(type(model), PLAIN_PROPERTY):
-        return unwrapped_model(getattr(model, PLAIN_PROPERTY), loading=loading, stored=stored)
-    bare = _without_step(model)
+        return unwrap_model(getattr(model, PLAIN_PROPERTY), loading=loading, stored=stored)
+    bare = _unwrap_torch_wrapper(model)
     if bare is not None:
-        bare_model = unwrapped_model(bare, loading=loading, stored=stored)
+        bare_model = unwrap_model(bare, loading=loading, stored=stored)
         own = list(model.state_dict(keep_vars=True))
         is_stored = bool(own) and all(name in stored for name in own)
         return model if is_stored and own[0] not in bare_model.state_dict(keep_vars=True) else bare_model
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
-        return _stage(model)
+        return _view_pipeline_stage(model)
     # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
     inner = dict(torch.nn.Module.named_children(model)).get("module")
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
-    if lora.LORA_CONFIG in vars(model):
-        return _adapted(model, inner, loading)
-    seen = unwrapped_model(inner, loading=loading)
-    return seen if _is_alike(model, seen) else model
+    if schema.LORA_CONFIG in vars(model):
+        return _view_lora_model(model, inner, loading)
+    seen = unwrap_model(inner, loading=loading)
+    return seen if _is_transparent_wrapper(model, seen) else model
 
 
-def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
+def _unwrap_torch_wrapper(model: torch.nn.Module) -> torch.nn.Module | None:
     """What is in torch's own wrappers, which only put a step before all names; None for any other module.
 
     Hooks that a program has registered on the wrapper are a part of how it saves and loads.
     """
-    step, is_said = _wrapper_step(model)
+    step, is_said = _get_wrapper_step(model)
     hooks = (
         model._state_dict_pre_hooks,
         model._state_dict_hooks,
@@ -384,17 +405,17 @@ def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
     return model._modules[step] if step is not None and is_said and not any(hooks) else None
 
 
-def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:
+def _is_transparent_wrapper(wrapper: Any, inner: torch.nn.Module) -> bool:
     """Whether a wrapper has nothing but what it wraps, and gives it the same names."""
     if len(wrapper._modules) > 1 or wrapper._parameters or wrapper._buffers:
         return False
-    if isinstance(seen, Adapted):
+    if isinstance(inner, LoraModelView):
         return True  # asking a LoraModel for its state may merge its adapters into it
     loads = type(wrapper).load_state_dict is not torch.nn.Module.load_state_dict
-    if loads and not isinstance(seen, ModelView) and _CONFIG not in vars(wrapper):
+    if loads and not isinstance(inner, ModelView) and _NXD_CONFIG not in vars(wrapper):
         return False  # nobody knows what else its own load_state_dict does
     try:
-        entries, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
+        entries, own = wrapper.state_dict(keep_vars=True), inner.state_dict(keep_vars=True)
     except TypeError:  # it does not take what torch's own takes: it is no such wrapper
         return False
     return entries.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in entries.items())
@@ -404,7 +425,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or not (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor))
 
 
-def _stage(model: Any) -> ModelView:
+def _view_pipeline_stage(model: Any) -> ModelView:
     """What this rank has of a pipeline.
 
     neuronx-distributed's `local_named_parameters` and `local_named_buffers` do not take `remove_duplicate`, and the
@@ -414,39 +435,39 @@ def _stage(model: Any) -> ModelView:
     return ModelView(
         entries,
         parameters=[(n, v) for n, v in entries.items() if isinstance(v, torch.nn.Parameter)],
-        parts=[*model.local_modules()],
-        put=lambda state_dict: model.load_state_dict(state_dict, strict=False),
+        wrapped_modules=[*model.local_modules()],
+        load_entries=lambda state_dict: model.load_state_dict(state_dict, strict=False),
     )
 
 
-def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
-    base = unwrapped_model(inner, loading=loading)
+def _view_lora_model(model: Any, inner: Any, loading: bool) -> LoraModelView:
+    base = unwrap_model(inner, loading=loading)
     live = base.state_dict(keep_vars=True)
-    entries = with_metadata_of(live, dict(live) if loading else _live_of(model.state_dict(), live))
+    entries = copy_module_metadata(live, dict(live) if loading else _replace_aliases(model.state_dict(), live))
     # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
-    if loading or any(lora.ADAPTER in name for name in entries):
-        entries[lora.LORA_CONFIG] = _fields(model.lora_config)
-    return Adapted(
+    if loading or any(schema.ADAPTER_PREFIX in name for name in entries):
+        entries[schema.LORA_CONFIG] = _get_lora_fields(model.lora_config)
+    return LoraModelView(
         entries,
         parameters=list(base.named_parameters(remove_duplicate=False)),
-        parts=[base],
-        put=lambda state_dict: base.load_state_dict(state_dict, strict=False),
+        wrapped_modules=[base],
+        load_entries=lambda state_dict: base.load_state_dict(state_dict, strict=False),
     )
 
 
-def _fields(config: Any) -> dict[str, Any]:
+def _get_lora_fields(config: Any) -> dict[str, Any]:
     """What the configuration of adapters says of a checkpoint of them."""
     fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
-    return lora.lora_fields(fields)
+    return schema.sort_lora_config(fields)
 
 
-def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_aliases(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with the model's own tensors in place of aliases of them, which have lost their attributes."""
-    bare = {name.replace(lora.BASE_LAYER, ""): value for name, value in live.items()}
+    bare = {name.replace(schema.BASE_LAYER_SUFFIX, ""): value for name, value in live.items()}
     return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
 
 
-def _named(members: Sequence[tuple[str, Any]], prefix: str, *, once: bool) -> Iterator[tuple[str, Any]]:
+def _yield_named(members: Sequence[tuple[str, Any]], prefix: str, *, once: bool) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for name, value in members:
         if not once or id(value) not in seen:

@@ -1,11 +1,12 @@
-"""Optimizers: state by parameter *name*, whatever order and grouping the parameters have.
+"""Get the state of an optimizer by parameter name, independent of the order and grouping of parameters.
 
-Stored is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own structure with names in
-place of positions. Names come from the model; without a model from ``param_names``, else parameters are numbered by
-group and position, ``#0.3``, and such a state only fits an optimizer of the same order.
+The stored form is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own structure with
+names in place of numbers. Names come from the model, otherwise from ``param_names``; without either, parameters are
+numbered by group and position (``#0.3``), and such a state only fits an optimizer of the same order.
 
-An optimizer may also keep state under keys of its own, ``optimizer.state["k"]``, which belongs to no parameter. It
-stands beside the parameters' names in ``state``, and is called common here: it is that of all parameters.
+State that an optimizer keeps under a key of its own (``optimizer.state["k"]``) belongs to no parameter. It is stored
+beside the parameters' names, and is called shared state here. `register_optimizer` declares how the states of a class
+of optimizers are sharded.
 """
 
 from __future__ import annotations
@@ -15,33 +16,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.arrays.pytree import has_methods
-from xla_ckpt.arrays.registry import array_kind
+from xla_ckpt.arrays.registry import get_array_kind
 from xla_ckpt.arrays.torch_objects import is_module, is_torch_tensor
-from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.core.sharding.mesh import RankInfo
+from xla_ckpt.core.tree import path as paths
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.flatten import format_key
+from xla_ckpt.core.tree.optimizer_schema import ASGD_SCHEMA, TORCH_SCHEMA, OptimizerSchema
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.state import zero1
-from xla_ckpt.state.module import parameter_name
-from xla_ckpt.state.registered import schema_of
-from xla_ckpt.state.shardings import Parameter
-from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.flatten import component
+from xla_ckpt.state.model_state import find_parameter_name
+from xla_ckpt.state.shardings import OptimizerParameter
 
-Names = Mapping[Any, str]
-"""What `xla_ckpt.state.module.parameter_names` returns."""
+ParameterNames = Mapping[Any, str]
+"""What `xla_ckpt.state.model_state.get_parameter_names` returns."""
 
 
-def has_groups(optimizer: Any) -> bool:
+def has_param_groups(optimizer: Any) -> bool:
     """Whether it keeps its parameters in groups, as torch's optimizers do. A dict does not: its keys are no groups."""
-    return hasattr(optimizer, schema.GROUPS)
+    return hasattr(optimizer, schema.PARAM_GROUPS)
 
 
-def acts_as_optimizer(value: Any) -> bool:
+def is_optimizer_like(value: Any) -> bool:
     """Whether a value is an optimizer, of whatever library."""
-    return has_groups(value) and has_methods(value, "state_dict")
+    return has_param_groups(value) and has_methods(value, "state_dict")
 
 
-def parameters_in_order(optimizer: Any) -> list[tuple[Any, str]]:
+def list_parameters(optimizer: Any) -> list[tuple[Any, str]]:
     """(parameter, ``#group.position``) in the order of torch's packed ids: each parameter once."""
     places: dict[int, tuple[Any, str]] = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -50,7 +51,7 @@ def parameters_in_order(optimizer: Any) -> list[tuple[Any, str]]:
     return list(places.values())
 
 
-def names_in_order(optimizer: Any, names: Names) -> list[str]:
+def list_parameter_names(optimizer: Any, names: ParameterNames) -> list[str]:
     """The name of every parameter, in the order of torch's packed ids.
 
     Raises:
@@ -60,34 +61,38 @@ def names_in_order(optimizer: Any, names: Names) -> list[str]:
     for group in optimizer.param_groups:
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
             own.setdefault(id(parameter), name)
-    of_parameters = [parameter_name(p, names) or own.get(id(p)) or place for p, place in parameters_in_order(optimizer)]
+    of_parameters = [
+        find_parameter_name(p, names) or own.get(id(p)) or place for p, place in list_parameters(optimizer)
+    ]
     if len(set(of_parameters)) != len(of_parameters):
         twice = next(name for name, n in collections.Counter(of_parameters).items() if n > 1)
-        raise UnsupportedStateError("two parameters of the optimizer have the same name", leaf=schema.state(twice))
+        raise UnsupportedStateError(
+            "two parameters of the optimizer have the same name", leaf=schema.get_state_path(twice)
+        )
     return of_parameters
 
 
-def tree_of(optimizer: Any, names: Names) -> Any:
+def get_optimizer_tree(optimizer: Any, names: ParameterNames) -> Any:
     """The state of an optimizer, by name. Plain dicts, and optimizers of another structure, stay as they are."""
     if isinstance(optimizer, Mapping):
         return optimizer
-    packed = zero1.outer_state(optimizer) if zero1.is_zero1(optimizer) else optimizer.state_dict()
-    if not is_by_name(optimizer, packed):
+    packed = zero1.get_outer_state_dict(optimizer) if zero1.is_zero1(optimizer) else optimizer.state_dict()
+    if not is_keyed_by_name(optimizer, packed):
         return packed
-    called = names_in_order(optimizer, names)
-    for holder in zero1.bases_of(optimizer) if zero1.is_zero1(optimizer) else [optimizer]:
-        _check_common(holder, called)
-    tree = schema.renamed_parameters(packed, dict(enumerate(called)))
-    for group in tree[schema.GROUPS]:
+    called = list_parameter_names(optimizer, names)
+    for holder in zero1.get_base_optimizers(optimizer) if zero1.is_zero1(optimizer) else [optimizer]:
+        _check_shared_state(holder, called)
+    tree = schema.rename_parameters(packed, dict(enumerate(called)))
+    for group in tree[schema.PARAM_GROUPS]:
         group.pop("param_names", None)
-    if zero1.is_zero1(optimizer) and zero1.keeps_master(optimizer):
-        shards = zero1.parameter_shards(optimizer)
-        order = parameters_in_order(optimizer)
+    if zero1.is_zero1(optimizer) and zero1.has_master_weights(optimizer):
+        shards = zero1.get_parameter_shards(optimizer)
+        order = list_parameters(optimizer)
         tree[schema.MASTER] = {name: shards[id(p)] for name, (p, _) in zip(called, order, strict=True)}
     return tree
 
 
-def _check_common(optimizer: Any, called: Sequence[str]) -> None:
+def _check_shared_state(optimizer: Any, names: Sequence[str]) -> None:
     """Refuse keys of common state that would take the place of a parameter's state, or lose their own to it."""
     for key in getattr(optimizer, schema.STATE, ()):
         if is_torch_tensor(key):
@@ -99,33 +104,41 @@ def _check_common(optimizer: Any, called: Sequence[str]) -> None:
                 found=repr(key),
                 hint="Keep it under a string.",
             )
-        if key in called:
+        if key in names:
             raise UnsupportedStateError(
                 "the optimizer keeps state of its own under the name of a parameter",
-                leaf=schema.state(key),
+                leaf=schema.get_state_path(key),
                 found=repr(key),
                 hint="Rename the parameter, or pass the optimizer without the model: then its parameters are numbered.",
             )
 
 
-def is_by_name(optimizer: Any, tree: Any) -> bool:
-    """Whether an optimizer's state has torch's structure, in which `tree_of` puts names in place of positions."""
-    return has_groups(optimizer) and is_standard(tree)
+def is_keyed_by_name(optimizer: Any, tree: Any) -> bool:
+    """Whether an optimizer's state has torch's structure, in which `get_optimizer_tree` puts names in place of
+    positions.
+    """
+    return has_param_groups(optimizer) and is_standard(tree)
 
 
-def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement) -> dict[str, Parameter]:
+def get_saved_parameters(
+    optimizer: Any, model: Any, names: ParameterNames, placement: RankInfo
+) -> dict[str, OptimizerParameter]:
     """The parameters of an optimizer that is about to be saved; of a plain dict those of the model.
 
     Raises:
         UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
     """
-    if has_groups(optimizer):
-        return parameters(optimizer, names_in_order(optimizer, names), placement)
+    if has_param_groups(optimizer):
+        return index_parameters(optimizer, list_parameter_names(optimizer, names), placement)
     arrays: Any = model.named_parameters() if is_module(model) else (model or {}).items()
-    return {component(name): Parameter(name=str(name), value=v) for name, v in arrays if array_kind(v) is not None}
+    return {
+        format_key(name): OptimizerParameter(name=str(name), value=v)
+        for name, v in arrays
+        if get_array_kind(v) is not None
+    }
 
 
-def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> dict[str, Parameter]:
+def index_parameters(optimizer: Any, names: Sequence[Any], placement: RankInfo) -> dict[str, OptimizerParameter]:
     """An optimizer's parameters by the path component that their state has, for the sake of its layout.
 
     Raises:
@@ -134,18 +147,18 @@ def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> d
     axes: Mapping[int, tuple[str, ...]] = {}
     shards: Mapping[int, Any] = {}
     if zero1.is_zero1(optimizer):
-        shards = zero1.parameter_shards(optimizer)
-        axes = zero1.axes_by_parameter(optimizer, placement)
-    states = schema_of(optimizer)
+        shards = zero1.get_parameter_shards(optimizer)
+        axes = zero1.get_axes_by_parameter(optimizer, placement)
+    states = get_optimizer_schema(optimizer)
     return {
-        component(name): Parameter(
+        format_key(name): OptimizerParameter(
             name=str(name),
             value=parameter,
-            zero1=axes.get(id(parameter), ()),
-            shard=tuple(shards[id(parameter)].shape) if axes.get(id(parameter)) else None,
-            states=states,
+            zero1_axes=axes.get(id(parameter), ()),
+            shard_shape=tuple(shards[id(parameter)].shape) if axes.get(id(parameter)) else None,
+            state_schema=states,
         )
-        for name, (parameter, _) in zip(called, parameters_in_order(optimizer), strict=True)
+        for name, (parameter, _) in zip(names, list_parameters(optimizer), strict=True)
     }
 
 
@@ -153,5 +166,50 @@ def is_standard(packed: Any) -> bool:
     """Return True if a state has the structure of those of torch's optimizers."""
     if not isinstance(packed, Mapping) or not isinstance(packed.get(schema.STATE), Mapping):
         return False
-    groups = packed.get(schema.GROUPS)
+    groups = packed.get(schema.PARAM_GROUPS)
     return isinstance(groups, list) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+
+
+_registered_schemas: dict[type | str, OptimizerSchema] = {"torch.optim.asgd.ASGD": ASGD_SCHEMA}
+
+
+def register_optimizer(kind: type | str, schema: OptimizerSchema) -> None:
+    """Say how the states of a kind of optimizer lie over the ranks of a job.
+
+    It holds for all saves and loads of this process that follow, and every rank has to say the same. The last word
+    about a kind counts.
+
+    Args:
+        kind: A class, or its name, with its module or without, so that it need not be imported:
+            ``"transformers.optimization.Adafactor"`` or ``"Adafactor"``. It holds for classes derived from it, too,
+            of which nobody said anything, and for the optimizer inside of a ZeRO-1 optimizer.
+        schema: How its states lie.
+
+    Raises:
+        UsageError: An argument is something else.
+
+    Example:
+        ``register_optimizer("LowRank", OptimizerSchema(dims={"left": (0, None), "right": (None, 1)}))``
+    """
+    if not isinstance(kind, type | str):
+        raise UsageError(
+            "a kind of optimizer is named by its class", expected="a class, or its name", found=type(kind).__name__
+        )
+    if not isinstance(schema, OptimizerSchema):
+        raise UsageError(
+            "what is registered of an optimizer is an OptimizerSchema",
+            expected="xla_ckpt.OptimizerSchema(...)",
+            found=type(schema).__name__,
+        )
+    _registered_schemas[kind] = schema
+
+
+def get_optimizer_schema(optimizer: Any) -> OptimizerSchema:
+    """How the states of an optimizer lie; torch's rules, if nobody said anything."""
+    if zero1.is_zero1(optimizer):
+        optimizer = optimizer.base_optimizer
+    for cls in type(optimizer).__mro__:
+        for name in (cls, f"{cls.__module__}.{cls.__qualname__}", cls.__qualname__):
+            if name in _registered_schemas:
+                return _registered_schemas[name]
+    return TORCH_SCHEMA

@@ -1,11 +1,11 @@
-"""Loading an optimizer: where each stored array goes, and what is put in.
+"""Plan the load of an optimizer: where each stored array goes, and what is installed at the end.
 
-Nothing of the optimizer is changed before all arrays are read: the last step, `Loading.finish`, does that.
+Nothing of the optimizer changes before all arrays are read; `PartLoadPlan.finish` installs the state. State that the
+optimizer does not have yet is allocated like its parameter, on the device that torch would use.
 
-If code of the program has a part in it (a `load_state_dict` or `__setstate__` of its own, hooks of `state_dict` and
-`load_state_dict`), the optimizer takes its state twice. It is handed over before anything else of the program is
-changed, because the code may refuse it. It is put in again at the end, because some optimizers copy the model's weights
-then, and these are the old ones before. Hooks run once (see `optimizer_install.Installation`).
+If code of the program takes part (a custom `load_state_dict` or `__setstate__`, hooks), the optimizer loads its state
+twice: once before anything else changes, because the code may refuse it, and again at the end, because some optimizers
+copy the model's weights, which are the old ones before. Hooks run once (see `OptimizerInstallation`).
 """
 
 from __future__ import annotations
@@ -15,266 +15,290 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xla_ckpt.arrays.registry import check_memory
+from xla_ckpt.arrays.registry import check_has_memory, create_array_target, get_array_kind
 from xla_ckpt.arrays.torch_objects import is_torch_tensor
-from xla_ckpt.engine.target import Target
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.manifest.arrays import ArrayRecord
+from xla_ckpt.core.sharding.local_array import create_unsharded
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.flatten import format_key
+from xla_ckpt.core.tree.optimizer_schema import STEP_ON_DEVICE_OPTIONS, StateLayout, StateRule
+from xla_ckpt.loading.target import Target, can_cast
 from xla_ckpt.logs import get_logger
-from xla_ckpt.manifest.arrays import ArrayRecord
-from xla_ckpt.state import rank_states, zero1
-from xla_ckpt.state.handover import Handover, PutBack, kept_state
-from xla_ckpt.state.loading import Loading, Stored, arrays_of, plan_arrays, plan_freely
-from xla_ckpt.state.module import load_dict
+from xla_ckpt.state import rank_local_state, zero1
+from xla_ckpt.state.model_state import match_stored_names, plan_dict_load
 from xla_ckpt.state.optimizer import (
-    Names,
-    is_by_name,
-    parameters,
-    parameters_in_order,
-    parameters_of,
+    ParameterNames,
+    get_saved_parameters,
+    index_parameters,
+    is_keyed_by_name,
+    list_parameters,
 )
-from xla_ckpt.state.optimizer_install import Installation, has_load_hooks, kept, loads_itself, packs_state, runs_code
+from xla_ckpt.state.optimizer_install import (
+    OptimizerInstallation,
+    backup_optimizer,
+    has_custom_load,
+    has_custom_state_dict,
+    has_load_hooks,
+    has_program_code,
+)
 from xla_ckpt.state.optimizer_match import (
-    DECOUPLED,
+    DECOUPLED_WEIGHT_DECAY,
     OptimizerMatch,
     compare_parameters,
+    find_group_mismatch,
+    find_kind_mismatch,
+    find_state_mismatch,
+    find_unsupported_options,
+    get_hyperparameters,
     match_groups,
     match_optimizer,
-    other_groups,
-    other_kind,
-    other_members,
-    settings_of,
-    unsupported_options,
 )
-from xla_ckpt.state.optimizer_state import StateTargets
-from xla_ckpt.state.problems import Problem
-from xla_ckpt.state.ties import stored_names
-from xla_ckpt.tree import schema
+from xla_ckpt.state.part_load import PartLoadPlan, StoredPart, collect_arrays, plan_arrays, plan_flexible
+from xla_ckpt.state.problems import LoadProblem
+from xla_ckpt.state.state_dict_load import Rollback, StateDictLoad, backup_state_dict
 
 logger = get_logger(__name__)
 
 
-def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:
+def plan_optimizer_load(stored: StoredPart, optimizer: Any, names: ParameterNames, model: Any = None) -> PartLoadPlan:
     """Prepare to load an optimizer, or a plain dict (whose layout is that of the model's parameters)."""
     if isinstance(optimizer, dict):
-        known = parameters_of(optimizer, model, names, stored.shardings.placement)
-        return load_dict(replace(stored, shardings=replace(stored.shardings, parameters=known)), optimizer)
+        known = get_saved_parameters(optimizer, model, names, stored.shardings.placement)
+        return plan_dict_load(replace(stored, shardings=replace(stored.shardings, parameters=known)), optimizer)
     tree = stored.build()
-    loading = Loading()
-    if not is_by_name(optimizer, tree):
-        return _load_opaque(stored, optimizer, loading)
-    if (other := other_kind(tree, optimizer) or other_groups(tree, optimizer)) is not None:
-        loading.add_problem(schema.group(), other)
+    loading = PartLoadPlan()
+    if not is_keyed_by_name(optimizer, tree):
+        return _plan_opaque_load(stored, optimizer, loading)
+    if (other := find_kind_mismatch(tree, optimizer) or find_group_mismatch(tree, optimizer)) is not None:
+        loading.add_problem(schema.get_group_path(), other)
         return loading
-    names = stored_names(names, model, tree, stored.manifest.aliases)
+    names = match_stored_names(names, model, tree, stored.manifest.aliases)
     match, whole = match_optimizer(tree, optimizer, names), stored
-    stored = rank_states.less_own(stored)
-    if (problem := other_members(tree, match)) is not None:
+    stored = rank_local_state.exclude_rank_local(stored)
+    if (problem := find_state_mismatch(tree, match)) is not None:
         loading.problems.append(problem)
         return loading
     compare_parameters(match, model, loading)
-    for name, (parameter, _) in zip(match.called, match.order, strict=True):
-        check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
-    known = parameters(optimizer, match.called, stored.shardings.placement)
+    for name, (parameter, _) in zip(match.stored_names, match.parameters, strict=True):
+        check_has_memory(parameter, schema.get_state_path(name))  # new state is made on the device of its parameter
+    known = index_parameters(optimizer, match.stored_names, stored.shardings.placement)
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     groups = match_groups(tree, loading, match)
-    unsupported = unsupported_options(tree, match, groups)
-    bad = _plan(stored, tree, match, groups, unsupported, loading)
-    own = rank_states.plan(whole, match, loading)
-    change = _Change(
+    unsupported = find_unsupported_options(tree, match, groups)
+    bad = _plan_targets(stored, tree, match, groups, unsupported, loading)
+    own = rank_local_state.plan_rank_local_load(whole, match, loading)
+    change = _OptimizerChange(
         stored=stored,
         match=match,
         groups=groups,
         unsupported=unsupported,
-        bad=bad,
-        own=own,
-        restored=frozenset(loading.targets),
-        decoupled=[group.get(DECOUPLED) for group in match.holders[0].param_groups],
+        mismatched_names=bad,
+        rank_local=own,
+        restored_paths=frozenset(loading.targets),
+        former_decoupled=[group.get(DECOUPLED_WEIGHT_DECAY) for group in match.state_holders[0].param_groups],
     )
     loading.finish = change.finish
-    if _runs_code(match):
-        masters = {p for p in loading.targets if schema.place_of(p).role is schema.Role.MASTER}
-        loading.handover = Handover(
+    if _has_program_code(match):
+        masters = {p for p in loading.targets if schema.parse_leaf_path(p).role is schema.LeafRole.MASTER}
+        loading.state_dict_load = StateDictLoad(
             leaf=schema.OPTIMIZER,
-            take=change.try_out,
-            keep=change.kept,
+            load=change.try_load,
+            backup=change.backup,
             paths=frozenset(loading.targets) - masters if masters else None,
         )
     elif own.paths:
-        loading.handover = Handover(
-            leaf=schema.own_states(), take=own.make, keep=lambda: lambda: None, paths=frozenset(own.paths)
+        loading.state_dict_load = StateDictLoad(
+            leaf=schema.get_per_rank_state_path(),
+            load=own.build,
+            backup=lambda: lambda: None,
+            paths=frozenset(own.paths),
         )
     return loading
 
 
-def _optimizers_of(match: OptimizerMatch) -> list[Any]:
+def _list_receiving_optimizers(match: OptimizerMatch) -> list[Any]:
     """The optimizers that take a part of the state: of ZeRO-1 those that it wraps, and itself, if it has hooks."""
-    if not match.sharded:
+    if not match.is_zero1:
         return [match.optimizer]
-    wrappers = [part for part in zero1.parts_of(match.optimizer) if has_load_hooks(part)]
-    return [*wrappers, *match.holders]
+    wrappers = [part for part in zero1.get_zero1_parts(match.optimizer) if has_load_hooks(part)]
+    return [*wrappers, *match.state_holders]
 
 
-def _runs_code(match: OptimizerMatch) -> bool:
+def _has_program_code(match: OptimizerMatch) -> bool:
     """Whether code of the program has a part in how the optimizer takes its state."""
-    return any(map(runs_code, _optimizers_of(match)))
+    return any(map(has_program_code, _list_receiving_optimizers(match)))
 
 
-def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
+def _plan_opaque_load(stored: StoredPart, optimizer: Any, plan: PartLoadPlan) -> PartLoadPlan:
     """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`, or hooks."""
-    plan_arrays(stored, loading, {})
-    own_code = loads_itself(optimizer)
-    _install_with(loading, stored, optimizer, lambda packed: Installation(optimizer, packed, own_code))
-    return loading
+    plan_arrays(stored, plan, {})
+    own_code = has_custom_load(optimizer)
+    _plan_installation(plan, stored, optimizer, lambda packed: OptimizerInstallation(optimizer, packed, own_code))
+    return plan
 
 
-def _install_with(
-    loading: Loading,
-    stored: Stored,
+def _plan_installation(
+    plan: PartLoadPlan,
+    stored: StoredPart,
     optimizer: Any,
-    make: Callable[[Any], Installation],
+    create_installation: Callable[[Any], OptimizerInstallation],
     after: Callable[[], object] = lambda: None,
 ) -> None:
     """Have a load try a stored state out in an optimizer before anything else is changed, and install it at the end.
 
     Args:
-        loading: The load.
+        plan: The load.
         stored: The state of the optimizer.
         optimizer: The optimizer.
-        make: Makes the installation of the restored state. Called once.
+        create_installation: Makes the installation of the restored state. Called once.
         after: Called when the state is installed.
     """
-    made: list[Installation] = []
+    made: list[OptimizerInstallation] = []
 
-    def installation(arrays: Mapping[str, Any]) -> Installation:
+    def installation(arrays: Mapping[str, Any]) -> OptimizerInstallation:
         if not made:
-            made.append(make(stored.build(lambda path, _: arrays[path])))
+            made.append(create_installation(stored.build(lambda path, _: arrays[path])))
         return made[0]
 
     def finish(arrays: Mapping[str, Any]) -> None:
         installation(arrays).finish()
         after()
 
-    loading.finish = finish
-    loading.handover = Handover(
-        leaf=stored.prefix, take=lambda arrays: installation(arrays).try_out(), keep=lambda: _kept(optimizer)
+    plan.finish = finish
+    plan.state_dict_load = StateDictLoad(
+        leaf=stored.prefix, load=lambda arrays: installation(arrays).try_load(), backup=lambda: _backup(optimizer)
     )
 
 
-def _kept(optimizer: Any) -> PutBack:
+def _backup(optimizer: Any) -> Rollback:
     """Keep the state of an optimizer, and return a function that puts it back."""
-    return kept_state(optimizer) if loads_itself(optimizer) else kept(optimizer)
+    return backup_state_dict(optimizer) if has_custom_load(optimizer) else backup_optimizer(optimizer)
 
 
-def load_by_position(stored: Stored, optimizer: Any) -> Loading | None:
+def plan_load_by_position(stored: StoredPart, optimizer: Any) -> PartLoadPlan | None:
     """Prepare to load an optimizer without a model, whose parameters the stored state numbers, as torch loads it.
 
     None if the state has another structure, or code of the optimizer's own loads it.
     """
     tree = stored.build()
-    if loads_itself(optimizer) or not is_by_name(optimizer, tree) or not schema.numbers_parameters(tree):
+    if has_custom_load(optimizer) or not is_keyed_by_name(optimizer, tree) or not schema.has_numbered_parameters(tree):
         return None
-    loading, match = Loading(), match_optimizer(tree, optimizer, {})
-    if (other := other_kind(tree, optimizer) or other_groups(tree, optimizer)) is not None:
+    loading, match = PartLoadPlan(), match_optimizer(tree, optimizer, {})
+    if (other := find_kind_mismatch(tree, optimizer) or find_group_mismatch(tree, optimizer)) is not None:
         loading.add_problem(stored.prefix, other)
         return loading
-    numbers = {str(number): number for number in match.called}
-    if (problem := other_members({**tree, schema.STATE: _numbered(tree[schema.STATE], numbers)}, match)) is not None:
+    numbers = {str(number): number for number in match.stored_names}
+    if (
+        problem := find_state_mismatch({**tree, schema.STATE: _renumber_state(tree[schema.STATE], numbers)}, match)
+    ) is not None:
         loading.add_problem(stored.prefix, problem.text)
         return loading
-    plan_freely(stored, loading, optimizer.state_dict())
-    options = unsupported_options(tree, match, range(len(optimizer.param_groups)))
+    plan_flexible(stored, loading, optimizer.state_dict())
+    options = find_unsupported_options(tree, match, range(len(optimizer.param_groups)))
 
-    def installation(packed: Any) -> Installation:
-        groups = [{**group, **own} for group, own in zip(packed[schema.GROUPS], options, strict=True)]
-        state = _numbered(packed[schema.STATE], numbers)
-        packed = {**packed, schema.STATE: state, schema.GROUPS: groups}
-        return Installation(optimizer, packed, own_code=False, casts=True)
+    def installation(packed: Any) -> OptimizerInstallation:
+        groups = [{**group, **own} for group, own in zip(packed[schema.PARAM_GROUPS], options, strict=True)]
+        state = _renumber_state(packed[schema.STATE], numbers)
+        packed = {**packed, schema.STATE: state, schema.PARAM_GROUPS: groups}
+        return OptimizerInstallation(optimizer, packed, uses_custom_load=False, cast_state=True)
 
-    _install_with(loading, stored, optimizer, installation, after=lambda: _tell_unsupported(optimizer, options))
+    _plan_installation(
+        loading, stored, optimizer, installation, after=lambda: _warn_unsupported_options(optimizer, options)
+    )
     return loading
 
 
-def _numbered(state: Mapping[Any, Any], numbers: Mapping[str, int]) -> dict[Any, Any]:
+def _renumber_state(state: Mapping[Any, Any], numbers: Mapping[str, int]) -> dict[Any, Any]:
     """State by the numbers of its parameters, of which torch.distributed.checkpoint makes text."""
     return {numbers.get(key, key) if isinstance(key, str) else key: value for key, value in state.items()}
 
 
 # Where the arrays go.
 
-_WITH_THE_REST = "another part of the state of this parameter does not fit, and all of it stays as it is"
+_PARTIAL_MISMATCH = "another part of the state of this parameter does not fit, and all of it stays as it is"
 
 
-def _plan(
-    stored: Stored,
+def _plan_targets(
+    stored: StoredPart,
     tree: Any,
     match: OptimizerMatch,
     groups: Sequence[int | None],
     unsupported: Sequence[Mapping[str, Any]],
-    loading: Loading,
+    plan: PartLoadPlan,
 ) -> frozenset[Any]:
     """Want every array that the program has a use for; the names of parameters with state that does not fit."""
-    now = arrays_of(_tree_now(tree, match, groups), schema.OPTIMIZER)
-    usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.holders)
-    packed = any(packs_state(holder) for holder in match.holders)
-    options, name_of = dict(match.group_of), match.name_of()
+    now = collect_arrays(_build_current_tree(tree, match, groups), schema.OPTIMIZER)
+    usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.state_holders)
+    packed = any(has_custom_state_dict(holder) for holder in match.state_holders)
+    options, name_of = dict(match.stored_groups), match.get_names_by_id()
     for group, own_options in zip(match.optimizer.param_groups, unsupported, strict=True):
         for name in (name_of[id(p)] for p in group[schema.PARAMS]):
             if name in options:
                 options[name] = {**options[name], **own_options}
-    fresh = StateTargets(
+    fresh = StateTargetFactory(
         stored,
-        match.by_name,
+        match.tensors_by_name,
         options,
         now,
-        usual=usual and not packed,
-        casts=not packed and not any(map(loads_itself, match.holders)),
+        is_torch_optimizer=usual and not packed,
+        cast_state=not packed and not any(map(has_custom_load, match.state_holders)),
     )
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
-    own = {path: value for path, value in now.items() if not fresh.is_common(path)}
-    wanted = Loading(cast=stored.cast)
-    if _runs_code(match):  # it may refuse its state: what it has is not overwritten
+    own = {path: value for path, value in now.items() if not fresh.is_shared_state(path)}
+    wanted = PartLoadPlan(cast=stored.cast)
+    if _has_program_code(match):  # it may refuse its state: what it has is not overwritten
 
         def new(path: str, record: ArrayRecord, kind: str) -> Target | None:
-            like = stored.like(path, own[path]) if path in own else None
+            like = stored.create_target_like(path, own[path]) if path in own else None
             if like is not None and (not packed or (like.shape, like.dtype) == (record.shape, record.dtype)):
                 return like
-            return fresh.target(path, record, kind)
+            return fresh.create_target(path, record, kind)
 
-        masters = {path: value for path, value in own.items() if schema.place_of(path).role is schema.Role.MASTER}
-        plan_arrays(stored, wanted, masters, owned=True, new=new)
+        masters = {
+            path: value for path, value in own.items() if schema.parse_leaf_path(path).role is schema.LeafRole.MASTER
+        }
+        plan_arrays(stored, wanted, masters, owned=True, create_target=new)
     else:
-        plan_arrays(stored, wanted, own, owned=True, new=fresh.target)
-    kept = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
-    bad = frozenset(fresh.name(p.leaf) for p in wanted.problems) - {None}
+        plan_arrays(stored, wanted, own, owned=True, create_target=fresh.create_target)
+    kept = {p: target for p, target in wanted.targets.items() if fresh.is_needed(p, has_master_weights=match.is_zero1)}
+    bad = frozenset(fresh.get_parameter_name(p.leaf) for p in wanted.problems) - {None}
     # Moments of one training under the step number of another one would be corrected wrongly.
-    mixed = [p for p in kept if fresh.name(p) in bad and schema.place_of(p).role is schema.Role.STATE]
-    loading.targets = {p: target for p, target in kept.items() if p not in mixed}
-    loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=match.sharded)]
-    loading.problems += [Problem(p, _WITH_THE_REST, stays=True) for p in mixed]
+    mixed = [
+        p
+        for p in kept
+        if fresh.get_parameter_name(p) in bad and schema.parse_leaf_path(p).role is schema.LeafRole.STATE
+    ]
+    plan.targets = {p: target for p, target in kept.items() if p not in mixed}
+    plan.problems += [p for p in wanted.problems if fresh.is_needed(p.leaf, has_master_weights=match.is_zero1)]
+    plan.problems += [LoadProblem(p, _PARTIAL_MISMATCH, is_ignorable=True) for p in mixed]
     return bad
 
 
-def _tree_now(stored: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> dict[str, Any]:
+def _build_current_tree(stored: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> dict[str, Any]:
     """What the program's optimizer has of the stored one's state, in the stored one's structure."""
-    state, stored_state = match.now, stored[schema.STATE]
-    owned = {name: state[p] for name, p in match.by_name.items() if p in state and name in stored_state}
-    common = {k: state[k] for k in stored_state if k not in match.group_of and k in state}
+    state, stored_state = match.current_state, stored[schema.STATE]
+    owned = {name: state[p] for name, p in match.tensors_by_name.items() if p in state and name in stored_state}
+    common = {k: state[k] for k in stored_state if k not in match.stored_groups and k in state}
     tree: dict[str, Any] = {
         schema.STATE: {**owned, **common},
-        schema.GROUPS: _groups_now(stored, groups, match.optimizer),
+        schema.PARAM_GROUPS: _get_current_groups(stored, groups, match.optimizer),
     }
-    if match.sharded:
-        tree[schema.MASTER] = {n: match.by_name[n] for n in stored.get(schema.MASTER, {}) if n in match.by_name}
+    if match.is_zero1:
+        tree[schema.MASTER] = {
+            n: match.tensors_by_name[n] for n in stored.get(schema.MASTER, {}) if n in match.tensors_by_name
+        }
     return tree
 
 
-def _groups_now(stored: Any, groups: Sequence[int | None], optimizer: Any) -> list[Any]:
+def _get_current_groups(stored: Any, groups: Sequence[int | None], optimizer: Any) -> list[Any]:
     """The hyper-parameters that the program has, in the stored order of groups."""
-    stored_groups = stored[schema.GROUPS]
+    stored_groups = stored[schema.PARAM_GROUPS]
     now: list[Any] = [{} for _ in stored_groups]
     for group, source in zip(optimizer.param_groups, groups, strict=True):
         if source is not None and not now[source]:
-            now[source] = {k: v for k, v in settings_of(group).items() if k in stored_groups[source]}
+            now[source] = {k: v for k, v in get_hyperparameters(group).items() if k in stored_groups[source]}
     return now
 
 
@@ -282,10 +306,10 @@ def _groups_now(stored: Any, groups: Sequence[int | None], optimizer: Any) -> li
 
 
 @dataclass(slots=True, kw_only=True)
-class _Change:
-    """What a load changes of an optimizer: `finish`, and `try_out` before it, if `_runs_code`."""
+class _OptimizerChange:
+    """What a load changes of an optimizer: `finish`, and `try_load` before it, if `_has_program_code`."""
 
-    stored: Stored
+    stored: StoredPart
     """What all ranks have in common."""
 
     match: OptimizerMatch
@@ -295,89 +319,97 @@ class _Change:
     unsupported: Sequence[Mapping[str, Any]]
     """The options of each group that it keeps."""
 
-    bad: frozenset[Any]
+    mismatched_names: frozenset[Any]
     """Names of parameters whose state stays as it is."""
 
-    own: rank_states.Own
+    rank_local: rank_local_state.RankLocalState
     """The states that are this rank's own."""
 
-    restored: frozenset[str]
+    restored_paths: frozenset[str]
     """Leaf paths of the arrays that are restored."""
 
-    decoupled: Sequence[Any]
+    former_decoupled: Sequence[Any]
     """By group, whether it decayed weights as AdamW does."""
 
-    _installations: list[Installation] = field(default_factory=list, init=False)
+    _installations: list[OptimizerInstallation] = field(default_factory=list, init=False)
 
-    def kept(self) -> PutBack:
+    def backup(self) -> Rollback:
         """Keep what the optimizer has, and return what puts it back."""
-        wrappers = [self.match.optimizer, *zero1.parts_of(self.match.optimizer)] if self.match.sharded else []
-        put_back = [kept(wrapper) for wrapper in wrappers]
-        put_back += map(_kept, self.match.holders)
+        wrappers = [self.match.optimizer, *zero1.get_zero1_parts(self.match.optimizer)] if self.match.is_zero1 else []
+        put_back = [backup_optimizer(wrapper) for wrapper in wrappers]
+        put_back += map(_backup, self.match.state_holders)
         return lambda: [put() for put in put_back]
 
-    def try_out(self, arrays: Mapping[str, Any]) -> None:
+    def try_load(self, arrays: Mapping[str, Any]) -> None:
         """Put the state in before anything else of the program is changed.
 
         Raises:
             Exception: Code of the program refuses it.
         """
-        for installation in self._made(arrays):
-            installation.try_out()
+        for installation in self._get_installations(arrays):
+            installation.try_load()
 
     def finish(self, arrays: Mapping[str, Any]) -> None:
         """Put the state in."""
         match = self.match
-        for installation in self._made(arrays):
+        for installation in self._get_installations(arrays):
             installation.finish()
-        self._tell_options()
-        if match.sharded and not all(schema.master(name) in self.restored for name in match.called):
-            zero1.take_weights(match.optimizer)  # no master weights are stored: the parameters are what there is
+        self._warn_changed_options()
+        if match.is_zero1 and not all(
+            schema.get_master_path(name) in self.restored_paths for name in match.stored_names
+        ):
+            zero1.refresh_shards(match.optimizer)  # no master weights are stored: the parameters are what there is
 
-    def _made(self, arrays: Mapping[str, Any]) -> list[Installation]:
+    def _get_installations(self, arrays: Mapping[str, Any]) -> list[OptimizerInstallation]:
         """The state on its way into each optimizer that takes a part of it: the same in both calls."""
         if self._installations:
             return self._installations
         match = self.match
         tree = self.stored.build(lambda path, _: arrays.get(path))
-        self.own.fill(tree[schema.STATE], arrays)
-        state = _new_state(tree, match, self.bad)
+        self.rank_local.insert_into(tree[schema.STATE], arrays)
+        state = _build_new_state(tree, match, self.mismatched_names)
         options = [
-            {**({} if source is None else settings_of(tree[schema.GROUPS][source])), **own_options}
+            {**({} if source is None else get_hyperparameters(tree[schema.PARAM_GROUPS][source])), **own_options}
             for source, own_options in zip(self.groups, self.unsupported, strict=True)
         ]
-        if match.sharded:
+        if match.is_zero1:
             others = {}
-            for wrapper in (match.optimizer, *zero1.parts_of(match.optimizer)):  # it has groups of its own
+            for wrapper in (match.optimizer, *zero1.get_zero1_parts(match.optimizer)):  # it has groups of its own
                 for group, new in zip(wrapper.param_groups, options, strict=True):
                     group.update(new)
         else:
-            others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
+            others = {k: v for k, v in tree.items() if k not in schema.OPTIMIZER_MEMBERS}
         self._installations = [
-            Installation(
+            OptimizerInstallation(
                 optimizer,
-                {**others, **_packed(optimizer, state, options)},
-                own_code=loads_itself(optimizer) and not zero1.is_zero1(optimizer),
+                {**others, **_pack_state(optimizer, state, options)},
+                uses_custom_load=has_custom_load(optimizer) and not zero1.is_zero1(optimizer),
             )
-            for optimizer in _optimizers_of(match)
+            for optimizer in _list_receiving_optimizers(match)
         ]
         return self._installations
 
-    def _tell_options(self) -> None:
+    def _warn_changed_options(self) -> None:
         """Warn of options by which the optimizer is another one than the program or the tag says."""
-        optimizer = self.match.holders[0]  # the groups of a ZeRO-1 optimizer itself lack some options
-        for group, old in zip(optimizer.param_groups, self.decoupled, strict=True):
-            if old is not None and (new := group.get(DECOUPLED)) != old:
+        optimizer = self.match.state_holders[0]  # the groups of a ZeRO-1 optimizer itself lack some options
+        for group, old in zip(optimizer.param_groups, self.former_decoupled, strict=True):
+            if old is not None and (new := group.get(DECOUPLED_WEIGHT_DECAY)) != old:
                 logger.warning(
                     "the stored state is that of torch's %s: this %s decays weights as %s does from now on (%s=%s), "
                     "as after its load_state_dict",
-                    *((kind := "AdamW" if new else "Adam"), type(optimizer).__name__, kind, DECOUPLED, new),
+                    *(
+                        (kind := "AdamW" if new else "Adam"),
+                        type(optimizer).__name__,
+                        kind,
+                        DECOUPLED_WEIGHT_DECAY,
+                        new,
+                    ),
                 )
                 break
-        _tell_unsupported(optimizer, self.unsupported)
+        _warn_unsupported_options(optimizer, self.unsupported)
 
 
-def _tell_unsupported(optimizer: Any, unsupported: Sequence[Mapping[str, Any]]) -> None:
+def _warn_unsupported_options(optimizer: Any, unsupported: Sequence[Mapping[str, Any]]) -> None:
     """Warn of options of the program's own that stay in place of stored ones."""
     for option, own in {option: own for own_options in unsupported for option, own in own_options.items()}.items():
         logger.warning(
@@ -388,7 +420,7 @@ def _tell_unsupported(optimizer: Any, unsupported: Sequence[Mapping[str, Any]]) 
         )
 
 
-def _packed(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _pack_state(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A state as the optimizer's own `state_dict` would have it, with numbers in place of parameters.
 
     Args:
@@ -396,28 +428,177 @@ def _packed(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapping[
         state: State by tensor, of other optimizers, too, and common state by its key.
         options: The new options of each group.
     """
-    number = {id(p): i for i, (p, _) in enumerate(parameters_in_order(optimizer))}
+    number = {id(p): i for i, (p, _) in enumerate(list_parameters(optimizer))}
     return {
         schema.STATE: {
             number.get(id(key), key): value
             for key, value in state.items()
             if id(key) in number or not is_torch_tensor(key)
         },
-        schema.GROUPS: [
+        schema.PARAM_GROUPS: [
             {**group, **new, schema.PARAMS: [number[id(p)] for p in group[schema.PARAMS]]}
             for group, new in zip(optimizer.param_groups, options, strict=True)
         ],
     }
 
 
-def _new_state(tree: Any, match: OptimizerMatch, bad: frozenset[Any]) -> dict[Any, Any]:
+def _build_new_state(tree: Any, match: OptimizerMatch, mismatched_names: frozenset[Any]) -> dict[Any, Any]:
     """The optimizer's state as it will be: that of each parameter by its tensor, and common state by its key."""
-    before, state = match.now, collections.defaultdict[Any, Any](dict)
-    for name, parameter in match.by_name.items():
-        if name in bad or name not in match.group_of:
+    before, state = match.current_state, collections.defaultdict[Any, Any](dict)
+    for name, parameter in match.tensors_by_name.items():
+        if name in mismatched_names or name not in match.stored_groups:
             if parameter in before:  # not strict: what does not fit stays as it is
                 state[parameter] = before[parameter]
         elif name in tree[schema.STATE]:
             state[parameter] = tree[schema.STATE][name]
-    state.update({k: v for k, v in tree[schema.STATE].items() if k not in match.group_of})
+    state.update({k: v for k, v in tree[schema.STATE].items() if k not in match.stored_groups})
     return state
+
+
+class StateTargetFactory:
+    """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
+
+    def __init__(
+        self,
+        stored: StoredPart,
+        tensors_by_name: Mapping[Any, Any],
+        group_options: Mapping[Any, Any],
+        current_arrays: Mapping[str, Any],
+        *,
+        is_torch_optimizer: bool,
+        cast_state: bool,
+    ) -> None:
+        """Take note of an optimizer and what it is to load.
+
+        Args:
+            stored: What it is to load.
+            tensors_by_name: Name of each parameter -> the tensor under which its state is kept.
+            group_options: Name of each stored parameter -> the options that its group will have.
+            current_arrays: The arrays of its state, by leaf path.
+            is_torch_optimizer: Whether the optimizer is one of torch's, whose states have the shapes of torch's keys.
+            cast_state: Whether state takes the dtype of its parameter; else code of the program decides.
+        """
+        self._is_torch_optimizer = is_torch_optimizer
+        self._cast_state = cast_state
+        self._stored = stored
+        self._current_arrays = current_arrays
+        self._shardings = stored.shardings
+        self._by_component = {format_key(n): (n, p) for n, p in tensors_by_name.items()}
+        self._group_options = group_options
+        self._owners = {format_key(name) for name in group_options}
+        self._device = next((p.device for p in tensors_by_name.values()), None)
+
+    def is_shared_state(self, path: str) -> bool:
+        """Whether this is state that belongs to no parameter of the stored optimizer."""
+        place = schema.parse_leaf_path(path)
+        return place.role is schema.LeafRole.STATE and place.owner not in self._owners
+
+    def get_parameter_name(self, path: str) -> Any:
+        """The parameter whose state this is; None for anything else."""
+        if self.is_shared_state(path):
+            return None
+        return self._find_parameter(schema.parse_leaf_path(path))[0]
+
+    def _find_parameter(self, place: schema.LeafPath) -> tuple[Any, Any]:
+        """(name, tensor) of the parameter whose state, or master weight, this is; twice None for anything else."""
+        if place.owner is None or place.role not in (schema.LeafRole.STATE, schema.LeafRole.MASTER):
+            return None, None
+        return self._by_component.get(place.owner, (None, None))
+
+    def is_needed(self, path: str, *, has_master_weights: bool) -> bool:
+        """Whether the program has a use for this array."""
+        place = schema.parse_leaf_path(path)
+        if place.role is schema.LeafRole.MASTER and not has_master_weights:
+            return False
+        return schema.get_owner(path) is None or place.owner in self._by_component or self.is_shared_state(path)
+
+    def create_target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
+        """Memory for one array of the state; None for one that is outside of it."""
+        if self.is_shared_state(path):
+            return self._create_shared_target(path, record, kind)
+        place = schema.parse_leaf_path(path)
+        name, parameter = self._find_parameter(place)
+        known = self._shardings.find_parameter(path)
+        if parameter is None or known is None:
+            return None
+        group = self._group_options.get(name, {})
+        rule, full = known.get_rule(path), self._shardings.locate_parameter(known).shape
+        dtype = self._choose_dtype(path, record, rule, parameter)
+        if (
+            rule.layout is StateLayout.ELEMENTWISE
+            and record.shape != full
+            and self._is_saved_elementwise(path, record, rule)
+        ):
+            return create_array_target(dtype, create_unsharded(full), kind)  # which is found not to fit
+        on_device = not rule.declared and any(group.get(option) for option in STEP_ON_DEVICE_OPTIONS)
+        if rule.layout is StateLayout.ON_HOST and not on_device:
+            return create_array_target(record.dtype, create_unsharded(record.shape), kind)
+        if not self._is_saved_whole(path, record, rule):
+            like = self._shardings.create_state_target(path, record, known, dtype)
+            if like is not None:
+                return like
+        return create_array_target(dtype, create_unsharded(record.shape), kind, parameter.device)
+
+    def _choose_dtype(self, path: str, record: ArrayRecord, rule: StateRule, parameter: Any) -> DType:
+        """The dtype of a state: that of its parameter, as torch's `load_state_dict` has it, if the two were alike.
+
+        A program may keep state of a higher precision than its parameters, and it keeps it. State of master weights is
+        cast to the dtype of parameters that have none only if the call says so, and so is state of torch's own
+        optimizers beside which no parameters are stored.
+        """
+        if not self._cast_state or rule.layout in (StateLayout.ON_HOST, StateLayout.REPLICATED, StateLayout.PER_RANK):
+            return record.dtype
+        master = self._stored.manifest.arrays.get(
+            schema.get_master_path(self._find_parameter(schema.parse_leaf_path(path))[0])
+        )
+        weight = self._find_weight_record(path)
+        if master is None and weight is not None:
+            alike = weight.dtype == record.dtype
+        else:
+            alike = self._stored.cast and (self._is_torch_optimizer if master is None else master.dtype == record.dtype)
+        adapter = self._shardings.adapters.find(parameter)
+        if not alike or adapter is None:
+            return record.dtype
+        own = adapter.get_dtype(parameter, path)
+        return own if can_cast(record.dtype, own) else record.dtype
+
+    def _find_weight_record(self, path: str) -> ArrayRecord | None:
+        """The stored parameter whose state this is; None where only the optimizer is stored."""
+        manifest, leaf = self._stored.manifest, schema.get_parameter_path(path) or ""
+        return manifest.arrays.get(manifest.aliases.get(leaf, leaf))
+
+    def _is_saved_elementwise(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
+        """Whether a state had the shape of its parameter when it was saved.
+
+        Optimizers of low rank keep factors under torch's usual keys, and others one number for each parameter. What
+        was saved is the truth about them: the program's parameter says nothing about their shape.
+        """
+        if self._is_torch_optimizer or rule.declared or schema.parse_leaf_path(path).role is schema.LeafRole.MASTER:
+            return True
+        weight = self._find_weight_record(path)
+        if weight is not None:
+            return bool(weight.shape == record.shape)
+        return len(record.shape) == int(self._find_parameter(schema.parse_leaf_path(path))[1].ndim)
+
+    def _is_saved_whole(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
+        """Whether ranks had all of a state each that had a part of its parameter, and nobody says how it lies.
+
+        Its shape alone could mean a part: a factor of as many rows as the parameter, and one column.
+        """
+        weight = self._find_weight_record(path)
+        by_shape = rule.layout is StateLayout.BY_SHAPE or (rule.layout is StateLayout.ELEMENTWISE and not rule.declared)
+        if not by_shape or weight is None or weight.shape == record.shape:
+            return False
+        own = (*(record.spec or ()), *(None,) * len(record.shape))
+        split = [d for d, axes in enumerate(weight.spec or ()) if axes is not None and d < len(record.shape)]
+        return any(own[d] is None and record.shape[d] == weight.shape[d] for d in split)
+
+    def _create_shared_target(self, path: str, record: ArrayRecord, kind: str) -> Target:
+        """Like what the program has there, where that fits; else a whole array beside the parameters."""
+        value = self._current_arrays.get(path)
+        if get_array_kind(value) == kind and PartLoadPlan().add_target(
+            path, like := self._stored.create_target_like(path, value), record.metadata
+        ):
+            return like
+        device = value.device if is_torch_tensor(value) else self._device
+        return create_array_target(record.dtype, create_unsharded(record.shape), kind, device)

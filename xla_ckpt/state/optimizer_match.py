@@ -1,4 +1,4 @@
-"""Which stored parameter is which of the program's, and which stored group its groups take their options from."""
+"""Match stored optimizer parameters and param groups with those of the program's optimizer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.optimizer_schema import UNSUPPORTED_OPTIONS, get_required_members
 from xla_ckpt.state import zero1
-from xla_ckpt.state.loading import Loading
+from xla_ckpt.state.model_state import add_tied_names
 from xla_ckpt.state.optimizer import (
-    Names,
-    names_in_order,
-    parameters_in_order,
+    ParameterNames,
+    list_parameter_names,
+    list_parameters,
 )
-from xla_ckpt.state.optimizer_install import torch_kind
-from xla_ckpt.state.problems import Problem
-from xla_ckpt.state.ties import with_other_names
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import UNSUPPORTED_ON, needed_members
+from xla_ckpt.state.optimizer_install import get_torch_class_name
+from xla_ckpt.state.part_load import PartLoadPlan
+from xla_ckpt.state.problems import LoadProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,50 +25,52 @@ class OptimizerMatch:
     """An optimizer of the program's beside the stored one."""
 
     optimizer: Any
-    holders: Sequence[Any]
+    state_holders: Sequence[Any]
     """The optimizers that hold the states: those that a ZeRO-1 optimizer wraps, else itself."""
 
-    order: Sequence[tuple[Any, str]]
+    parameters: Sequence[tuple[Any, str]]
     """(parameter, place) in the order of torch's packed ids."""
 
-    called: Sequence[Any]
+    stored_names: Sequence[Any]
     """The stored name of each of them."""
 
-    by_name: Mapping[Any, Any]
+    tensors_by_name: Mapping[Any, Any]
     """Name -> the tensor under which its state is kept: the parameter, or a ZeRO-1 rank's shard of it."""
 
-    group_of: Mapping[Any, Any]
+    stored_groups: Mapping[Any, Any]
     """Name of each stored parameter -> its stored group."""
 
-    def name_of(self) -> Mapping[int, Any]:
+    def get_names_by_id(self) -> Mapping[int, Any]:
         """The stored name of each parameter, by its id."""
-        return {id(p): name for name, (p, _) in zip(self.called, self.order, strict=True)}
+        return {id(p): name for name, (p, _) in zip(self.stored_names, self.parameters, strict=True)}
 
     @property
-    def sharded(self) -> bool:
+    def is_zero1(self) -> bool:
         """Whether it is a ZeRO-1 optimizer."""
-        return self.holders[0] is not self.optimizer
+        return self.state_holders[0] is not self.optimizer
 
     @property
-    def now(self) -> Mapping[Any, Any]:
+    def current_state(self) -> Mapping[Any, Any]:
         """The state that the program has, by the tensor that it belongs to."""
-        return {key: state for holder in self.holders for key, state in holder.state.items()}
+        return {key: state for holder in self.state_holders for key, state in holder.state.items()}
 
 
-DECOUPLED = "decoupled_weight_decay"
+DECOUPLED_WEIGHT_DECAY = "decoupled_weight_decay"
 
 
-_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", DECOUPLED, "amsgrad"})
+_VERSION_DEPENDENT_OPTIONS = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "maximize", DECOUPLED_WEIGHT_DECAY, "amsgrad"}
+)
 """Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
 
 
-def other_kind(tree: Any, optimizer: Any) -> str | None:
+def find_kind_mismatch(tree: Any, optimizer: Any) -> str | None:
     """Why the stored state is that of another kind of optimizer: both have options that the other does not know."""
-    stored = {k for g in tree[schema.GROUPS] for k in g} - _FLAGS
-    defaults = set(getattr(optimizer, "defaults", {})) - _FLAGS
+    stored = {k for g in tree[schema.PARAM_GROUPS] for k in g} - _VERSION_DEPENDENT_OPTIONS
+    defaults = set(getattr(optimizer, "defaults", {})) - _VERSION_DEPENDENT_OPTIONS
     own_alone = defaults - stored
     stored_alone = stored - {k for g in optimizer.param_groups for k in g} - {"params", "initial_lr"}
-    if not tree[schema.GROUPS] or not own_alone or not stored_alone:
+    if not tree[schema.PARAM_GROUPS] or not own_alone or not stored_alone:
         return None
     return (
         f"the state of another kind of optimizer is stored: it has {', '.join(sorted(stored_alone))}, and "
@@ -76,34 +78,34 @@ def other_kind(tree: Any, optimizer: Any) -> str | None:
     )
 
 
-def other_members(tree: Any, match: OptimizerMatch) -> Problem | None:
+def find_state_mismatch(tree: Any, match: OptimizerMatch) -> LoadProblem | None:
     """That a parameter's stored state lacks what a step of this optimizer asks for: another kind of optimizer saved it.
 
     Options do not always tell: Adamax has none that Adam lacks. Of an optimizer with a `step` of its own nothing is
     known.
     """
-    kind = torch_kind(match.holders[0])
+    kind = get_torch_class_name(match.state_holders[0])
     if kind is None:
         return None
-    name_of = match.name_of()
+    name_of = match.get_names_by_id()
     for group in match.optimizer.param_groups:
         for parameter in group[schema.PARAMS]:
             name = name_of[id(parameter)]
             members = tree[schema.STATE].get(name)
-            if name not in match.group_of or not isinstance(members, Mapping) or not members:
+            if name not in match.stored_groups or not isinstance(members, Mapping) or not members:
                 continue
-            options = {**group, **match.group_of[name]}
-            missing = needed_members(kind, options, parameter.ndim) - members.keys()
+            options = {**group, **match.stored_groups[name]}
+            missing = get_required_members(kind, options, parameter.ndim) - members.keys()
             if missing:
                 text = (
                     f"the state of another kind of optimizer is stored: it has {', '.join(sorted(map(str, members)))}, "
-                    f"and {type(match.holders[0]).__name__} needs {', '.join(sorted(missing))}"
+                    f"and {type(match.state_holders[0]).__name__} needs {', '.join(sorted(missing))}"
                 )
-                return Problem(schema.state(name), text)
+                return LoadProblem(schema.get_state_path(name), text)
     return None
 
 
-def unsupported_options(tree: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> list[dict[str, Any]]:
+def find_unsupported_options(tree: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> list[dict[str, Any]]:
     """For each of the optimizer's groups, the options of its own that stay in place of the stored ones.
 
     They choose between implementations of the same step. With the stored ones the next step would raise, since the
@@ -112,22 +114,22 @@ def unsupported_options(tree: Any, match: OptimizerMatch, groups: Sequence[int |
     return [
         {
             option: group[option]
-            for option, devices in UNSUPPORTED_ON.items()
+            for option, devices in UNSUPPORTED_OPTIONS.items()
             if source is not None
             and option in group
             and not group[option]
-            and tree[schema.GROUPS][source].get(option) is True
+            and tree[schema.PARAM_GROUPS][source].get(option) is True
             and any(p.device.type in devices for p in group[schema.PARAMS])
         }
         for group, source in zip(match.optimizer.param_groups, groups, strict=True)
     ]
 
 
-def other_groups(tree: Any, optimizer: Any) -> str | None:
+def find_group_mismatch(tree: Any, optimizer: Any) -> str | None:
     """Why the numbers of a stored optimizer are those of other parameters: torch counts them group by group."""
-    if not schema.numbers_parameters(tree):
+    if not schema.has_numbered_parameters(tree):
         return None
-    stored = [len(group[schema.PARAMS]) for group in tree[schema.GROUPS]]
+    stored = [len(group[schema.PARAMS]) for group in tree[schema.PARAM_GROUPS]]
     own = [len(group["params"]) for group in optimizer.param_groups]
     if stored == own:
         return None
@@ -138,64 +140,71 @@ def other_groups(tree: Any, optimizer: Any) -> str | None:
     )
 
 
-def match_optimizer(tree: Any, optimizer: Any, names: Names) -> OptimizerMatch:
+def match_optimizer(tree: Any, optimizer: Any, names: ParameterNames) -> OptimizerMatch:
     """An optimizer beside a stored one, whose tree this is."""
-    shards = zero1.parameter_shards(optimizer) if zero1.is_zero1(optimizer) else {}
-    order, called = parameters_in_order(optimizer), _called(tree, optimizer, names)
+    shards = zero1.get_parameter_shards(optimizer) if zero1.is_zero1(optimizer) else {}
+    order, called = list_parameters(optimizer), _get_stored_names(tree, optimizer, names)
     return OptimizerMatch(
         optimizer=optimizer,
-        holders=zero1.bases_of(optimizer) if shards else [optimizer],
-        order=order,
-        called=called,
-        by_name={name: shards.get(id(p), p) for name, (p, _) in zip(called, order, strict=True)},
-        group_of={name: g for g in tree[schema.GROUPS] for name in g[schema.PARAMS]},
+        state_holders=zero1.get_base_optimizers(optimizer) if shards else [optimizer],
+        parameters=order,
+        stored_names=called,
+        tensors_by_name={name: shards.get(id(p), p) for name, (p, _) in zip(called, order, strict=True)},
+        stored_groups={name: g for g in tree[schema.PARAM_GROUPS] for name in g[schema.PARAMS]},
     )
 
 
-def _called(tree: Any, optimizer: Any, names: Names) -> list[Any]:
+def _get_stored_names(tree: Any, optimizer: Any, names: ParameterNames) -> list[Any]:
     """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
-    if schema.numbers_parameters(tree):
-        return list(range(len(parameters_in_order(optimizer))))
-    stored_names = schema.grouped_names(tree)
+    if schema.has_numbered_parameters(tree):
+        return list(range(len(list_parameters(optimizer))))
+    stored_names = schema.get_parameter_names(tree)
     if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):
-        return [place for _, place in parameters_in_order(optimizer)]
-    return names_in_order(optimizer, names)
+        return [place for _, place in list_parameters(optimizer)]
+    return list_parameter_names(optimizer, names)
 
 
-def compare_parameters(match: OptimizerMatch, model: Any, loading: Loading) -> None:
+def compare_parameters(match: OptimizerMatch, model: Any, plan: PartLoadPlan) -> None:
     """Note parameters that only one of the two optimizers has."""
-    own_names = with_other_names(set(match.called), model)
-    for name in (n for n in match.called if n not in match.group_of):
-        loading.add_problem(schema.state(name), "the optimizer has this parameter, the stored one does not")
-    loading.unwanted = [
-        Problem(schema.state(name), "the stored optimizer has this parameter, this one does not")
-        for name in match.group_of
+    own_names = add_tied_names(set(match.stored_names), model)
+    for name in (n for n in match.stored_names if n not in match.stored_groups):
+        plan.add_problem(schema.get_state_path(name), "the optimizer has this parameter, the stored one does not")
+    plan.unexpected = [
+        LoadProblem(schema.get_state_path(name), "the stored optimizer has this parameter, this one does not")
+        for name in match.stored_groups
         if name not in own_names
     ]
 
 
-def match_groups(tree: Any, loading: Loading, match: OptimizerMatch) -> list[int | None]:
+def match_groups(tree: Any, plan: PartLoadPlan, match: OptimizerMatch) -> list[int | None]:
     """For each of the optimizer's groups, the stored group whose hyper-parameters it takes: its parameters' one."""
-    stored_groups = tree[schema.GROUPS]
+    stored_groups = tree[schema.PARAM_GROUPS]
     number = {name: i for i, g in enumerate(stored_groups) for name in g[schema.PARAMS]}
-    name_of = match.name_of()
+    name_of = match.get_names_by_id()
     matched: list[int | None] = []
     for g, group in enumerate(match.optimizer.param_groups):
         sources = sorted({number[n] for p in group["params"] if (n := name_of[id(p)]) in number})
         if not sources and not group["params"] and g < len(stored_groups) and not stored_groups[g][schema.PARAMS]:
             sources = [g]  # groups without parameters stand for each other by their place
-        differing = [s for s in sources[1:] if settings_of(stored_groups[s]) != settings_of(stored_groups[sources[0]])]
+        differing = [
+            s
+            for s in sources[1:]
+            if get_hyperparameters(stored_groups[s]) != get_hyperparameters(stored_groups[sources[0]])
+        ]
         if differing:
-            one, other = settings_of(stored_groups[sources[0]]), settings_of(stored_groups[differing[0]])
+            one, other = (
+                get_hyperparameters(stored_groups[sources[0]]),
+                get_hyperparameters(stored_groups[differing[0]]),
+            )
             keys = [k for k, v in one.items() if other.get(k) != v]
-            loading.add_problem(
-                schema.group(sources[0]),
+            plan.add_problem(
+                schema.get_group_path(sources[0]),
                 f"group {g} of the optimizer unites stored groups {sources} that differ in {', '.join(keys)}",
             )
         matched.append(sources[0] if sources else None)
     return matched
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def get_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a group."""
     return {k: v for k, v in group.items() if k != schema.PARAMS}

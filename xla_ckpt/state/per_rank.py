@@ -1,24 +1,32 @@
-"""Members of `extras` that differ from rank to rank."""
+"""Members of extras that differ between ranks, and how data positions are resharded to another number of ranks.
+
+Data-parallel ranks take turns at the samples of one order: rank r of n takes the samples r, r + n, r + 2 n, ... When
+each has taken k, the first k n samples are consumed, and m ranks continue there with a count of k n / m each. The
+resharding functions handle torch's, torchdata's, grain's and Hugging Face's loaders, and refuse what would repeat or
+skip samples.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, naming
-from xla_ckpt.keywords import known_options
+from xla_ckpt.arrays.torch_objects import is_torch_tensor
+from xla_ckpt.core.sharding.mesh import RankInfo, parse_mesh
+from xla_ckpt.core.tree import path as paths
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.optimizer_schema import Reshard
+from xla_ckpt.core.tree.skeleton import get_children
+from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, annotate_errors
+from xla_ckpt.keywords import check_arguments
 from xla_ckpt.logs import get_logger
-from xla_ckpt.sharding.mesh import as_mesh
-from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import stateful
-from xla_ckpt.state.dealt import deal_of
-from xla_ckpt.state.handover import Handover, kept_state
-from xla_ckpt.state.loading import Loading, Stored, plan_arrays
+from xla_ckpt.state.part_load import PartLoadPlan, StoredPart, plan_arrays
 from xla_ckpt.state.rng import RNGState
-from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import Reshard
-from xla_ckpt.tree.skeleton import children
+from xla_ckpt.state.state_dict_load import StateDictLoad, backup_state_dict
 
 logger = get_logger(__name__)
 
@@ -45,7 +53,7 @@ class PerRank:
         UsageError: Both are given, or a member that is wrapped already.
     """
 
-    @known_options
+    @check_arguments
     def __init__(self, member: Any, reshard: Reshard | None = None, *, position: str | None = None) -> None:
         if isinstance(member, PerRank):
             raise UsageError("a PerRank member is wrapped twice")
@@ -58,98 +66,320 @@ class PerRank:
 
 def is_per_rank(member: Any) -> bool:
     """Whether a member differs from rank to rank by its nature, or is said to."""
-    return isinstance(member, PerRank) or getattr(member, schema.WORLD, False) is True
+    return isinstance(member, PerRank) or getattr(member, schema.RANK_COUNT, False) is True
 
 
-def _inner(member: Any) -> Any:
+def _get_inner_member(member: Any) -> Any:
     return stateful.with_state_dict(member.member if isinstance(member, PerRank) else member)
 
 
-def tree_of(member: Any, name: str, where: Placement) -> Any:
+def get_extra_tree(member: Any, name: str, placement: RankInfo) -> Any:
     """The state of a member; of one that differs between ranks, this rank's part of it."""
-    state = stateful.tree_of(_inner(member), name)
+    state = stateful.get_member_tree(_get_inner_member(member), name)
     if not is_per_rank(member):
         return state
-    return {schema.WORLD: where.world, schema.MESH: str(where.mesh), schema.RANKS: {str(where.rank): state}}
+    return {
+        schema.RANK_COUNT: placement.world_size,
+        schema.MESH: str(placement.mesh),
+        schema.RANKS: {str(placement.rank): state},
+    }
 
 
-def path_of(name: str, rank: int) -> str:
+def get_extra_rank_path(name: str, rank: int) -> str:
     """Leaf path of what only this rank stores of such a member."""
-    return schema.of_rank(schema.in_extras(name), rank)
+    return schema.get_rank_path(schema.get_extras_path(name), rank)
 
 
-def load(stored: Stored, member: Any) -> Loading:
+def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
     """Prepare to load a member of `extras`, whichever of both kinds it is and was."""
-    where, inner = stored.shardings.placement, _inner(member)
-    saved_by = schema.saved_by(stored.skeleton)
+    where, inner = stored.shardings.placement, _get_inner_member(member)
+    saved_by = schema.get_saved_rank_count(stored.skeleton)
     if not is_per_rank(member):
         if saved_by is None:
-            return stateful.load(stored, inner)
-        return _refused(stored, "every rank's own state is stored; wrap the member in xla_ckpt.PerRank")
+            return stateful.plan_member_load(stored, inner)
+        return _reject_load(stored, "every rank's own state is stored; wrap the member in xla_ckpt.PerRank")
     if saved_by is None:  # by an older version, or by a job that did not wrap it: the state of all ranks
-        saved_by, mesh, alike, parts = 1, None, where.world == 1, {0: stored}
+        saved_by, mesh, alike, parts = 1, None, where.world_size == 1, {0: stored}
     else:
-        mesh = as_mesh(stored.skeleton.get(schema.MESH))
-        alike = schema.same_ranks(stored.skeleton, where.world, str(where.mesh))
-        parts = {r: part for r in range(saved_by) if (part := stored.at(schema.of_rank(paths.ROOT, r))) is not None}
+        mesh = parse_mesh(stored.skeleton.get(schema.MESH))
+        alike = schema.has_same_ranks(stored.skeleton, where.world_size, str(where.mesh))
+        parts = {
+            r: part
+            for r in range(saved_by)
+            if (part := stored.find_part(schema.get_rank_path(paths.ROOT, r))) is not None
+        }
     own = parts.get(where.rank)
-    if isinstance(inner, RNGState) and own is not None and "python" not in (children(own.skeleton) or ()):
+    if isinstance(inner, RNGState) and own is not None and "python" not in (get_children(own.skeleton) or ()):
         # Its generators would be set last, when all other objects have their new state.
-        return _refused(stored, "another object's state is stored under this name, and none of random generators")
+        return _reject_load(stored, "another object's state is stored under this name, and none of random generators")
     wrapped = member if isinstance(member, PerRank) else PerRank(member)
     if alike and where.rank in parts:
-        return stateful.load(parts[where.rank], inner)
+        return stateful.plan_member_load(parts[where.rank], inner)
     if (reshard := wrapped.reshard) is not None:
-        return _load_made(list(parts.values()), inner, lambda states: reshard(states, where.rank, where.world))
+        return _plan_resharded_load(
+            list(parts.values()), inner, lambda states: reshard(states, where.rank, where.world_size)
+        )
     if isinstance(inner, RNGState):
-        return _left_alone(stored, where.rank, saved_by) if own is None else stateful.load(own, inner)
-    deal = deal_of(wrapped.member, wrapped.position)
+        return _keep_generators(stored, where.rank, saved_by) if own is None else stateful.plan_member_load(own, inner)
+    deal = find_position_reshard(wrapped.member, wrapped.position)
     replicas = [] if mesh is None else [parts[r] for i in range(mesh.dp) if (r := mesh.rank({"dp": i})) in parts]
     if deal is None or mesh is None or len(replicas) < mesh.dp:
-        return _refused(
+        return _reject_load(
             stored,
-            f"it is the state of {saved_by} ranks, this job has {where.world}"
+            f"it is the state of {saved_by} ranks, this job has {where.world_size}"
             f"{'' if mesh is None else f' ({where.mesh} in the place of {mesh})'}: say with position= or reshard= of "
             "PerRank how they take it over",
         )
     rank, world = where.mesh.coordinates(where.rank)["dp"], where.mesh.dp
     if world == mesh.dp:
-        return stateful.load(replicas[rank], inner)
-    dealt = _load_made(replicas, inner, lambda states: deal(states, rank, world))
+        return stateful.plan_member_load(replicas[rank], inner)
+    dealt = _plan_resharded_load(replicas, inner, lambda states: deal(states, rank, world))
     if not dealt.targets:  # plain values: a refusal is told with all that does not fit, or left alone as that
         try:
             deal([part.build() for part in replicas], rank, world)
         except IncompatibleCheckpointError as error:
-            return _refused(stored, f"{error.problem}. {error.hint}")
+            return _reject_load(stored, f"{error.problem}. {error.hint}")
     return dealt
 
 
-def _refused(stored: Stored, why: str) -> Loading:
-    loading = Loading()
-    loading.add_problem(stored.prefix, why, says_cure=True)
+def _reject_load(stored: StoredPart, why: str) -> PartLoadPlan:
+    loading = PartLoadPlan()
+    loading.add_problem(stored.prefix, why, has_fix=True)
     return loading
 
 
-def _left_alone(stored: Stored, rank: int, saved_by: int) -> Loading:
+def _keep_generators(stored: StoredPart, rank: int, saved_by: int) -> PartLoadPlan:
     """Random generators that nobody saved stay as they are."""
     text = (
         "%s: no state of random generators is stored for rank %d, since %d saved: they stay as they are. Seed them "
         "by the rank, if ranks are to draw different numbers: torch.manual_seed(seed + rank)"
     )
-    return Loading(finish=lambda arrays: logger.warning(text, stored.prefix, rank, saved_by))
+    return PartLoadPlan(finish=lambda arrays: logger.warning(text, stored.prefix, rank, saved_by))
 
 
-def _load_made(parts: Sequence[Stored], inner: Any, make: Callable[[list[Any]], Any]) -> Loading:
+def _plan_resharded_load(parts: Sequence[StoredPart], inner: Any, reshard: Callable[[list[Any]], Any]) -> PartLoadPlan:
     """Have a member take a state that is made of those of several ranks."""
-    loading = Loading()
+    loading = PartLoadPlan()
     for part in parts:
         plan_arrays(part, loading, {})
         part.build()  # what may not be loaded is found out before anything is changed
 
     def take(arrays: Mapping[str, Any]) -> None:
-        with naming(leaf=leaf):
-            inner.load_state_dict(make([part.build(lambda path, _: arrays[path]) for part in parts]))
+        with annotate_errors(leaf=leaf):
+            inner.load_state_dict(reshard([part.build(lambda path, _: arrays[path]) for part in parts]))
 
-    leaf = next((schema.holder_of(part.prefix) or part.prefix for part in parts), schema.EXTRAS)
-    loading.handover = Handover(leaf=leaf, take=take, keep=lambda: kept_state(inner))
+    leaf = next((schema.get_rank_parent(part.prefix) or part.prefix for part in parts), schema.EXTRAS)
+    loading.state_dict_load = StateDictLoad(leaf=leaf, load=take, backup=lambda: backup_state_dict(inner))
     return loading
+
+
+ReshardPosition = Callable[[Sequence[Any], int, int], Any]
+"""From the states of all data-parallel ranks that saved, a rank and how many there are now, to that rank's state."""
+
+_RESHARD_HINT = (
+    "Load it on as many data-parallel ranks as saved it, give PerRank a function of your own (reshard=), or leave the "
+    "member out of extras."
+)
+
+_DEFAULT_POSITION_KEY = "yielded"
+"""What torchdata's own sampler calls the number of samples that a rank has taken."""
+
+
+def find_position_reshard(member: Any, position: str | None) -> ReshardPosition | None:
+    """How the position of a member is dealt out anew; None if nothing is known of it.
+
+    Args:
+        member: The object of the program.
+        position: What `PerRank` was told.
+    """
+    of_torchdata = _is_class_named(member, "torchdata", "StatefulDataLoader")
+    if of_torchdata and (position is not None or _is_class_named(member.sampler, "torch", "DistributedSampler")):
+        return partial(_reshard_torchdata, member, position or _DEFAULT_POSITION_KEY)
+    if position is not None or _is_class_named(member, "torch", "DistributedSampler"):
+        return partial(_reshard_counted, position or _DEFAULT_POSITION_KEY)
+    if of_torchdata and _is_class_named(member.dataset, "datasets", "IterableDataset"):
+        return partial(_reshard_torchdata_over_iterable, member)
+    if _is_class_named(member, "grain", "DataLoaderIterator"):
+        return _reshard_grain
+    if _is_class_named(member, "datasets", "IterableDataset"):
+        return partial(_reshard_iterable_dataset, member)
+    return None
+
+
+def _is_class_named(member: Any, package: str, name: str) -> bool:
+    """Whether an object is of a class of this name, or of one that is derived from it. Nothing is imported for it."""
+    return any(cls.__name__ == name and cls.__module__.split(".")[0] == package for cls in type(member).__mro__)
+
+
+def _reshard_counted(key: str, states: Sequence[Any], _rank: int, world: int) -> Any:
+    """States of which one member counts the samples, and the rest is the same on all ranks."""
+    if not all(isinstance(state, Mapping) and key in state for state in states):
+        raise _create_reshard_error(f"not every rank's state has the member {key!r}, which is to count the samples")
+    rests = [{k: v for k, v in state.items() if k != key} for state in states]
+    _check_same_states(rests, "beside the number of samples that were taken")
+    return {**states[0], key: _compute_samples_per_worker([state[key] for state in states], world)}
+
+
+def _reshard_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, world: int) -> Any:
+    """States of a `StatefulDataLoader` whose sampler deals out samples in turn."""
+    sampler = loader.sampler
+    is_torchs = _is_class_named(sampler, "torch", "DistributedSampler")
+    if is_torchs and (sampler.num_replicas, sampler.rank) != (world, rank):
+        raise _create_reshard_error(
+            f"the loader's DistributedSampler does not follow the mesh: it has rank={sampler.rank} and "
+            f"num_replicas={sampler.num_replicas}, and this is data-parallel rank {rank} of {world}"
+        )
+    if any(one.get("_steps_since_snapshot") for one in states):
+        raise _create_reshard_error(
+            "batches were taken since the last snapshot of the loader, and their samples are not counted",
+            hint=f"Make the loader with snapshot_every_n_steps=1. {_RESHARD_HINT}",
+        )
+    # Every state has its own seed for the workers: the copy of another rank's gets another one, lest they draw alike.
+    state, copies = copy.deepcopy(states[rank % len(states)]), rank // len(states)
+    main, samplers = _get_main_state(state), [_get_main_state(one)["_sampler_iter_state"] for one in states]
+    if "_base_seed" in main:
+        main["_base_seed"] = (main["_base_seed"] + (copies << 40)) % (1 << 63)
+    if all(one["_iterator_finished"] for one in states):
+        _check_same_states(samplers, "at the end of an epoch")
+        main["_sampler_iter_state"] = {**samplers[0], "samples_yielded": len(sampler)}
+        return state
+    if not all(_is_sample_count(one, key) for one in samplers) or any(map(_has_dataset_state, states)):
+        raise _create_reshard_error(
+            "the dataset, or the sampler, has a state of its own beside the number of samples taken",
+            hint=f"Where it is in the sampler's state, position= of PerRank names it. {_RESHARD_HINT}",
+        )
+    _check_same_states(
+        [_replace_count(one, 0, key) for one in samplers], "beside the number of samples that were taken"
+    )
+    counts = [one["samples_yielded"] for one in samplers]
+    # torch's sampler has filled up the ranks' parts, or left the last samples out, as their number demanded.
+    over = is_torchs and min(counts) * len(counts) >= len(sampler.dataset)
+    main["_sampler_iter_state"] = _replace_count(
+        samplers[0], len(sampler) if over else _compute_samples_per_worker(counts, world), key
+    )
+    return state
+
+
+def _get_main_state(state: Mapping[str, Any]) -> Any:
+    """The part of a loader's state that the process of the rank has, not its workers."""
+    return state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
+
+
+def _is_sample_count(state: Any, key: str) -> bool:
+    """Whether a sampler's part says how many samples were taken, and a stateful sampler says the same."""
+    counts = isinstance(state, Mapping) and "samples_yielded" in state
+    return counts and _is_equal_state(state, _replace_count(state, state["samples_yielded"], key))
+
+
+def _replace_count(state: Mapping[str, Any], taken: int, key: str) -> dict[str, Any]:
+    own = {"sampler_state": {**state["sampler_state"], key: taken}} if "sampler_state" in state else {}
+    return {"samples_yielded": taken, **own}
+
+
+def _has_dataset_state(state: Mapping[str, Any]) -> bool:
+    """Whether a dataset has a state, in this process or in workers."""
+    workers = state["_snapshot"]["_worker_snapshots"].values() if "_snapshot" in state else [state]
+    return any(one["dataset_state"] is not None or one["fetcher_state"] is not None for one in workers)
+
+
+def _reshard_grain(states: Sequence[Any], rank: int, world: int) -> Any:
+    """States of the iterator of a grain `DataLoader`, where the sampler is alike on all ranks and the loader shards.
+
+    Each worker has the last index that it has seen: worker w of W on rank r of n takes r + w n, and every n W-th after.
+    """
+    loaded = [json.loads(state) for state in states]
+    _check_same_states(
+        [{k: one[k] for k in ("version", "worker_count", "sampler", "data_source")} for one in loaded],
+        "(a sampler with shard_options gives each rank a part of the data that depends on their number: give "
+        "shard_options= to the DataLoader, and none to the sampler)",
+    )
+    old, workers = len(states), max(1, loaded[0]["worker_count"])
+    rounds = []
+    for number, one in enumerate(loaded):
+        for worker in range(workers):
+            beyond = one["last_seen_indices"][str(worker)] - number - worker * old
+            taken, uneven = divmod(beyond + old * workers, old * workers)
+            if uneven:
+                raise _create_reshard_error(
+                    f"the samples of data-parallel rank {number} are not those of shard_index={number}"
+                )
+            rounds.append(taken)
+    each = _compute_samples_per_worker(rounds, world, workers)
+    last = {str(w): rank + w * world + (each - 1) * world * workers for w in range(workers)}
+    return json.dumps({**loaded[0], "last_seen_indices": last, "last_worker_index": -1}).encode()
+
+
+def _reshard_iterable_dataset(dataset: Any, states: Sequence[Any], _rank: int, _world: int) -> Any:
+    """States of a Hugging Face `IterableDataset` of which every rank reads all, and keeps one example in n.
+
+    They say where all ranks are, and so are the same on all of them. Where ranks have files of their own, or examples
+    wait in a buffer, the states do not say what all ranks together have read.
+    """
+    stepped = all(_is_example_sharded(state["examples_iterable"]) for state in (*states, dataset.state_dict()))
+    if not stepped or _has_buffer(dataset._ex_iterable):
+        raise _create_reshard_error(
+            "the examples that ranks have read are not the first ones of all: ranks have files of their own, read "
+            "tables of several rows, or shuffle in a buffer",
+            hint='split_dataset_by_node(..., strategy="examples") of a dataset of plain examples can be. '
+            f"{_RESHARD_HINT}",
+        )
+    _check_same_states(states, "which say how far all have read")
+    return states[0]
+
+
+def _reshard_torchdata_over_iterable(loader: Any, states: Sequence[Any], rank: int, world: int) -> Any:
+    """States of a `StatefulDataLoader` without workers, over an `IterableDataset` as above."""
+    if any("_snapshot" in state for state in states):
+        raise _create_reshard_error("each worker of the loader reads a part of its own", hint=_RESHARD_HINT)
+    _reshard_iterable_dataset(loader.dataset, [state["dataset_state"] for state in states], rank, world)
+    _check_same_states(states, "which say how far all have read")
+    return states[0]
+
+
+def _is_example_sharded(state: Mapping[str, Any]) -> bool:
+    """Whether a part of a dataset deals out single examples of one order."""
+    return (state["type"], state.get("stepped")) == ("StepExamplesIterable", 0)
+
+
+def _has_buffer(examples: Any) -> bool:
+    """Whether examples wait in a buffer, which no state has. `datasets` keeps what is below an iterable in these."""
+    if examples is None:
+        return False
+    below = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return "Buffer" in type(examples).__name__ or any(map(_has_buffer, below))
+
+
+def _compute_samples_per_worker(counts: Sequence[Any], world: int, workers: int = 1) -> int:
+    """What each worker of each rank has taken, if they all go on where others, which count for themselves, stand."""
+    if not all(type(count) is int for count in counts) or len(set(counts)) > 1:
+        raise _create_reshard_error(f"ranks, or their workers, have not taken equally many samples, but {list(counts)}")
+    taken: int = sum(counts)
+    each, over = divmod(taken, world * workers)
+    if over:
+        raise _create_reshard_error(
+            f"{taken} samples were taken, which {world} ranks{f' of {workers} workers' * (workers > 1)} cannot have "
+            "taken in turn: some would be repeated, or left out",
+            hint=f"Load a tag of a step at which their number is a multiple of {world * workers}, such as the end of "
+            f"an epoch. {_RESHARD_HINT}",
+        )
+    return each
+
+
+def _check_same_states(states: Sequence[Any], description: str) -> None:
+    for number, state in enumerate(states):
+        if not _is_equal_state(state, states[0]):
+            raise _create_reshard_error(f"the states of data-parallel ranks 0 and {number} differ {description}")
+
+
+def _is_equal_state(one: Any, other: Any) -> bool:
+    if is_torch_tensor(one) and is_torch_tensor(other):
+        return one.equal(other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_equal_state(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_equal_state, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _create_reshard_error(why: str, *, hint: str = _RESHARD_HINT) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(f"its position cannot be dealt out to other ranks: {why}", hint=hint)

@@ -1,4 +1,4 @@
-"""What does not fit between a tag and the objects of a load, and the one error for all of it."""
+"""Differences between a checkpoint and the target of a load, and the one error that reports them all."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.path import format_leaves, is_under
+from xla_ckpt.core.tree.skeleton import NOT_STORED
 from xla_ckpt.display import join_lines
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.path import is_under, listed
-from xla_ckpt.tree.skeleton import ABSENT
 
 MAX_DIFFERENCES = 12
 """Differences that an error message lists before it only counts."""
 
-UNWANTED = "stored, but not wanted"
+UNEXPECTED = "stored, but not wanted"
 """The text of a problem with a name, as `ABSENT` is."""
 
-UNNAMED = "#"
+UNNAMED_PREFIX = "#"
 """How the name of a parameter begins that has none but its place in the optimizer."""
 
-OTHER_BASE = "the adapters belong to another base model"
+OTHER_BASE_PREFIX = "the adapters belong to another base model"
 """How the text of a problem begins with what a tag leaves out."""
 
-_FUSED = re.compile(r"\.(?:qkv|gate_up)_proj\.")
-_SEPARATE = re.compile(r"\.(?:q|gate)_proj\.")
+_FUSED_PROJECTIONS = re.compile(r"\.(?:qkv|gate_up)_proj\.")
+_SEPARATE_PROJECTIONS = re.compile(r"\.(?:q|gate)_proj\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LoadProblem:
     """A difference between what is stored and what the target wants."""
 
     leaf: str
@@ -37,74 +37,80 @@ class Problem:
     castable: bool = False
     """Whether `cast` would be enough."""
 
-    stays: bool = False
+    is_ignorable: bool = False
     """Whether the program's own is as good, so that a strict load goes on."""
 
-    says_cure: bool = False
+    has_fix: bool = False
     """Whether its text says what to do. To load what fits would be no help: a position among the samples would stay."""
 
     def __str__(self) -> str:
         return f"{self.leaf}: {self.text}"
 
 
-def incompatible(
-    problems: Sequence[Problem],
+def create_incompatible_error(
+    problems: Sequence[LoadProblem],
     *,
-    fits: bool,
-    optional: bool,
+    any_fits: bool,
+    can_load_partially: bool,
     ranks: int = 1,
-    misfit: str = "",
-    without_rule: str = "",
-    masters: bool = False,
+    misfit_hint: str = "",
+    missing_rule_hint: str = "",
+    has_master_weights: bool = False,
 ) -> IncompatibleCheckpointError:
     """One error for all the differences.
 
     Args:
         problems: The differences.
-        fits: Whether there is anything that fits.
-        optional: Whether the call can be told to load only that.
+        any_fits: Whether there is anything that fits.
+        can_load_partially: Whether the call can be told to load only that.
         ranks: Number of ranks of the job.
-        misfit: Why the tag may not fit whatever the target is, and what to load then.
-        without_rule: Which arrays the caller's rules of names are not for, if they have made a model of others.
-        masters: Whether the tag may have master weights, and the call asks for no optimizer.
+        misfit_hint: Why the tag may not fit whatever the target is, and what to load then.
+        missing_rule_hint: Which arrays the caller's rules of names are not for, if they have made a model of others.
+        has_master_weights: Whether the tag may have master weights, and the call asks for no optimizer.
     """
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
         shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
-    wanted = {p.leaf for p in problems if p.text == ABSENT}
-    unwanted = {p.leaf for p in problems if p.text == UNWANTED}
-    forms = _other_projections(wanted, unwanted)
+    wanted = {p.leaf for p in problems if p.text == NOT_STORED}
+    unwanted = {p.leaf for p in problems if p.text == UNEXPECTED}
+    forms = _suggest_projection_conversion(wanted, unwanted)
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
-    ungiven = [p.leaf for p in problems if p.text == ABSENT and is_under(p.leaf, schema.MODEL)] if without_rule else []
+    ungiven = (
+        [p.leaf for p in problems if p.text == NOT_STORED and is_under(p.leaf, schema.MODEL)]
+        if missing_rule_hint
+        else []
+    )
     if ungiven:
-        hints.append(f"No rule of register_names gives {listed(ungiven)}: add one. {without_rule}")
-    elif without_rule and all(p.text.startswith("shape") and is_under(p.leaf, schema.MODEL) for p in problems):
+        hints.append(f"No rule of register_names gives {format_leaves(ungiven)}: add one. {missing_rule_hint}")
+    elif missing_rule_hint and all(p.text.startswith("shape") and is_under(p.leaf, schema.MODEL) for p in problems):
         hints.append("The pattern of a rule of register_names orders the dims: 'in out -> out in' transposes an array.")
-    elif any(p.text.startswith(("shape", ABSENT, UNWANTED)) for p in problems):
-        target = "the model" if optional else "like="
-        hints.append(misfit or forms or f"Make {target} as it was at the save: xla-ckpt show lists what is stored.")
+    elif any(p.text.startswith(("shape", NOT_STORED, UNEXPECTED)) for p in problems):
+        target = "the model" if can_load_partially else "like="
+        hints.append(
+            misfit_hint or forms or f"Make {target} as it was at the save: xla-ckpt show lists what is stored."
+        )
     if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
-    if any(p.leaf.startswith(schema.state(UNNAMED)) for p in problems):
+    if any(p.leaf.startswith(schema.get_state_path(UNNAMED_PREFIX)) for p in problems):
         hints.append(
             "Pass the optimizer's model, too (model=): the names of its parameters are those in the model. If the "
             "model was made anew after the optimizer, make that anew, too."
         )
     if any(p.castable for p in problems):
         hints.append("cast=True converts floating-point values to the type that is wanted.")
-        if masters:
+        if has_master_weights:
             hints.append(
                 "Where a tag has master weights, a model of their type gets them if its optimizer is loaded with it "
                 "(optimizer=)."
             )
-    if any(p.text.startswith(OTHER_BASE) for p in problems):
+    if any(p.text.startswith(OTHER_BASE_PREFIX) for p in problems):
         hints.append("Load the base model first, from where it was when the adapters were trained.")
-    if (named := _renamed(wanted, unwanted)) is not None:
+    if (named := _suggest_prefix(wanted, unwanted)) is not None:
         hints.append(named)
-    if fits and optional and not ungiven and forms is None and not all(p.says_cure for p in problems):
+    if any_fits and can_load_partially and not ungiven and forms is None and not all(p.has_fix for p in problems):
         hints.append("strict=False loads what fits.")
-    nothing = "" if fits or not optional else ", and no array of it fits"
+    nothing = "" if any_fits or not can_load_partially else ", and no array of it fits"
     return IncompatibleCheckpointError(
         f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
         leaf=problems[0].leaf if len(problems) == 1 else None,
@@ -113,20 +119,20 @@ def incompatible(
     )
 
 
-def _other_projections(wanted: Set[str], stored: Set[str]) -> str | None:
+def _suggest_projection_conversion(wanted: Set[str], stored: Set[str]) -> str | None:
     """What to do where one of tag and target has fused projections, as neuronx-distributed's Llama has them.
 
     What fits would be no model: attention would be that of new weights.
 
-    >>> _other_projections({"model/a.q_proj.w"}, {"model/a.qkv_proj.w_q"})[:36]
+    >>> _suggest_projection_conversion({"model/a.q_proj.w"}, {"model/a.qkv_proj.w_q"})[:36]
     'The tag has projections as neuronx-d'
     """
-    if any(map(_FUSED.search, stored)) and any(map(_SEPARATE.search, wanted)):
+    if any(map(_FUSED_PROJECTIONS.search, stored)) and any(map(_SEPARATE_PROJECTIONS.search, wanted)):
         return (
             "The tag has projections as neuronx-distributed's models do, and the target has those of Hugging Face's: "
             "xla_ckpt.export_hf(..., llama=LlamaJob('config.json')) (xla-ckpt export --config) writes such files."
         )
-    if any(map(_FUSED.search, wanted)) and any(map(_SEPARATE.search, stored)):
+    if any(map(_FUSED_PROJECTIONS.search, wanted)) and any(map(_SEPARATE_PROJECTIONS.search, stored)):
         return (
             "The tag has projections as Hugging Face's models do, and the target has those of neuronx-distributed's: "
             "xla_ckpt.convert(..., llama=LlamaJob(fuse_qkv=...)) (xla-ckpt convert --fuse-qkv) makes a tag of it."
@@ -134,35 +140,35 @@ def _other_projections(wanted: Set[str], stored: Set[str]) -> str | None:
     return None
 
 
-def _renamed(wanted: Set[str], stored: Set[str]) -> str | None:
+def _suggest_prefix(wanted: Set[str], stored: Set[str]) -> str | None:
     """What to do where the names that are wanted are those that are stored, but for a prefix; None if they are not.
 
     Of the longer names there may be others besides: a part of what was saved is wanted, or a part is stored.
 
-    >>> _renamed({"model/module.w"}, {"model/w"})
+    >>> _suggest_prefix({"model/module.w"}, {"model/w"})
     "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
     """
-    if of_target := _prefixes(wanted, stored):
+    if of_target := _find_prefixes(wanted, stored):
         return (
-            f"The names of the target begin with {_either(of_target)}, which those that are stored lack: load into "
-            f"{' or '.join(f'model.{prefix[:-1]}' for prefix in of_target)}."
+            f"The names of the target begin with {_join_alternatives(of_target)}, which those that are stored lack: "
+            f"load into {' or '.join(f'model.{prefix[:-1]}' for prefix in of_target)}."
         )
-    if of_stored := _prefixes(stored, wanted):
+    if of_stored := _find_prefixes(stored, wanted):
         return (
-            f"The names that are stored begin with {_either(of_stored)}, which those of the target lack: load into the "
-            f"module that has the target as its {' or '.join(prefix[:-1] for prefix in of_stored)}."
+            f"The names that are stored begin with {_join_alternatives(of_stored)}, which those of the target lack: "
+            f"load into the module that has the target as its {' or '.join(prefix[:-1] for prefix in of_stored)}."
         )
     return None
 
 
-def _either(prefixes: Sequence[str]) -> str:
+def _join_alternatives(prefixes: Sequence[str]) -> str:
     return " or ".join(map(repr, prefixes))
 
 
-def _prefixes(longer: Set[str], shorter: Set[str]) -> list[str]:
+def _find_prefixes(longer: Set[str], shorter: Set[str]) -> list[str]:
     """What may stand before each of the shorter names among the longer ones: one of these.
 
-    >>> _prefixes({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
+    >>> _find_prefixes({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
     ['m.']
     """
     if not shorter or len(shorter) == 1 < len(longer):  # one name may end like another one by chance

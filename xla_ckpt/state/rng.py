@@ -1,4 +1,4 @@
-"""The random state of a process, as a member of `extras`."""
+"""Random number generator state of a process, as a member of extras."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_ckpt.arrays.torch_objects import torch_is_loaded
+from xla_ckpt.arrays.torch_objects import is_torch_loaded
 
 
 class RNGState:
@@ -38,17 +38,17 @@ class RNGState:
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=True),
         }
-        if not torch_is_loaded():
+        if not is_torch_loaded():
             return state
         from xla_ckpt.state import torch_rng
 
-        return {**state, **torch_rng.generators()}
+        return {**state, **torch_rng.get_generator_states()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators that `state` holds and that this process has."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
-        if "torch" in state and torch_is_loaded():
+        if "torch" in state and is_torch_loaded():
             from xla_ckpt.state import torch_rng
 
-            torch_rng.set_generators(state)
+            torch_rng.set_generator_states(state)

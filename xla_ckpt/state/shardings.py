@@ -1,129 +1,163 @@
-"""Where the arrays of a state lie in the global arrays, as one rank computes it alone.
+"""Find where the arrays of a state are located in the global arrays, on one rank and without communication.
 
-An array that knows its place (a DTensor, an SPMD tensor, a jax array) says so. For a plain tensor the first of these
-counts: a rule of the caller, the layer that the tensor is a parameter of, neuronx-distributed's attributes on the
-tensor, the parameter that an optimizer state belongs to. Everything else is the same on all ranks of a pipeline stage.
+An array that knows its place (a DTensor, an SPMD tensor, a jax array) provides it. For a plain tensor the first of
+these decides: a sharding rule of the caller, the layer that owns the parameter, neuronx-distributed's or Megatron's
+attributes on the tensor, the parameter that an optimizer state belongs to. Any other array is replicated on all ranks
+of a pipeline stage.
+
+Layers take precedence over attributes because a parameter loses its attributes when its module moves to an XLA device,
+and because no attribute can describe fused queries, keys and values of different sizes, or replicated KV heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.chunks import held_shape, names_chunks
-from xla_ckpt.arrays.registry import Adapters
-from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.arrays.declared_chunks import (
+    GLOBAL_SHAPE,
+    check_chunk_attributes,
+    get_local_shape,
+    has_declared_chunks,
+    is_checkpointable,
+)
+from xla_ckpt.arrays.registry import AdapterRegistry
+from xla_ckpt.arrays.torch_objects import is_lazy, is_module, is_torch_tensor_class
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.lightweight import cached_property
+from xla_ckpt.core.manifest.arrays import ArrayRecord
+from xla_ckpt.core.manifest.manifest import Manifest
+from xla_ckpt.core.plan.stored_sharding import (
+    derive_state_sharding,
+    describe_head_order_mismatch,
+    describe_section_mismatch,
+    get_stored_sharding,
+)
+from xla_ckpt.core.sharding.local_array import LocalArray, create_unsharded
+from xla_ckpt.core.sharding.mesh import Mesh, RankInfo
+from xla_ckpt.core.sharding.sharding import (
+    REPLICATED,
+    STAGE_AXES,
+    DimSharding,
+    ParsedRules,
+    Section,
+    Sharding,
+    count_parts,
+    find_sharding,
+    has_sections,
+    parse_section,
+)
+from xla_ckpt.core.tree import path as paths
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.optimizer_schema import (
+    MASTER_RULE,
+    TORCH_SCHEMA,
+    OptimizerSchema,
+    StateLayout,
+    StateRule,
+    create_mismatch_error,
+)
+from xla_ckpt.distributed.mesh_source import has_adjacent_kv_replicas
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
-from xla_ckpt.lightweight import cached_property
+from xla_ckpt.loading.target import Target
 from xla_ckpt.logs import get_logger
-from xla_ckpt.manifest.arrays import ArrayRecord
-from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.row_order import other_heads, other_sections
-from xla_ckpt.plan.stored_shardings import state_sharding, stored_sharding
-from xla_ckpt.sharding.local_array import LocalArray, whole
-from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.sharding.rules import Parsed, decided
-from xla_ckpt.sharding.sections import has_sections
-from xla_ckpt.sharding.sharding import UNSPLIT, Sharding
-from xla_ckpt.state.attributes import declared_sharding, is_declared
-from xla_ckpt.state.layers import Layers, layer_shardings
-from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import MASTER_RULE, TORCH, Lies, OptimizerSchema, StateRule, misfit
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class OptimizerParameter:
     """A parameter of an optimizer, whose place its states share."""
 
     name: str
     value: Any
-    zero1: tuple[str, ...] = ()
+    zero1_axes: tuple[str, ...] = ()
     """Mesh axes over which a ZeRO-1 optimizer deals out the rows of its states."""
-    shard: tuple[int, ...] | None = None
+    shard_shape: tuple[int, ...] | None = None
     """Shape of a ZeRO-1 shard of it."""
-    states: OptimizerSchema = TORCH
+    state_schema: OptimizerSchema = TORCH_SCHEMA
     """How its states lie."""
 
-    def rule(self, path: str) -> StateRule:
+    def get_rule(self, path: str) -> StateRule:
         """How one of its states lies, or its master weight."""
-        place = schema.place_of(path)
-        return MASTER_RULE if place.role is schema.Role.MASTER else self.states.rule(place.keys)
+        place = schema.parse_leaf_path(path)
+        return MASTER_RULE if place.role is schema.LeafRole.MASTER else self.state_schema.rule(place.keys)
 
 
 @dataclass(frozen=True)
 class StateShardings:
     """The places of all arrays on one rank."""
 
-    placement: Placement = field(default_factory=Placement)
-    rules: Parsed = ()
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    placement: RankInfo = field(default_factory=RankInfo)
+    rules: ParsedRules = ()
+    parameters: Mapping[str, OptimizerParameter] = field(default_factory=dict)
     """By the path component that an optimizer's state has for it."""
 
-    alone: tuple[str, ...] = ()
+    rank_local_prefixes: tuple[str, ...] = ()
     """Leaf paths of what this rank alone holds: they begin the paths of its leaves."""
 
-    layers: Layers = field(default_factory=dict)
+    layers: LayerShardings = field(default_factory=dict)
     """What the layers of the model say."""
 
-    adapters: Adapters = field(default_factory=Adapters)
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     """Who answers for which array of this call."""
 
-    _told: set[str] = field(default_factory=set, init=False, repr=False)
+    _warned_paths: set[str] = field(default_factory=set, init=False, repr=False)
     """Leaf paths of which a warning said that their heads are in another order: once a load."""
 
-    _places: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
+    _placement_cache: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
     """Where tensors lie: a model has few kinds of them, and a save describes all while training waits. By the sharding
     and the shape; by the shape alone of those that are not split, which is several times as fast."""
 
-    _states: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
+    _state_cache: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
     """Where states lie, for the same reason: by how parameter and state lie, and their shapes."""
 
-    _splits: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
+    _parameter_shardings: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
     """How each parameter is split, by name; None for one that knows its own place."""
 
-    def of_model(self, model: Any) -> StateShardings:
+    def with_model(self, model: Any) -> StateShardings:
         """The same, with what the layers of a model say.
 
         Raises:
             UnsupportedStateError: A layer contradicts itself.
         """
-        return replace(self, layers=layer_shardings(model, self.placement.mesh))
+        return replace(self, layers=get_layer_shardings(model, self.placement.mesh))
 
     @cached_property
     def unsplit(self) -> bool:
         """Whether only what an array says itself can split it, or a part of the state of an optimizer."""
         parameters = self.parameters.values()
-        split = any(p.zero1 or is_declared(p.value) or names_chunks(p.value) for p in parameters)
+        split = any(
+            p.zero1_axes or has_sharding_attributes(p.value) or has_declared_chunks(p.value) for p in parameters
+        )
         return not self.rules and not self.layers and not split
 
-    def local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
+    def locate(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
         """Where an array lies; `adapter` is its own.
 
         Raises:
             UsageError: A rule does not fit to it.
             UnsupportedStateError: Its attributes do not.
         """
-        parameter = self.parameter(path) if self.parameters else None
-        if parameter is not None and names_chunks(parameter.value) and not names_chunks(value):
-            return self._state_in_chunks(path, held_shape(value), parameter)
-        own = adapter.place(value, path)
+        parameter = self.find_parameter(path) if self.parameters else None
+        if parameter is not None and has_declared_chunks(parameter.value) and not has_declared_chunks(value):
+            return self._locate_state_in_chunks(path, get_local_shape(value), parameter)
+        own = adapter.locate(value, path)
         if own is not None:
             return own
-        shape = adapter.shape(value)
-        if path.startswith(self.alone):
-            return whole(shape)
+        shape = adapter.get_shape(value)
+        if path.startswith(self.rank_local_prefixes):
+            return create_unsharded(shape)
         if parameter is not None:
-            return self._state(path, shape, parameter)
-        return self._placed(path, self._sharding(path, value), shape)
+            return self._locate_state(path, shape, parameter)
+        return self.place(path, self._find_sharding(path, value), shape)
 
-    def forms(self, arrays: Mapping[str, Any], adapters: Sequence[ArrayAdapter]) -> Iterator[tuple[DType, LocalArray]]:
+    def iterate_forms(
+        self, arrays: Mapping[str, Any], adapters: Sequence[ArrayAdapter]
+    ) -> Iterator[tuple[DType, LocalArray]]:
         """The element types of some arrays, and where they lie: one value for all of one look that nobody names.
 
         Args:
@@ -136,17 +170,23 @@ class StateShardings:
         """
         known: dict[Hashable, tuple[DType, LocalArray]] = {}
         layers, ruled = self.layers, bool(self.rules)
-        named = (*self.alone, paths.join(schema.OPTIMIZER, "")) if self.parameters else self.alone
+        named = (
+            (*self.rank_local_prefixes, paths.join(schema.OPTIMIZER, ""))
+            if self.parameters
+            else self.rank_local_prefixes
+        )
         for (path, value), adapter in zip(arrays.items(), adapters, strict=True):
-            look = None if ruled or id(value) in layers or path.startswith(named) else adapter.look(value)
+            look = None if ruled or id(value) in layers or path.startswith(named) else adapter.get_form_key(value)
             form = known.get(look)
             if form is None:
-                form = adapter.dtype(value, path), self.local(path, value, adapter)
+                form = adapter.get_dtype(value, path), self.locate(path, value, adapter)
                 if look is not None:
                     known[look] = form
             yield form
 
-    def compare(self, path: str, record: ArrayRecord, local: LocalArray, manifest: Manifest, *, own: bool) -> None:
+    def check_row_order(
+        self, path: str, record: ArrayRecord, local: LocalArray, manifest: Manifest, *, knows_place: bool
+    ) -> None:
         """Compare the order of the rows that a stored array has with the one that this job expects.
 
         Args:
@@ -154,18 +194,19 @@ class StateShardings:
             record: What is stored.
             local: Where the program's array lies.
             manifest: The manifest that the record is from.
-            own: Whether the program's array knows its own place: then it has the rows of the global array in order.
+            knows_place: Whether the program's array knows its own place: then it has the rows of the global array in
+                order.
 
         Raises:
             IncompatibleCheckpointError: The array was saved in other sections than it is wanted in.
         """
         if not any(map(has_sections, (*(record.spec or ()), *(local.spec or ())))):
             return  # as of nearly all arrays: a load must not parse the split of each
-        if schema.member_of(path) != schema.MODEL:
+        if schema.get_member(path) != schema.MODEL:
             return
-        stored, wanted = stored_sharding(record), Sharding() if own else Sharding.parse(local.spec)
+        stored, wanted = get_stored_sharding(record), Sharding() if knows_place else Sharding.parse(local.spec)
         mesh, saved = self.placement.mesh, Mesh.parse(manifest.mesh or "")
-        different = other_sections(stored, wanted, record.shape) if mesh.tp > 1 and saved.tp > 1 else None
+        different = describe_section_mismatch(stored, wanted, record.shape) if mesh.tp > 1 and saved.tp > 1 else None
         if different is not None:
             raise IncompatibleCheckpointError(
                 f"the array was saved in other sections than it is wanted in: {different}",
@@ -174,28 +215,32 @@ class StateShardings:
                 found=f"{wanted.spec}",
                 hint="Say so by a rule of shardings=, by partition_sections on the parameter, or by the layer.",
             )
-        heads = other_heads(stored, wanted)
-        if heads is not None and not self._told and self.placement.rank == 0:
+        heads = describe_head_order_mismatch(stored, wanted)
+        if heads is not None and not self._warned_paths and self.placement.rank == 0:
             logger.warning(
                 "tag %s: %s %s. The heads of the queries, and the columns of the output projection, stay in the order "
                 "of the other job: a model that takes them in another order computes something else. To reorder them: "
                 "xla-ckpt convert --config config.json --kv-size-multiplier N (docs/parallelism.md)",
-                manifest.head.tag,
+                manifest.header.tag,
                 path,
                 heads,
             )
-            self._told.add(path)
+            self._warned_paths.add(path)
 
-    def parameter(self, path: str) -> Parameter | None:
+    def find_parameter(self, path: str) -> OptimizerParameter | None:
         """The parameter that an optimizer's state belongs to; None for any other leaf."""
-        owner = schema.owner_of(path) if self.parameters else None
+        owner = schema.get_owner(path) if self.parameters else None
         return None if owner is None else self.parameters.get(owner)
 
-    def parameter_local(self, parameter: Parameter) -> LocalArray:
+    def locate_parameter(self, parameter: OptimizerParameter) -> LocalArray:
         """Where a parameter itself lies."""
-        return self.local(schema.weight(parameter.name), parameter.value, self.adapters.require(parameter.value))
+        return self.locate(
+            schema.get_weight_path(parameter.name), parameter.value, self.adapters.require(parameter.value)
+        )
 
-    def state_like(self, path: str, record: ArrayRecord, parameter: Parameter, dtype: DType) -> Target | None:
+    def create_state_target(
+        self, path: str, record: ArrayRecord, parameter: OptimizerParameter, dtype: DType
+    ) -> Target | None:
         """A target for optimizer state that does not exist yet, split as its parameter is; None if it is whole here.
 
         Args:
@@ -207,82 +252,93 @@ class StateShardings:
         Raises:
             IncompatibleCheckpointError: It cannot be state of this parameter, as its kind of optimizer keeps it.
         """
-        rule, local = parameter.rule(path), self.parameter_local(parameter)
+        rule, local = parameter.get_rule(path), self.locate_parameter(parameter)
         try:
-            dims = rule.dims_over(local.shape, record.shape)
+            dims = rule.map_dims(local.shape, record.shape)
         except ValueError as error:
-            raise misfit(IncompatibleCheckpointError, error, path, local.shape, record.shape) from error
-        dealt = parameter.shard if parameter.zero1 else None
+            raise create_mismatch_error(IncompatibleCheckpointError, error, path, local.shape, record.shape) from error
+        dealt = parameter.shard_shape if parameter.zero1_axes else None
         if dealt is None and dims and dims == tuple(range(len(local.shape))):
-            return self.adapters.require(parameter.value, path).like(parameter.value, local, dtype)
+            return self.adapters.require(parameter.value, path).create_target_like(parameter.value, local, dtype)
         shard_shape = dealt or tuple(parameter.value.shape)
         shape = tuple(n if d is None else shard_shape[d] for d, n in zip(dims, record.shape, strict=True))
         if shape == record.shape and not (dealt and 0 in dims):
             return None
         value = parameter.value.new_empty(shape)
-        return self.adapters.require(value, path).like(value, self._state(path, shape, parameter), dtype)
+        return self.adapters.require(value, path).create_target_like(
+            value, self._locate_state(path, shape, parameter), dtype
+        )
 
-    def _split(self, parameter: Parameter) -> Sharding | None:
-        if parameter.name not in self._splits:
-            own = self.adapters.require(parameter.value, parameter.name).place(parameter.value, parameter.name)
-            path = schema.weight(parameter.name)
-            self._splits[parameter.name] = (
-                self._sharding(path, parameter.value, parameter.name) if own is None else None
+    def _get_parameter_sharding(self, parameter: OptimizerParameter) -> Sharding | None:
+        if parameter.name not in self._parameter_shardings:
+            own = self.adapters.require(parameter.value, parameter.name).locate(parameter.value, parameter.name)
+            path = schema.get_weight_path(parameter.name)
+            self._parameter_shardings[parameter.name] = (
+                self._find_sharding(path, parameter.value, parameter.name) if own is None else None
             )
-        return self._splits[parameter.name]
+        return self._parameter_shardings[parameter.name]
 
-    def _state_in_chunks(self, path: str, held: tuple[int, ...], parameter: Parameter) -> LocalArray:
-        """The place of state of a parameter that names its chunks, of which this rank holds a tensor of shape `held`.
+    def _locate_state_in_chunks(
+        self, path: str, local_shape: tuple[int, ...], parameter: OptimizerParameter
+    ) -> LocalArray:
+        """The place of state of a parameter that names its chunks, of which this rank holds a tensor of shape
+        `local_shape`.
 
         Raises:
             UnsupportedStateError: It is neither a number nor of the parameter's shape.
         """
-        if not held:
-            return whole(held)
-        if held != held_shape(parameter.value):
+        if not local_shape:
+            return create_unsharded(local_shape)
+        if local_shape != get_local_shape(parameter.value):
             raise UnsupportedStateError(
                 "state of a parameter that names its chunks has another shape, and names none",
                 leaf=path,
-                expected=f"shape {list(held_shape(parameter.value))}, or a number",
-                found=f"shape {list(held)}",
+                expected=f"shape {list(get_local_shape(parameter.value))}, or a number",
+                found=f"shape {list(local_shape)}",
                 hint="Set the attributes of a CheckpointableTensor on it, too.",
             )
-        return self.parameter_local(parameter)
+        return self.locate_parameter(parameter)
 
-    def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> LocalArray:
+    def _locate_state(self, path: str, shape: tuple[int, ...], parameter: OptimizerParameter) -> LocalArray:
         """State of a parameter lies as its kind of optimizer says; without a word of it, by its shape."""
-        if names_chunks(parameter.value):
-            return self._state_in_chunks(path, shape, parameter)
-        rule, split, full = parameter.rule(path), self._split(parameter) or UNSPLIT, tuple(parameter.value.shape)
-        shard = parameter.shard if parameter.zero1 else None
-        key = rule, split, full, shard, parameter.zero1, shape
-        if key not in self._states:
-            self._states[key] = self._place_state(path, rule, split, shape, parameter)
-        return self._states[key]
+        if has_declared_chunks(parameter.value):
+            return self._locate_state_in_chunks(path, shape, parameter)
+        rule, split, full = (
+            parameter.get_rule(path),
+            self._get_parameter_sharding(parameter) or REPLICATED,
+            tuple(parameter.value.shape),
+        )
+        shard = parameter.shard_shape if parameter.zero1_axes else None
+        key = rule, split, full, shard, parameter.zero1_axes, shape
+        if key not in self._state_cache:
+            self._state_cache[key] = self._place_state(path, rule, split, shape, parameter)
+        return self._state_cache[key]
 
     def _place_state(
-        self, path: str, rule: StateRule, split: Sharding, shape: tuple[int, ...], parameter: Parameter
+        self, path: str, rule: StateRule, split: Sharding, shape: tuple[int, ...], parameter: OptimizerParameter
     ) -> LocalArray:
-        full, shard = tuple(parameter.value.shape), parameter.shard if parameter.zero1 else None
+        full, shard = tuple(parameter.value.shape), parameter.shard_shape if parameter.zero1_axes else None
         try:
             # Of what nobody declared only the exact shape of a shard says that ZeRO-1 dealt it out.
-            sharding = state_sharding(split, rule, full if shard is None or not rule.declared else shard, shape)
+            sharding = derive_state_sharding(split, rule, full if shard is None or not rule.declared else shard, shape)
         except ValueError as error:
-            raise misfit(UsageError, error, path, shard or full, shape) from error
-        if shard is None or not self._is_dealt(path, rule, shard, shape):
-            return self._placed(path, sharding, shape)
-        rows = sharding if rule.lies is Lies.ALONG else split
+            raise create_mismatch_error(UsageError, error, path, shard or full, shape) from error
+        if shard is None or not self._is_split_by_zero1(path, rule, shard, shape):
+            return self.place(path, sharding, shape)
+        rows = sharding if rule.layout is StateLayout.ALONG_DIMS else split
         try:
-            return rows.zero1((full[0], *shape[1:]), self.placement.mesh, self.placement.rank, parameter.zero1)
+            return rows.map_zero1_shape(
+                (full[0], *shape[1:]), self.placement.mesh, self.placement.rank, parameter.zero1_axes
+            )
         except ValueError as error:
             raise UnsupportedStateError(f"ZeRO-1 does not fit: {error}", leaf=path) from error
 
     @staticmethod
-    def _is_dealt(path: str, rule: StateRule, shard: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    def _is_split_by_zero1(path: str, rule: StateRule, shard: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether a state has the rows that a ZeRO-1 rank has of its parameter."""
-        if rule.lies is not Lies.ALONG:
-            return shape == shard and rule.lies in (Lies.ELEMENTWISE, Lies.BY_SHAPE)
-        dims = rule.dims_over(shard, shape)
+        if rule.layout is not StateLayout.ALONG_DIMS:
+            return shape == shard and rule.layout in (StateLayout.ELEMENTWISE, StateLayout.BY_SHAPE)
+        dims = rule.map_dims(shard, shape)
         if 0 in dims[1:]:
             raise UnsupportedStateError(
                 "ZeRO-1 deals out the rows of a parameter, and this state has them in another dim than the first",
@@ -291,13 +347,15 @@ class StateShardings:
             )
         return dims[:1] == (0,)
 
-    def _placed(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> LocalArray:
-        key = shape if sharding is UNSPLIT else (sharding, shape)
-        known = self._places.get(key)
+    def place(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> LocalArray:
+        key = shape if sharding is REPLICATED else (sharding, shape)
+        known = self._placement_cache.get(key)
         if known is not None:
             return known
         try:
-            return self._places.setdefault(key, sharding.place(shape, self.placement.mesh, self.placement.rank))
+            return self._placement_cache.setdefault(
+                key, sharding.map_local_shape(shape, self.placement.mesh, self.placement.rank)
+            )
         except ValueError as error:
             raise UsageError(
                 f"the sharding {sharding.spec} does not fit: {error}",
@@ -306,9 +364,301 @@ class StateShardings:
                 hint="Check mesh, shardings and the attributes of the parameter.",
             ) from error
 
-    def _sharding(self, path: str, value: Any, name: str = "") -> Sharding:
+    def _find_sharding(self, path: str, value: Any, name: str = "") -> Sharding:
         """What a rule says of the leaf path or the parameter's name, else its layer, else its attributes."""
-        if self.rules and (ruled := decided(self.rules, path, name or schema.below_member(path))) is not None:
+        if self.rules and (ruled := find_sharding(self.rules, path, name or schema.strip_member(path))) is not None:
             return ruled
         known = self.layers.get(id(value))
-        return known or declared_sharding(value, path, self.placement.mesh) or UNSPLIT
+        return known or get_declared_sharding(value, path, self.placement.mesh) or REPLICATED
+
+
+LayerShardings = Mapping[int, Sharding]
+"""Identity of a parameter -> how its layer says that it is split."""
+
+_LAYER_HINT = "Check the mesh and the arguments of the layer, or pass a shardings rule, which is asked first."
+
+
+def get_layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
+    """How the layers of a module say that their parameters are split.
+
+    A layer is recognised by what it has, whatever its class. One of fused or separate queries, keys and values has
+    `q_output_size_per_partition` and `kv_output_size_per_partition` (rows of queries, and of keys or of values, on each
+    rank), `kv_size_multiplier` (how many ranks hold the same keys and values), and parameters ``weight_qkv``, or
+    ``weight_q``, ``weight_k`` and ``weight_v``, and biases of such names. Any other one has `weight_partition_dim`, and
+    may have `bias_partition_dim` and `stride`: it is asked for parameters that do not say it themselves.
+
+    Args:
+        model: A module; of anything else nothing is known.
+        mesh: How the ranks of the job are arranged that holds it.
+
+    Raises:
+        UnsupportedStateError: The numbers of a layer contradict each other, its parameters, or the mesh.
+    """
+    shardings: dict[int, Sharding] = {}
+    for name, layer in model.named_modules() if is_module(model) else ():
+        for parameter, (leaf, sharding) in _yield_layer_shardings(f"{name}." if name else "", layer, mesh):
+            if shardings.setdefault(id(parameter), sharding) != sharding:
+                raise _create_layer_error(
+                    leaf, f"{shardings[id(parameter)].spec}, as another layer says of it", f"{sharding.spec}"
+                )
+    return shardings
+
+
+_ParameterShardings = Iterator[tuple[Any, tuple[str, Sharding]]]
+"""The parameters of a layer, each with its leaf path and how it is split."""
+
+
+def _yield_layer_shardings(prefix: str, layer: Any, mesh: Mesh) -> _ParameterShardings:
+    q, kv = (_get_int_attribute(layer, f"{part}_output_size_per_partition") for part in ("q", "kv"))
+    if q is not None and kv is not None:
+        yield from _yield_attention_shardings(prefix, layer, (q, kv), mesh.tp)
+    elif (dim := _get_int_attribute(layer, "weight_partition_dim")) is not None:
+        yield from _yield_linear_shardings(prefix, layer, dim, mesh)
+
+
+# Layers with one dim that is split.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeclaredSplit:
+    """A parameter with the attributes that neuronx-distributed gives it, as its layer knows them."""
+
+    parameter: Any
+    partition_dim: int
+    partition_stride: int
+    num_partitions: int | None
+    expert_model_parallel: bool
+    tensor_model_parallel: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parameter, name)
+
+
+def _yield_linear_shardings(prefix: str, layer: Any, dim: int, mesh: Mesh) -> _ParameterShardings:
+    """`ColumnParallelLinear`, `RowParallelLinear`, `ParallelEmbedding`, and layers of experts."""
+    dims = {"weight": dim}
+    of_bias = _get_int_attribute(layer, "bias_partition_dim")
+    if of_bias is not None and not getattr(layer, "gather_output", False):  # else it is added to all outputs together
+        dims["bias"] = of_bias
+    for name, parameter in _iterate_parameters(layer, dims):
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue  # it says so itself, and what a program has set on it by hand counts
+        said = _DeclaredSplit(
+            parameter=parameter,
+            partition_dim=dims[name],
+            partition_stride=_get_int_attribute(layer, "stride") or 1,
+            num_partitions=_count_group_ranks(layer, "tensor_parallel_group")
+            or _count_group_ranks(layer, "tensor_model_parallel_group"),
+            expert_model_parallel=(_count_group_ranks(layer, "expert_model_parallel_group") or 1) > 1,
+        )
+        leaf = schema.get_weight_path(prefix + name)
+        # A job of one rank says how it would be split: a tag of several ranks may be loaded.
+        sharding = get_declared_sharding(said, leaf, mesh if mesh.tp > 1 else None)
+        if sharding is not None:
+            yield parameter, (leaf, sharding)
+
+
+def _count_group_ranks(layer: Any, group: str) -> int | None:
+    """How many ranks are in a process group that a layer may have."""
+    size = getattr(getattr(layer, group, None), "size", None)
+    return int(size()) if callable(size) else None
+
+
+# Queries, keys and values.
+
+
+def _get_int_attribute(layer: Any, name: str) -> int | None:
+    """A number that a layer may have."""
+    try:
+        return operator.index(getattr(layer, name))
+    except Exception:
+        return None  # modules answer what they do not have with exceptions of all kinds
+
+
+def _yield_attention_shardings(prefix: str, layer: Any, local_rows: tuple[int, int], tp: int) -> _ParameterShardings:
+    """`GQAQKVColumnParallelLinear`. `local_rows` are the rows of queries, and of keys or values, that a rank has."""
+    q, kv = local_rows
+    copies = _get_int_attribute(layer, "kv_size_multiplier") or 1
+    parameters = dict(_iterate_parameters(layer, _ATTENTION_PARAMETERS))
+    leaf = schema.get_weight_path(prefix + next(iter(parameters), "weight_qkv"))
+    if copies < 1 or tp % copies or kv * tp % copies:
+        raise _create_layer_error(
+            leaf, f"a kv_size_multiplier that divides tp={tp}, and {tp} times {kv} rows of keys", f"{copies}"
+        )
+    queries = Section(q * tp)
+    keys = Section(kv * tp // copies, copies, copies > 1 and _has_adjacent_kv_copies(layer))
+    _check_sizes(leaf, layer, (q * tp, kv * tp // copies))
+    of_rows = {"q": (q, (queries,)), "k": (kv, (keys,)), "v": (kv, (keys,)), "qkv": (q + 2 * kv, (queries, keys, keys))}
+    for name, parameter in parameters.items():
+        rows, sections = of_rows[name.rpartition("_")[2]]
+        leaf, shape = schema.get_weight_path(prefix + name), tuple(parameter.shape)
+        if name.startswith("bias") and getattr(layer, "gather_output", False):
+            yield parameter, (leaf, Sharding())  # it is added to the outputs of all ranks together
+            continue
+        if shape[:1] != (rows,):
+            raise _create_layer_error(
+                leaf, f"{rows} rows, {q} of queries and {kv} of keys on each rank", f"{list(shape)}"
+            )
+        _check_split_attributes(leaf, parameter)
+        yield parameter, (leaf, Sharding((DimSharding(("tp",), sections), *(None,) * (len(shape) - 1))))
+
+
+_ATTENTION_PARAMETERS = tuple(f"{kind}_{part}" for kind in ("weight", "bias") for part in ("qkv", "q", "k", "v"))
+
+
+def _iterate_parameters(layer: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Those of the parameters of these names that a layer has, and that have a shape."""
+    for name in names:
+        value = layer._parameters.get(name)
+        if value is not None and not is_lazy(value):
+            yield name, value
+
+
+def _has_adjacent_kv_copies(layer: Any) -> bool:
+    """Whether neighbouring ranks hold the same keys: the layer says so, or the groups that neuronx-distributed made."""
+    own = getattr(layer, "kv_copies_adjacent", None)
+    return has_adjacent_kv_replicas() if own is None else bool(own)
+
+
+def _check_sizes(leaf: str, layer: Any, sizes: tuple[int, int]) -> None:
+    """Compare the sizes of the whole layer with what it says elsewhere."""
+    said = getattr(layer, "output_sizes", None)
+    if isinstance(said, list | tuple) and tuple(said) != sizes:
+        raise _create_layer_error(
+            leaf, f"output_sizes {list(said)}, as the layer says", f"{list(sizes)} over all ranks"
+        )
+    q, kv = (_get_int_attribute(layer, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if q is not None and kv is not None and min(q, kv) > 0:
+        rows, key_rows = sizes
+        if rows % q or key_rows % kv or rows // q != key_rows // kv:
+            raise _create_layer_error(
+                leaf, f"{q} heads of queries and {kv} of keys, of one size", f"{list(sizes)} rows"
+            )
+
+
+def _check_split_attributes(leaf: str, parameter: Any) -> None:
+    """Compare a parameter's attributes with a split of its rows, where it has any."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return
+    dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", None) or 1
+    if dim not in (0, -len(parameter.shape)) or stride != 1:
+        raise _create_layer_error(
+            leaf, "rows that are split, as the layer says", f"partition_dim {dim}, stride {stride}"
+        )
+
+
+def _create_layer_error(leaf: str, expected: str, actual: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        "what the layer says of its queries, keys and values does not fit",
+        leaf=leaf,
+        expected=expected,
+        found=actual,
+        hint=_LAYER_HINT,
+    )
+
+
+UNPADDED_SHAPE = "unpadded_shape"
+
+_SHARDING_ATTRIBUTES = frozenset({"tensor_model_parallel", "expert_model_parallel", UNPADDED_SHAPE, GLOBAL_SHAPE})
+
+
+def has_sharding_attributes(value: Any) -> bool:
+    """Whether attributes of a parameter say how it is split."""
+    own = getattr(value, "__dict__", None)
+    if not own and is_torch_tensor_class(value):
+        return False  # as of nearly all arrays
+    return any(hasattr(value, name) for name in _SHARDING_ATTRIBUTES)
+
+
+def get_declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sharding | None:
+    """The sharding that a parameter's attributes name; None if they name none.
+
+    They are ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``, ``num_partitions``,
+    ``expert_model_parallel`` (the first dim holds experts), and two of this library's own: ``unpadded_shape``, the
+    global shape of a padded parameter without its padding, and ``partition_sections``, sections of different sizes as a
+    rule spells them.
+
+    Args:
+        value: The parameter.
+        path: Its leaf path, for errors.
+        mesh: How the ranks of the job are arranged that holds it: axes of one rank split nothing, and
+            ``num_partitions`` counts, which is 1 for a weight that every rank has whole. None asks how any other job
+            splits it: then the sizes of this one say nothing.
+
+    Raises:
+        UnsupportedStateError: They contradict each other, the parameter or the mesh.
+    """
+    if not has_sharding_attributes(value):
+        return None  # as of nearly all arrays
+    check_chunk_attributes(value, path)
+    shape = tuple(getattr(value, "shape", ()))
+    dims: list[DimSharding | None] = [None] * len(shape)
+    if getattr(value, "tensor_model_parallel", False):
+        dim, stride = getattr(value, "partition_dim", None), getattr(value, "partition_stride", None) or 1
+        partitions = getattr(value, "num_partitions", None) or None
+        fits = type(dim) is int and -len(dims) <= dim < len(dims) and type(stride) is int and stride > 0
+        axes = _get_split_axes(value, dim, partitions, mesh) if fits and dim is not None else None
+        if dim is None or axes is None:
+            raise UnsupportedStateError(
+                "the tensor-parallel attributes do not fit",
+                leaf=path,
+                expected=f"a dim of {list(shape)}, a stride" + (f", {mesh.tp} partitions" if mesh is not None else ""),
+                found=f"partition_dim {dim}, partition_stride {stride}, num_partitions {partitions}",
+                hint="Check the mesh, or pass a shardings rule.",
+            )
+        sections = _parse_partition_sections(value, path, stride)
+        if mesh is None or (count_parts(axes, mesh.sizes) > 1 and partitions != 1) or sections:
+            dims[dim] = DimSharding(axes, sections) if sections else DimSharding.from_stride(axes, stride)
+    if getattr(value, "expert_model_parallel", False) and (mesh is None or mesh.ep > 1):
+        if not dims or dims[0] is not None:
+            raise UnsupportedStateError(
+                "experts and tensor parallelism split the same dim" if dims else "a number cannot hold experts",
+                leaf=path,
+                hint="Check the attributes of the parameter, or pass a shardings rule.",
+            )
+        dims[0] = DimSharding(("ep",))
+    true = get_unpadded_shape(value)
+    return Sharding(tuple(dims), true) if any(dims) or true is not None else None
+
+
+def _get_split_axes(value: Any, dim: int, partitions: int | None, mesh: Mesh | None) -> tuple[str, ...] | None:
+    """The mesh axes over which `num_partitions` says that a dim is split; None if the mesh has no such axes.
+
+    They are tp, but for the numbers that neuronx-distributed's `SPMDRank` gives each rank of the world: its own number,
+    and those of its experts. These are integers in rows of which each rank has one.
+    """
+    if not value.is_floating_point() and value.shape[dim] == 1 and (mesh is None or partitions == mesh.size != mesh.tp):
+        return STAGE_AXES  # other stages have parameters of other names
+    return ("tp",) if mesh is None or partitions in (None, 1, mesh.tp) else None
+
+
+def get_unpadded_shape(value: Any) -> tuple[int, ...] | None:
+    """The global shape without padding, as a parameter's ``unpadded_shape`` names it; None without one that fits.
+
+    Its older name is ``global_shape``, which torch's `CheckpointableTensor` has for another purpose, with other
+    attributes beside it.
+    """
+    older = None if is_checkpointable(value) else getattr(value, GLOBAL_SHAPE, None)
+    named = getattr(value, UNPADDED_SHAPE, older)
+    return None if named is None or len(named) != len(value.shape) else tuple(named)
+
+
+def _parse_partition_sections(value: Any, path: str, stride: int) -> tuple[Section, ...]:
+    """The sections that a parameter's ``partition_sections`` name; none without it."""
+    named = getattr(value, "partition_sections", None)
+    if named is None:
+        return ()
+    try:
+        sections = tuple(map(parse_section, named))
+        DimSharding(("tp",), sections)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedStateError(
+            f"the partition_sections of a parameter make no sense: {error}", leaf=path, found=repr(named)
+        ) from error
+    if stride not in (1, len(sections)):
+        raise UnsupportedStateError(
+            "a parameter has sections, and another number of strided blocks",
+            leaf=path,
+            found=f"partition_sections {list(named)}, partition_stride {stride}",
+        )
+    return sections

@@ -1,4 +1,4 @@
-"""Schedulers, and whatever else has `state_dict` and `load_state_dict`."""
+"""Save and load objects with `state_dict` and `load_state_dict`: schedulers, data loaders, members of extras."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from xla_ckpt.arrays.pytree import has_methods
 from xla_ckpt.arrays.torch_objects import is_module, is_torch_optimizer
+from xla_ckpt.core.tree import path as paths
+from xla_ckpt.core.tree.skeleton import get_children, is_array
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.state.handover import Handover, kept_state
-from xla_ckpt.state.loading import Loading, Stored, plan_freely, refused_alone
-from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful, is_scheduler
-from xla_ckpt.state.module import as_own_state, load_dict
-from xla_ckpt.state.optimizer_load import load_by_position
-from xla_ckpt.state.problems import Problem
+from xla_ckpt.state.argument_checks import check_no_stateful, check_not_class, is_scheduler
+from xla_ckpt.state.model_state import convert_model_state, plan_dict_load
+from xla_ckpt.state.optimizer_load import plan_load_by_position
+from xla_ckpt.state.part_load import PartLoadPlan, StoredPart, plan_flexible, reject_bare_value
+from xla_ckpt.state.problems import LoadProblem
 from xla_ckpt.state.rng import RNGState
-from xla_ckpt.state.wrappers import unwrapped_model
-from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.skeleton import children, is_array
+from xla_ckpt.state.state_dict_load import StateDictLoad, backup_state_dict
+from xla_ckpt.state.wrappers import unwrap_model
 
 
-class _ByGetState:
+class _GetStateAdapter:
     """An object whose calls are `get_state` and `set_state`, as grain's iterators have them."""
 
     def __init__(self, member: Any) -> None:
@@ -36,23 +36,23 @@ class _ByGetState:
 def with_state_dict(member: Any) -> Any:
     """A member as an object with `state_dict` and `load_state_dict`, if it has calls for its state at all."""
     if not hasattr(member, "state_dict") and has_methods(member, "get_state", "set_state"):
-        return _ByGetState(member)
+        return _GetStateAdapter(member)
     return member
 
 
-def tree_of(member: Any, name: str) -> Any:
+def get_member_tree(member: Any, name: str) -> Any:
     """The state of a member.
 
     Raises:
         UnsupportedStateError: It is neither a dict nor has it `state_dict`.
         UsageError: It is a class, or a dict of objects that have states of their own.
     """
-    check_is_no_class(member, name)
+    check_not_class(member, name)
     if isinstance(member, Mapping):
         check_no_stateful(member, name)
         return member
     if is_module(member):
-        return unwrapped_model(member).state_dict()
+        return unwrap_model(member).state_dict()
     if not has_methods(member, "state_dict", "load_state_dict"):
         raise UnsupportedStateError(
             f"an object of the class {type(member).__name__} has no state_dict() and load_state_dict()",
@@ -63,58 +63,60 @@ def tree_of(member: Any, name: str) -> Any:
     return member.state_dict()
 
 
-def load(stored: Stored, member: Any) -> Loading:
+def plan_member_load(stored: StoredPart, member: Any) -> PartLoadPlan:
     """Prepare to load a member: its state is restored as new values, and handed to its `load_state_dict`."""
     if isinstance(member, dict):
         check_no_stateful(member, stored.prefix)
-        return load_dict(stored, member)
+        return plan_dict_load(stored, member)
     if is_array(stored.skeleton) and not has_methods(member, "load_state_dict"):
-        return refused_alone(stored)  # `tree_of` would say to pass a dict, which does not take it either
-    if is_torch_optimizer(member) and (by_position := load_by_position(stored, member)) is not None:
+        return reject_bare_value(stored)  # `get_member_tree` would say to pass a dict, which does not take it either
+    if is_torch_optimizer(member) and (by_position := plan_load_by_position(stored, member)) is not None:
         return by_position
     if is_module(member):
-        member = unwrapped_model(member, loading=True)
-    loading = Loading()
-    own = tree_of(member, stored.prefix)
-    plan_freely(stored, loading, own)
+        member = unwrap_model(member, loading=True)
+    loading = PartLoadPlan()
+    own = get_member_tree(member, stored.prefix)
+    plan_flexible(stored, loading, own)
     if is_scheduler(member):
-        loading.problems += _of_another_class(stored, member, own)
+        loading.problems += _find_class_mismatch(stored, member, own)
 
     def take(arrays: Mapping[str, Any]) -> None:
         state = stored.build(lambda path, _: arrays[path])
-        member.load_state_dict(as_own_state(stored, member, state) if is_module(member) else like_own(state, own))
+        member.load_state_dict(
+            convert_model_state(stored, member, state) if is_module(member) else restore_key_types(state, own)
+        )
 
     if isinstance(member, RNGState):
         loading.finish = take  # last of all: whatever else is loaded may draw random numbers
     else:
-        loading.handover = Handover(leaf=stored.prefix, take=take, keep=lambda: kept_state(member))
+        loading.state_dict_load = StateDictLoad(leaf=stored.prefix, load=take, backup=lambda: backup_state_dict(member))
     return loading
 
 
-def _of_another_class(stored: Stored, member: Any, own: Any) -> list[Problem]:
+def _find_class_mismatch(stored: StoredPart, member: Any, own: Any) -> list[LoadProblem]:
     """The values that one of two schedulers has and the other has not.
 
     torch's `load_state_dict` takes any scheduler's state without a word, and the learning rate would go on as in
     neither run. Of a class of torch's only the names of its options count, and those of options of torch's other
     classes: its other attributes come and go with versions of torch.
     """
-    names = {paths.unescape(part) for part in children(stored.skeleton) or ()}
+    names = {paths.unescape(part) for part in get_children(stored.skeleton) or ()}
     own_class, own_names = type(member), {*own} if isinstance(own, Mapping) else set()
     differ = {name for name in names ^ own_names if not str(name).startswith("_")} - {"verbose"}
-    kinds = _torch_schedulers()
+    kinds = _list_torch_schedulers()
     if any(kind in kinds for kind in own_class.__mro__):
-        own_options = {name for kind in own_class.__mro__ for name in _options_of(kind)}
-        options = {name for kind in kinds for name in _options_of(kind)} - own_options
+        own_options = {name for kind in own_class.__mro__ for name in _get_init_options(kind)}
+        options = {name for kind in kinds for name in _get_init_options(kind)} - own_options
         differ &= (options & names) | (own_options - names)
     problems = []
     for name in sorted(map(str, differ)):
         has, lacks = ("the tag", own_class.__name__) if name in names else (own_class.__name__, "the tag")
         text = f"{has} has it, and {lacks} has not: the stored scheduler is probably of another class"
-        problems.append(Problem(paths.join(stored.prefix, paths.escape(name)), text, stays=True))
+        problems.append(LoadProblem(paths.join(stored.prefix, paths.escape(name)), text, is_ignorable=True))
     return problems
 
 
-def _torch_schedulers() -> list[type]:
+def _list_torch_schedulers() -> list[type]:
     """The classes of torch's schedulers, without those that they derive from."""
     module = sys.modules.get("torch.optim.lr_scheduler")
     base = getattr(module, "LRScheduler", None)
@@ -122,33 +124,35 @@ def _torch_schedulers() -> list[type]:
     return [kind for kind in every if "__init__" in vars(kind) and kind is not base]
 
 
-def _options_of(kind: type) -> set[str]:
+def _get_init_options(kind: type) -> set[str]:
     """The names of the arguments of a class."""
     code = getattr(vars(kind).get("__init__"), "__code__", None)
     return set() if code is None else {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]}
 
 
-def like_own(value: Any, own: Any) -> Any:
+def restore_key_types(value: Any, own: Any) -> Any:
     """A stored state with numbers for those keys of dicts that are numbers in an object's own state.
 
     torch.distributed.checkpoint stores all keys as text, and all dicts as plain ones. `own` is the state that the
     object has, and shows which keys are numbers, and the classes of the dicts.
 
-    >>> like_own([{"at": {"3": 1, "12": 2}}], [{"at": collections.Counter([5])}])
+    >>> restore_key_types([{"at": {"3": 1, "12": 2}}], [{"at": collections.Counter([5])}])
     [{'at': Counter({12: 2, 3: 1})}]
     """
     if isinstance(value, Mapping) and isinstance(own, Mapping):
-        key_of = _keys_by_text(value, own)
-        members = {key_of.get(k, k): like_own(member, own.get(key_of.get(k, k))) for k, member in value.items()}
+        key_of = _parse_numeric_keys(value, own)
+        members = {
+            key_of.get(k, k): restore_key_types(member, own.get(key_of.get(k, k))) for k, member in value.items()
+        }
         if type(value) is dict and type(own) is not dict and isinstance(own, dict):
-            return _dict_like(own, members)
+            return _create_dict_like(own, members)
         return members if type(value) is dict else value
     if type(value) in (list, tuple) and isinstance(own, list | tuple):
-        return type(value)(starmap(like_own, zip_longest(value, own[: len(value)])))
+        return type(value)(starmap(restore_key_types, zip_longest(value, own[: len(value)])))
     return value
 
 
-def _keys_by_text(value: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
+def _parse_numeric_keys(value: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
     """The numbers that keys of `value` are the text of; empty if the keys of `own` are not all numbers of one type."""
     kinds = {*map(type, own)} or ({int} if isinstance(own, collections.Counter) else set())
     if len(kinds) != 1 or not kinds <= {int, float} or not all(isinstance(key, str) for key in value):
@@ -162,7 +166,7 @@ def _keys_by_text(value: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any,
     return numbers if len(numbers) == len(value) else {}
 
 
-def _dict_like(own: dict[Any, Any], members: Mapping[Any, Any]) -> dict[Any, Any]:
+def _create_dict_like(own: dict[Any, Any], members: Mapping[Any, Any]) -> dict[Any, Any]:
     """A dict of the class of `own` with these members."""
     made = copy.copy(own)
     made.clear()

@@ -1,4 +1,4 @@
-"""The random state of torch, its accelerators and XLA. Imported where torch is."""
+"""Get and set the random number generators of torch, its accelerators and XLA. Imports torch."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from xla_ckpt.logs import get_logger
 
 logger = get_logger(__name__)
 
-_SEEDS = 1 << 64
+_SEED_COUNT = 1 << 64
 """The number of seeds of XLA's generator."""
 
-_ELSEWHERE = ("python", "numpy", "torch", "xla")
+_OTHER_KEYS = ("python", "numpy", "torch", "xla")
 """Keys of the state that name no kind of accelerator."""
 
 
-def generators() -> dict[str, Any]:
+def get_generator_states() -> dict[str, Any]:
     """The state of torch's generators, as they are now."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if _has_xla():
-        state["xla"] = _xla_seed()
-    kind = _accelerator()
+    if _is_xla_loaded():
+        state["xla"] = _get_xla_seed()
+    kind = _get_accelerator_type()
     if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
-        state[kind] = [torch.get_device_module(kind).get_rng_state(*device) for device in _devices(kind)]
+        state[kind] = [torch.get_device_module(kind).get_rng_state(*device) for device in _list_device_arguments(kind)]
     return state
 
 
-def set_generators(state: Mapping[str, Any]) -> None:
+def set_generator_states(state: Mapping[str, Any]) -> None:
     """Set those of torch's generators that `state` holds and that this process has."""
     torch.set_rng_state(state["torch"].cpu())
     if "xla" in state:
-        if _has_xla():
+        if _is_xla_loaded():
             import torch_xla.core.xla_model as xm
 
             xm.set_rng_state(state["xla"])
         else:
             logger.warning("XLA's random generator was saved, and torch_xla is not loaded here: it is left out")
-    for kind in (key for key in state if key not in _ELSEWHERE):
-        _set_all(kind, [s.cpu() for s in state[kind]])
+    for kind in (key for key in state if key not in _OTHER_KEYS):
+        _set_device_states(kind, [s.cpu() for s in state[kind]])
 
 
-def _has_xla() -> bool:
+def _is_xla_loaded() -> bool:
     """Whether this process has loaded torch_xla. Whoever keeps it from being imported leaves None there."""
     return sys.modules.get("torch_xla") is not None
 
 
-def _xla_seed() -> int:
+def _get_xla_seed() -> int:
     """Return the seed with which a resumed run draws the numbers that this run is going to draw.
 
     A draw advances the seed within a step, and a sync derives the seed of the next step from the first seed of this
@@ -63,17 +63,17 @@ def _xla_seed() -> int:
 
     seed = int(xm.get_rng_state())
     loader = None
-    if is_eager_mode() and (loader := _loader_in_use()) is None:
+    if is_eager_mode() and (loader := _find_active_loader()) is None:
         return seed
     device = torch_xla._XLAC._xla_get_default_device()
-    first: int = torch_xla._XLAC._get_base_seed_as_tensor(str(device)).item() % _SEEDS
+    first: int = torch_xla._XLAC._get_base_seed_as_tensor(str(device)).item() % _SEED_COUNT
     if seed == first:
         return seed
     while xm.get_rng_state() != seed:  # the call above has set the generator to the first seed
         torch.rand((), device=device)
-    loader = loader or _loader_in_use()
+    loader = loader or _find_active_loader()
     if loader is None:
-        return (1012031 + first * 7012063) % _SEEDS  # as torch_xla.sync() does, and torch_xla's bridge to dynamo
+        return (1012031 + first * 7012063) % _SEED_COUNT  # as torch_xla.sync() does, and torch_xla's bridge to dynamo
     if loader._sync_batch_count == 0:
         return first
     if loader._batches_yielded:
@@ -88,7 +88,7 @@ def _xla_seed() -> int:
     return seed
 
 
-def _loader_in_use() -> Any | None:
+def _find_active_loader() -> Any | None:
     """Return the iterator of a loader of torch_xla's over which the program iterates; None if there is none."""
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is None:
@@ -97,21 +97,21 @@ def _loader_in_use() -> Any | None:
     return next((found for found in gc.get_referrers(kind) if type(found) is kind), None)  # a "for" holds it alone
 
 
-def _accelerator() -> str | None:
+def _get_accelerator_type() -> str | None:
     """The kind of the accelerator of this process, such as ``cuda``; None if it has none."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None else device.type
 
 
-def _devices(kind: str) -> list[list[str]]:
+def _list_device_arguments(kind: str) -> list[list[str]]:
     """How the devices of the accelerator are named to its module: one that is alone is not, as torch.mps names none."""
     count = torch.accelerator.device_count()
     return [[]] if count == 1 else [[f"{kind}:{number}"] for number in range(count)]
 
 
-def _set_all(kind: str, states: Sequence[torch.Tensor]) -> None:
+def _set_device_states(kind: str, states: Sequence[torch.Tensor]) -> None:
     """Set the generators of the devices of an accelerator, as far as they are here."""
-    devices = _devices(kind) if _accelerator() == kind else []
+    devices = _list_device_arguments(kind) if _get_accelerator_type() == kind else []
     for device, state in zip(devices, states, strict=False):
         torch.get_device_module(kind).set_rng_state(state, *device)
     if len(devices) < len(states):

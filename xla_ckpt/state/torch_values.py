@@ -1,4 +1,4 @@
-"""Plain values of torch's: types, devices, sizes, generators, and two functions. Imported where torch is."""
+"""Codecs for plain torch values: dtypes, devices, sizes, CPU generators, scheduler functions. Imports torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import SWALR
 
+from xla_ckpt.core.tree.values import Json, ValueKind
 from xla_ckpt.errors import FormatError
-from xla_ckpt.tree.codec import Json, ValueKind
 
 
-def _torch_constant(kind: type) -> ValueKind:
+def _create_constant_kind(kind: type) -> ValueKind:
     """torch.float32, torch.strided, ...: values that are attributes of torch, by their name."""
 
     def decode(json: Json) -> Any:
@@ -52,7 +52,7 @@ def _encode_function(value: Any) -> Json:
 
 
 TORCH_KINDS: tuple[ValueKind, ...] = (
-    *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
+    *(_create_constant_kind(kind) for kind in (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
     ValueKind("function", types.FunctionType, _encode_function, _FUNCTIONS.__getitem__),
     ValueKind("torch.device", torch.device, str, torch.device),
     ValueKind("torch.Size", torch.Size, list, torch.Size),

@@ -1,4 +1,8 @@
-"""Plain values that the pure core cannot name, because they belong to a framework or to the operating system."""
+"""Codecs for plain values of numpy, the standard library, torch and jax in a state.
+
+The pure core encodes Python's own values; this module adds the kinds that belong to a framework or to the operating
+system, and values that are split into several arrays.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +23,24 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from xla_ckpt.arrays import instance, pytree
-from xla_ckpt.arrays.torch_objects import is_torch_tensor, torch_is_installed, torch_is_loaded
-from xla_ckpt.engine import pickles
+from xla_ckpt import pickled_objects
+from xla_ckpt.arrays import plain_object, pytree
+from xla_ckpt.arrays.torch_objects import is_torch_installed, is_torch_loaded, is_torch_tensor
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.flatten import NAMESPACE_CLASSES, ResolveClass
+from xla_ckpt.core.tree.nested import to_dicts_and_lists
+from xla_ckpt.core.tree.skeleton import SplitValue
+from xla_ckpt.core.tree.values import Composite, Json, ValueCodec, ValueKind, find_scalar_base
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
-from xla_ckpt.extras import how_to_install
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.classes import scalar_below
-from xla_ckpt.tree.codec import Composite, Json, ValueCodec, ValueKind
-from xla_ckpt.tree.flatten import NAMESPACES
-from xla_ckpt.tree.nested import in_dicts_and_lists
-from xla_ckpt.tree.skeleton import ValueParts
-from xla_ckpt.tree.unflatten import Resolve
+from xla_ckpt.extras import get_install_hint
 
 
-def _numpy_scalar(kind: type) -> ValueKind:
+def _create_numpy_scalar_kind(kind: type) -> ValueKind:
     name = f"numpy.{np.dtype(kind).name}"
     return ValueKind(name, kind, lambda v: v.tobytes().hex(), lambda j: np.frombuffer(bytes.fromhex(j), kind)[0])
 
 
-def _dtype_text(value: np.dtype[Any]) -> Json:
+def _encode_dtype(value: np.dtype[Any]) -> Json:
     """``<f4``, or the name where that text would mean another type (ml_dtypes')."""
     try:
         return value.str if np.dtype(value.str) == value else value.name
@@ -46,12 +48,12 @@ def _dtype_text(value: np.dtype[Any]) -> Json:
         return value.name
 
 
-def _encode_sized(value: Any) -> Json:
+def _encode_sized_scalar(value: Any) -> Json:
     """Numpy strings, bytes and times: scalars whose dtype has parameters."""
     return [value.dtype.str, value.tobytes().hex()]
 
 
-def _decode_sized(json: Json) -> Any:
+def _decode_sized_scalar(json: Json) -> Any:
     dtype = np.dtype(json[0])
     data = bytes.fromhex(json[1])
     return np.frombuffer(data, dtype)[0] if dtype.itemsize else np.zeros(1, dtype)[0]
@@ -62,21 +64,25 @@ def _encode_array(value: Any) -> Json:
     if value.dtype.hasobject:
         return NotImplemented
     description = value.dtype.str if value.dtype.names is None else np.lib.format.dtype_to_descr(value.dtype)
-    return [in_dicts_and_lists(description), list(value.shape), base64.b64encode(value.tobytes()).decode()]
+    return [to_dicts_and_lists(description), list(value.shape), base64.b64encode(value.tobytes()).decode()]
 
 
-def _tuples(description: Json) -> Any:
+def _convert_to_tuples(description: Json) -> Any:
     """A record dtype's description is a list of tuples whose last member may be a shape or a description."""
     if not isinstance(description, list):
         return description
     return [
-        tuple(_tuples(p) if i == 1 else (tuple(p) if isinstance(p, list) else p) for i, p in enumerate(field))
+        tuple(
+            _convert_to_tuples(p) if i == 1 else (tuple(p) if isinstance(p, list) else p) for i, p in enumerate(field)
+        )
         for field in description
     ]
 
 
 def _decode_array(json: Json) -> Any:
-    dtype = np.lib.format.descr_to_dtype(_tuples(json[0]))  # np.dtype would give a name to what is between two fields
+    dtype = np.lib.format.descr_to_dtype(
+        _convert_to_tuples(json[0])
+    )  # np.dtype would give a name to what is between two fields
     if dtype.hasobject:
         raise FormatError("an array of objects cannot be stored like this")
     data = base64.b64decode(json[2], validate=True)
@@ -100,7 +106,7 @@ def _encode_zone(value: zoneinfo.ZoneInfo) -> Json:
     return value.key if value.key is not None and _ZONE_NAME.fullmatch(value.key) else NotImplemented
 
 
-def _zone(name: Json) -> zoneinfo.ZoneInfo:
+def _decode_zone(name: Json) -> zoneinfo.ZoneInfo:
     if not _ZONE_NAME.fullmatch(name):
         raise FormatError("this is no name of a time zone")
     try:
@@ -112,18 +118,18 @@ def _zone(name: Json) -> zoneinfo.ZoneInfo:
         ) from error
 
 
-def _encode_in_zone(value: Any) -> Json:
+def _encode_zoned_time(value: Any) -> Json:
     """A datetime, or a time, of a named zone: the time without it, and its name."""
     zone = _encode_zone(value.tzinfo) if type(value.tzinfo) is zoneinfo.ZoneInfo else NotImplemented
     return zone if zone is NotImplemented else [value.replace(tzinfo=None).isoformat(), value.fold, zone]
 
 
-def _in_zone(kind: Any) -> ValueKind:
+def _create_zoned_time_kind(kind: Any) -> ValueKind:
     return ValueKind(
         f"{kind.__name__}_in_zone",
         kind,
-        _encode_in_zone,
-        lambda j: kind.fromisoformat(j[0]).replace(fold=j[1], tzinfo=_zone(j[2])),
+        _encode_zoned_time,
+        lambda j: kind.fromisoformat(j[0]).replace(fold=j[1], tzinfo=_decode_zone(j[2])),
     )
 
 
@@ -162,25 +168,25 @@ _SCALARS = (
 
 _DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.datetime64, np.timedelta64)}
 
-SHELL_KINDS: tuple[ValueKind, ...] = (
+BASE_KINDS: tuple[ValueKind, ...] = (
     ValueKind("BytesIO", io.BytesIO, _encode_buffer, _decode_buffer),
     *(ValueKind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
     ValueKind("Path", type(pathlib.Path()), str, pathlib.Path),
-    *(_numpy_scalar(kind) for kind in _SCALARS),
+    *(_create_numpy_scalar_kind(kind) for kind in _SCALARS),
     *(
-        ValueKind(f"numpy.{k.__name__}", k, _encode_sized, _decode_sized)
+        ValueKind(f"numpy.{k.__name__}", k, _encode_sized_scalar, _decode_sized_scalar)
         for k in (np.str_, np.bytes_, np.datetime64, np.timedelta64)
     ),
-    *(ValueKind("numpy.dtype", k, _dtype_text, np.dtype) for k in _DTYPE_CLASSES),
+    *(ValueKind("numpy.dtype", k, _encode_dtype, np.dtype) for k in _DTYPE_CLASSES),
     ValueKind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
     ValueKind("numpy.void", np.void, _encode_record, lambda j: _decode_array(j)[()]),
     ValueKind("numpy.record", np.record, _encode_record, lambda j: _decode_records(j)[()]),
     ValueKind("numpy.recarray", np.recarray, _encode_array, _decode_records),
-    ValueKind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _zone),
-    *(_in_zone(kind) for kind in (datetime.datetime, datetime.time)),
+    ValueKind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _decode_zone),
+    *(_create_zoned_time_kind(kind) for kind in (datetime.datetime, datetime.time)),
 )
 
-_OF_TORCH = (
+_TORCH_KIND_NAMES = (
     "dtype",
     "layout",
     "memory_format",
@@ -193,95 +199,101 @@ _OF_TORCH = (
 """What the kinds of torch's values are called, which are in a module that imports torch."""
 
 
-def _torch_kinds(name: str | None) -> tuple[ValueKind, ...]:
+def _load_torch_kinds(name: str | None) -> tuple[ValueKind, ...]:
     """The kinds of torch's values; none, if a program has not imported torch and a file does not ask for one.
 
     Raises:
         IncompatibleCheckpointError: A file does, and torch is not installed.
     """
-    if name in _OF_TORCH:
-        _check_torch(f"a value of torch's ({name})")
-    elif not torch_is_loaded():
+    if name in _TORCH_KIND_NAMES:
+        _check_torch_installed(f"a value of torch's ({name})")
+    elif not is_torch_loaded():
         return ()
     from xla_ckpt.state.torch_values import TORCH_KINDS
 
     return TORCH_KINDS
 
 
-def _check_torch(what: str) -> None:
-    if not torch_is_installed():
+def _check_torch_installed(description: str) -> None:
+    if not is_torch_installed():
         raise IncompatibleCheckpointError(
-            f"the checkpoint holds {what}, and torch is not installed here",
-            hint=f"{how_to_install('torch')} Or name what is wanted of the checkpoint: only that is read.",
+            f"the checkpoint holds {description}, and torch is not installed here",
+            hint=f"{get_install_hint('torch')} Or name what is wanted of the checkpoint: only that is read.",
         )
 
 
-_PLAIN = ValueCodec(SHELL_KINDS, pytree.structure_apart, later=_torch_kinds)
+_PLAIN_CODEC = ValueCodec(BASE_KINDS, pytree.split_treedef, load_more_kinds=_load_torch_kinds)
 
 
-def _apart(value: Any) -> Composite | None:
+def _split_value(value: Any) -> Composite | None:
     if is_torch_tensor(value):
-        from xla_ckpt.arrays import composite
+        from xla_ckpt.arrays import composite_tensor
 
-        return composite.apart(value)
-    return pytree.apart(value, _PLAIN)
+        return composite_tensor.split_value(value)
+    return pytree.split_value(value, _PLAIN_CODEC)
 
 
-def _kind_of(parts: Composite) -> Any:
+def _find_composite_module(parts: Composite) -> Any:
     """The module that takes values of a kind apart, and puts them together.
 
     Raises:
         IncompatibleCheckpointError: They are tensors, and torch is not installed.
     """
-    for kind in (pytree, instance):
-        if kind.is_name(parts.name):
+    for kind in (pytree, plain_object):
+        if kind.is_composite_name(parts.name):
             return kind
-    _check_torch(f"a tensor that consists of several ({parts.name})")
-    from xla_ckpt.arrays import composite
+    _check_torch_installed(f"a tensor that consists of several ({parts.name})")
+    from xla_ckpt.arrays import composite_tensor
 
-    return composite
-
-
-def _compose(parts: Composite, resolve: Resolve) -> Any:
-    return _kind_of(parts).compose(parts, resolve)
+    return composite_tensor
 
 
-def parts_of_pattern(pattern: Any, stored: Json) -> ValueParts | None:
+def _compose(parts: Composite, resolve: ResolveClass) -> Any:
+    return _find_composite_module(parts).compose(parts, resolve)
+
+
+def split_pattern(pattern: Any, stored: Json) -> SplitValue | None:
     """The parts of a pattern that jax takes apart (see `pytree.parts`); None for any other.
 
     Raises:
         IncompatibleCheckpointError: They do not fit to what is stored.
     """
-    return pytree.parts(pattern, stored, CODEC, _PLAIN)
+    return pytree.split_pattern(pattern, stored, CODEC, _PLAIN_CODEC)
 
 
-def checked_members(parts: Composite, resolve: Resolve) -> Any:
+def get_checked_members(parts: Composite, resolve: ResolveClass) -> Any:
     """The parts of a value, whose class is there to put it together when they are read.
 
     Raises:
         IncompatibleCheckpointError: The class is gone.
         UntrustedObjectError: It is not imported.
     """
-    _kind_of(parts).class_of(parts, resolve)
+    _find_composite_module(parts).resolve_composite_class(parts, resolve)
     return parts.members
 
 
-CODEC = ValueCodec(SHELL_KINDS, _apart, _compose, later=_torch_kinds)
+CODEC = ValueCodec(BASE_KINDS, _split_value, _compose, load_more_kinds=_load_torch_kinds)
 """The plain values of a PyTorch program, its tensors that consist of several, and what jax takes apart."""
 
-_WITH_OBJECTS = ValueCodec(SHELL_KINDS, _apart, _compose, lambda value, _: instance.parts(value), _torch_kinds)
+_OBJECT_CODEC = ValueCodec(
+    BASE_KINDS, _split_value, _compose, lambda value, _: plain_object.split_attributes(value), _load_torch_kinds
+)
 
 
-def _attributes(value: Any, path: str) -> Composite | None:
-    return instance.apart(value, _WITH_OBJECTS) if schema.place_of(path).role is schema.Role.STATE else None
+def _split_object(value: Any, path: str) -> Composite | None:
+    return (
+        plain_object.split_value(value, _OBJECT_CODEC)
+        if schema.parse_leaf_path(path).role is schema.LeafRole.STATE
+        else None
+    )
 
 
-APART = ValueCodec(SHELL_KINDS, _apart, _compose, _attributes, _torch_kinds)
+OBJECT_SPLITTING_CODEC = ValueCodec(BASE_KINDS, _split_value, _compose, _split_object, _load_torch_kinds)
 """The same, and objects of plain classes in the state of an optimizer. Others are the program's own: they are pickled,
 which tells its author that nothing else can store them."""
 
 
-def resolver(trust: bool) -> Any:
+def create_class_resolver(trust: bool) -> Any:
     """A function that finds the namedtuple, dataclass, enum or class of tensors that a skeleton names.
 
     Without `trust` only classes of modules that the program has imported itself are found: importing a module that
@@ -293,7 +305,7 @@ def resolver(trust: bool) -> Any:
 
     def resolve(name: str, base: type) -> Any:
         module, _, path = name.partition(":")
-        if name in NAMESPACES:
+        if name in NAMESPACE_CLASSES:
             return {"argparse:Namespace": argparse.Namespace, "types:SimpleNamespace": types.SimpleNamespace}[name]
         if module not in sys.modules:
             if not trust:
@@ -301,22 +313,22 @@ def resolver(trust: bool) -> Any:
                     f"the checkpoint holds a value of the class {path} of the module {module}, which is not imported",
                     hint=f"Import {module} before loading, or pass trust_pickle=True (--trust-pickle).",
                 )
-            with pickles.naming_missing():
+            with pickled_objects.wrap_missing_classes():
                 importlib.import_module(module)
-        value = instance.imported(module, path)
-        if not (isinstance(value, type) and _fits(value, base)):
+        value = plain_object.find_imported(module, path)
+        if not (isinstance(value, type) and _is_expected_class(value, base)):
             raise IncompatibleCheckpointError(
                 f"the checkpoint holds a value of the class {path} of {module}, which has changed or is gone",
-                expected=_EXPECTED.get(base, "a subclass of torch.Tensor with __tensor_unflatten__"),
+                expected=_EXPECTED_CLASSES.get(base, "a subclass of torch.Tensor with __tensor_unflatten__"),
                 found="nothing of this name" if value is None else str(value),
-                hint=_elsewhere(module, path),
+                hint=_suggest_class_fix(module, path),
             )
         return value
 
     return resolve
 
 
-def _elsewhere(module: str, path: str) -> str:
+def _suggest_class_fix(module: str, path: str) -> str:
     """What to do about a class that a module does not have."""
     if module == "__main__":
         return (
@@ -326,7 +338,7 @@ def _elsewhere(module: str, path: str) -> str:
     return f"Give {module} a class of this name and kind again, before the load."
 
 
-_EXPECTED = {
+_EXPECTED_CLASSES = {
     tuple: "a namedtuple",
     int: "an enum",
     float: "a class that extends a plain type",
@@ -335,13 +347,13 @@ _EXPECTED = {
 }
 
 
-def _fits(kind: type, base: type) -> bool:
+def _is_expected_class(kind: type, base: type) -> bool:
     if base is tuple:
         return issubclass(kind, tuple) and hasattr(kind, "_fields")
-    if base not in _EXPECTED:  # a tensor
+    if base not in _EXPECTED_CLASSES:  # a tensor
         return issubclass(kind, base) and hasattr(kind, "__tensor_unflatten__")
     if base is type:  # registered with jax, which is asked
         return True
     if base is float:
-        return scalar_below(kind) is not None
+        return find_scalar_base(kind) is not None
     return issubclass(kind, enum.Enum) if base is int else dataclasses.is_dataclass(kind)

@@ -1,1 +1,1 @@
-"""Bytes in files."""
+"""Storage backends, background threads, and state of this process."""

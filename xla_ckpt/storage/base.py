@@ -1,36 +1,34 @@
-"""The door to storage: everything that the library asks of a place that keeps bytes.
+"""Storage protocols (`Store`, `Directory`, `FileReader`, `FileWriter`), small-file I/O and durable renames.
 
-A `Store` is a root directory. In it lie directories under names, and a `Directory` holds files under relative paths:
-that is all that readers need. Stores differ in how something comes to be there in one step. A `FileSystem` changes the
-names of directories, and has locks. An `ObjectStore` has neither: its files never change and never move, and it
-replaces one small record on a condition. `xla_ckpt.tags.root` makes a root of tags of either one.
-
-`storage.local` answers for file systems, and `storage.remote` for object stores: buckets, and what
-`storage.memory` keeps for tests and simulations.
-`storage.door` finds the one for the path that a caller gives.
+A `Store` is a root directory that contains named directories of files; readers need nothing else. A `FileSystem`
+can also rename directories and has locks. An `ObjectStore` has neither: objects are immutable, and only small
+records are replaced, with conditional writes. `storage.local`, `storage.remote` and `storage.memory` implement the
+protocols; `storage.resolve` opens the store for a path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.plan.costs import Costs
+from xla_ckpt.core.plan.read_costs import ReadCosts
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, NotDurableError
 
-BLOCK = 4096
-"""Unit of aligned I/O (bytes): offsets and, but for the end of a file, lengths of `Sink.write` are multiples of it."""
+BLOCK_BYTES = 4096
+"""Unit of aligned I/O (bytes): offsets and, but for the end of a file, lengths of `FileWriter.write` are multiples of
+it."""
 
 
-class Sink(Protocol):
+class FileWriter(Protocol):
     """A file being written. Several threads may write different ranges of it at once."""
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
-        """Write the first `nbytes` bytes of a page-aligned buffer at `offset`, a multiple of `BLOCK`.
+        """Write the first `nbytes` bytes of a page-aligned buffer at `offset`, a multiple of `BLOCK_BYTES`.
 
-        The buffer reaches at least to the next multiple of `BLOCK`; what lies behind `nbytes` may reach the disk, but
-        not the file that `commit` leaves.
+        The buffer reaches at least to the next multiple of `BLOCK_BYTES`; what lies behind `nbytes` may reach the disk,
+        but not the file that `commit` leaves.
         """
 
     def patch(self, data: bytes | memoryview, offset: int) -> None:
@@ -39,11 +37,11 @@ class Sink(Protocol):
     def commit(self) -> None:
         """Give the file its size, make it durable, and close it."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Close the file; whoever owns the directory removes it."""
 
 
-class Source(Protocol):
+class FileReader(Protocol):
     """A file being read. Several threads may read it at once."""
 
     @property
@@ -56,7 +54,7 @@ class Source(Protocol):
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
         """As `read_into`, for many bytes that will not be asked for again soon: they need not be kept in a cache.
 
-        `scratch` is page-aligned memory of at least two `BLOCK`s, for the storage's own use during the call.
+        `scratch` is page-aligned memory of at least two `BLOCK_BYTES`s, for the storage's own use during the call.
         """
 
     def close(self) -> None:
@@ -71,10 +69,10 @@ class ReadDirectory(Protocol):
         """The name of the directory in the store when it was opened."""
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ReadCosts:
         """What reading costs there."""
 
-    def open(self, path: str, size: int | None = None) -> Source:
+    def open(self, path: str, size: int | None = None) -> FileReader:
         """Open a file for reading. FileNotFoundError if there is none.
 
         Args:
@@ -83,7 +81,7 @@ class ReadDirectory(Protocol):
                 that there is no such file, or that it ends before.
         """
 
-    def files(self) -> list[str]:
+    def list_files(self) -> list[str]:
         """Paths of all files, sorted."""
 
     def is_at(self, name: str) -> bool:
@@ -97,13 +95,13 @@ class Directory(ReadDirectory, Protocol):
     """A directory of files. It stays the same one if it is renamed."""
 
     @property
-    def streaming(self) -> Streaming | None:
+    def streaming(self) -> StreamingDirectory | None:
         """The same, if files that are written in the order of their bytes need no memory and no disk besides."""
 
-    def create(self, path: str, size: int) -> Sink:
+    def create(self, path: str, size: int) -> FileWriter:
         """Begin a new file that will have `size` bytes; its parents are made. It must not exist."""
 
-    def make(self, path: str) -> None:
+    def make_directory(self, path: str) -> None:
         """Make a directory below, and its parents, unless it is there. It may stay empty; `sync` makes it durable.
 
         A store that has no directories of its own, only names of files, has nothing to do.
@@ -122,11 +120,11 @@ class Directory(ReadDirectory, Protocol):
     def sync(self) -> None:
         """Make the names of all files and directories that were made through this object durable."""
 
-    def free(self) -> int | None:
+    def get_free_bytes(self) -> int | None:
         """Bytes that this process may still write there; None where nobody can say."""
 
 
-class Streaming(Directory, Protocol):
+class StreamingDirectory(Directory, Protocol):
     """A directory whose files are written in the order of their bytes."""
 
     def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
@@ -137,27 +135,29 @@ class Streaming(Directory, Protocol):
         """
 
 
-class LocalFiles(Directory, Protocol):
+class FileSystemDirectory(Directory, Protocol):
     """A directory of a file system. A lock can be kept on it as long as it is open."""
 
     @property
     def fd(self) -> int:
         """Its descriptor, for another process that works on it."""
 
-    def linked_directories(self) -> list[str]:
-        """Paths of links to directories in it, sorted: `files` has nothing of what lies there, and nothing opens it."""
+    def list_linked_directories(self) -> list[str]:
+        """Paths of links to directories in it, sorted: `list_files` has nothing of what lies there, and nothing opens
+        it.
+        """
 
     @property
     def identity(self) -> Identity:
         """Its number: what `FileSystem.identity` returns for the name that it has."""
 
-    def adopt(self, other: Directory, path: str) -> None:
+    def move_in(self, other: Directory, path: str) -> None:
         """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
 
         Its parents are made. Who reads the old file keeps it.
         """
 
-    def replace(self, path: str, data: bytes, *, durable: bool = False) -> None:
+    def write_atomic(self, path: str, data: bytes, *, durable: bool = False) -> None:
         """Have a small file with these bytes, in one step: a reader finds them, or what was there before.
 
         With `durable`, so it is after a loss of power, too. Otherwise that may leave an empty file, or none.
@@ -185,7 +185,7 @@ class Store(Protocol):
     def object_store(self) -> ObjectStore | None:
         """The same, if it replaces records on a condition. A store is one of the two."""
 
-    def look(self) -> Store:
+    def snapshot_view(self) -> Store:
         """The same root for one call of a reader, who asks many things about one state of it.
 
         An object store, where each question is a request, then reads its records and the names in the root once, and
@@ -193,7 +193,7 @@ class Store(Protocol):
         looked at as a whole: it returns itself.
         """
 
-    def address(self, name: str) -> str:
+    def resolve_address(self, name: str) -> str:
         """What a name stands for, in full and with links followed: equal ones mean the same directory."""
 
     def prepare(self) -> bool:
@@ -205,7 +205,7 @@ class Store(Protocol):
             OSError: Likewise, because of the storage: it is read-only, for instance.
         """
 
-    def names(self, path: str = "") -> list[str]:
+    def list_names(self, path: str = "") -> list[str]:
         """What lies in it, or at a path below it, sorted; nothing where there is no such directory."""
 
     def has(self, path: str) -> bool:
@@ -214,17 +214,17 @@ class Store(Protocol):
     def is_directory(self, path: str) -> bool:
         """Whether there is a directory of this name, or at this path below a name."""
 
-    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        """The first bytes of a file below a name, `nbytes` at most. `links` says that it may be a link."""
+    def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        """The first bytes of a file below a name, `nbytes` at most. `list_segments` says that it may be a link."""
 
-    def modified(self, path: str) -> int | None:
+    def get_modified_time(self, path: str) -> int | None:
         """Time of the last change (ns since 1970) of what has this name or path; None if there is nothing."""
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> Directory:
-        """Open a directory. With `lock`, nobody who asks `in_use` takes it for unused until it is closed.
+        """Open a directory. With `lock`, nobody who asks `is_in_use` takes it for unused until it is closed.
 
-        `links` says that files in it may be links to files elsewhere, as caches of other programs have them. Tags have
-        none: what a link points to is neither durable nor gone with the tag.
+        `list_segments` says that files in it may be links to files elsewhere, as caches of other programs have them.
+        Tags have none: what a link points to is neither durable nor gone with the tag.
         """
 
 
@@ -235,19 +235,19 @@ Identity = tuple[int, int]
 class FileSystem(Store, Protocol):
     """A root directory of a file system: names change in one step, and locks say who uses what."""
 
-    def make(self, name: str) -> LocalFiles:
+    def make_directory(self, name: str) -> FileSystemDirectory:
         """Make a directory, locked as being written until it is closed or the process ends. It must not exist."""
 
-    def open(self, name: str, *, lock: bool = True, links: bool = False) -> LocalFiles:
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> FileSystemDirectory:
         """As `Store.open`."""
 
-    def identity(self, name: str) -> Identity | None:
+    def get_identity(self, name: str) -> Identity | None:
         """What has this name now; None if nothing has."""
 
-    def held(self, name: str) -> bool | None:
+    def get_lock_state(self, name: str) -> bool | None:
         """Whether somebody has this directory open with a lock; None where nobody can tell."""
 
-    def in_use(self, name: str) -> bool:
+    def is_in_use(self, name: str) -> bool:
         """Whether somebody reads or writes this directory right now, or, where locks fail, may do so."""
 
     def rename(self, old: str, new: str) -> None:
@@ -266,7 +266,7 @@ class FileSystem(Store, Protocol):
         """Remove a directory with all that is in it."""
 
     def remove_unused(self, name: str) -> bool:
-        """Remove a directory unless somebody uses it, as `in_use` says; whether it was removed.
+        """Remove a directory unless somebody uses it, as `is_in_use` says; whether it was removed.
 
         Raises:
             FileNotFoundError: There is none, or somebody else has removed it meanwhile.
@@ -280,12 +280,12 @@ class FileSystem(Store, Protocol):
         """Make the names in it durable."""
 
 
-class Changed(Exception):  # noqa: N818  # no error: who meets it reads the record anew, and decides again
+class VersionConflict(Exception):  # noqa: N818  # no error: who meets it reads the record anew, and decides again
     """A record is another one than the writer has read."""
 
 
 @dataclass(frozen=True, slots=True)
-class InBucket:
+class BucketLocation:
     """Where a directory lies, for a library that reads buckets itself."""
 
     scheme: str
@@ -306,22 +306,22 @@ class InBucket:
 
 
 class ObjectStore(Store, Protocol):
-    """A root of objects: a file appears whole when its `Sink` is committed, and stays as it is until it is deleted.
-    Nobody else writes one of its name. A directory is the common beginning of names of files. Only records are
+    """A root of objects: a file appears whole when its `FileWriter` is committed, and stays as it is until it is
+    deleted. Nobody else writes one of its name. A directory is the common beginning of names of files. Only records are
     replaced.
 
     Where a method raises OSError, what it does may be done all the same: answers get lost.
     """
 
-    def fill(self, name: str) -> Streaming:
+    def get_directory(self, name: str) -> StreamingDirectory:
         """The directory of this name, without asking whether there is one: its files are about to be written, perhaps
         by several processes, or a record says that they are there.
         """
 
-    def in_bucket(self, name: str) -> InBucket:
+    def locate_in_bucket(self, name: str) -> BucketLocation:
         """Where the directory of this name lies."""
 
-    def check_conditions(self) -> None:
+    def check_conditional_writes(self) -> None:
         """Find out whether records are replaced only on their condition.
 
         Raises:
@@ -345,9 +345,9 @@ class ObjectStore(Store, Protocol):
         """
 
 
-def directory_in(store: Store, name: str) -> Directory:
+def open_unlocked(store: Store, name: str) -> Directory:
     """A directory of a store, which is not marked as being read. An object store is not asked whether it is there."""
-    return store.open(name, lock=False) if store.object_store is None else store.object_store.fill(name)
+    return store.open(name, lock=False) if store.object_store is None else store.object_store.get_directory(name)
 
 
 def open_without_links(store: Store, name: str, *, lock: bool = True) -> Directory:
@@ -360,7 +360,7 @@ def open_without_links(store: Store, name: str, *, lock: bool = True) -> Directo
     if store.file_system is None:
         return store.open(name, lock=lock)
     directory = store.file_system.open(name, lock=lock)
-    if links := directory.linked_directories():
+    if links := directory.list_linked_directories():
         directory.close()
         raise CorruptCheckpointError(
             "a directory of the checkpoint is a link, which is not followed",
@@ -371,3 +371,90 @@ def open_without_links(store: Store, name: str, *, lock: bool = True) -> Directo
             hint="Put the directory itself in the place of the link; or remove a link that is no part of it.",
         )
     return directory
+
+
+def read_file(directory: ReadDirectory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
+    """All bytes of a small file.
+
+    Args:
+        directory: Where it is.
+        path: Its path there.
+        limit: Bytes that it may have, if others have written it.
+        what: What an error calls it.
+
+    Raises:
+        FileNotFoundError: There is none.
+        FormatError: It is larger than the limit.
+        OSError: The storage refused.
+    """
+    with contextlib.closing(directory.open(path)) as source:
+        if limit is not None and source.size > limit:
+            raise FormatError(f"{what} is too large", file=path, expected=f"at most {limit} bytes", found=source.size)
+        data = bytearray(source.size)
+        got = source.read_into(memoryview(data), 0)
+        return bytes(memoryview(data)[:got])
+
+
+def get_file_size(directory: ReadDirectory, path: str) -> int:
+    """Bytes in a file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: The storage refused.
+    """
+    source = directory.open(path)
+    source.close()
+    return source.size
+
+
+def write_file(directory: Directory, path: str, data: bytes | memoryview) -> None:
+    """Write a whole file durably, at once. Large `data` begins at a page.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    sink = directory.create(path, len(data))
+    try:
+        sink.write(memoryview(data), len(data), 0)
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def rename_durably(store: FileSystem, old: str, new: str) -> None:
+    """Give a directory, or a file, another name that outlasts a loss of power; if not, it keeps the old one.
+
+    Raises:
+        OSError: The storage refused; it has the old name.
+        NotDurableError: It has the new name; the storage refused to make that durable, and to undo it.
+    """
+    store.rename(old, new)
+    sync_or_undo(store, new, lambda: store.rename(new, old))
+
+
+def sync_or_undo(store: FileSystem, name: str, undo: Callable[[], object]) -> None:
+    """Make a name that was just given outlast a loss of power; if that is refused, take it back.
+
+    Raises:
+        OSError: The storage refused; it is undone.
+        NotDurableError: The storage refused to undo it, too.
+    """
+    try:
+        store.sync()
+    except OSError as refused:
+        try:
+            undo()
+        except OSError as error:
+            raise make_not_durable_error(store, name, refused) from error
+        raise
+
+
+def make_not_durable_error(store: Store, name: str, refused: OSError) -> NotDurableError:
+    """The error for a name that the storage neither makes durable nor takes back."""
+    return NotDurableError(
+        f"{name} is in place and complete, but the storage refused to make its name durable",
+        path=store.path,
+        found=refused.strerror or str(refused),
+        hint="A loss of power may bring back what was there before. Save again where the storage works.",
+    )

@@ -1,6 +1,7 @@
-"""Root directories of the local (or a network) file system: names, and who uses the directories in them.
+"""Local (or network) file system: directories, `flock` locks, atomic renames and removal.
 
-A lock on the descriptor of a directory says that it is in use.
+`LocalDirectory` works through its descriptor, so that a rename does not redirect a reader or writer. `LocalStore`
+implements `FileSystem`. A lock on the descriptor of a directory marks it as in use; without locks its age decides.
 """
 
 from __future__ import annotations
@@ -13,32 +14,243 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 
+from xla_ckpt.core.plan.read_costs import LOCAL_DISK_COSTS
 from xla_ckpt.errors import StorageError
 from xla_ckpt.logs import get_logger
-from xla_ckpt.storage.base import Identity
-from xla_ckpt.storage.local_directory import LocalDirectory
-from xla_ckpt.storage.local_file import beneath, check_encodable, open_regular
+from xla_ckpt.storage.base import Directory, Identity, ReadDirectory
+from xla_ckpt.storage.local_file import (
+    LocalFileReader,
+    LocalFileWriter,
+    SharedDescriptor,
+    check_encodable,
+    make_not_a_file_error,
+    open_descriptor,
+    open_parent_beneath,
+    open_regular_file,
+)
+from xla_ckpt.storage.threads import get_worker_count, run_tasks
 
 logger = get_logger(__name__)
 
-UNLOCKED_AGE = 3600.0
+SYNC_THREADS = 8
+"""Threads that make directories durable, if there are many of them, and the machine has the cores."""
+
+
+class LocalDirectory:
+    """A directory, held by its descriptor.
+
+    Args:
+        path: Its path, which may be a link.
+        inside: If given, a path below that one, on which no link is followed.
+        links: Whether files in it may be links to files elsewhere.
+    """
+
+    costs = LOCAL_DISK_COSTS
+    streaming = None
+
+    def __init__(self, path: str | os.PathLike[str], *, subpath: str | None = None, links: bool = False) -> None:
+        self._descriptor: SharedDescriptor | None = None
+        self._lock_owner_pid = 0
+        """Which process has locked it with this descriptor; 0 if none has."""
+        self.path = os.path.join(path, subpath) if subpath else os.fspath(path)
+        self._may_be_link = not subpath
+        self._allow_links = links
+        self.name = os.path.basename(self.path)
+        self._unsynced = {""}
+        flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if subpath else 0)
+        with open_parent_beneath(os.fspath(path), subpath or "") as (parent, name):
+            self._descriptor = SharedDescriptor(open_descriptor(name, flags, dir_fd=parent))
+
+    def __del__(self) -> None:
+        # What a signal handler raises may take a directory from who has just opened it, before anybody can close it: it
+        # would be in use as long as the process runs.
+        self.close()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 when it is closed."""
+        return -1 if self._descriptor is None else self._descriptor.fd
+
+    @property
+    def identity(self) -> Identity:
+        status = os.fstat(self.fd)
+        return status.st_dev, status.st_ino
+
+    def create(self, path: str, size: int) -> LocalFileWriter:
+        parents = self._make_parents(path.split("/")[:-1])
+        sink = LocalFileWriter(self.fd, path, size)
+        self._unsynced.update(parents)
+        return sink
+
+    def make_directory(self, path: str) -> None:
+        paths = self._make_parents(path.split("/"))
+        os.close(self._open_subdirectory(path))  # a file is no directory
+        self._unsynced.update(paths)
+
+    def _open_subdirectory(self, path: str) -> int:
+        """A descriptor of a directory below, or of this one for "."."""
+        with open_parent_beneath(self.fd, path) as (parent, name):
+            return open_descriptor(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+
+    def move_in(self, other: Directory, path: str) -> None:
+        assert isinstance(other, LocalDirectory), "both are directories of one store"
+        parents = self._make_parents(path.split("/")[:-1])
+        # By descriptors: another directory may have the name of this one by now, and must not get the file.
+        with (
+            self._explain_links(path),
+            open_parent_beneath(other.fd, path) as (its_parent, name),
+            open_parent_beneath(self.fd, path) as (parent, _),
+        ):
+            os.rename(name, name, src_dir_fd=its_parent, dst_dir_fd=parent)
+        self._unsynced.update(parents)
+
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
+        assert isinstance(source, LocalDirectory), "both are directories of one store"
+        parents = self._make_parents(name.split("/")[:-1])
+        with (
+            open_parent_beneath(source.fd, path) as (its_parent, old),
+            open_parent_beneath(self.fd, name) as (parent, new),
+        ):
+            os.link(old, new, src_dir_fd=its_parent, dst_dir_fd=parent, follow_symlinks=False)
+        self._unsynced.update(parents)
+
+    def _make_parents(self, parts: list[str]) -> list[str]:
+        """Make a directory and its parents; the paths of all of them."""
+        paths: list[str] = []
+        for part in parts:
+            paths.append(f"{paths[-1]}/{part}" if paths else part)
+            try:
+                with open_parent_beneath(self.fd, paths[-1]) as (parent, name):
+                    os.mkdir(name, dir_fd=parent)
+            except FileExistsError:
+                pass  # another writer of the same save was here first
+        return paths
+
+    def write_atomic(self, path: str, data: bytes, *, durable: bool = False) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = open_descriptor(f"{path}.new", flags, 0o666, dir_fd=self.fd)
+        try:
+            try:
+                written = 0
+                while written < len(data):  # of a short write the next one says why
+                    written += os.write(fd, data[written:])
+                if durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(f"{path}.new", path, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.new", dir_fd=self.fd)
+            raise
+
+    def open(self, path: str, size: int | None = None) -> LocalFileReader:
+        if self._descriptor is None:
+            raise OSError(errno.EBADF, "the directory is closed", self.path)
+        with self._explain_links(path):
+            return LocalFileReader(self._descriptor, path, links=self._allow_links)
+
+    @contextlib.contextmanager
+    def _explain_links(self, path: str) -> Iterator[None]:
+        """Raise a `NotAFileError` that names the link where one is on the way to a file."""
+        try:
+            yield
+        except NotADirectoryError as error:
+            parents = path.split("/")[:-1]
+            for place in ("/".join(parents[: number + 1]) for number in range(len(parents))):
+                with contextlib.suppress(OSError):
+                    found = f"{place} is a link to {os.readlink(place, dir_fd=self.fd)}"
+                    break
+            else:
+                raise
+            raise make_not_a_file_error(path, found) from error
+
+    def list_files(self) -> list[str]:
+        paths = []
+        for parent, _, names, _ in os.fwalk(".", dir_fd=self.fd):
+            paths += [os.path.normpath(f"{parent}/{name}") for name in names]
+        return sorted(paths)
+
+    def list_linked_directories(self) -> list[str]:
+        return sorted(
+            os.path.normpath(f"{parent}/{name}")
+            for parent, names, _, fd in os.fwalk(".", dir_fd=self.fd)
+            for name in names
+            if stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode)
+        )
+
+    def sync(self) -> None:
+        touched, self._unsynced = self._unsynced, {""}  # what is made meanwhile is for the next call
+        by_depth: dict[int, list[str]] = {}
+        for name in touched:
+            by_depth.setdefault(len(name.split("/")) if name else 0, []).append(name)
+        try:
+            for _, names in sorted(by_depth.items(), reverse=True):  # children before parents
+                # Several at a time: each waits for the disk, which makes many of them durable in one go.
+                workers = min(get_worker_count(SYNC_THREADS, 3), len(names))
+                run_tasks(sorted(names), self._sync_one, workers=workers, buffer_bytes=0, name="xla_ckpt-sync")
+        except BaseException:
+            self._unsynced |= touched
+            raise
+
+    def _sync_one(self, name: str, _: memoryview) -> None:
+        fd = self._open_subdirectory(name or ".")
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def get_free_bytes(self) -> int | None:
+        try:
+            status = os.fstatvfs(self.fd)
+        except OSError as error:
+            logger.debug("%s does not say how much is free: %s", self.path, error)
+            return None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
+
+    def is_at(self, name: str) -> bool:
+        path = os.path.join(os.path.dirname(self.path), name)
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(path, follow_symlinks=self._may_be_link))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def lock(self, how: int) -> None:
+        """Lock it until it is closed; raises `BlockingIOError` where somebody else has."""
+        fcntl.flock(self.fd, how | fcntl.LOCK_NB)
+        self._lock_owner_pid = os.getpid()
+
+    def close(self) -> None:
+        # Files that were opened in it, and are not closed yet, share the descriptor.
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and self._lock_owner_pid == os.getpid():
+            # A process that was forked meanwhile, such as a data loader's worker, has a copy of the descriptor.
+            # It would keep the lock as long as it runs, and retention would leave the directory alone.
+            try:
+                fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+            except OSError as error:
+                logger.debug("%s: its lock goes with its last descriptor: %s", self.path, error)
+
+
+UNLOCKED_IDLE_SECONDS = 3600.0
 """Seconds without a change after which a directory counts as unused, where the file system has no locks.
 
 A save that is alive writes, or waits for other ranks, and that for no longer than its timeout: half an hour unless the
 caller says otherwise. As much again is left for clocks that differ. A load seldom takes so long.
 """
 
-OPENINGS = 8
+REOPEN_ATTEMPTS = 8
 """How often a directory is opened again that was moved when it got its lock.
 
 A file system whose numbers of files change would have it opened for ever.
 """
 
-MARKS = 50
+LOCK_ATTEMPTS = 50
 """How often it is tried to mark a directory as being in use, a millisecond apart."""
 
-REMOVALS = 3
+REMOVE_ATTEMPTS = 3
 """How often it is tried to remove a directory that somebody still writes to."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,27 +276,27 @@ class LocalStore:
 
     object_store = None
 
-    def identity(self, name: str) -> Identity | None:
+    def get_identity(self, name: str) -> Identity | None:
         try:
-            status = self._status(name)
+            status = self._stat(name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return status.st_dev, status.st_ino
 
-    def look(self) -> LocalStore:
+    def snapshot_view(self) -> LocalStore:
         """Itself."""
         return self
 
-    def address(self, name: str) -> str:
-        return os.path.realpath(self._at(name))
+    def resolve_address(self, name: str) -> str:
+        return os.path.realpath(self._get_path(name))
 
-    def _at(self, path: str) -> str:
+    def _get_path(self, path: str) -> str:
         check_encodable(path)
         return os.path.join(self.path, path) if path else self.path
 
-    def _status(self, path: str) -> os.stat_result:
+    def _stat(self, path: str) -> os.stat_result:
         """What has a path, which may be a link if it is the root itself."""
-        with beneath(self.path, path) as (parent, name):
+        with open_parent_beneath(self.path, path) as (parent, name):
             return os.stat(name, dir_fd=parent, follow_symlinks=not path)
 
     def prepare(self) -> bool:
@@ -105,11 +317,11 @@ class LocalStore:
             raise PermissionError(errno.EACCES, "no permission to write there", self.path)
         return bool(new)
 
-    def names(self, path: str = "") -> list[str]:
+    def list_names(self, path: str = "") -> list[str]:
         try:
             if not path:
                 return sorted(os.listdir(self.path))
-            with contextlib.closing(LocalDirectory(self.path, inside=path)) as directory:
+            with contextlib.closing(LocalDirectory(self.path, subpath=path)) as directory:
                 return sorted(os.listdir(directory.fd))
         except FileNotFoundError:
             return []
@@ -123,27 +335,27 @@ class LocalStore:
         if not path:
             return os.path.lexists(self.path)
         try:
-            self._status(path)
+            self._stat(path)
         except (OSError, ValueError):
             return False
         return True
 
     def is_directory(self, path: str) -> bool:
         try:
-            return stat.S_ISDIR(self._status(path).st_mode)
+            return stat.S_ISDIR(self._stat(path).st_mode)
         except (OSError, ValueError):
             return False
 
-    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        fd, status = open_regular(self.path, path, links=links)
+    def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        fd, status = open_regular_file(self.path, path, links=links)
         try:
             return os.pread(fd, min(nbytes, status.st_size), 0)
         finally:
             os.close(fd)
 
-    def modified(self, path: str) -> int | None:
+    def get_modified_time(self, path: str) -> int | None:
         try:
-            with beneath(self.path, path) as (parent, name):
+            with open_parent_beneath(self.path, path) as (parent, name):
                 return os.stat(name, dir_fd=parent).st_mtime_ns
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link that leads to itself is no file
@@ -152,47 +364,47 @@ class LocalStore:
 
     def open(self, name: str, *, lock: bool = True, links: bool = False, write: bool = False) -> LocalDirectory:
         if not lock:
-            return LocalDirectory(self.path, inside=name, links=links)
-        directory = self._locked(name, links, write)
-        for _ in range(OPENINGS):
+            return LocalDirectory(self.path, subpath=name, links=links)
+        directory = self._open_locked(name, links, write)
+        for _ in range(REOPEN_ATTEMPTS):
             if directory.is_at(directory.name):
                 break
             # Between its opening and its lock it was moved, perhaps to be removed, and nobody saw that it is read.
             directory.close()
-            directory = self._locked(name, links, write)
+            directory = self._open_locked(name, links, write)
         return directory
 
-    def _locked(self, name: str, links: bool, write: bool) -> LocalDirectory:
-        directory = LocalDirectory(self.path, inside=name, links=links)
-        _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+    def _open_locked(self, name: str, links: bool, write: bool) -> LocalDirectory:
+        directory = LocalDirectory(self.path, subpath=name, links=links)
+        _lock_with_retries(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
         return directory
 
-    def make(self, name: str) -> LocalDirectory:
+    def make_directory(self, name: str) -> LocalDirectory:
         # Between its making and its lock, a job that cleans up may take the directory for one that nobody uses.
         while True:
-            with beneath(self.path, name) as (parent, last):
+            with open_parent_beneath(self.path, name) as (parent, last):
                 os.mkdir(last, dir_fd=parent)
             try:
-                directory = LocalDirectory(self.path, inside=name)
+                directory = LocalDirectory(self.path, subpath=name)
             except FileNotFoundError:
                 continue
-            _mark(directory, fcntl.LOCK_EX)
+            _lock_with_retries(directory, fcntl.LOCK_EX)
             if directory.is_at(directory.name):
                 return directory
             directory.close()
 
-    def held(self, name: str) -> bool | None:
+    def get_lock_state(self, name: str) -> bool | None:
         locked = self._is_locked(name)
         return None if isinstance(locked, OSError) else locked
 
-    def in_use(self, name: str) -> bool:
+    def is_in_use(self, name: str) -> bool:
         locked = self._is_locked(name)
         return locked if isinstance(locked, bool) else self._may_be_in_use(name, locked)
 
     def _is_locked(self, name: str) -> bool | OSError:
         """Whether somebody has marked a directory as being read or written; or why that cannot be found out."""
         try:
-            directory = LocalDirectory(self.path, inside=name)
+            directory = LocalDirectory(self.path, subpath=name)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -209,30 +421,33 @@ class LocalStore:
 
     def _may_be_in_use(self, name: str, error: OSError) -> bool:
         """Whether somebody may use a directory, where that error is all that its lock says."""
-        _doubt(self._at(name), error)
-        return _is_young(self._at(name))
+        _warn_lock_unknown(self._get_path(name), error)
+        return _is_recently_modified(self._get_path(name))
 
     def rename(self, old: str, new: str) -> None:
-        with beneath(self.path, old) as (parent, name), beneath(self.path, new) as (new_parent, new_name):
+        with (
+            open_parent_beneath(self.path, old) as (parent, name),
+            open_parent_beneath(self.path, new) as (new_parent, new_name),
+        ):
             os.rename(name, new_name, src_dir_fd=parent, dst_dir_fd=new_parent)
 
     def exchange(self, one: str, other: str) -> bool:
         if not hasattr(_libc, "renameat2"):
             return False
-        paths = [os.fsencode(self._at(name)) for name in (one, other)]
+        paths = [os.fsencode(self._get_path(name)) for name in (one, other)]
         if _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
             return True
         code = ctypes.get_errno()
         if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or the file system cannot
             return False
-        raise OSError(code, os.strerror(code), self._at(one), None, self._at(other))
+        raise OSError(code, os.strerror(code), self._get_path(one), None, self._get_path(other))
 
     def remove(self, name: str) -> None:
         with (
-            beneath(self.path, name) as (parent, last),
-            contextlib.closing(LocalDirectory(self.path, inside=name)) as directory,
+            open_parent_beneath(self.path, name) as (parent, last),
+            contextlib.closing(LocalDirectory(self.path, subpath=name)) as directory,
         ):
-            for left in reversed(range(REMOVALS)):
+            for left in reversed(range(REMOVE_ATTEMPTS)):
                 try:
                     shutil.rmtree(last, dir_fd=parent)
                     return
@@ -244,7 +459,7 @@ class LocalStore:
                         raise
 
     def remove_unused(self, name: str) -> bool:
-        with contextlib.closing(LocalDirectory(self.path, inside=name)) as directory:
+        with contextlib.closing(LocalDirectory(self.path, subpath=name)) as directory:
             try:
                 # Kept until it is removed: what is removed goes by its name, and without the lock another program could
                 # remove it first and fill a new directory of that name.
@@ -261,7 +476,7 @@ class LocalStore:
 
     def remove_empty(self, name: str) -> bool:
         try:
-            with beneath(self.path, name) as (parent, last):
+            with open_parent_beneath(self.path, name) as (parent, last):
                 os.rmdir(last, dir_fd=parent)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -274,8 +489,8 @@ class LocalStore:
             directory.sync()
 
 
-def _mark(directory: LocalDirectory, how: int) -> None:
-    for _ in range(MARKS):
+def _lock_with_retries(directory: LocalDirectory, how: int) -> None:
+    for _ in range(LOCK_ATTEMPTS):
         try:
             directory.lock(how)
         except BlockingIOError:
@@ -283,7 +498,7 @@ def _mark(directory: LocalDirectory, how: int) -> None:
             # from then on, and be removed while it is written or read.
             time.sleep(0.001)
         except OSError as error:
-            # Where there are no locks, `in_use` goes by the age of a directory.
+            # Where there are no locks, `is_in_use` goes by the age of a directory.
             logger.debug("%s is not marked as being in use: %s", directory.path, error)
             return
         else:
@@ -291,13 +506,13 @@ def _mark(directory: LocalDirectory, how: int) -> None:
     logger.debug("%s is not marked as being in use: somebody else has marked it", directory.path)
 
 
-def _is_young(path: str) -> bool:
-    """Whether something in a directory has changed in the last `UNLOCKED_AGE` seconds."""
+def _is_recently_modified(path: str) -> bool:
+    """Whether something in a directory has changed in the last `UNLOCKED_IDLE_SECONDS` seconds."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    since = time.time() - UNLOCKED_AGE
+    since = time.time() - UNLOCKED_IDLE_SECONDS
     try:
         places = (os.path.join(at, name) for at, _, files in os.walk(path, onerror=fail) for name in ("", *files))
         return any(os.lstat(place).st_mtime > since for place in places)
@@ -307,17 +522,17 @@ def _is_young(path: str) -> bool:
         return True
 
 
-_DOUBTED: set[int | None] = set()
-"""Numbers of the errors that `_doubt` has told of."""
+_WARNED_ERRNOS: set[int | None] = set()
+"""Numbers of the errors that `_warn_lock_unknown` has told of."""
 
 
-def _doubt(path: str, error: OSError) -> None:
-    if error.errno not in _DOUBTED:
-        _DOUBTED.add(error.errno)
+def _warn_lock_unknown(path: str, error: OSError) -> None:
+    if error.errno not in _WARNED_ERRNOS:
+        _WARNED_ERRNOS.add(error.errno)
         logger.warning(
             "cannot find out whether %s is in use (%s): this and others like it are left alone until nothing in them "
             "has changed for %g minutes, also if num_kept_ckpts would delete them",
             path,
             error.strerror or error,
-            UNLOCKED_AGE / 60,
+            UNLOCKED_IDLE_SECONDS / 60,
         )

@@ -1,7 +1,8 @@
-"""Files of the local (or a network) file system, which are written once and read.
+"""Local files: direct I/O (O_DIRECT), page-cache probes, and a limit on open descriptors.
 
-Large ones are written with O_DIRECT where the file system allows it, and what is read once and is not in the page cache
-is read with it: on these paths the page cache costs more than the disk.
+Large files bypass the page cache, which on these paths costs more than the disk. Paths are resolved beneath an open
+directory without following links. Idle files are closed, least recently used first, when the process runs short of
+descriptors, and reopened on the next read.
 """
 
 from __future__ import annotations
@@ -11,26 +12,112 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import stat
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from xla_ckpt.errors import ChangedTagError, NotAFileError, UsageError
-from xla_ckpt.storage.base import BLOCK
-from xla_ckpt.storage.open_files import IDLE, Descriptor, open_descriptor
+from xla_ckpt.storage.base import BLOCK_BYTES
+from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
 
-DIRECT_BYTES = 1 << 20
+IDLE_DIVISOR = 8
+"""One part in so many of the descriptors that the process may have is for files that nobody reads at the moment. Each
+takes up to three: one more reads around the page cache, and one belongs to a mapping."""
+
+MIN_IDLE_FILES = 4
+"""So many files stay open whatever the limit is."""
+
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+
+
+class Suspendable(Protocol):
+    """A file that can be closed while nobody reads it."""
+
+    def suspend(self) -> None:
+        """Close it, unless somebody has begun to read it."""
+
+
+class IdleFiles:
+    """The files of this process that are open and that nobody reads."""
+
+    def __init__(self) -> None:
+        self._lock = fork_safe_lock()
+        self._files: OrderedDict[Suspendable, None] = OrderedDict()
+
+    def reset_after_fork(self) -> None:
+        """Forget all of them in a forked process. They stay open: a thread of the parent may hold the lock of one."""
+        self._files.clear()
+
+    def add(self, file: Suspendable) -> None:
+        """Keep a file that nobody reads any more, as the one that was read last."""
+        with self._lock:
+            self._files[file] = None
+
+    def discard(self, file: Suspendable) -> None:
+        """Leave a file alone: it is being read, or closed."""
+        with self._lock:
+            self._files.pop(file, None)
+
+    def suspend(self, limit: int | None = None) -> bool:
+        """Close those that were read longest ago until there are `limit`; whether any was closed.
+
+        By default so many stay open as the limit of the process allows. No lock of a file may be held.
+        """
+        limit = _get_idle_limit() if limit is None else limit
+        closed = False
+        while len(self._files) > limit:
+            with self._lock:
+                if len(self._files) <= limit:
+                    break
+                file, _ = self._files.popitem(last=False)
+            file.suspend()
+            closed = True
+        return closed
+
+
+IDLE_FILES = register_fork_reset(IdleFiles(), IdleFiles.reset_after_fork)
+
+
+def _get_idle_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # each time: a program may lower it
+    return max(soft // IDLE_DIVISOR, MIN_IDLE_FILES) if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def open_descriptor(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """As `os.open`, which makes room for it where this process has too many files open."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in _TOO_MANY or not IDLE_FILES.suspend(0):
+            raise
+    return os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+
+
+class SharedDescriptor:
+    """A descriptor that several objects share. The last one that forgets it closes it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+DIRECT_IO_MIN_BYTES = 1 << 20
 """Files from this size on are written around the page cache, and read around it if they are not in it."""
 
-SAMPLE_BYTES = 256 * 1024
+CACHE_PROBE_BYTES = 256 * 1024
 """What is looked at of a range to know whether it is in the page cache: to ask about each page takes as long as half of
 the copy out of it, and the kernel takes in and gives up neighbours together."""
 
-CACHED_READS = "XLA_CKPT_CACHED_READS"
+CACHED_READS_VARIABLE = "XLA_CKPT_CACHED_READS"
 """Environment variable: ``1`` has all reads go through the page cache.
 
 That is better where many processes of a machine load the same files and are not one job.
@@ -58,11 +145,11 @@ def check_encodable(path: str) -> None:
         ) from error
 
 
-_ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+_TRAVERSE_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @contextmanager
-def beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]:
+def open_parent_beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]:
     """Yield a descriptor of the directory in which a path ends, and the last name of the path, for calls with dir_fd=.
 
     No link on the way is followed, so that nothing outside of the directory is reached; what a caller does with the
@@ -89,7 +176,7 @@ def beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]
     opened: list[int] = []
     try:
         for parent in parents:
-            opened.append(open_descriptor(parent, _ON_THE_WAY, dir_fd=opened[-1] if opened else start))
+            opened.append(open_descriptor(parent, _TRAVERSE_FLAGS, dir_fd=opened[-1] if opened else start))
         yield opened[-1] if opened else start, name
     finally:
         while opened:  # each is forgotten first: an interrupted close would be done again, to another file by then
@@ -108,19 +195,19 @@ def _allocate(fd: int, size: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-class LocalSink:
+class LocalFileWriter:
     """A file being written, through O_DIRECT or the page cache."""
 
     def __init__(self, directory: int, path: str, size: int) -> None:
         self._size = size
-        with beneath(directory, path) as (parent, name):
+        with open_parent_beneath(directory, path) as (parent, name):
             self._fd = open_descriptor(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=parent)
         try:
             _allocate(self._fd, size)
         except OSError:
             os.close(self._fd)
             raise
-        if size >= DIRECT_BYTES:
+        if size >= DIRECT_IO_MIN_BYTES:
             self._set_direct(True)
 
     def _set_direct(self, on: bool) -> None:
@@ -136,7 +223,7 @@ class LocalSink:
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
         while nbytes > 0:
-            wanted = -(-nbytes // BLOCK) * BLOCK if self.direct else nbytes
+            wanted = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES if self.direct else nbytes
             try:
                 done = os.pwrite(self._fd, buffer[:wanted], offset)
             except OSError as error:
@@ -144,7 +231,7 @@ class LocalSink:
                     self._set_direct(False)
                     continue
                 raise
-            if done % BLOCK and done < nbytes:  # a short write off the grid cannot go on with O_DIRECT
+            if done % BLOCK_BYTES and done < nbytes:  # a short write off the grid cannot go on with O_DIRECT
                 self._set_direct(False)
             buffer, nbytes, offset = buffer[done:], nbytes - done, offset + done
 
@@ -159,40 +246,40 @@ class LocalSink:
             os.ftruncate(self._fd, self._size)
             os.fsync(self._fd)
         finally:
-            self.abandon()
+            self.abort()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
-def open_regular(directory: int | str, path: str, *, links: bool = False) -> tuple[int, os.stat_result]:
+def open_regular_file(directory: int | str, path: str, *, links: bool = False) -> tuple[int, os.stat_result]:
     """A descriptor that reads a file, and the status of the file. All files of checkpoints are opened here.
 
-    With `links` it may be a link to a file elsewhere. No link on the way to it is followed.
+    With `list_segments` it may be a link to a file elsewhere. No link on the way to it is followed.
 
     Raises:
         NotAFileError: It is a pipe, a device, a directory or a link.
-        OSError: The storage refused; FileNotFoundError if there is none, NotADirectoryError as `beneath`.
+        OSError: The storage refused; FileNotFoundError if there is none, NotADirectoryError as `open_parent_beneath`.
     """
     # A pipe would block the opening until somebody writes to it.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    with beneath(directory, path) as (parent, name):
+    with open_parent_beneath(directory, path) as (parent, name):
         try:
             fd = open_descriptor(name, flags, dir_fd=parent)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise no_file(path, "a link") from error
+                raise make_not_a_file_error(path, "a link") from error
             raise
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise no_file(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
+        raise make_not_a_file_error(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
     return fd, status
 
 
-def no_file(path: str, kind: str) -> NotAFileError:
+def make_not_a_file_error(path: str, kind: str) -> NotAFileError:
     """The error for what a checkpoint cannot have in the place of a file."""
     return NotAFileError(
         "not a regular file: it is not read",
@@ -202,11 +289,11 @@ def no_file(path: str, kind: str) -> NotAFileError:
     )
 
 
-class LocalSource:
-    """A file being read. It need not stay open between two reads: see `xla_ckpt.storage.open_files`."""
+class LocalFileReader:
+    """A file being read. It need not stay open between two reads: see `xla_ckpt.storage.local_file`."""
 
-    def __init__(self, directory: Descriptor, path: str, *, links: bool = False) -> None:
-        self._directory: Descriptor | None = directory
+    def __init__(self, directory: SharedDescriptor, path: str, *, links: bool = False) -> None:
+        self._directory: SharedDescriptor | None = directory
         """Where it is opened again; None when it is closed."""
         self._path = path
         self._links = links
@@ -217,14 +304,14 @@ class LocalSource:
         self._direct_fd: int | None = None
         """Descriptor for reads around the page cache; -1 where there is none."""
         self._pages: npt.NDArray[np.uint8] | None = None
-        self._fd, status = open_regular(directory.fd, path, links=links)
-        self._version = _version(status)
+        self._fd, status = open_regular_file(directory.fd, path, links=links)
+        self._version = _get_file_version(status)
         self.size = status.st_size
-        IDLE.add(self)
-        IDLE.suspend()
+        IDLE_FILES.add(self)
+        IDLE_FILES.suspend()
 
     @contextmanager
-    def _open(self) -> Iterator[int]:
+    def _hold_open(self) -> Iterator[int]:
         """Its descriptor, which stays open meanwhile.
 
         Raises:
@@ -233,23 +320,23 @@ class LocalSource:
         """
         with self._lock:
             if self._fd < 0:
-                self._open_again()
+                self._reopen()
             self._readers += 1
-            IDLE.discard(self)
+            IDLE_FILES.discard(self)
         try:
             yield self._fd
         finally:
             with self._lock:
                 self._readers -= 1
                 if not self._readers and self._fd >= 0:
-                    IDLE.add(self)
-            IDLE.suspend()
+                    IDLE_FILES.add(self)
+            IDLE_FILES.suspend()
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         if self._directory is None:
             raise OSError(errno.EBADF, "the file is closed", self._path)
-        fd, status = open_regular(self._directory.fd, self._path, links=self._links)
-        if _version(status) != self._version:
+        fd, status = open_regular_file(self._directory.fd, self._path, links=self._links)
+        if _get_file_version(status) != self._version:
             os.close(fd)
             raise ChangedTagError(
                 "a file was replaced while it was being read", file=self._path, hint="Load it again, or another one."
@@ -264,7 +351,7 @@ class LocalSource:
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         done = 0
-        with self._open() as fd:
+        with self._hold_open() as fd:
             while done < len(buffer):
                 got = os.preadv(fd, [buffer[done:]], offset + done)
                 if got == 0:
@@ -273,21 +360,21 @@ class LocalSource:
         return done
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        with self._open():
+        with self._hold_open():
             return self._read_once(buffer, offset, scratch)
 
     def _read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        fd = self._direct()
-        if fd < 0 or self._mostly_cached(offset, len(buffer)):
+        fd = self._get_direct_fd()
+        if fd < 0 or self._is_mostly_cached(offset, len(buffer)):
             return self.read_into(buffer, offset)
         target = np.frombuffer(buffer, np.uint8)
-        step = len(scratch) // BLOCK * BLOCK
+        step = len(scratch) // BLOCK_BYTES * BLOCK_BYTES
         done = 0
         while done < len(buffer):
             # Both ends of what is wanted may lie inside of a block, which is read whole.
             at = offset + done
-            skip = at % BLOCK
-            wanted = min(step, -(-(skip + len(buffer) - done) // BLOCK) * BLOCK)
+            skip = at % BLOCK_BYTES
+            wanted = min(step, -(-(skip + len(buffer) - done) // BLOCK_BYTES) * BLOCK_BYTES)
             try:
                 got = os.preadv(fd, [scratch[:wanted]], at - skip) - skip
             except OSError as error:
@@ -301,24 +388,24 @@ class LocalSource:
             done += got
         return done
 
-    def _mostly_cached(self, offset: int, nbytes: int) -> bool:
+    def _is_mostly_cached(self, offset: int, nbytes: int) -> bool:
         """Whether more than half of the beginning of a range of the file lies in the page cache."""
         # Not by a read with RWF_NOWAIT: it begins to read ahead, and the disk would read everything twice.
         assert self._pages is not None
         first = offset // mmap.PAGESIZE
-        last = -(-min(offset + min(nbytes, SAMPLE_BYTES), self.size) // mmap.PAGESIZE)
+        last = -(-min(offset + min(nbytes, CACHE_PROBE_BYTES), self.size) // mmap.PAGESIZE)
         cached = (ctypes.c_ubyte * max(last - first, 0))()
         begin = self._pages.ctypes.data + first * mmap.PAGESIZE
         if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(cached) * mmap.PAGESIZE), cached):
             return True  # unknown: a read through the page cache is never wrong
         return int(np.count_nonzero(np.frombuffer(memoryview(cached), np.uint8) & 1)) * 2 > len(cached)
 
-    def _direct(self) -> int:
+    def _get_direct_fd(self) -> int:
         """A descriptor of the same file that goes around the page cache; -1 where that is impossible or unwanted."""
         with self._lock:
             if self._direct_fd is None:
                 self._direct_fd = -1
-                if self.size >= DIRECT_BYTES and os.environ.get(CACHED_READS, "0") != "1":
+                if self.size >= DIRECT_IO_MIN_BYTES and os.environ.get(CACHED_READS_VARIABLE, "0") != "1":
                     self._open_direct()
             return self._direct_fd
 
@@ -332,7 +419,7 @@ class LocalSource:
             self._pages = None  # tmpfs and others have no direct I/O, some systems no /proc
 
     def close(self) -> None:
-        IDLE.discard(self)
+        IDLE_FILES.discard(self)
         with self._lock:
             self._directory = None
             self._release()
@@ -344,6 +431,6 @@ class LocalSource:
                 os.close(fd)
 
 
-def _version(status: os.stat_result) -> tuple[int, ...]:
+def _get_file_version(status: os.stat_result) -> tuple[int, ...]:
     """What tells a file from one that took its name later: a number is given anew when its file is gone."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

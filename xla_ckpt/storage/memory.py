@@ -1,7 +1,6 @@
-"""Files in memory: ``memory://name`` is a root in it, as long as the process lives.
+"""In-memory object store for tests and simulations: ``memory://name``.
 
-For tests and simulations. What is stored there is lost with the process, and ranks of other processes do not see it.
-`storage.remote.RemoteStore` makes an object store of them, as of a bucket.
+Contents are lost with the process, and other processes cannot see them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.plan.costs import DISK
-from xla_ckpt.storage.base import Changed
-from xla_ckpt.storage.process_state import process_rlock
+from xla_ckpt.core.plan.read_costs import LOCAL_DISK_COSTS
+from xla_ckpt.storage.base import VersionConflict
+from xla_ckpt.storage.process_state import fork_safe_rlock
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class MemoryFile:
     """A file. Whoever writes it anew makes another one: who reads the old one keeps it."""
 
     data: bytes
@@ -32,63 +31,65 @@ class File:
 
 
 class MemoryFiles(MutableMapping[str, bytes]):
-    """Files by their full names, such as ``root/tag/file``, and the answers of `storage.remote_client.Client`."""
+    """Files by their full names, such as ``root/tag/file``, and the answers of
+    `storage.remote_client.ObjectStoreClient`.
+    """
 
-    costs = DISK
+    costs = LOCAL_DISK_COSTS
 
     def __init__(self) -> None:
-        self._lock = process_rlock()
-        self._files: dict[str, File] = {}
+        self._lock = fork_safe_rlock()
+        self._files: dict[str, MemoryFile] = {}
         self._names: list[str] = []
         """All names, sorted: those below one lie side by side."""
 
         self._versions = itertools.count(1)
 
-    def _file(self, key: str) -> File:
+    def _get_file(self, key: str) -> MemoryFile:
         try:
             return self._files[key]
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", key) from None
 
-    def head(self, key: str) -> dict[str, Any]:
-        return self._file(key).meta
+    def get_metadata(self, key: str) -> dict[str, Any]:
+        return self._get_file(key).meta
 
     def read(self, key: str, offset: int, nbytes: int, version: str | None) -> tuple[memoryview, int, str | None]:
-        data = self._file(key).data
+        data = self._get_file(key).data
         return memoryview(data)[offset : offset + nbytes], len(data), version
 
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
-        file = self._file(key)
+        file = self._get_file(key)
         return file.data, file.version
 
     def send(self, key: str, data: Any, part_bytes: int, parts_at_once: int) -> None:
         self[key] = data.read() if hasattr(data, "read") else b"".join([data] if isinstance(data, bytes) else data)
 
-    def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
+    def put_if_match(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
         with self._lock:
             if version != (self._files[key].version if key in self._files else None):
-                raise Changed(key)
+                raise VersionConflict(key)
             self[key] = data
             return self._files[key].version
 
     def copy(self, source: str, target: str) -> None:
-        self[target] = self._file(source).data
+        self[target] = self._get_file(source).data
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.pop(key, None)
 
-    def names_below(self, prefix: str) -> list[str]:
-        return sorted({name[len(prefix) :].partition("/")[0] for name in self.below(prefix)})
+    def list_names(self, prefix: str) -> list[str]:
+        return sorted({name[len(prefix) :].partition("/")[0] for name in self.list_keys(prefix)})
 
-    def metas_below(self, prefix: str) -> list[dict[str, Any]]:
-        return [self._files[name].meta for name in self.below(prefix)]
+    def list_metadata(self, prefix: str) -> list[dict[str, Any]]:
+        return [self._files[name].meta for name in self.list_keys(prefix)]
 
-    def page_below(self, prefix: str, after: str) -> tuple[list[dict[str, Any]], bool]:
-        names = self.below(prefix)
+    def list_page(self, prefix: str, after: str) -> tuple[list[dict[str, Any]], bool]:
+        names = self.list_keys(prefix)
         return [self._files[name].meta for name in names[bisect.bisect_right(names, after) :]], True
 
-    def below(self, prefix: str) -> list[str]:
+    def list_keys(self, prefix: str) -> list[str]:
         with self._lock:
             if not prefix:
                 return list(self._names)
@@ -96,9 +97,9 @@ class MemoryFiles(MutableMapping[str, bytes]):
             return self._names[start : bisect.bisect_left(self._names, f"{prefix[:-1]}0", start)]  # "0" follows "/"
 
     def is_any_below(self, prefix: str) -> bool:
-        return bool(self.below(prefix))
+        return bool(self.list_keys(prefix))
 
-    def check_conditions(self, prefix: str) -> None:
+    def check_conditional_writes(self, prefix: str) -> None:
         """Nothing: they are kept."""
 
     def __getitem__(self, name: str) -> bytes:
@@ -109,7 +110,7 @@ class MemoryFiles(MutableMapping[str, bytes]):
             if name not in self._files:
                 bisect.insort(self._names, name)
             meta = {"path": name, "size": len(data), "last_modified": datetime.datetime.now(datetime.UTC)}
-            self._files[name] = File(data, meta, {"version": str(next(self._versions))})
+            self._files[name] = MemoryFile(data, meta, {"version": str(next(self._versions))})
 
     def __delitem__(self, name: str) -> None:
         with self._lock:
@@ -117,11 +118,11 @@ class MemoryFiles(MutableMapping[str, bytes]):
             del self._names[bisect.bisect_left(self._names, name)]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.below(""))
+        return iter(self.list_keys(""))
 
     def __len__(self) -> int:
         return len(self._files)
 
 
-FILES = MemoryFiles()
+MEMORY_FILES = MemoryFiles()
 """What this process keeps at ``memory://``."""

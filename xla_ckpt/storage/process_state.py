@@ -1,11 +1,7 @@
-"""State of this process as a whole, and what becomes of it in a process that is forked.
+"""Process-wide state, and how it is reset in a forked child.
 
-A forked process has one thread, and a copy of the memory of all others at the instant of the fork: locks that they
-hold, queues of threads that do not exist, saves that another process makes. All of that is registered here, and reset
-by one hook before the forked process runs on.
-
-Modules register what they keep for the life of the process, and use `process_lock` for the locks of objects that a
-forked process may go on using.
+A forked child has one thread and a copy of all locks, queues and caches. Register process-wide objects with
+`register_fork_reset`, and create locks with `fork_safe_lock`: one hook resets all of them after a fork.
 """
 
 from __future__ import annotations
@@ -26,19 +22,19 @@ class ProcessState:
         self._locks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._resets: list[Callable[[], object]] = []
 
-    def lock(self) -> threading.Lock:
+    def create_lock(self) -> threading.Lock:
         """Return a new lock, which is free in a forked process, whichever thread held it."""
         lock = threading.Lock()
         self._locks.add(lock)
         return lock
 
-    def rlock(self) -> threading.RLock:
+    def create_rlock(self) -> threading.RLock:
         """Return a new lock that its thread may take again, which is free in a forked process."""
         lock = threading.RLock()
         self._locks.add(lock)
         return lock
 
-    def add(self, value: T, reset: Callable[[T], object]) -> T:
+    def register(self, value: T, reset: Callable[[T], object]) -> T:
         """Return `value`, on which `reset` is called in each forked process."""
         self._resets.append(lambda: reset(value))
         return value
@@ -51,12 +47,12 @@ class ProcessState:
             reset()
 
 
-PROCESS = ProcessState()
+PROCESS_STATE = ProcessState()
 """The state of this process."""
 
-process_lock = PROCESS.lock
-process_rlock = PROCESS.rlock
-process_wide = PROCESS.add
+fork_safe_lock = PROCESS_STATE.create_lock
+fork_safe_rlock = PROCESS_STATE.create_rlock
+register_fork_reset = PROCESS_STATE.register
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PROCESS.reset_after_fork)
+    os.register_at_fork(after_in_child=PROCESS_STATE.reset_after_fork)

@@ -1,7 +1,7 @@
-"""Roots in object stores: S3, Google Cloud Storage and Azure, through obstore.
+"""Object-store backend: directories as key prefixes, multipart uploads and conditional records.
 
-A file of a few parts is one request; larger ones go up in parts, several of them at once, in the order of their bytes.
-Nothing of a file can be seen before its last byte is there. A record is replaced with a conditional request.
+Objects appear when their upload completes. Small files are one request; large ones are sent in concurrent parts.
+Readers can take a view (`snapshot_view`) that lists keys once.
 """
 
 from __future__ import annotations
@@ -16,44 +16,78 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.plan.costs import Costs
-from xla_ckpt.storage.addresses import Addresses
-from xla_ckpt.storage.base import InBucket, ReadDirectory
-from xla_ckpt.storage.process_state import process_lock
-from xla_ckpt.storage.remote_client import Client, client_of
+from xla_ckpt.core.plan.read_costs import ReadCosts
+from xla_ckpt.storage.base import BucketLocation, ReadDirectory
+from xla_ckpt.storage.process_state import fork_safe_lock
+from xla_ckpt.storage.remote_client import ObjectStoreClient, get_client
 from xla_ckpt.storage.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from xla_ckpt.storage.memory import MemoryFiles
 
+
+class ObjectKeys:
+    """The names in one root.
+
+    Args:
+        path: The address of the root, as users call it.
+        key: The full name of the root itself; empty if it is all of the store.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self.path = path
+        self._key = key
+
+    def resolve_address(self, name: str) -> str:
+        """What users call something in the root."""
+        return f"{self.path}/{name}"
+
+    def get_key(self, path: str) -> str:
+        """The full name of a file, or of the root itself (path "").
+
+        >>> ObjectKeys("s3://bucket/run", "run").get_key("a/b"), ObjectKeys("s3://bucket", "").get_key("a")
+        ('run/a/b', 'a')
+        """
+        return "/".join(filter(None, (self._key, path)))
+
+    def get_prefix(self, path: str) -> str:
+        """How the full names begin of all that lies in a directory of the root.
+
+        >>> ObjectKeys("s3://bucket/run", "run").get_prefix(""), ObjectKeys("s3://bucket", "").get_prefix("")
+        ('run/', '')
+        """
+        key = self.get_key(path)
+        return f"{key}/" if key else ""
+
+
 MIB = 1024 * 1024
 
-PART_BYTES = 16 * MIB
+MIN_PART_BYTES = 16 * MIB
 """Bytes of a part of a large file, at least."""
 
 MAX_PARTS = 1000
 """Parts of a file, at most: parts grow with it. S3 takes 10,000."""
 
-PARTS_AT_ONCE = 4
+CONCURRENT_PARTS = 4
 """Parts of one file that are on their way at a time."""
 
 SPOOL_BYTES = 64 * MIB
 """A file that is not written in the order of its bytes is kept in memory up to this size, then in a temporary file."""
 
-START_BYTES = 1 * MIB
+FIRST_READ_BYTES = 1 * MIB
 """Bytes that are read at once of a file whose size is not known: all of most manifests."""
 
-DELETED_AT_ONCE = 1000
+DELETE_BATCH = 1000
 """Names in one request that deletes files."""
 
 MAX_LISTED = 10_000
 """Files of one directory that a reader lists at most before it asks for single ones."""
 
-LISTED_DEPTH = 2
+MAX_LISTED_DEPTH = 2
 """A list of files begins at a directory in a root, or in such a directory: deeper ones are parts of a tag."""
 
 
-class Listing:
+class KeyListing:
     """Parts of the sorted list of all files below a root, for readers who ask many things about the same directories.
 
     A part begins at the directory that is asked about. Its last page goes on into the next directories, so that small
@@ -64,45 +98,45 @@ class Listing:
         prefix: The beginning of the names of all files of the root.
     """
 
-    def __init__(self, client: Client | MemoryFiles, prefix: str) -> None:
+    def __init__(self, client: ObjectStoreClient | MemoryFiles, prefix: str) -> None:
         self._client, self._prefix = client, prefix
         self._parts: list[tuple[str, str | None, list[str], list[Any]]] = []
         """All names after the first one and up to the second one (None: all others), and what is stored of each."""
 
-        self._begun: set[str] = set()
+        self._listed_directories: set[str] = set()
 
-    def below(self, key: str) -> Sequence[Any] | None:
+    def get_files_below(self, key: str) -> Sequence[Any] | None:
         """Return what is stored of all files below a directory, or None if only a request can tell."""
-        return self._range(key, f"{key}/", f"{key}0")  # "0" follows "/"
+        return self._find_range(key, f"{key}/", f"{key}0")  # "0" follows "/"
 
-    def file(self, key: str) -> Sequence[Any] | None:
+    def get_file(self, key: str) -> Sequence[Any] | None:
         """Return what is stored of a file, nothing if there is no such file, or None if only a request can tell."""
-        found = self._range(key.rpartition("/")[0], key, f"{key}\0")
+        found = self._find_range(key.rpartition("/")[0], key, f"{key}\0")
         # An empty file may be the mark of a directory, whose name ends with a slash that obstore leaves out.
         return None if found is None or any(meta["size"] == 0 for meta in found) else found
 
-    def has_no(self, key: str) -> bool:
+    def is_known_absent(self, key: str) -> bool:
         """Return whether what is listed already shows that there is no such file."""
-        return self._known(key, f"{key}\0") == []
+        return self._find_known(key, f"{key}\0") == []
 
-    def _range(self, directory: str, first: str, end: str) -> Sequence[Any] | None:
-        found = self._known(first, end)
+    def _find_range(self, directory: str, first: str, end: str) -> Sequence[Any] | None:
+        found = self._find_known(first, end)
         names = directory[len(self._prefix) :].split("/")
-        for depth in range(1, 1 + min(LISTED_DEPTH, len(names))):
+        for depth in range(1, 1 + min(MAX_LISTED_DEPTH, len(names))):
             begin = self._prefix + "/".join(names[:depth])
-            if found is None and names[0] and begin not in self._begun:
-                self._begun.add(begin)
-                self._list(begin)
-                found = self._known(first, end)
+            if found is None and names[0] and begin not in self._listed_directories:
+                self._listed_directories.add(begin)
+                self._fetch_pages(begin)
+                found = self._find_known(first, end)
         return found
 
-    def _list(self, directory: str) -> None:
+    def _fetch_pages(self, directory: str) -> None:
         keys: list[str] = []
         files: list[Any] = []
         is_last = False
         while not is_last and len(keys) < MAX_LISTED and (not keys or keys[-1] < f"{directory}0"):
             last = keys[-1] if keys else directory
-            page, is_last = self._client.page_below(self._prefix, last)
+            page, is_last = self._client.list_page(self._prefix, last)
             names = [meta["path"] for meta in page]
             if any(one >= two for one, two in itertools.pairwise([last, *names])):
                 is_last = False  # some servers do not sort
@@ -112,7 +146,7 @@ class Listing:
         if keys or is_last:
             self._parts.append((directory, None if is_last else keys[-1], keys, files))
 
-    def _known(self, first: str, end: str) -> Sequence[Any] | None:
+    def _find_known(self, first: str, end: str) -> Sequence[Any] | None:
         for after, last, keys, files in reversed(self._parts):
             if after < first and (last is None or end <= last):
                 found: Sequence[Any] = files[bisect.bisect_left(keys, first) : bisect.bisect_left(keys, end)]
@@ -120,7 +154,7 @@ class Listing:
         return None
 
 
-class RemoteSource:
+class RemoteFileReader:
     """A file being read. All of its bytes are those of one version: a file that was replaced meanwhile is refused.
 
     Args:
@@ -131,7 +165,9 @@ class RemoteSource:
             the same file.
     """
 
-    def __init__(self, client: Client | MemoryFiles, key: str, size: int | None, versions: dict[str, str]) -> None:
+    def __init__(
+        self, client: ObjectStoreClient | MemoryFiles, key: str, size: int | None, versions: dict[str, str]
+    ) -> None:
         self._client, self._key, self._size, self._versions = client, key, size, versions
         self._start = memoryview(b"")
         """The beginning of the file, as far as it came with its size."""
@@ -149,16 +185,16 @@ class RemoteSource:
     def size(self) -> int:
         """Bytes in the file."""
         if self._size is None:
-            self.look()
+            self.fetch_start()
         assert self._size is not None, "a file that is there has a size"
         return self._size
 
-    def look(self) -> None:
+    def fetch_start(self) -> None:
         """Ask for its size and version. FileNotFoundError if there is none.
 
         The answer has the beginning of the file, too: who does not know the size reads a small file, or a header.
         """
-        self._start, self._size, self._version = self._client.read(self._key, 0, START_BYTES, None)
+        self._start, self._size, self._version = self._client.read(self._key, 0, FIRST_READ_BYTES, None)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         wanted = len(buffer) if self._size is None else min(len(buffer), self._size - offset)
@@ -179,12 +215,12 @@ class RemoteSource:
         """Nothing to release."""
 
 
-class SpooledSink:
+class SpooledFileWriter:
     """A file whose bytes come in any order: kept here until `commit` sends it."""
 
     def __init__(self, send: Callable[[Any], None], size: int) -> None:
         self._send, self._size = send, size
-        self._lock = process_lock()
+        self._lock = fork_safe_lock()
         self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115  # closed by commit or abandon
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
@@ -205,9 +241,9 @@ class SpooledSink:
         try:
             self._send(self._file)
         finally:
-            self.abandon()
+            self.abort()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         self._file.close()
 
 
@@ -220,56 +256,58 @@ class RemoteDirectory:
         name: What its user calls it.
     """
 
-    def __init__(self, client: Client | MemoryFiles, prefix: str, name: str) -> None:
+    def __init__(self, client: ObjectStoreClient | MemoryFiles, prefix: str, name: str) -> None:
         self._client, self._prefix, self.name = client, prefix, name
         self._open = True
         self._versions: dict[str, str] = {}
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ReadCosts:
         return self._client.costs
 
     @property
     def streaming(self) -> RemoteDirectory:
         return self
 
-    def _key(self, path: str) -> str:
+    def _get_key(self, path: str) -> str:
         if not self._open:
             raise OSError(errno.EBADF, "the directory is closed", path)
         return self._prefix + path
 
-    def create(self, path: str, size: int) -> SpooledSink:
-        key = self._key(path)
-        return SpooledSink(lambda file: self._client.send(key, file, part_bytes(size), PARTS_AT_ONCE), size)
+    def create(self, path: str, size: int) -> SpooledFileWriter:
+        key = self._get_key(path)
+        return SpooledFileWriter(
+            lambda file: self._client.send(key, file, compute_part_bytes(size), CONCURRENT_PARTS), size
+        )
 
     def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
         # A part may be on its way while the next chunk is made in the memory of this one: so each is copied.
         parts = map(bytes, chunks)
-        if size <= PART_BYTES:
-            self._client.send(self._key(path), b"".join(parts), part_bytes(size), 1)
+        if size <= MIN_PART_BYTES:
+            self._client.send(self._get_key(path), b"".join(parts), compute_part_bytes(size), 1)
         else:
-            self._client.send(self._key(path), parts, part_bytes(size), PARTS_AT_ONCE)
+            self._client.send(self._get_key(path), parts, compute_part_bytes(size), CONCURRENT_PARTS)
 
-    def make(self, path: str) -> None:
+    def make_directory(self, path: str) -> None:
         """Nothing: a directory is there when a file is."""
 
-    def open(self, path: str, size: int | None = None) -> RemoteSource:
-        source = RemoteSource(self._client, self._key(path), size, self._versions)
+    def open(self, path: str, size: int | None = None) -> RemoteFileReader:
+        source = RemoteFileReader(self._client, self._get_key(path), size, self._versions)
         if size is None:
-            source.look()
+            source.fetch_start()
         return source
 
     def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, RemoteDirectory), "both are directories of one store"
-        self._client.copy(source._key(path), self._key(name))
+        self._client.copy(source._get_key(path), self._get_key(name))
 
-    def files(self) -> list[str]:
-        return [key[len(self._prefix) :] for key in self._client.below(self._key(""))]
+    def list_files(self) -> list[str]:
+        return [key[len(self._prefix) :] for key in self._client.list_keys(self._get_key(""))]
 
     def sync(self) -> None:
         """Nothing: what was sent is durable."""
 
-    def free(self) -> int | None:
+    def get_free_bytes(self) -> int | None:
         return None
 
     def is_at(self, name: str) -> bool:
@@ -279,16 +317,16 @@ class RemoteDirectory:
         self._open = False
 
 
-def part_bytes(size: int) -> int:
+def compute_part_bytes(size: int) -> int:
     """Bytes of the parts of a file.
 
-    >>> part_bytes(1000), part_bytes(100 * 2**30) // MIB
+    >>> compute_part_bytes(1000), compute_part_bytes(100 * 2**30) // MIB
     (16777216, 103)
     """
-    return max(PART_BYTES, -(-size // (MAX_PARTS * MIB)) * MIB)
+    return max(MIN_PART_BYTES, -(-size // (MAX_PARTS * MIB)) * MIB)
 
 
-class RemoteStore(Addresses):
+class RemoteStore(ObjectKeys):
     """A root in a bucket.
 
     Args:
@@ -305,12 +343,12 @@ class RemoteStore(Addresses):
         scheme, _, location = path.partition("://")
         bucket, _, key = location.partition("/") if files is None else ("", "", location)
         super().__init__(path, key)
-        self._seen: dict[str, Any] | None = None
+        self._cache: dict[str, Any] | None = None
         """What was read of records and of the names in the root, by its name; None where nothing is kept."""
-        self._listing: Listing | None = None
+        self._listing: KeyListing | None = None
         """What a look has listed of the files below the root."""
 
-        self._client: Client | MemoryFiles = client_of(scheme, bucket) if files is None else files
+        self._client: ObjectStoreClient | MemoryFiles = get_client(scheme, bucket) if files is None else files
         self._bucket = scheme, bucket
 
     def __repr__(self) -> str:
@@ -320,119 +358,123 @@ class RemoteStore(Addresses):
     def object_store(self) -> RemoteStore:
         return self
 
-    def look(self) -> RemoteStore:
+    def snapshot_view(self) -> RemoteStore:
         seen = copy.copy(self)
-        seen._forget()
+        seen._clear_cache()
         return seen
 
-    def _forget(self) -> None:
-        self._seen, self._listing = {}, Listing(self._client, self.below(""))
+    def _clear_cache(self) -> None:
+        self._cache, self._listing = {}, KeyListing(self._client, self.get_prefix(""))
 
-    def _once(self, name: str, read: Callable[[], Any]) -> Any:
+    def _read_cached(self, name: str, read: Callable[[], Any]) -> Any:
         """What `read` gives; that of its first call, in a look."""
-        if self._seen is None:
+        if self._cache is None:
             return read()
-        if name not in self._seen:
-            self._seen[name] = read()
-        return self._seen[name]
+        if name not in self._cache:
+            self._cache[name] = read()
+        return self._cache[name]
 
-    def in_bucket(self, name: str) -> InBucket:
+    def locate_in_bucket(self, name: str) -> BucketLocation:
         scheme, bucket = self._bucket
         known = SCHEMES.get(scheme)
-        about = {} if known is None else {**known.server(), "tensorstore_driver": known.tensorstore_driver}
-        return InBucket(scheme, bucket, self.below(name), **about)
+        about = {} if known is None else {**known.get_server_options(), "tensorstore_driver": known.tensorstore_driver}
+        return BucketLocation(scheme, bucket, self.get_prefix(name), **about)
 
     def prepare(self) -> bool:
-        """Nothing: the first save finds out, on its own thread, what the store does (see `check_conditions`)."""
+        """Nothing: the first save finds out, on its own thread, what the store does (see
+        `check_conditional_writes`).
+        """
         return False
 
-    def check_conditions(self) -> None:
+    def check_conditional_writes(self) -> None:
         """Find out whether the store replaces a record only on its condition.
 
         Raises:
             UsageError: It does not: two jobs would overwrite what the other one has committed.
             OSError: It refused.
         """
-        self._client.check_conditions(self.below(""))
+        self._client.check_conditional_writes(self.get_prefix(""))
 
-    def names(self, path: str = "") -> list[str]:
+    def list_names(self, path: str = "") -> list[str]:
         if path:
-            start = len(self.below(path))
-            metas = self._below(path)
+            start = len(self.get_prefix(path))
+            metas = self._get_listed(path)
             if metas is None:
-                return self._client.names_below(self.below(path))
+                return self._client.list_names(self.get_prefix(path))
             return sorted({meta["path"][start:].partition("/")[0] for meta in metas})
-        names: list[str] = self._once("", lambda: self._client.names_below(self.below("")))
+        names: list[str] = self._read_cached("", lambda: self._client.list_names(self.get_prefix("")))
         return list(names)
 
-    def _below(self, path: str) -> Sequence[Any] | None:
+    def _get_listed(self, path: str) -> Sequence[Any] | None:
         """What this look has listed below a directory; None if a request has to find it out."""
-        return None if self._listing is None or not path else self._listing.below(self.key(path))
+        return None if self._listing is None or not path else self._listing.get_files_below(self.get_key(path))
 
-    def _head(self, path: str) -> Any:
+    def _get_metadata(self, path: str) -> Any:
         """What is stored of a file: FileNotFoundError if there is none."""
-        key = self.key(path)
-        found = None if self._listing is None else self._listing.file(key)
+        key = self.get_key(path)
+        found = None if self._listing is None else self._listing.get_file(key)
         if found is None:
-            return self._client.head(key)
+            return self._client.get_metadata(key)
         if not found:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", key)
         return found[0]
 
     def has(self, path: str) -> bool:
-        if self._below(path):
+        if self._get_listed(path):
             return True
-        if self.key(path):
+        if self.get_key(path):
             with contextlib.suppress(FileNotFoundError):
-                self._head(path)
+                self._get_metadata(path)
                 return True
         return self.is_directory(path)
 
     def is_directory(self, path: str) -> bool:
-        metas = self._below(path)
-        return self._client.is_any_below(self.below(path)) if metas is None else bool(metas)
+        metas = self._get_listed(path)
+        return self._client.is_any_below(self.get_prefix(path)) if metas is None else bool(metas)
 
-    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        key = self.key(path)
-        if self._listing is not None and self._listing.has_no(key):
+    def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        key = self.get_key(path)
+        if self._listing is not None and self._listing.is_known_absent(key):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", key)
         return bytes(self._client.read(key, 0, nbytes, None)[0])
 
-    def modified(self, path: str) -> int | None:
+    def get_modified_time(self, path: str) -> int | None:
         try:
-            metas: Sequence[Any] = [self._head(path)]
+            metas: Sequence[Any] = [self._get_metadata(path)]
         except FileNotFoundError:
-            listed = self._below(path)
-            metas = self._client.metas_below(self.below(path)) if listed is None else listed
+            listed = self._get_listed(path)
+            metas = self._client.list_metadata(self.get_prefix(path)) if listed is None else listed
         return max((int(meta["last_modified"].timestamp() * 1e9) for meta in metas), default=None)
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> RemoteDirectory:
         if not self.is_directory(name):
             raise FileNotFoundError(errno.ENOENT, "there is no such directory", name)
-        return self.fill(name)
+        return self.get_directory(name)
 
-    def fill(self, name: str) -> RemoteDirectory:
-        return RemoteDirectory(self._client, self.below(name), name)
+    def get_directory(self, name: str) -> RemoteDirectory:
+        return RemoteDirectory(self._client, self.get_prefix(name), name)
 
     def remove(self, name: str) -> None:
         # A store without a request for many files ends at the first that is not there: only such names are told as are.
-        keys = self._client.below(self.below(name)) or [self.key(name)]
-        for at in range(0, len(keys), DELETED_AT_ONCE):
-            self._client.delete(keys[at : at + DELETED_AT_ONCE])
+        keys = self._client.list_keys(self.get_prefix(name)) or [self.get_key(name)]
+        for at in range(0, len(keys), DELETE_BATCH):
+            self._client.delete(keys[at : at + DELETE_BATCH])
 
     def read_record(self, name: str) -> tuple[bytes, str] | None:
-        record: tuple[bytes, str] | None = self._once(name, lambda: self._record(name))
+        record: tuple[bytes, str] | None = self._read_cached(name, lambda: self._read_record(name))
         return record
 
-    def _record(self, name: str) -> tuple[bytes, str] | None:
+    def _read_record(self, name: str) -> tuple[bytes, str] | None:
         try:
-            data, version = self._client.read_version(self.key(name))
+            data, version = self._client.read_version(self.get_key(name))
         except FileNotFoundError:
             return None
         return data, json.dumps(version)
 
     def write_record(self, name: str, data: bytes, version: str | None) -> str:
         # S3 calls equal bytes an equal version, so every record has something in it that no other one has.
-        if self._seen is not None:
-            self._forget()  # it is another one then, or was before
-        return json.dumps(self._client.write_if(self.key(name), data, None if version is None else json.loads(version)))
+        if self._cache is not None:
+            self._clear_cache()  # it is another one then, or was before
+        return json.dumps(
+            self._client.put_if_match(self.get_key(name), data, None if version is None else json.loads(version))
+        )

@@ -1,7 +1,7 @@
-"""A bucket, asked through obstore: requests in, bytes out, and refusals as the OSErrors that they mean.
+"""Object-store client over obstore: requests, retries, timeouts, conditional writes and error translation.
 
-obstore (https://developmentseed.org/obstore) repeats what fails in passing, and sends parts of a file side by side. It
-is loaded when the first address of a bucket is used.
+obstore is imported when the first bucket is used. Its errors become OSErrors with the cause and the fix. Requests
+from the main thread run on another thread, so that Ctrl-C interrupts them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,140 @@ from __future__ import annotations
 import datetime
 import errno
 import functools
+import re
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from xla_ckpt.core.plan.read_costs import ReadCosts
 from xla_ckpt.errors import UsageError
-from xla_ckpt.extras import naming_extras
-from xla_ckpt.plan.costs import Costs
-from xla_ckpt.storage.base import Changed
-from xla_ckpt.storage.process_state import process_wide
-from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
+from xla_ckpt.extras import wrap_missing_packages
+from xla_ckpt.storage.base import VersionConflict
+from xla_ckpt.storage.process_state import register_fork_reset
 from xla_ckpt.storage.schemes import SCHEMES
-from xla_ckpt.storage.threads import started
-from xla_ckpt.storage.waiting import Outcome
+from xla_ckpt.storage.synchronization import Future
+from xla_ckpt.storage.threads import start_thread
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult
     from obstore.store import ObjectStore
+
+
+_STATUS = re.compile(r"status code: (\d+ [A-Z][A-Za-z -]*)")
+_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_NOT_FOUND_BODY = re.compile(r"status code: 404 [A-Za-z ]*: *\S")
+_REQUEST = re.compile(r"performing ([A-Z]+) (\S+)")
+_ENDPOINT = re.compile(r"https?://[^/\s]+")
+_ELAPSED = re.compile(r" in ([\d.]+)s\b")
+
+_WRONG_REGION = "the bucket is in another region: set AWS_REGION to that one"
+
+_BAD_CREDENTIALS = "the credentials are refused: they are wrong, have expired, or may not be used from here"
+
+_MEANINGS = {
+    "NoSuchBucket": (errno.ENODEV, "there is no such bucket: make it first, or correct its name"),
+    "ContainerNotFound": (errno.ENODEV, "there is no such container: make it first, or correct its name"),
+    "InvalidAccessKeyId": (
+        errno.EACCES,
+        "the access key is not known there: look at it, and at the endpoint",
+    ),
+    "AuthenticationFailed": (errno.EACCES, _BAD_CREDENTIALS),  # of Azure's
+    "AuthorizationFailure": (errno.EACCES, _BAD_CREDENTIALS),
+    "SignatureDoesNotMatch": (errno.EACCES, "the secret key does not fit to the access key: set both anew"),
+    "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones, and start again"),
+    "InvalidToken": (errno.EACCES, "the session token does not fit to the access key: set all three anew"),
+    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine differs from that of the store: set it"),
+    "PermanentRedirect": (errno.EREMOTE, _WRONG_REGION),
+    "AuthorizationHeaderMalformed": (errno.EREMOTE, _WRONG_REGION),
+    "IllegalLocationConstraintException": (errno.EREMOTE, _WRONG_REGION),
+    "QuotaExceeded": (errno.ENOSPC, "the quota of the bucket is used up"),
+    "SlowDown": (errno.EBUSY, "the store had too many requests, for longer than they were repeated"),
+}
+"""What the codes of stores mean: an error number, and words."""
+
+_REQUIRED_PERMISSIONS = {
+    "list": "list what lies there (on S3: s3:ListBucket)",
+    "GET": "read there (on S3: s3:GetObject; without s3:ListBucket it also says this of a file that is absent)",
+    "PUT": "write there (on S3: s3:PutObject)",
+    "DELETE": "delete there (on S3: s3:DeleteObject)",
+}
+"""What a user may not do whose request is refused."""
+
+_NO_CREDENTIALS = "no credentials were found, and this machine has no role. " + ". ".join(
+    f"For {scheme.name}://: {scheme.credentials_hint}" for scheme in SCHEMES.values()
+)
+
+_ROLE_PATHS = [path for scheme in SCHEMES.values() for path in scheme.role_paths]
+"""Where the providers' machines have the credentials of their roles."""
+
+NOT_A_STORE = "what answers there is no object store: look at the endpoint (for s3://, AWS_ENDPOINT_URL)"
+
+
+def translate_error(error: BaseException, key: str) -> OSError:
+    """The OSError that an error of obstore means.
+
+    >>> translate_error(FileNotFoundError("Object at location a not found"), "a")
+    FileNotFoundError(2, 'there is no such file')
+    """
+    text = get_error_text(error)
+    code = next((one or other for one, other in _CODE.findall(text)), "")
+    method, url = next(iter(_REQUEST.findall(text)), ("", ""))
+    status = next(iter(_STATUS.findall(text)), "")
+    number, words = _MEANINGS.get(code, (0, ""))
+    if not number:
+        number, words = _match_error_text(text, method, url, code)
+    if not number and isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "there is no such file", key)
+    if not number:
+        denied = status.startswith(("401", "403")) or code == "AccessDenied"
+        number = errno.EACCES if denied else errno.EIO
+        if denied:
+            needed = _REQUIRED_PERMISSIONS[_find_needed_permission(text, method, url)]
+            words = f"these credentials have no permission to {needed}"
+        else:
+            words = f"the store answered {status}" if status else text.partition("\n")[0][:300]
+    detail = " ".join(part for part in (status, code) if part)
+    kind: type[OSError] = PermissionError if number == errno.EACCES else OSError
+    return kind(number, f"{words} ({detail})" if detail and detail not in words else words, key)
+
+
+def get_error_text(error: BaseException) -> str:
+    """What an error of obstore says. Behind its first lines it repeats them in another form, with bodies escaped."""
+    return str(error).partition("Debug source:")[0].rstrip()
+
+
+def _match_error_text(text: str, method: str, url: str, code: str) -> tuple[int, str]:
+    """What an answer means that has no code of a store."""
+    if any(place in url for place in _ROLE_PATHS):
+        return errno.EACCES, _NO_CREDENTIALS
+    if "performing token request" in text and _STATUS.search(text):
+        return errno.EACCES, _BAD_CREDENTIALS
+    if "redirect without LOCATION" in text:
+        return errno.EREMOTE, _WRONG_REGION
+    if "error sending request" in text:
+        endpoint = next(iter(_ENDPOINT.findall(url)), "the store")
+        tried = next(iter(_ELAPSED.findall(text)), "")
+        after = f", tried for {float(tried):.0f} s" if tried else ""
+        return errno.EHOSTUNREACH, f"{endpoint} does not answer{after}: look at the endpoint and the network"
+    if "non-partial response" in text:
+        return errno.EPROTO, "the server sends all of a file where a part is asked for, so that it cannot be read from"
+    # Who has no such file says so with a code. A HEAD has no room for one.
+    strange = "Header missing from response" in text or "invalid DeleteObjects response" in text
+    if strange or (not code and method != "HEAD" and _NOT_FOUND_BODY.search(text)):
+        return errno.EPROTO, NOT_A_STORE
+    return 0, ""
+
+
+def _find_needed_permission(text: str, method: str, url: str) -> str:
+    """Which of `_REQUIRED_PERMISSIONS` a request was about."""
+    if "list-type=" in url or "comp=list" in url or "performing list request" in text:
+        return "list"
+    if method == "DELETE" or "?delete" in url or "DeleteObjects" in text:
+        return "DELETE"
+    return "PUT" if method in ("PUT", "POST") else "GET"
+
 
 CONNECT_TIMEOUT = "5s"
 
@@ -44,91 +159,97 @@ With `CONNECT_TIMEOUT` and `READ_TIMEOUT` that makes at most 50 seconds for a re
 whose store does not answer, and a save, which asks once more to clean up, twice as long.
 """
 
-RETRIES = 1000
+MAX_RETRIES = 1000
 """How often it is repeated: until the time is over."""
 
-LISTED_AT_ONCE = 1000
+LIST_PAGE_SIZE = 1000
 """Names in one answer that lists files, at most: S3's answers have as many."""
 
-BROKEN_OFF = 3
+TRUNCATED_RETRIES = 3
 """How often it is asked again, at once, where an answer broke off."""
 
-PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
+BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
 """The first pause between two tries, and the longest one, which adds to `RETRY_TIMEOUT`."""
 
-COSTS = Costs(
+READ_COSTS = ReadCosts(
     batch_bytes=16 * 1024 * 1024,
-    piece_bytes=16 * 1024 * 1024,
+    chunk_bytes=16 * 1024 * 1024,
     max_gap=2 * 1024 * 1024,
-    straight_bytes=4 * 1024 * 1024,
-    in_flight=32,
-    cached=False,
+    direct_bytes=4 * 1024 * 1024,
+    concurrent_reads=32,
+    is_cached=False,
 )
 """A request takes some 25 ms before its first byte, in which 2 MiB come through another one."""
 
-PROBE = ".probe"
+PROBE_FILE = ".probe"
 """A small file in each root by which it is found out whether conditions of requests are kept."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def _asked(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
+def _translate_errors(
+    method: Callable[Concatenate[ObjectStoreClient, P], T],
+) -> Callable[Concatenate[ObjectStoreClient, P], T]:
     """A method that asks obstore, whose errors become those that they mean. Its first argument names the file."""
 
     @functools.wraps(method)
-    def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        _check_process()
+    def ask(client: ObjectStoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        _check_not_forked()
         from obstore import exceptions
 
         try:
             return method(client, *args, **kwargs)
         except (exceptions.BaseError, FileNotFoundError) as error:
-            cause = type(error)(said_by(error))  # whoever reads the traceback sees it
-            raise os_error(cause, _first_key(args)) from cause
+            cause = type(error)(get_error_text(error))  # whoever reads the traceback sees it
+            raise translate_error(cause, _get_first_key(args)) from cause
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of PyO3: no module has it by name
                 raise
-            raise OSError(errno.EIO, f"obstore has panicked: {error}", _first_key(args)) from error
+            raise OSError(errno.EIO, f"obstore has panicked: {error}", _get_first_key(args)) from error
 
     return ask
 
 
-def _first_key(args: Sequence[Any]) -> str:
+def _get_first_key(args: Sequence[Any]) -> str:
     """The file that a request is about, the first of several."""
     return args[0] if isinstance(args[0], str) else args[0][0]
 
 
-def _quickly(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
+def _allow_interrupts(
+    method: Callable[Concatenate[ObjectStoreClient, P], T],
+) -> Callable[Concatenate[ObjectStoreClient, P], T]:
     """A method that only asks, so that nothing depends on it any more when its caller was interrupted.
 
     obstore does not look for signals while it waits. So another thread asks when the caller is the main one, in which
     their handlers run: Ctrl-C comes through at once. What was asked for may be done all the same.
     """
-    asked = _asked(method)
+    asked = _translate_errors(method)
 
     @functools.wraps(method)
-    def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def ask(client: ObjectStoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if threading.current_thread() is not threading.main_thread():
             return asked(client, *args, **kwargs)
-        answer = Outcome[T]()
+        answer = Future[T]()
         call = functools.partial(asked, client, *args, **kwargs)
-        if started(functools.partial(answer.run, call), "object store") is None:
+        if start_thread(functools.partial(answer.run, call), "object store") is None:
             return call()  # handlers wait: there is no thread that could ask
         return answer.result()
 
     return ask
 
 
-def _whole(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
+def _retry_truncated(
+    method: Callable[Concatenate[ObjectStoreClient, P], T],
+) -> Callable[Concatenate[ObjectStoreClient, P], T]:
     """A method that reads, which asks again if its answer breaks off.
 
     obstore asks again for the rest of a file, and not where a list breaks off, or the answer that a file is not there.
     """
 
     @functools.wraps(method)
-    def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        for _ in range(BROKEN_OFF):
+    def ask(client: ObjectStoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(TRUNCATED_RETRIES):
             try:
                 return method(client, *args, **kwargs)
             except Exception as error:
@@ -140,7 +261,7 @@ def _whole(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[
 
 
 @dataclass
-class _Use:
+class _ProcessUse:
     """Whether a process has used obstore, whose threads and connections are not there in one that is forked from it."""
 
     by_this_process: bool = False
@@ -150,38 +271,38 @@ class _Use:
         self.by_parent |= self.by_this_process
 
 
-_USE = process_wide(_Use(), _Use.reset_after_fork)
+_PROCESS_USE = register_fork_reset(_ProcessUse(), _ProcessUse.reset_after_fork)
 
 
-def _check_process() -> None:
+def _check_not_forked() -> None:
     """Refuse the use of obstore in a forked process, where it would wait for its threads for ever."""
-    _USE.by_this_process = True
-    if _USE.by_parent:
+    _PROCESS_USE.by_this_process = True
+    if _PROCESS_USE.by_parent:
         raise UsageError(
             "this process was forked from one that had used an object store, whose connections it cannot use",
             hint='Start such processes with multiprocessing.get_context("spawn").',
         )
 
 
-class Client:
+class ObjectStoreClient:
     """The files of a bucket, by their full names.
 
     Methods raise FileNotFoundError for a file that is not there, PermissionError, and other OSErrors for what else the
     store refuses or does not answer. Where one raises, what it does may be done all the same: answers get lost.
     """
 
-    costs = COSTS
+    costs = READ_COSTS
 
     def __init__(self, quick: ObjectStore, patient: ObjectStore) -> None:
         self._quick, self._patient = quick, patient
         self._checked: set[str] = set()
 
-    @_quickly
-    def head(self, key: str) -> ObjectMeta:
+    @_allow_interrupts
+    def get_metadata(self, key: str) -> ObjectMeta:
         """Size, version and time of a file."""
         return self._quick.head(key)
 
-    @_quickly
+    @_allow_interrupts
     def read(self, key: str, offset: int, nbytes: int, version: str | None) -> tuple[memoryview, int, str | None]:
         """Some bytes of a file, its size, and its version. With `version` it must have that one.
 
@@ -199,23 +320,23 @@ class Client:
             raise
         return data, answer.meta["size"], answer.meta["e_tag"]
 
-    @_quickly
-    @_whole
+    @_allow_interrupts
+    @_retry_truncated
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
         """All of a small file, and what it takes to replace this version of it."""
         answer = self._quick.get(key)
-        version = _version_of(answer.meta)
+        version = _get_version(answer.meta)
         if not version:  # a web page, for instance, which is not to be taken for a damaged file
-            raise OSError(errno.EPROTO, NO_STORE, key)
+            raise OSError(errno.EPROTO, NOT_A_STORE, key)
         return bytes(answer.bytes()), version
 
-    @_asked
+    @_translate_errors
     def send(self, key: str, data: Any, part_bytes: int, parts_at_once: int) -> None:
         """Write a file: from bytes, from a file, or from an iterator of bytes, which comes in parts."""
         self._patient.put(key, data, chunk_size=part_bytes, max_concurrency=parts_at_once)
 
-    @_quickly
-    def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
+    @_allow_interrupts
+    def put_if_match(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
         """Write a small file if it has this version; with None, if there is none. The version that it has then.
 
         Raises:
@@ -226,60 +347,60 @@ class Client:
 
         try:
             mode: Any = "create" if version is None else version
-            return _version_of(self._quick.put(key, data, mode=mode, use_multipart=False))
+            return _get_version(self._quick.put(key, data, mode=mode, use_multipart=False))
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-            raise Changed(key) from error
+            raise VersionConflict(key) from error
         except FileNotFoundError as error:
-            if version is not None and isinstance(os_error(error, key), FileNotFoundError):
-                raise Changed(key) from error
+            if version is not None and isinstance(translate_error(error, key), FileNotFoundError):
+                raise VersionConflict(key) from error
             raise
 
-    @_asked
+    @_translate_errors
     def copy(self, source: str, target: str) -> None:
         """Have a file under a second name."""
         self._patient.copy(source, target)
 
-    @_quickly
+    @_allow_interrupts
     def delete(self, keys: Sequence[str]) -> None:
         """Delete files, as far as they are there."""
         try:
             self._quick.delete(keys)
         except FileNotFoundError as error:
-            if not isinstance(os_error(error, ""), FileNotFoundError):
+            if not isinstance(translate_error(error, ""), FileNotFoundError):
                 raise
 
-    @_quickly
-    @_whole
-    def names_below(self, prefix: str) -> list[str]:
+    @_allow_interrupts
+    @_retry_truncated
+    def list_names(self, prefix: str) -> list[str]:
         """What lies directly below a prefix, sorted."""
         answer = self._quick.list_with_delimiter(prefix or None)
         keys = [*answer["common_prefixes"], *(meta["path"] for meta in answer["objects"])]
         return sorted(key.rstrip("/").rpartition("/")[2] for key in keys)
 
-    @_quickly
-    @_whole
-    def metas_below(self, prefix: str) -> list[ObjectMeta]:
+    @_allow_interrupts
+    @_retry_truncated
+    def list_metadata(self, prefix: str) -> list[ObjectMeta]:
         """All files below a prefix."""
         return [meta for some in self._quick.list(prefix or None) for meta in some]
 
-    @_quickly
-    @_whole
-    def page_below(self, prefix: str, after: str) -> tuple[Sequence[ObjectMeta], bool]:
+    @_allow_interrupts
+    @_retry_truncated
+    def list_page(self, prefix: str, after: str) -> tuple[Sequence[ObjectMeta], bool]:
         """Return the first files below a prefix whose names come after another one, and whether these are all."""
-        page = next(iter(self._quick.list(prefix or None, offset=after, chunk_size=LISTED_AT_ONCE)), ())
-        return page, len(page) < LISTED_AT_ONCE
+        page = next(iter(self._quick.list(prefix or None, offset=after, chunk_size=LIST_PAGE_SIZE)), ())
+        return page, len(page) < LIST_PAGE_SIZE
 
-    def below(self, prefix: str) -> list[str]:
+    def list_keys(self, prefix: str) -> list[str]:
         """The full names of all files below a prefix, sorted."""
-        return sorted(meta["path"] for meta in self.metas_below(prefix))
+        return sorted(meta["path"] for meta in self.list_metadata(prefix))
 
-    @_quickly
-    @_whole
+    @_allow_interrupts
+    @_retry_truncated
     def is_any_below(self, prefix: str) -> bool:
         """Whether there is a file below a prefix."""
         return any(some for some in self._quick.list(prefix or None, chunk_size=1))
 
-    def check_conditions(self, prefix: str) -> None:
+    def check_conditional_writes(self, prefix: str) -> None:
         """Find out, once for each prefix, whether the store replaces a file only on its condition.
 
         Some servers ignore the condition, and some write where it names a file that is not there. The file by which
@@ -291,26 +412,28 @@ class Client:
         """
         if prefix in self._checked:
             return
-        key, absent = prefix + PROBE, f"{prefix}{PROBE}-{uuid.uuid4().hex}"
-        if self._writes(key, None) and self._writes(key, None):
-            raise _careless("replaced a file that it was to make")
+        key, absent = prefix + PROBE_FILE, f"{prefix}{PROBE_FILE}-{uuid.uuid4().hex}"
+        if self._try_write(key, None) and self._try_write(key, None):
+            raise _make_ignored_condition_error("replaced a file that it was to make")
         old = self.read_version(key)[1]
-        if self._writes(key, old) and self._writes(key, old):  # else another job has come before, which is as good
-            raise _careless("replaced another version of a file")
-        if self._writes(absent, old):
+        if self._try_write(key, old) and self._try_write(
+            key, old
+        ):  # else another job has come before, which is as good
+            raise _make_ignored_condition_error("replaced another version of a file")
+        if self._try_write(absent, old):
             self.delete([absent])
-            raise _careless("made a file that it was to replace")
+            raise _make_ignored_condition_error("made a file that it was to replace")
         self._checked.add(prefix)
 
-    def _writes(self, key: str, version: dict[str, str] | None) -> bool:
+    def _try_write(self, key: str, version: dict[str, str] | None) -> bool:
         try:
-            self.write_if(key, uuid.uuid4().hex.encode(), version)  # equal bytes would be an equal version
-        except Changed:
+            self.put_if_match(key, uuid.uuid4().hex.encode(), version)  # equal bytes would be an equal version
+        except VersionConflict:
             return False
         return True
 
 
-def _careless(what: str) -> UsageError:
+def _make_ignored_condition_error(what: str) -> UsageError:
     return UsageError(
         "this server ignores the conditions of requests, so that two jobs would overwrite each other's tags",
         expected="a refusal of a conditional write (412 Precondition Failed)",
@@ -319,13 +442,13 @@ def _careless(what: str) -> UsageError:
     )
 
 
-def _version_of(meta: ObjectMeta | PutResult) -> dict[str, str]:
+def _get_version(meta: ObjectMeta | PutResult) -> dict[str, str]:
     """What tells the versions of a file apart: an entity tag, and on Google's servers a generation."""
     return {name: value for name in ("e_tag", "version") if (value := meta.get(name))}  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=32)
-def client_of(scheme: str, bucket: str) -> Client:
+def get_client(scheme: str, bucket: str) -> ObjectStoreClient:
     """The client of a bucket. All roots in it share their connections.
 
     Raises:
@@ -333,21 +456,21 @@ def client_of(scheme: str, bucket: str) -> Client:
     """
     of_scheme = SCHEMES[scheme]
     if not bucket:
-        raise UsageError("the address names no bucket", expected=of_scheme.address, found=f"{scheme}://")
-    with naming_extras(f"{scheme}://"):
+        raise UsageError("the address names no bucket", expected=of_scheme.example, found=f"{scheme}://")
+    with wrap_missing_packages(f"{scheme}://"):
         from obstore import exceptions, store
-    _check_process()  # before the store is made, which may begin a thread
+    _check_not_forked()  # before the store is made, which may begin a thread
     kind = getattr(store, of_scheme.obstore_class)
-    options = of_scheme.client()
-    plain = of_scheme.allows_http(options)
+    options = of_scheme.get_client_options()
+    plain = of_scheme.is_http_allowed(options)
     patient = {"timeout": PART_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain}
     quick = {**patient, "read_timeout": READ_TIMEOUT}
     options["retry_config"] = {
-        "max_retries": RETRIES,
+        "max_retries": MAX_RETRIES,
         "retry_timeout": RETRY_TIMEOUT,
-        "backoff": PAUSES,
+        "backoff": BACKOFF,
     }
     try:
-        return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
+        return ObjectStoreClient(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
     except exceptions.BaseError as error:
-        raise of_scheme.refusal(bucket, str(error)) from error
+        raise of_scheme.make_settings_error(bucket, str(error)) from error

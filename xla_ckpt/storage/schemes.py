@@ -1,7 +1,7 @@
-"""The object stores that there are, as one table, and what the environment says of each. To add one is a line in it.
+"""Table of object stores (s3, gs, az) and their settings from the environment.
 
-The names of the classes of obstore's, and of the variables that these read, are those of obstore
-(https://developmentseed.org/obstore). A new line needs a test against a server, and its rows in docs/object-stores.md.
+To add a store, add an entry. Class and variable names are those of obstore (https://developmentseed.org/obstore). A
+new entry needs a test against a server, and its rows in docs/object-stores.md.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from xla_ckpt.errors import UsageError
 
 
-def _nothing() -> dict[str, Any]:
+def _get_no_options() -> dict[str, Any]:
     return {}
 
 
-def _endpoint() -> dict[str, Any]:
+def _get_endpoint() -> dict[str, Any]:
     """Where the servers of S3 are, as far as the environment says it."""
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -37,7 +37,7 @@ def _endpoint() -> dict[str, Any]:
     return options
 
 
-def _one_server() -> dict[str, Any]:
+def _check_one_server() -> dict[str, Any]:
     """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed."""
     here, there = os.environ.get("GOOGLE_BASE_URL", ""), os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
     if here.rstrip("/") != there.rstrip("/"):
@@ -49,15 +49,15 @@ def _one_server() -> dict[str, Any]:
     return {}
 
 
-def _endpoint_and_profile() -> dict[str, Any]:
-    options = _endpoint()
-    if (provider := _profile()) is not None:
+def _get_endpoint_and_profile() -> dict[str, Any]:
+    options = _get_endpoint()
+    if (provider := _get_profile_credentials()) is not None:
         options.pop("region", None)  # the profile has one
         options["credential_provider"] = provider
     return options
 
 
-def _profile() -> Any:
+def _get_profile_credentials() -> Any:
     """Credentials as boto3 finds them, where the environment names a profile, or nothing but a file has them."""
     env = os.environ
     file = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
@@ -90,31 +90,31 @@ class Scheme:
     """One kind of object store."""
 
     name: str
-    address: str
+    example: str
     """A root in it, as documents and errors show it."""
 
-    store: str
+    description: str
     """What documents call it."""
 
     obstore_class: str
-    """The class of ``obstore.store`` that asks it."""
+    """The class of ``obstore.description`` that asks it."""
 
-    allow_http: str
+    allow_http_variable: str
     """The environment variable that permits requests without TLS."""
 
-    credentials: str
+    credentials_hint: str
     """What to set where no credentials are found, as a clause."""
 
-    roles: tuple[str, ...]
+    role_paths: tuple[str, ...]
     """Paths at which its provider's machines have the credentials of their roles."""
 
-    client: Callable[[], dict[str, Any]] = _nothing
+    get_client_options: Callable[[], dict[str, Any]] = _get_no_options
     """Where the servers are, and who asks them, as options of obstore's, as far as it does not find them itself.
 
     Raises a `UsageError` if what the environment says makes no sense, or there are no such credentials.
     """
 
-    server: Callable[[], dict[str, Any]] = _nothing
+    get_server_options: Callable[[], dict[str, Any]] = _get_no_options
     """``endpoint`` and ``region``, as far as the environment says them: for a library that asks the servers itself.
 
     Raises a `UsageError` if what the environment says makes no sense.
@@ -123,30 +123,30 @@ class Scheme:
     tensorstore_driver: str = ""
     """What tensorstore calls it; empty if tensorstore does not read it."""
 
-    lacks: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    missing_settings: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     """What obstore says where the environment lacks something -> (problem, what is expected, what to do)."""
 
-    def allows_http(self, settings: Mapping[str, Any]) -> bool:
+    def is_http_allowed(self, settings: Mapping[str, Any]) -> bool:
         """Whether requests may go without TLS.
 
         A test server on this machine speaks none. Who asks any other one without it says so.
         """
-        allowed = os.environ.get(self.allow_http, "").lower() == "true"
+        allowed = os.environ.get(self.allow_http_variable, "").lower() == "true"
         return allowed or settings.get("endpoint", "").startswith("http:")
 
-    def refusal(self, bucket: str, said: str) -> UsageError:
-        """The error for settings that obstore refuses, of which `said` is its own."""
-        for sign, (problem, expected, hint) in self.lacks.items():
-            if sign in said:
+    def make_settings_error(self, bucket: str, message: str) -> UsageError:
+        """The error for settings that obstore refuses, of which `message` is its own."""
+        for sign, (problem, expected, hint) in self.missing_settings.items():
+            if sign in message:
                 return UsageError(problem, expected=expected, found=f"{self.name}://{bucket}", hint=hint)
         return UsageError(
             f"the settings for {self.name}:// in the environment make no sense",
-            found=said.partition("\n")[0].rstrip("."),
+            found=message.partition("\n")[0].rstrip("."),
             hint="docs/object-stores.md has the names and the meaning of the variables.",
         )
 
 
-_NO_ACCOUNT = (
+_MISSING_ACCOUNT = (
     "nothing says in which account of Azure's the container lies",
     "the environment variable AZURE_STORAGE_ACCOUNT_NAME",
     (
@@ -155,42 +155,42 @@ _NO_ACCOUNT = (
     ),
 )
 
-_ALL = (
+_SCHEMES = (
     Scheme(
         name="s3",
-        address="s3://bucket/path",
-        store="Amazon S3, and servers that speak as it does",
+        example="s3://bucket/path",
+        description="Amazon S3, and servers that speak as it does",
         obstore_class="S3Store",
-        allow_http="AWS_ALLOW_HTTP",
-        credentials="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes boto3; "
+        allow_http_variable="AWS_ALLOW_HTTP",
+        credentials_hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes boto3; "
         "a public bucket is read with AWS_SKIP_SIGNATURE=true",
-        roles=("/latest/api/token", "/latest/meta-data"),
-        client=_endpoint_and_profile,
-        server=_endpoint,
+        role_paths=("/latest/api/token", "/latest/meta-data"),
+        get_client_options=_get_endpoint_and_profile,
+        get_server_options=_get_endpoint,
         tensorstore_driver="s3",
     ),
     Scheme(
         name="gs",
-        address="gs://bucket/path",
-        store="Google Cloud Storage",
+        example="gs://bucket/path",
+        description="Google Cloud Storage",
         obstore_class="GCSStore",
-        allow_http="GOOGLE_ALLOW_HTTP",
-        credentials="set GOOGLE_APPLICATION_CREDENTIALS",
-        roles=("/computeMetadata/",),
-        server=_one_server,
+        allow_http_variable="GOOGLE_ALLOW_HTTP",
+        credentials_hint="set GOOGLE_APPLICATION_CREDENTIALS",
+        role_paths=("/computeMetadata/",),
+        get_server_options=_check_one_server,
         tensorstore_driver="gcs",
     ),
     Scheme(
         name="az",
-        address="az://container/path",
-        store="Azure Blob Storage",
+        example="az://container/path",
+        description="Azure Blob Storage",
         obstore_class="AzureStore",
-        allow_http="AZURE_ALLOW_HTTP",
-        credentials="set AZURE_STORAGE_ACCOUNT_KEY",
-        roles=("/metadata/identity/",),
-        lacks={"Account must be specified": _NO_ACCOUNT},
+        allow_http_variable="AZURE_ALLOW_HTTP",
+        credentials_hint="set AZURE_STORAGE_ACCOUNT_KEY",
+        role_paths=("/metadata/identity/",),
+        missing_settings={"Account must be specified": _MISSING_ACCOUNT},
     ),
 )
 
-SCHEMES = {scheme.name: scheme for scheme in _ALL}
+SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
 """By the name that stands before ``://`` in an address."""

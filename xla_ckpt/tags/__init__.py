@@ -1,1 +1,1 @@
-"""Tag directories: names, order, retention, commit."""
+"""Checkpoint roots: tags, commits, leases, retention and cleanup."""

@@ -1,7 +1,7 @@
-"""The ledger of a root in an object store: which tags there are, and how it changes. Pure.
+"""Rules of the ledger of an object-store root: tags, open attempts, garbage, and pure state transitions.
 
-A tag is an attempt that was committed: a directory ``<tag>/.<random>``, whose name no other save ever has. Every change
-of the ledger is a function of the ledger before it, so that a writer whom another one has come before makes it again.
+A tag is a committed attempt: a directory ``<tag>/.<random>`` whose name is never reused. Each change is a function
+of the ledger before it, so that a writer that loses a race applies it again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from xla_ckpt.core.checksum import seal_json, unseal_json
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError
-from xla_ckpt.manifest.digest import sealed, unsealed
 from xla_ckpt.tags.entry import TagEntry
 
 LEDGER_VERSION = 1
 
-RECENT = 64
+RECENT_WRITES = 64
 """Writes that the ledger names, the last ones: whoever did not hear whether its write was accepted looks there."""
 
-LAG = 2
+RETENTION_COMMITS = 2
 """Commits after the one that ends a tag, until its files may go: so long, who reads it reads on."""
 
-_ATTEMPT = re.compile(r"[^/.][^/]*/\.[0-9a-f]+")
-_KINDS = {"sequence": int, "epoch": int, "owner": str, "recent": list, "tags": dict, "open": dict, "doomed": dict}
+_ATTEMPT_PATTERN = re.compile(r"[^/.][^/]*/\.[0-9a-f]+")
+_FIELD_TYPES = {"sequence": int, "epoch": int, "owner": str, "recent": list, "tags": dict, "open": dict, "doomed": dict}
 
 T = TypeVar("T")
 
@@ -78,11 +78,11 @@ class Ledger:
     """Attempts that nobody needs any more -> number of the commit from which on their files may go."""
 
 
-def ledger_json(ledger: Ledger, write: str) -> bytes:
+def encode_ledger(ledger: Ledger, write: str) -> bytes:
     """The record in which it is stored, with the name of the write that stores it."""
-    signed = replace(ledger, recent=(*ledger.recent, write)[-RECENT:])
+    signed = replace(ledger, recent=(*ledger.recent, write)[-RECENT_WRITES:])
     text = json.dumps({"format": "xla_ckpt ledger", "version": LEDGER_VERSION, **asdict(signed)})
-    return sealed(text.removesuffix("}").encode())
+    return seal_json(text.removesuffix("}").encode())
 
 
 @functools.lru_cache(maxsize=4)
@@ -94,14 +94,14 @@ def parse_ledger(data: bytes) -> Ledger:
         UnsupportedVersionError: A newer version of this library wrote it.
     """
     try:
-        raw: Any = json.loads(unsealed(data, "the record of the tags") + b"}")
+        raw: Any = json.loads(unseal_json(data, "the record of the tags") + b"}")
         if raw["format"] == "xla_ckpt ledger" and raw["version"] > LEDGER_VERSION:
             raise UnsupportedVersionError("a newer version of this library saves there", found=raw["version"])
-        fields = {name: raw[name] for name in _KINDS}
+        fields = {name: raw[name] for name in _FIELD_TYPES}
         tags = {tag: LedgerTag(**entry) for tag, entry in fields["tags"].items()}
         begun = {attempt: OpenAttempt(**its) for attempt, its in fields["open"].items()}
         attempts = [*begun, *fields["doomed"], *(entry.attempt for entry in tags.values())]
-        if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
+        if any(type(fields[name]) is not kind for name, kind in _FIELD_TYPES.items()):
             raise TypeError("a field of another type")
         if not all(map(is_attempt, attempts)):
             raise ValueError("a directory that is no attempt")  # its files would be deleted
@@ -119,19 +119,19 @@ def is_attempt(name: str) -> bool:
     >>> is_attempt("step_10/.5eed"), is_attempt("step_10/model")
     (True, False)
     """
-    return _ATTEMPT.fullmatch(name) is not None
+    return _ATTEMPT_PATTERN.fullmatch(name) is not None
 
 
-def attempt_name(tag: str, token: str) -> str:
+def make_attempt_name(tag: str, token: str) -> str:
     """The directory of an attempt. The dot keeps readers of the tag's directory from taking it for a tag in there.
 
-    >>> attempt_name("step_10", "5eed")
+    >>> make_attempt_name("step_10", "5eed")
     'step_10/.5eed'
     """
     return f"{tag}/.{token}"
 
 
-def entries_in(ledger: Ledger) -> list[TagEntry]:
+def list_entries(ledger: Ledger) -> list[TagEntry]:
     """All tags, oldest first."""
     listed = [
         TagEntry(tag=tag, sequence=its.sequence, pinned=its.pinned, created=its.created, directory=its.attempt)
@@ -141,50 +141,50 @@ def entries_in(ledger: Ledger) -> list[TagEntry]:
     return sorted(listed, key=lambda entry: (entry.sequence, entry.created, entry.tag))
 
 
-def knows(ledger: Ledger, name: str) -> bool:
+def is_managed(ledger: Ledger, name: str) -> bool:
     """Whether a tag has this name, or an attempt that is being written, or whose files are still to go."""
     attempts = (*ledger.open, *ledger.doomed)
-    return name in ledger.tags or any(attempt.startswith(attempt_name(name, "")) for attempt in attempts)
+    return name in ledger.tags or any(attempt.startswith(make_attempt_name(name, "")) for attempt in attempts)
 
 
-def taken(ledger: Ledger, job: str) -> Ledger:
+def take_ownership(ledger: Ledger, job: str) -> Ledger:
     """A job is the one that saves there. What was begun before it took over is not committed any more."""
     epoch = ledger.epoch + (ledger.owner not in ("", job))
     return replace(ledger, owner=job, epoch=epoch)
 
 
-def begun(ledger: Ledger, attempt: str, writer: str) -> Ledger:
+def begin_attempt(ledger: Ledger, attempt: str, writer: str) -> Ledger:
     """An attempt is about to be written."""
     return replace(ledger, open={**ledger.open, attempt: OpenAttempt(ledger.epoch, writer)})
 
 
-def committed(ledger: Ledger, tag: str, entry: LedgerTag) -> Ledger:
+def commit_attempt(ledger: Ledger, tag: str, entry: LedgerTag) -> Ledger:
     """An attempt is the tag now; what was the tag before goes."""
-    after = retired(ledger, [tag] if tag in ledger.tags else [], at=entry.sequence)
+    after = retire_tags(ledger, [tag] if tag in ledger.tags else [], sequence=entry.sequence)
     tags = {**after.tags, tag: entry}
     sequence = max(ledger.sequence, entry.sequence)
-    return replace(after, sequence=sequence, tags=tags, open=_without(ledger.open, [entry.attempt]))
+    return replace(after, sequence=sequence, tags=tags, open=_drop_keys(ledger.open, [entry.attempt]))
 
 
-def retired(ledger: Ledger, tags: Iterable[str], *, at: int = 0) -> Ledger:
-    """Tags are none any more, from the last commit on, or from that with the number `at`."""
-    until = max(ledger.sequence, at) + LAG
+def retire_tags(ledger: Ledger, tags: Iterable[str], *, sequence: int = 0) -> Ledger:
+    """Tags are none any more, from the last commit on, or from that with the number `sequence`."""
+    until = max(ledger.sequence, sequence) + RETENTION_COMMITS
     doomed = {ledger.tags[tag].attempt: until for tag in tags}
-    return replace(ledger, tags=_without(ledger.tags, tags), doomed={**ledger.doomed, **doomed})
+    return replace(ledger, tags=_drop_keys(ledger.tags, tags), doomed={**ledger.doomed, **doomed})
 
 
-def pinned(ledger: Ledger, tag: str, is_pinned: bool) -> Ledger:
+def set_pinned(ledger: Ledger, tag: str, is_pinned: bool) -> Ledger:
     """A tag is exempt from retention, or is so no more."""
     return replace(ledger, tags={**ledger.tags, tag: replace(ledger.tags[tag], pinned=is_pinned)})
 
 
-def given_up(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
+def give_up_attempts(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
     """Attempts are not committed any more: who would do so is refused. Nobody reads them, so their files may go."""
     ended = [attempt for attempt in attempts if attempt in ledger.open]
-    return replace(ledger, open=_without(ledger.open, ended), doomed={**ledger.doomed, **dict.fromkeys(ended, 0)})
+    return replace(ledger, open=_drop_keys(ledger.open, ended), doomed={**ledger.doomed, **dict.fromkeys(ended, 0)})
 
 
-def without_dead(ledger: Ledger, writer: str, writing: Set[str]) -> Ledger:
+def give_up_dead(ledger: Ledger, writer: str, writing: Set[str]) -> Ledger:
     """Attempts of jobs that do not save there any more are given up, and those of a writer that it does not write.
 
     Those of other writers stay: the job may have several processes.
@@ -194,13 +194,13 @@ def without_dead(ledger: Ledger, writer: str, writing: Set[str]) -> Ledger:
         for attempt, its in ledger.open.items()
         if its.epoch < ledger.epoch or (its.writer == writer and attempt not in writing)
     ]
-    return given_up(ledger, ended)
+    return give_up_attempts(ledger, ended)
 
 
-Fate = Literal["committed", "given up", "unknown"]
+AttemptOutcome = Literal["committed", "given up", "unknown"]
 
 
-def fate(ledger: Ledger, attempt: str) -> Fate:
+def find_outcome(ledger: Ledger, attempt: str) -> AttemptOutcome:
     """What became of an attempt whose commit was not answered, and which was given up since, unless it was committed.
 
     One of which nothing is left was given up and swept by a job that took the root over; or it was committed, replaced,
@@ -211,50 +211,50 @@ def fate(ledger: Ledger, attempt: str) -> Fate:
     return "given up" if attempt in ledger.doomed or attempt in ledger.open else "unknown"
 
 
-def named(ledger: Ledger) -> set[str]:
+def collect_attempts(ledger: Ledger) -> set[str]:
     """All attempts that the ledger names: no other one is ever read."""
     return {*ledger.open, *ledger.doomed, *(its.attempt for its in ledger.tags.values())}
 
 
-def adopted(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
+def adopt_attempts(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
     """Complete attempts that the ledger did not know are tags now: the last one of each name that has no tag.
 
     Those before it have been replaced, as it seems, and go. So do those that are older than the tag of their name.
     """
     tags, ended = dict(ledger.tags), list[str]()
-    unknown = [its for attempt, its in complete.items() if attempt not in named(ledger)]
+    unknown = [its for attempt, its in complete.items() if attempt not in collect_attempts(ledger)]
     for its in sorted(unknown, key=lambda its: (-its.sequence, its.attempt)):
         tag = its.attempt.partition("/")[0]
         its_tag = tags.setdefault(tag, its)
         if its_tag is not its and (tag not in ledger.tags or its.sequence <= its_tag.sequence):
             ended.append(its.attempt)
     sequence = max([ledger.sequence, *(its.sequence for its in tags.values())])
-    doomed = dict.fromkeys(ended, sequence + LAG)
+    doomed = dict.fromkeys(ended, sequence + RETENTION_COMMITS)
     return replace(ledger, sequence=sequence, tags=tags, doomed={**ledger.doomed, **doomed})
 
 
-def never_tags(ledger: Ledger, incomplete: Mapping[str, str]) -> dict[str, str]:
+def explain_rejected(ledger: Ledger, incomplete: Mapping[str, str]) -> dict[str, str]:
     """Why names are no tags under which incomplete attempts lie that the ledger does not know.
 
     Args:
         ledger: The record.
         incomplete: Attempt -> what it lacks.
     """
-    unknown = {attempt: why for attempt, why in incomplete.items() if attempt not in named(ledger)}
+    unknown = {attempt: why for attempt, why in incomplete.items() if attempt not in collect_attempts(ledger)}
     reasons = {attempt.partition("/")[0]: why for attempt, why in unknown.items()}
     return {tag: why for tag, why in reasons.items() if tag not in ledger.tags}
 
 
-def due(ledger: Ledger) -> list[str]:
+def list_expired(ledger: Ledger) -> list[str]:
     """Attempts whose files may go."""
     return [attempt for attempt, sequence in ledger.doomed.items() if sequence <= ledger.sequence]
 
 
-def swept(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
+def forget_attempts(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
     """The files of attempts are gone."""
-    return replace(ledger, doomed=_without(ledger.doomed, attempts))
+    return replace(ledger, doomed=_drop_keys(ledger.doomed, attempts))
 
 
-def _without(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+def _drop_keys(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
     gone = set(names)
     return {name: entry for name, entry in entries.items() if name not in gone}

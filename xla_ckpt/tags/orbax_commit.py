@@ -1,7 +1,7 @@
-"""orbax commits tags in a process of its own: here is who asks it to, and finds out what became of it.
+"""Client of the helper process in which orbax commits tags: start, requests, retries.
 
-One that is lost is replaced, and the commit tried once more, unless the directory that was filled has the tag's name:
-that alone says whether it is committed, whatever became of the process.
+A lost process is replaced and the commit retried once, unless the draft already has the tag's name, which alone
+decides whether it is committed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import Any
 
 from xla_ckpt.errors import NotDurableError, SaveError, from_json
 from xla_ckpt.logs import get_logger
-from xla_ckpt.storage.base import FileSystem, Identity, LocalFiles
-from xla_ckpt.storage.durable_names import not_durable
-from xla_ckpt.storage.process_state import process_lock, process_wide
-from xla_ckpt.storage.program import Program, ProgramEnded
-from xla_ckpt.storage.undisturbed import undisturbed
-from xla_ckpt.storage.waiting import Notifier
+from xla_ckpt.storage.base import FileSystem, FileSystemDirectory, Identity, make_not_durable_error
+from xla_ckpt.storage.helper_process import HelperExited, HelperProcess
+from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
+from xla_ckpt.storage.signals import defer_signals
+from xla_ckpt.storage.synchronization import Notifier
 
 logger = get_logger(__name__)
 
-PROGRAM = "xla_ckpt.tags.orbax_process"
+HELPER_MODULE = "xla_ckpt.tags.orbax_process"
 
-PATIENCE = 5.0
+SECOND_PROCESS_AFTER_SECONDS = 5.0
 """Seconds that a commit waits for the process, while that does another one, before it starts a second process.
 
 A commit takes milliseconds, and a process a second to start; but a file system that does not answer may take minutes,
@@ -32,42 +31,49 @@ and commits to others go on meanwhile.
 """
 
 
-class Committer:
+class OrbaxCommitter:
     """What commits the tags of one process. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._lock = process_lock()
+        self._lock = fork_safe_lock()
         self._freed = Notifier()
-        self._programs: list[Program] = []
+        self._processes: list[HelperProcess] = []
         """All that run, or are started."""
-        self._idle: list[Program] = []
+        self._idle_processes: list[HelperProcess] = []
         """Those of them that do no job."""
-        atexit.register(self._end)
+        atexit.register(self._stop_processes)
 
     def start(self) -> None:
         """Start the process in the background, unless there is one: a commit is to be expected."""
-        with undisturbed(), self._lock:
+        with defer_signals(), self._lock:
             try:
-                if not self._programs:
-                    self._idle.append(self._started())
+                if not self._processes:
+                    self._idle_processes.append(self._start_process())
             except OSError as error:
                 logger.debug("the commit tries again to start its process: %s", error)
 
-    def await_ready(self, within: float) -> bool:
+    def wait_ready(self, within: float) -> bool:
         """Wait until the process takes jobs, so many seconds at most; whether it was not known to take them.
 
         Raises:
             SaveError: It does not start, and why.
         """
-        was_ready = any(program.is_ready for program in self._programs)
+        was_ready = any(program.is_ready for program in self._processes)
         if not was_ready:
-            self._tried(None, None, within)
+            self._run_with_retry(None, None, within)
         return not was_ready
 
     def commit(
-        self, store: FileSystem, draft: LocalFiles, tag: str, replaced: Identity | None, metadata: Any, within: float
+        self,
+        store: FileSystem,
+        draft: FileSystemDirectory,
+        tag: str,
+        replaced: Identity | None,
+        metadata: Any,
+        within: float,
     ) -> str | None:
-        """Have a directory take the name of a tag, durably, as `xla_ckpt.tags.placing.place` does.
+        """Have a directory take the name of a tag, durably, as `xla_ckpt.tags.directory_operations.replace_directory`
+        does.
 
         Args:
             store: Where it is.
@@ -86,19 +92,21 @@ class Committer:
             NotDurableError: It was committed, and a loss of power may undo that.
         """
         job = {"root": store.path, "draft": draft.name, "tag": tag, "replaced": replaced, "metadata": metadata}
-        answer = self._tried(job, draft, within)
+        answer = self._run_with_retry(job, draft, within)
         if answer is None:
             try:
                 store.sync()
             except OSError as refused:
-                raise not_durable(store, tag, refused) from refused
-        elif (error := _error_of(answer)) is not None:
+                raise make_not_durable_error(store, tag, refused) from refused
+        elif (error := _parse_error(answer)) is not None:
             if isinstance(error, NotDurableError) or not draft.is_at(tag):
                 raise error
             logger.warning("%s: tag %s is committed; afterwards orbax met an error: %s", store.path, tag, error)
         return None if answer is None else answer.get("old")
 
-    def _tried(self, job: dict[str, Any] | None, draft: LocalFiles | None, within: float) -> dict[str, Any] | None:
+    def _run_with_retry(
+        self, job: dict[str, Any] | None, draft: FileSystemDirectory | None, within: float
+    ) -> dict[str, Any] | None:
         """The answer to a job; None if the process was lost, and had done it. A second one tries what is not done.
 
         Raises:
@@ -107,14 +115,14 @@ class Committer:
         deadline = time.monotonic() + within
         for _ in range(2):
             try:
-                program = self._taken()
+                program = self._acquire_process()
             except OSError as error:
-                raise _does_not_work(f"{sys.executable}: {error.strerror or error}") from error
+                raise _make_process_error(f"{sys.executable}: {error.strerror or error}") from error
             try:
-                answer = program.do(job, -1 if draft is None else draft.fd, deadline)
+                answer = program.run(job, -1 if draft is None else draft.fd, deadline)
             except BaseException as error:
-                self._drop(program)
-                if not isinstance(error, ProgramEnded):
+                self._drop_process(program)
+                if not isinstance(error, HelperExited):
                     raise
                 lost = error
                 if job is not None and draft is not None and draft.is_at(job["tag"]):
@@ -122,70 +130,73 @@ class Committer:
                 if time.monotonic() >= deadline:
                     break
             else:
-                self._free(program)
+                self._release_process(program)
                 return answer
-        raise _does_not_work(str(lost)) from lost
+        raise _make_process_error(str(lost)) from lost
 
-    def _taken(self) -> Program:
-        """A process that does no other job, until it is given to `_free` or `_drop`. OSError if none can be started."""
-        taken: list[Program] = []
-        if not self._freed.wait_for(lambda: self._take(taken), PATIENCE):
-            self._freed.wait_for(lambda: self._take(taken, or_another=True))
+    def _acquire_process(self) -> HelperProcess:
+        """A process that does no other job, until it is given to `_release_process` or `_drop_process`.
+
+        OSError if none can be started.
+        """
+        taken: list[HelperProcess] = []
+        if not self._freed.wait_for(lambda: self._try_acquire(taken), SECOND_PROCESS_AFTER_SECONDS):
+            self._freed.wait_for(lambda: self._try_acquire(taken, or_another=True))
         return taken[0]
 
-    def _take(self, taken: list[Program], *, or_another: bool = False) -> bool:
+    def _try_acquire(self, taken: list[HelperProcess], *, or_another: bool = False) -> bool:
         with self._lock:
-            if self._idle:
-                taken.append(self._idle.pop())
+            if self._idle_processes:
+                taken.append(self._idle_processes.pop())
             # One that is still starting is waited for: another one would take as long.
-            elif not self._programs or (or_another and all(program.is_ready for program in self._programs)):
-                taken.append(self._started())
+            elif not self._processes or (or_another and all(program.is_ready for program in self._processes)):
+                taken.append(self._start_process())
             return bool(taken)
 
-    def _started(self) -> Program:
-        program = Program(PROGRAM)
-        self._programs.append(program)  # before it starts: a child that is forked meanwhile has to let go of it
+    def _start_process(self) -> HelperProcess:
+        program = HelperProcess(HELPER_MODULE)
+        self._processes.append(program)  # before it starts: a child that is forked meanwhile has to let go of it
         try:
             program.start()
         except OSError:
-            self._programs.remove(program)
-            program.end()
+            self._processes.remove(program)
+            program.close()
             raise
         return program
 
-    def _free(self, program: Program) -> None:
+    def _release_process(self, program: HelperProcess) -> None:
         with self._lock:
-            if is_kept := program in self._programs and not self._idle:
-                self._idle.append(program)
+            if is_kept := program in self._processes and not self._idle_processes:
+                self._idle_processes.append(program)
         if is_kept:
             self._freed.notify()
         else:
-            self._drop(program)  # one is enough until a commit takes long again
+            self._drop_process(program)  # one is enough until a commit takes long again
 
-    def _drop(self, program: Program) -> None:
+    def _drop_process(self, program: HelperProcess) -> None:
         with self._lock:
-            self._programs = [other for other in self._programs if other is not program]
-        program.end()
+            self._processes = [other for other in self._processes if other is not program]
+        program.close()
         self._freed.notify()
 
-    def _end(self) -> None:
+    def _stop_processes(self) -> None:
         """Let go of all processes: this one ends, or was forked from the one that they belong to."""
-        programs, self._programs, self._idle = self._programs, [], []
+        programs, self._processes, self._idle_processes = self._processes, [], []
         for program in programs:
-            program.end()
+            program.close()
 
 
-def _does_not_work(problem: str) -> SaveError:
+def _make_process_error(problem: str) -> SaveError:
     problem, _, output = problem.partition("\n")
     return SaveError(
         "the process in which orbax commits tags does not work",
         found=problem,
-        hint=f"The tag is as it was before. {sys.executable} -m {PROGRAM} </dev/null shows whether it starts.",
+        hint=f"The tag is as it was before. {sys.executable} -m {HELPER_MODULE} </dev/null shows whether it starts.",
         details=output or None,
     )
 
 
-def _error_of(answer: dict[str, Any]) -> Exception | None:
+def _parse_error(answer: dict[str, Any]) -> Exception | None:
     if "error" in answer:
         return from_json(answer["error"])
     if "errno" in answer:
@@ -193,5 +204,5 @@ def _error_of(answer: dict[str, Any]) -> Exception | None:
     return SaveError("orbax did not commit the tag", found=answer["problem"]) if "problem" in answer else None
 
 
-COMMITTER = process_wide(Committer(), Committer._end)
+ORBAX_COMMITTER = register_fork_reset(OrbaxCommitter(), OrbaxCommitter._stop_processes)
 """That of this process."""

@@ -1,10 +1,9 @@
-"""The program that commits tags, one after the other: orbax does it. ``python -m xla_ckpt.tags.orbax_process``.
+"""Helper process that commits tags with orbax. ``python -m xla_ckpt.tags.orbax_process``.
 
-It is the only file that knows orbax, and runs in a process of its own (`tags/orbax_commit.py` starts it, and says what
-a job is), since importing orbax and jax takes about a second and holds the interpreter's lock. It imports no torch.
-
-To orbax the draft, which is filled and durable, is the temporary directory of a checkpoint. orbax keeps its own records
-in it, and finalizes it: they are made durable, too, and then the draft gets the tag's name (`tags/placing.py`).
+The only module that imports orbax. It runs in its own process, since importing orbax and jax takes about a second
+and holds the GIL; `orbax_commit` starts it. It imports no torch. orbax treats the durable draft as the temporary
+directory of a checkpoint, adds its own records and finalizes it, and then the draft gets the tag's name
+(`replace_directory`).
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, SaveError
+from xla_ckpt.storage.helper_process import receive_requests
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.program import jobs
-from xla_ckpt.tags.entry import COMMITTED, TREE_METADATA
-from xla_ckpt.tags.listing import ORBAX_METADATA
-from xla_ckpt.tags.placing import place
+from xla_ckpt.tags.directory_operations import replace_directory
+from xla_ckpt.tags.entry import ORBAX_COMMITTED_FILE, ORBAX_TREE_METADATA_FILE
+from xla_ckpt.tags.listing import ORBAX_METADATA_FILE
 
-Commit = Callable[[dict[str, Any], int], str | None]
+CommitFunction = Callable[[dict[str, Any], int], str | None]
 """Commits a job, in whose directory the descriptor is; the name under which the old one stands now."""
 
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a scheduler sends to all processes of a job. This one ends when the process does for which it works."""
 
 
 def main() -> None:
     """Do the jobs that come through the standard input, which is a socket, in a process that is only for that."""
-    be_alone()
+    isolate_process()
     gc.disable()  # it would look through all objects of jax and orbax again and again while they are made
-    commit = committer()
+    commit = create_committer()
     gc.freeze()  # they stay
     gc.enable()
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
@@ -51,9 +50,9 @@ def main() -> None:
         serve(channel, commit)
 
 
-def be_alone() -> None:
+def isolate_process() -> None:
     """Leave what the program that is served has for itself: its signals, its accelerator."""
-    for number in IGNORED:
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("absl").setLevel(logging.ERROR)
     # orbax asks jax which process this is, and to answer, jax opens all platforms that it may: an accelerator would be
@@ -62,10 +61,10 @@ def be_alone() -> None:
     os.environ.pop("XLA_FLAGS", None)
 
 
-def serve(channel: socket.socket, commit: Commit) -> None:
+def serve(channel: socket.socket, commit: CommitFunction) -> None:
     """Do the jobs that come through a channel, until its other end is closed."""
     channel.sendall(b"{}\n", socket.MSG_NOSIGNAL)
-    for job, directory in jobs(channel):
+    for job, directory in receive_requests(channel):
         try:
             answer: dict[str, Any] = {"old": commit(job, directory)}
         except CheckpointError as error:
@@ -77,7 +76,7 @@ def serve(channel: socket.socket, commit: Commit) -> None:
         channel.sendall(json.dumps(answer, default=str).encode() + b"\n", socket.MSG_NOSIGNAL)
 
 
-def committer() -> Commit:
+def create_committer() -> CommitFunction:
     """The function that commits; orbax is imported here, when all that it depends on is set."""
     import jax
     import orbax.checkpoint as ocp
@@ -97,23 +96,23 @@ def committer() -> Commit:
             return cls(final_path.parent / cls.job["draft"], final_path, **options)
 
         async def create(self) -> Any:
-            metadata.write(self.get() / ORBAX_METADATA, {"init_timestamp_nsecs": time.time_ns()})
+            metadata.write(self.get() / ORBAX_METADATA_FILE, {"init_timestamp_nsecs": time.time_ns()})
             return self.get()
 
         async def finalize(self) -> None:
             about: dict[str, Any] = {"commit_timestamp_nsecs": time.time_ns()}
-            if items := items_in_step(self.get()):
+            if items := find_step_items(self.get()):
                 # By the name of a handler, as orbax has it for a payload of ours, no item of a step is found.
                 about["item_handlers"] = dict.fromkeys(items, ocp.StandardCheckpointHandler.typestr())
-            metadata.update(self.get() / ORBAX_METADATA, **about)
+            metadata.update(self.get() / ORBAX_METADATA_FILE, **about)
             committed = b"Checkpoint commit was successful to " + os.fsencode(self.get_final())
-            Path(self.get(), COMMITTED).write_bytes(committed)  # a path may be no text in any locale
-            for name in (ORBAX_METADATA, COMMITTED, "."):
+            Path(self.get(), ORBAX_COMMITTED_FILE).write_bytes(committed)  # a path may be no text in any locale
+            for name in (ORBAX_METADATA_FILE, ORBAX_COMMITTED_FILE, "."):
                 _sync(name, self.directory)
             if not os.path.samestat(os.fstat(self.directory), os.stat(self.get())):
                 raise SaveError("another process has taken away what was written", tag=self.job["tag"])
             store, replaced = LocalStore(self.job["root"]), self.job["replaced"]
-            old = place(store, self.job["draft"], self.job["tag"], tuple(replaced) if replaced else None)
+            old = replace_directory(store, self.job["draft"], self.job["tag"], tuple(replaced) if replaced else None)
             self.job["old"] = old
 
     class Payload(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -150,11 +149,11 @@ def committer() -> Commit:
     return commit
 
 
-def items_in_step(draft: str | os.PathLike[str]) -> list[str]:
+def find_step_items(draft: str | os.PathLike[str]) -> list[str]:
     """The items of a draft that is a step of a `CheckpointManager`: none, if it is anything else."""
-    if Path(draft, TREE_METADATA).is_file():
+    if Path(draft, ORBAX_TREE_METADATA_FILE).is_file():
         return []
-    return sorted(path.parent.name for path in Path(draft).glob(f"*/{TREE_METADATA}") if path.is_file())
+    return sorted(path.parent.name for path in Path(draft).glob(f"*/{ORBAX_TREE_METADATA_FILE}") if path.is_file())
 
 
 def _sync(name: str, directory: int) -> None:

@@ -1,20 +1,26 @@
-"""Policies of retention, as values: which of some tags are kept. Pure."""
+"""Retention policies (`LatestN`, `BestN`, ...) and the decision which tags to keep or delete. Pure.
+
+A policy is a value; ``a | b`` keeps what either keeps. `find_tags_to_delete` and `explain_kept` apply one to
+`TagInfo` facts. Policies are parsed from arguments and from the JSON that a checkpoint records.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import functools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.keywords import check_choice, known_fields
+from xla_ckpt.keywords import check_choice, check_fields
 
-PERIODS = {3600: "hour", 86400: "day"}
+PERIOD_NAMES = {3600: "hour", 86400: "day"}
 """Periods that have a name (s)."""
 
 Extreme = Literal["min", "max"]
@@ -37,7 +43,7 @@ _LABELLED = (
     re.compile(r"^(?:checkpoint|ckpt)?[-_=]?([0-9]+)$"),
 )
 
-_NOT_COUNTED = re.compile(
+_OTHER_NUMBERS = re.compile(
     r"\.(?:[a-z_]+|h5)$"  # the ending of the name of a file
     r"|[-_.]v[0-9]+(?=$|\.[a-z_]+$)"  # the version of a file whose name was taken
     r"|(?<![0-9])(?:19|20)[0-9]{2}-[0-9]{2}-[0-9]{2}(?:t[0-9:.-]+z?|[-_ ][0-9]{2}[-:][0-9]{2}[-:][0-9]{2})?"  # a date
@@ -49,33 +55,33 @@ _NOT_COUNTED = re.compile(
 """What of a name in lower case counts no steps, although it may be a number."""
 
 
-def _counting(tag: str) -> str:
-    return _NOT_COUNTED.sub(" ", tag.lower()).strip()
+def _strip_other_numbers(tag: str) -> str:
+    return _OTHER_NUMBERS.sub(" ", tag.lower()).strip()
 
 
 @functools.lru_cache(maxsize=10_000)  # a policy asks for the step of each tag several times in each save
-def labelled_step(tag: str) -> int | None:
+def parse_labelled_step(tag: str) -> int | None:
     """Return the step in the name of a tag that says so: ``step_400``, ``iter_0000400``, ``checkpoint-400``, ``400``.
 
-    >>> [labelled_step(tag) for tag in ("epoch=1-step=400-v1", "400.ckpt", "step_1_400", "run-7b", "epoch_4")]
+    >>> [parse_labelled_step(tag) for tag in ("epoch=1-step=400-v1", "400.ckpt", "step_1_400", "run-7b", "epoch_4")]
     [400, 400, 1400, None, None]
     """
-    name = _counting(tag)
+    name = _strip_other_numbers(tag)
     found = (numbers[-1] for pattern in _LABELLED if (numbers := pattern.findall(name)))
     return next(map(int, found), None)
 
 
 @functools.lru_cache(maxsize=10_000)
-def bare_number(tag: str) -> int | None:
+def parse_bare_number(tag: str) -> int | None:
     """Return the number at the end of the name of a tag, or at its start, if it is the only one there.
 
     Dates, versions, decimals and numbers that count something else than steps are passed over, and so are those of
     epochs where there are others.
 
-    >>> [bare_number(tag) for tag in ("epoch_4", "checkpoint_3_400", "400-best", "last-v2", "llama3-8b")]
+    >>> [parse_bare_number(tag) for tag in ("epoch_4", "checkpoint_3_400", "400-best", "last-v2", "llama3-8b")]
     [4, 400, 400, None, None]
     """
-    name = _counting(tag)
+    name = _strip_other_numbers(tag)
     found = re.findall(rf"(?<![0-9a-z])([a-z]*)[-_=.]?(?<![0-9])([0-9]+){_END}", name)
     steps = [(word, number) for word, number in found if word not in ("epoch", "ep")] or found
     if not steps:
@@ -86,7 +92,7 @@ def bare_number(tag: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TagFact:
+class TagInfo:
     """What retention knows of a tag."""
 
     tag: str
@@ -109,19 +115,19 @@ class TagFact:
         """The step in the name; else the one that the program saved with the tag, in ``user_content``, as one of
         `STEP_NAMES`; else a number of which the name does not say what it counts. None if there is none of these.
 
-        >>> TagFact("epoch=0-step=500-v1", 7).step, TagFact("run2", 7, metric={"step": 400}.get).step
+        >>> TagInfo("epoch=0-step=500-v1", 7).step, TagInfo("run2", 7, metric={"step": 400}.get).step
         (500, 400)
-        >>> TagFact("run2", 7).step, TagFact("best", 7).step
+        >>> TagInfo("run2", 7).step, TagInfo("best", 7).step
         (2, None)
         """
-        if (step := labelled_step(self.tag)) is not None:
+        if (step := parse_labelled_step(self.tag)) is not None:
             return step
         try:
             saved = [self.metric(name) for name in STEP_NAMES]
         except CheckpointError:
             return None  # whoever looked it up has told of the error
         steps = [int(number) for number in saved if number is not None and number == number // 1]
-        return steps[0] if steps else bare_number(self.tag)
+        return steps[0] if steps else parse_bare_number(self.tag)
 
     @property
     def time(self) -> datetime.datetime | None:
@@ -142,17 +148,17 @@ class Retention(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
         """Those tags that are kept, of all that are not pinned, oldest first.
 
         A save asks before its commit: what is raised here fails it.
         """
 
-    def reason(self, facts: Sequence[TagFact]) -> str:  # of derived classes one depends on the tags
+    def reason(self, facts: Sequence[TagInfo]) -> str:  # of derived classes one depends on the tags
         """Why it keeps those of these tags that it keeps."""
         return str(self)
 
-    def unknown(self, fact: TagFact) -> str:
+    def unknown(self, fact: TagInfo) -> str:
         """What it does not know of a tag, and keeps it for; empty if it knows all that it asks for."""
         return ""
 
@@ -165,7 +171,7 @@ class Retention(ABC):
         return AnyOf((*self.parts, *other.parts)) if isinstance(other, Retention) else NotImplemented
 
 
-@known_fields
+@check_fields
 @dataclass(frozen=True, slots=True)
 class LatestN(Retention):
     """Keep the `n` newest tags.
@@ -182,11 +188,11 @@ class LatestN(Retention):
     def __str__(self) -> str:
         return f"of the newest {self.n}"
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
         return facts[-self.n :]
 
 
-@known_fields
+@check_fields
 @dataclass(frozen=True, slots=True)
 class BestN(Retention):
     """Keep the `n` tags with the best values of a number that is saved with them in ``user_content``.
@@ -219,22 +225,24 @@ class BestN(Retention):
     def __str__(self) -> str:
         return f"of the {self.n} with the {'smallest' if self.mode == 'min' else 'largest'} {self.metric}"
 
-    def reason(self, facts: Sequence[TagFact]) -> str:
-        return str(self) if self._numbers(facts)[0] else f"no tag has the number {self.metric} in its user_content"
+    def reason(self, facts: Sequence[TagInfo]) -> str:
+        return (
+            str(self) if self._collect_numbers(facts)[0] else f"no tag has the number {self.metric} in its user_content"
+        )
 
-    def is_unknown(self, facts: Sequence[TagFact]) -> bool:
+    def is_unknown(self, facts: Sequence[TagInfo]) -> bool:
         """Whether the number is in none of these tags, so that nothing is deleted for it: it may be misspelt."""
-        return bool(facts) and self._numbers(facts) == ([], [])
+        return bool(facts) and self._collect_numbers(facts) == ([], [])
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
-        numbers, unread = self._numbers(facts)
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
+        numbers, unread = self._collect_numbers(facts)
         if not numbers:
             return facts
         return [*unread, *(facts[-i] for _, i in sorted(numbers)[: self.n])]
 
-    def _numbers(self, facts: Sequence[TagFact]) -> tuple[list[tuple[float, int]], list[TagFact]]:
+    def _collect_numbers(self, facts: Sequence[TagInfo]) -> tuple[list[tuple[float, int]], list[TagInfo]]:
         """(number, -row) of each tag that has it, so that the best come first; and the tags that cannot be read."""
-        numbers, unread = list[tuple[float, int]](), list[TagFact]()
+        numbers, unread = list[tuple[float, int]](), list[TagInfo]()
         for i, fact in enumerate(facts):
             try:
                 number = fact.metric(self.metric)
@@ -247,7 +255,7 @@ class BestN(Retention):
         return numbers, unread
 
 
-@known_fields
+@check_fields
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(Retention):
     """Keep each tag whose step is a multiple of `interval_steps`.
@@ -269,14 +277,14 @@ class EveryNSteps(Retention):
     def __str__(self) -> str:
         return f"of every {self.interval_steps} steps"
 
-    def unknown(self, fact: TagFact) -> str:
+    def unknown(self, fact: TagInfo) -> str:
         return "its step is not known" if fact.step is None else ""
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
         return [fact for fact in facts if (step := fact.step) is None or step % self.interval_steps == 0]
 
 
-@known_fields
+@check_fields
 @dataclass(frozen=True, slots=True)
 class EveryNSeconds(Retention):
     """Keep the first tag of each period of `interval_secs` seconds: 3600 is each hour, and 86400 each day, of UTC.
@@ -293,13 +301,13 @@ class EveryNSeconds(Retention):
         _check_count("EveryNSeconds", "interval_secs", self.interval_secs)
 
     def __str__(self) -> str:
-        return f"the first of a {PERIODS.get(self.interval_secs, f'period of {self.interval_secs} s')}"
+        return f"the first of a {PERIOD_NAMES.get(self.interval_secs, f'period of {self.interval_secs} s')}"
 
-    def unknown(self, fact: TagFact) -> str:
+    def unknown(self, fact: TagInfo) -> str:
         return "its time is not known" if fact.time is None else ""
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
-        firsts, undated = dict[int, TagFact](), list[TagFact]()
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
+        firsts, undated = dict[int, TagInfo](), list[TagInfo]()
         for fact in facts:
             if fact.time is None:
                 undated.append(fact)
@@ -308,7 +316,7 @@ class EveryNSeconds(Retention):
         return [*undated, *firsts.values()]
 
 
-@known_fields
+@check_fields
 @dataclass(frozen=True, slots=True)
 class LatestDuration(Retention):
     """Keep the tags that are at most `duration` older than the newest.
@@ -332,10 +340,10 @@ class LatestDuration(Retention):
     def __str__(self) -> str:
         return f"of the last {str(self.duration).removesuffix(', 0:00:00')}"
 
-    def unknown(self, fact: TagFact) -> str:
+    def unknown(self, fact: TagInfo) -> str:
         return "its time is not known" if fact.time is None else ""
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
         times = [fact.time for fact in facts]
         newest = max((time for time in times if time is not None), default=None)
         return [
@@ -345,7 +353,7 @@ class LatestDuration(Retention):
         ]
 
 
-@known_fields
+@check_fields
 @dataclass(frozen=True, slots=True)
 class AnyOf(Retention):
     """Keep what one of several `policies` keeps: ``LatestN(3) | BestN("loss")`` is short for it.
@@ -369,7 +377,7 @@ class AnyOf(Retention):
     def parts(self) -> tuple[Retention, ...]:
         return tuple(part for policy in self.policies for part in policy.parts)
 
-    def keeps(self, facts: Sequence[TagFact]) -> Collection[TagFact]:
+    def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
         kept = {fact.tag for policy in self.policies for fact in policy.keeps(facts)}
         return [fact for fact in facts if fact.tag in kept]
 
@@ -391,3 +399,130 @@ def check_policy(name: str, policy: Any) -> None:
 def _check_count(policy: str, name: str, count: Any) -> None:
     if type(count) is not int or count < 1:
         raise UsageError(f"{policy}: {name} makes no sense", expected="an int of at least 1", found=repr(count))
+
+
+_POLICY_TYPES: dict[str, Any] = {
+    kind.__name__: kind for kind in (LatestN, BestN, EveryNSteps, EveryNSeconds, LatestDuration)
+}
+"""The policies that a tag can say, by name."""
+
+
+def resolve_policy(num_kept: int | None, retention: Retention | None) -> Retention | None:
+    """What a caller says who may say it in one of two ways; None keeps all.
+
+    Raises:
+        UsageError: Both are given, or `num_kept` is neither an int of at least 1 nor None or -1, which keep all.
+    """
+    if num_kept is not None and (type(num_kept) is not int or num_kept < -1 or num_kept == 0):
+        raise UsageError(
+            f"num_kept_ckpts={num_kept!r} is no number of tags to keep",
+            expected="an int of at least 1; or None or -1, which keep all",
+        )
+    if num_kept is None or num_kept == -1:  # scripts of neuronx-distributed say -1
+        return retention
+    if retention is not None:
+        raise UsageError(
+            "num_kept_ckpts= and retention= both say which tags are kept",
+            expected="one of them",
+            found=f"num_kept_ckpts={num_kept}, retention={retention!r}",
+            hint=f"Say retention=LatestN({num_kept}) | ..., without num_kept_ckpts=.",
+        )
+    return LatestN(num_kept)
+
+
+def encode_policy(policy: Retention | None) -> Any:
+    """A policy, as a tag says it; None for none, and for one that a program has made itself.
+
+    >>> encode_policy(LatestN(3) | BestN("loss"))
+    [['LatestN', 3], ['BestN', 'loss', 1, 'min']]
+    """
+    parts = () if policy is None else policy.parts
+    if not parts or not all(type(part) in _POLICY_TYPES.values() for part in parts):
+        return None
+    values = [[getattr(part, field.name) for field in dataclasses.fields(part)] for part in parts]  # type: ignore[arg-type]
+    return [
+        [type(part).__name__, *(v.total_seconds() if isinstance(v, datetime.timedelta) else v for v in its)]
+        for part, its in zip(parts, values, strict=True)
+    ]
+
+
+def parse_policy(json: Any) -> Retention | None:
+    """The policy that a tag says; None if it says none, or one that only another version of this library knows.
+
+    >>> parse_policy(encode_policy(LatestN(3) | BestN("loss"))) == LatestN(3) | BestN("loss"), parse_policy([["?"]])
+    (True, None)
+    """
+    try:
+        parts = tuple(_parse_part(*part) for part in json)
+        return parts[0] if len(parts) == 1 else AnyOf(parts)
+    except (TypeError, ValueError, KeyError, OverflowError, UsageError):
+        return None
+
+
+def _parse_part(name: str, *values: Any) -> Retention:
+    if name == LatestDuration.__name__:
+        return LatestDuration(*(datetime.timedelta(seconds=value) for value in values))
+    policy: Retention = _POLICY_TYPES[name](*values)
+    return policy
+
+
+def explain_kept(facts: Sequence[TagInfo], policy: Retention | None) -> dict[str, tuple[str, ...]]:
+    """Each tag, oldest first -> the reasons for which it is kept: none for one that is to be deleted.
+
+    >>> explain_kept([TagInfo("a", 1), TagInfo("b", 2, pinned=True), TagInfo("c", 3), TagInfo("d", 4)], LatestN(1))
+    {'a': (), 'b': ('pinned',), 'c': (), 'd': ('the newest', 'of the newest 1')}
+
+    Raises:
+        UsageError: The policy failed.
+        CheckpointError: It asked for something that cannot be read of a tag.
+    """
+    ordered = sorted(facts, key=lambda fact: (fact.sequence, fact.created, fact.tag))
+    reasons: dict[str, list[str]] = {fact.tag: ["pinned"] if fact.pinned else [] for fact in ordered}
+    for fact in ordered:
+        if not fact.readable:  # it may be mended; and counted among the newest, it would have good ones deleted
+            reasons[fact.tag].append("its manifest cannot be read")
+    readable = [fact for fact in ordered if fact.readable]
+    if readable:
+        reasons[readable[-1].tag].append("the newest")
+    live = [fact for fact in readable if not fact.pinned]
+    if policy is not None:
+        with _wrap_policy_errors(policy):
+            for part in policy.parts:
+                kept = part.keeps(live)
+                reason = part.reason(live)
+                for fact in kept:
+                    reasons[fact.tag].append(part.unknown(fact) or reason)
+    if policy is None:
+        for fact in live:
+            reasons[fact.tag].append("all are kept")
+    return {tag: tuple(whys) for tag, whys in reasons.items()}
+
+
+@contextlib.contextmanager
+def _wrap_policy_errors(policy: Retention) -> Iterator[None]:
+    """Raise what a policy raises, which may be the program's own, as an error that names the policy.
+
+    Raises:
+        UsageError: The policy failed.
+        CheckpointError: It has looked something up in a tag (`TagInfo.metric`) that cannot be read.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the retention policy {type(policy).__name__} failed: {type(error).__name__}: {error}",
+            expected="some of the tags that it was given",
+            hint="Correct its method `keeps`, or save with another policy. No tag was changed.",
+        ) from error
+
+
+def find_tags_to_delete(facts: Sequence[TagInfo], policy: Retention | None) -> list[str]:
+    """The tags to delete, oldest first.
+
+    >>> tags = [TagInfo("a", 1), TagInfo("best", 2, pinned=True), TagInfo("b", 3), TagInfo("c", 4)]
+    >>> find_tags_to_delete(tags, LatestN(2))
+    ['a']
+    """
+    return [tag for tag, reasons in explain_kept(facts, policy).items() if not reasons]

@@ -1,1 +1,1 @@
-"""neuronx-distributed's set-up of a job, its ZeRO-1 optimizer, and small functions of its scripts."""
+"""neuronx-distributed's job setup, ZeRO-1 optimizer, and batch utilities."""

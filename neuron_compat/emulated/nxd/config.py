@@ -1,23 +1,23 @@
-"""What a training job asks for: neuronx-distributed's configuration, checked and completed. Pure."""
+"""neuronx-distributed's training configuration: defaults and validation. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from neuron_compat.nxd.instead import KEEP_NXD
+from neuron_compat.nxd.exports import KEEP_NXD_HINT
 from xla_ckpt import UsageError
 
 Config = dict[str, Any]
 
 
-def complete(given: Config) -> Config:
+def complete_config(given: Config) -> Config:
     """A configuration with a value for everything.
 
     Raises:
         xla_ckpt.UsageError: Something in it is unknown, contradicts another part, or cannot be done here.
     """
-    optimizer = _with_defaults(
+    optimizer = _fill_defaults(
         "optimizer_config",
         given["optimizer_config"],
         {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
@@ -26,12 +26,12 @@ def complete(given: Config) -> Config:
     config = {
         **given,
         "optimizer_config": optimizer,
-        "mixed_precision_config": _with_defaults(
+        "mixed_precision_config": _fill_defaults(
             "mixed_precision_config",
             given["mixed_precision_config"],
             {"use_master_weights": sharded, "use_fp32_grad_acc": sharded, "use_master_weights_in_ckpt": False},
         ),
-        "model_init_config": _with_defaults(
+        "model_init_config": _fill_defaults(
             "model_init_config",
             given["model_init_config"],
             {
@@ -42,11 +42,11 @@ def complete(given: Config) -> Config:
         ),
     }
     config.pop("sequential_move_factor", None)
-    check(config)
+    check_config(config)
     return config
 
 
-def _with_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config) -> Config:
+def _fill_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config) -> Config:
     """The entries that were given, and the defaults of all others."""
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(f"{name} has to be a dict", found=type(given).__name__)
@@ -58,32 +58,32 @@ def _with_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config)
     return {**defaults, **(given or {})}
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any]) -> None:
     """Refuse what would be trained in another way than the configuration says.
 
     Raises:
         xla_ckpt.UsageError: It asks for something that cannot be done here.
     """
-    for name, hint in _NOT_HERE.items():
+    for name, hint in _UNSUPPORTED.items():
         if config.get(name):
-            raise UsageError(f"{name} is not there", found=_short(config[name]), hint=hint)
+            raise UsageError(f"{name} is not there", found=_shorten(config[name]), hint=hint)
     stages = config["pipeline_parallel_size"]
     if stages != 1:
         raise UsageError(
             "a model cannot be divided into pipeline stages here",
             expected="pipeline_parallel_size=1",
             found=stages,
-            hint=f"{KEEP_NXD} Tags of a pipeline load into a job without one.",
+            hint=f"{KEEP_NXD_HINT} Tags of a pipeline load into a job without one.",
         )
     model_init = config["model_init_config"]
     if model_init["meta_device_init"] and model_init.get("param_init_fn") is None:
         raise UsageError("meta_device_init needs a param_init_fn, which gives the parameters their values")
 
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "sequence_parallel": "Pass False: the layers here split no sequences, and the results are the same up to rounding.",
     "pad_model": "Choose a tensor_parallel_size that divides the heads, or pad the model yourself before the move.",
-    "lora_config": KEEP_NXD,
+    "lora_config": KEEP_NXD_HINT,
 }
 """Argument -> what to do, where anything but None or False is given."""
 
@@ -103,6 +103,6 @@ def check_precision(config: Mapping[str, Any]) -> None:
         )
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """A value for a message."""
     return repr(value)[:80]

@@ -1,4 +1,8 @@
-"""How neuronx-distributed's scripts set up a job: a configuration, then the model, then the optimizer."""
+"""neuronx-distributed's job setup: the configuration, then the model, then the optimizer.
+
+Contains the wrappers that `initialize_parallel_model` and `initialize_parallel_optimizer` return, and the utilities
+that split batches over context-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,23 @@ from typing import Any
 
 import torch
 
-from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.moving import get_model_sequential, init_on_device, is_hf_pretrained_model
+from neuron_compat.emulated import grads, parallel_state
+from neuron_compat.emulated.model_utils import (
+    TransparentModule,
+    get_model_sequential,
+    init_on_device,
+    is_hf_pretrained_model,
+)
 from neuron_compat.emulated.nxd import config as configuration
-from neuron_compat.emulated.nxd.model import NxDModel
-from neuron_compat.emulated.nxd.optimizer import NxDOptimizer
-from neuron_compat.lazy import imported
+from neuron_compat.lazy_imports import import_module
 from xla_ckpt import UsageError
-from xla_ckpt.keywords import known_names
+from xla_ckpt.keywords import check_argument_names
 from xla_ckpt.logs import get_logger
 
 logger = get_logger(__name__)
 
 
-@known_names()
+@check_argument_names()
 def neuronx_distributed_config(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
@@ -66,13 +73,13 @@ def neuronx_distributed_config(
         xla_ckpt.UsageError: Something is unknown, or cannot be done here, or the ranks are arranged otherwise already.
         RuntimeError: The sizes do not divide the number of ranks.
     """
-    config = configuration.complete(dict(locals()))
+    config = configuration.complete_config(dict(locals()))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        _arrange(config)
+        _initialize_parallel_state(config)
     return config
 
 
-def _arrange(config: Mapping[str, Any]) -> None:
+def _initialize_parallel_state(config: Mapping[str, Any]) -> None:
     """Initialise the parallel state as the configuration has it, or compare it."""
     sizes = {
         "tensor_model_parallel_size": config["tensor_parallel_size"],
@@ -83,7 +90,7 @@ def _arrange(config: Mapping[str, Any]) -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes, lnc_size=config.get("lnc_size", 1))
         return
-    current = dict(zip(sizes, map(parallel_state.size, ("tp", "pp", "cp", "ep")), strict=True))
+    current = dict(zip(sizes, map(parallel_state.get_size, ("tp", "pp", "cp", "ep")), strict=True))
     if current != sizes:
         raise UsageError(
             "the ranks are arranged in another way already",
@@ -116,7 +123,7 @@ def initialize_parallel_model(
         xla_ckpt.UsageError: The configuration asks for what cannot be done here; `include_buffers` is no bool; or
             ``param_init_fn`` left parameters without values.
     """
-    configuration.check(nxd_config)
+    configuration.check_config(nxd_config)
     if isinstance(model_fn, torch.nn.Module):
         raise UsageError("model_fn makes the model, and is none itself", hint="Pass lambda: model.")
     if not isinstance(include_buffers, bool):
@@ -125,7 +132,7 @@ def initialize_parallel_model(
             found=type(include_buffers).__name__,
             hint="Arguments for model_fn come after it: initialize_parallel_model(nxd_config, model_fn, False, ...).",
         )
-    _arrange(nxd_config)
+    _initialize_parallel_state(nxd_config)
     model_init = nxd_config["model_init_config"]
     if model_init["meta_device_init"]:
         with init_on_device("meta", include_buffers):
@@ -133,16 +140,16 @@ def initialize_parallel_model(
     else:
         model = model_fn(*model_args, **model_kwargs)
     _check_activation_checkpoints(nxd_config.get("activation_checkpoint_config"), model)
-    device = imported("torch_xla").device()
+    device = import_module("torch_xla").device()
     moved = get_model_sequential(model, device, param_init_fn=model_init.get("param_init_fn"))
     return NxDModel(moved, nxd_config)
 
 
-def _check_activation_checkpoints(asked: Any, model: torch.nn.Module) -> None:
+def _check_activation_checkpoints(activation_checkpoint_config: Any, model: torch.nn.Module) -> None:
     """Refuse what neuronx-distributed refuses; what it would do changes no result, and is left out."""
-    if asked is None:
+    if activation_checkpoint_config is None:
         return
-    if asked == "full":
+    if activation_checkpoint_config == "full":
         if not is_hf_pretrained_model(model):
             raise UsageError(
                 'activation_checkpoint_config="full" is for models of Hugging Face\'s transformers',
@@ -150,9 +157,16 @@ def _check_activation_checkpoints(asked: Any, model: torch.nn.Module) -> None:
                 hint="Give the class of the layers, or None.",
             )
     else:
-        classes = asked if isinstance(asked, list | tuple) else [asked]
+        classes = (
+            activation_checkpoint_config
+            if isinstance(activation_checkpoint_config, list | tuple)
+            else [activation_checkpoint_config]
+        )
         if not classes or not all(isinstance(c, type) and issubclass(c, torch.nn.Module) for c in classes):
-            raise UsageError('activation_checkpoint_config is "full", or classes of modules', found=repr(asked)[:80])
+            raise UsageError(
+                'activation_checkpoint_config is "full", or classes of modules',
+                found=repr(activation_checkpoint_config)[:80],
+            )
     logger.info("activations are kept, and not computed again: activation_checkpoint_config changes no result")
 
 
@@ -192,10 +206,10 @@ def initialize_optimizer_from_class(
         return optimizer_class(parameters, **defaults)
     from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 
-    return NeuronZero1Optimizer(parameters, optimizer_class, **{**_zero1_options(nxd_config), **defaults})
+    return NeuronZero1Optimizer(parameters, optimizer_class, **{**_build_zero1_options(nxd_config), **defaults})
 
 
-def _zero1_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def _build_zero1_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `NeuronZero1Optimizer` that a configuration asks for."""
     asked, precision = config["optimizer_config"], config["mixed_precision_config"]
     options: dict[str, Any] = {
@@ -215,3 +229,211 @@ def _zero1_options(config: Mapping[str, Any]) -> dict[str, Any]:
     if precision["use_fp32_grad_acc"]:
         options |= {"use_grad_acc_hook": True, "higher_cc_precision": True}
     return options
+
+
+class NxDModel(TransparentModule):
+    """A module, with neuronx-distributed's way to train it. Its names, parameters and attributes are the module's own.
+
+    Attributes:
+        nxd_config: What `neuronx_distributed_config` returned.
+    """
+
+    def __init__(self, module: torch.nn.Module, nxd_config: dict[str, Any]) -> None:
+        super().__init__(module)
+        self.nxd_config = nxd_config
+        self.pp_enabled = False
+        self.train()
+
+    def __repr__(self) -> str:
+        return f"NxDModel({self.module!r})"
+
+    def local_modules(self) -> list[torch.nn.Module]:
+        """The modules of this rank's pipeline stage: all in one."""
+        return [self.module]
+
+    def original_module(self) -> torch.nn.Module:
+        """The module that was given."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, which has to return its loss, and compute the gradients; the loss.
+
+        Raises:
+            xla_ckpt.UsageError: The module returned something else.
+        """
+        loss = self(*args, **kwargs)
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(
+                "run_train needs a module that returns its loss",
+                found=type(loss).__name__,
+                hint="Call the model, and backward() of the loss in what it returns.",
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def run_eval(self, *_args: Any, **_kwargs: Any) -> Any:
+        """neuronx-distributed has it for pipelines only.
+
+        Raises:
+            xla_ckpt.UsageError: Always.
+        """
+        raise UsageError("run_eval is for pipelines", hint="Call the model in a block of torch.no_grad().")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class _InnerAttribute:
+    """An attribute that is the inner optimizer's."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return getattr(owner.optimizer, self.name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        setattr(owner.optimizer, self.name, value)
+
+
+class NxDOptimizer(torch.optim.Optimizer):
+    """An optimizer whose steps begin with the mean of the replicas' gradients, and clip them.
+
+    A ZeRO-1 optimizer does both itself. State, groups and defaults are the inner optimizer's own.
+
+    Attributes:
+        optimizer: The inner optimizer.
+        nxd_config: What `neuronx_distributed_config` returned.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: dict[str, Any]) -> None:
+        # The constructor of torch's class is not called: it would make groups of its own.
+        self.optimizer: Any = optimizer
+        self.nxd_config = nxd_config
+        self._grad_norm: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"NxDOptimizer({self.optimizer!r})"
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients of the last step, before they were clipped; None without clipping."""
+        return self._grad_norm
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters of all groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    state = _InnerAttribute()
+    param_groups = _InnerAttribute()
+    defaults = _InnerAttribute()
+
+    def __getstate__(self) -> Any:  # torch_xla's reduce_gradients asks it for the groups
+        return self.optimizer.__getstate__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.optimizer.__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients over the replicas, clip them, and take a step; what `closure` returned.
+
+        `closure` computes the gradients, once, before all of that.
+        """
+        options = self.nxd_config["optimizer_config"]
+        if options["zero_one_enabled"]:
+            loss = self.optimizer.step(closure=closure)
+            self._grad_norm = self.optimizer.grad_norm
+            return loss
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # type: ignore[no-untyped-call]
+                loss = closure()
+        self._reduce_gradients()
+        if options["grad_clipping"]:
+            self._grad_norm = grads.clip_grad_norm(self.params, options["max_grad_norm"])
+        self.optimizer.step()
+        return loss
+
+    def _reduce_gradients(self) -> None:
+        """Give all replicas the mean of their gradients, in place."""
+        grads.bucket_allreduce_gradients(p.grad for p in self.params if p.grad is not None)
+        # What is no expert has replicas on the other expert-parallel ranks, too.
+        common = [p for p in self.params if not getattr(p, "expert_model_parallel", False)]
+        grads.bucket_allreduce_gradients((p.grad for p in common if p.grad is not None), reduce_over_ep_group=True)
+
+    def save_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+        """`NeuronZero1Optimizer.save_sharded_state_dict` of the inner optimizer.
+
+        Raises:
+            xla_ckpt.UsageError: It is none of ZeRO-1.
+        """
+        self._get_zero1_optimizer().save_sharded_state_dict(output_dir, num_workers_per_step)
+
+    def load_state_dict_from(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+        """`NeuronZero1Optimizer.load_sharded_state_dict` of the inner optimizer.
+
+        Raises:
+            xla_ckpt.UsageError: It is none of ZeRO-1.
+        """
+        self._get_zero1_optimizer().load_sharded_state_dict(output_dir, num_workers_per_step)
+
+    def _get_zero1_optimizer(self) -> Any:
+        """The inner optimizer, if it is one of ZeRO-1."""
+        if not self.nxd_config["optimizer_config"]["zero_one_enabled"]:
+            raise UsageError("only the shards of ZeRO-1 are in files of this kind", hint="Use nxd.save_checkpoint.")
+        return self.optimizer
+
+
+IGNORED_LABEL = -100
+"""A label that no loss counts."""
+
+Batch = dict[str, Any]
+
+
+def shift_labels(batch: Batch) -> Batch:
+    """A batch whose ``labels`` [batch, length] are each that of the next token."""
+    shifted = dict(batch)
+    if "labels" in batch:
+        shifted["labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    return shifted
+
+
+def get_batch_on_this_context_parallel_rank(batch: Batch) -> Batch:
+    """This rank's part of the sequences of a batch, whose labels are shifted; the batch as it is, if there is one rank.
+
+    Raises:
+        ValueError: A length does not divide by the number of context-parallel ranks.
+    """
+    size, rank = parallel_state.get_size("cp"), parallel_state.get_rank("cp")
+    if size == 1:
+        return batch
+    return {name: _get_own_sequences(name, value, size, rank) for name, value in shift_labels(batch).items()}
+
+
+def _get_own_sequences(name: str, value: Any, size: int, rank: int) -> Any:
+    """A context-parallel rank's part of a value, [batch, sequence, ...]; with sequences of length 1, all of it."""
+    if value is None or value.shape[1] == 1:
+        return value
+    if value.shape[1] % size:
+        raise ValueError(f"{name} has sequences of {value.shape[1]}, which {size} context-parallel ranks do not divide")
+    return value.chunk(size, 1)[rank]

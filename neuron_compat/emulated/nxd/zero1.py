@@ -9,30 +9,30 @@ import torch_xla.core.xla_model as xm
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from neuron_compat.emulated import grads, parallel_state
-from neuron_compat.groups import rank_groups
-from neuron_compat.nxd.instead import EXPERTS
-from neuron_compat.nxd.optimizer.shard_files import ShardFiles
+from neuron_compat.groups import list_rank_groups
+from neuron_compat.nxd.exports import EXPERTS_HINT
+from neuron_compat.nxd.optimizer.shard_files import ShardFilesMixin
 from xla_ckpt import Mesh, UsageError
 
 
-def _mesh() -> Mesh:
+def _get_mesh() -> Mesh:
     """How the ranks of the job are arranged."""
-    return Mesh(**{axis: parallel_state.size(axis) for axis in ("pp", "dp", "cp", "tp")})
+    return Mesh(**{axis: parallel_state.get_size(axis) for axis in ("pp", "dp", "cp", "tp")})
 
 
-def _replica_groups() -> list[list[int]]:
+def _get_replica_groups() -> list[list[int]]:
     """The ranks that hold the same weights: dp and cp."""
-    mesh = _mesh()
-    return parallel_state.replica_groups("dp") if mesh.cp == 1 else rank_groups(mesh, "dp_cp")
+    mesh = _get_mesh()
+    return parallel_state.get_replica_groups("dp") if mesh.cp == 1 else list_rank_groups(mesh, "dp_cp")
 
 
-def _model_groups() -> list[list[int]]:
+def _get_model_groups() -> list[list[int]]:
     """The ranks that hold a model together: pp and tp."""
-    mesh = _mesh()
-    return parallel_state.replica_groups("tp") if mesh.pp == 1 else rank_groups(mesh, "pp_tp")
+    mesh = _get_mesh()
+    return parallel_state.get_replica_groups("tp") if mesh.pp == 1 else list_rank_groups(mesh, "pp_tp")
 
 
-class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
+class NeuronZero1Optimizer(ShardFilesMixin, ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
     """torch_xla's `ZeroRedundancyOptimizer`, which shards states over the data-parallel groups by default.
 
     The norm of the gradients is that of the whole model: summed over the model-parallel groups, where a parameter that
@@ -49,9 +49,9 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
         if not parallel_state.model_parallel_is_initialized():
             raise RuntimeError("call initialize_model_parallel() before making a NeuronZero1Optimizer")
         if kwargs.get("sharding_groups") is None:
-            kwargs["sharding_groups"] = _replica_groups()
+            kwargs["sharding_groups"] = _get_replica_groups()
         if kwargs.get("grad_norm_groups") is None:
-            kwargs["grad_norm_groups"] = _model_groups()
+            kwargs["grad_norm_groups"] = _get_model_groups()
         super().__init__(*args, **kwargs)
 
     def _shard_parameters(self) -> Any:
@@ -63,10 +63,10 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
                 found=", ".join(sorted(elsewhere)),
                 hint='Call model.to("xla") before you make it: on CPUs, too, where PJRT_DEVICE is CPU.',
             )
-        if parallel_state.size("ep") > 1 and any(getattr(p, "expert_model_parallel", False) for p in parameters):
+        if parallel_state.get_size("ep") > 1 and any(getattr(p, "expert_model_parallel", False) for p in parameters):
             raise UsageError(
                 "NeuronZero1Optimizer does not shard experts: their replicas are fewer than the data-parallel ranks",
-                hint=EXPERTS,
+                hint=EXPERTS_HINT,
             )
         return super()._shard_parameters()
 
@@ -75,22 +75,22 @@ class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore
         """The 2-norm of the gradients of the whole model, a number (0-d), by which torch_xla clips them."""
         if norm_type != 2.0:
             raise RuntimeError(f"only norm type 2 is supported, not {norm_type}")
-        copies = parallel_state.size("tp")
+        copies = parallel_state.get_size("tp")
         total = torch.zeros([], dtype=self.optimizer_dtype, device=self.device)
         for outer, inner in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             for parameter, shard in zip(outer["params"], inner["params"], strict=True):
                 if shard.grad is not None and not getattr(parameter, "shared", False):
                     squares = shard.grad.detach().to(self.optimizer_dtype).pow(2)
-                    own = self._once(parameter, squares).sum()
+                    own = self._divide_by_holders(parameter, squares).sum()
                     total += own if getattr(parameter, "tensor_model_parallel", False) else own / copies
         for groups in (self._sharding_groups, self._grad_norm_groups):
             xm.all_reduce(xm.REDUCE_SUM, [total], groups=groups, pin_layout=self.pin_layout)
         return total.sqrt()
 
-    def _once(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
+    def _divide_by_holders(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
         """Squares of this rank's shard of a parameter, each divided by the number of ranks that hold it."""
-        counts = grads.holders(parameter)
+        counts = grads.count_row_holders(parameter)
         if counts is None:
             return squares
         own: torch.Tensor = self._shard_tensor(counts).clamp(min=1.0)  # rows of padding count 0 there
-        return grads.by_rows(squares, own)
+        return grads.divide_rows(squares, own)

@@ -1,1 +1,1 @@
-"""SageMaker model parallel's job, model, optimizer and steps."""
+"""SageMaker model parallel's job setup, model, optimizer and steps."""

@@ -1,4 +1,8 @@
-"""`DistributedModel`: a module with SMP's calls, which owns the partition of this pipeline rank."""
+"""`DistributedModel`: a transparent module wrapper with SMP's methods, and the partition of each module.
+
+Contexts record in a module which partition it was created in; with ``auto_partition`` modules are divided by their
+bytes. A pipeline rank owns one partition, which the ``local_`` methods return.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,306 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from neuron_compat.emulated.smp.master_weights import masters_of
-from neuron_compat.emulated.smp.microbatches import mapped
-from neuron_compat.emulated.smp.wrapper import Wrapper
+from neuron_compat.emulated.model_utils import TransparentModule, preserve_parallel_attributes, preserve_shared_weights
+from neuron_compat.emulated.smp.mixed_precision import get_master_weights
+from neuron_compat.emulated.smp.step import map_tensors
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import (
     BwdExecutionNotInStepFnError,
+    InvalidPartitionIDError,
+    ModelTooSmallError,
     MultipleDistributedModelError,
     SMPInvalidArgumentError,
     SMPUnsupportedError,
+    StepFunctionCalledError,
 )
-from xla_ckpt.facade import Rules, parse_rules
+from neuron_compat.smp.model_state import ModelStateMixin
+from neuron_compat.smp.state_entries import Partitions, StateEntry, find_entry_sharding, find_partition
+from xla_ckpt.facade import ParsedRules, ShardingRules, parse_rules
+
+_PARTITION_ATTRIBUTE = "_smp_partition"
+"""Entry of a module's ``__dict__``, so that a copy of a module keeps it."""
+
+_entered_partitions: list[int] = []
+"""The partitions of the contexts around this point of the program; the last one counts."""
+
+_original_init: list[Any] = []
+"""What `torch.nn.Module.__init__` is outside of the contexts; empty outside of them."""
+
+
+@contextlib.contextmanager
+def _record_partition(index: int) -> Iterator[None]:
+    """Note a partition in each module that is made in this block."""
+    if not _entered_partitions:
+        _original_init.append(torch.nn.Module.__init__)
+        torch.nn.Module.__init__ = _init_and_record  # type: ignore[assignment]
+    _entered_partitions.append(index)
+    try:
+        yield
+    finally:
+        _entered_partitions.pop()
+        if not _entered_partitions:
+            torch.nn.Module.__init__ = _original_init.pop()  # type: ignore[method-assign]
+
+
+def _init_and_record(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`torch.nn.Module.__init__` inside of a context: it notes the partition."""
+    module.__dict__[_PARTITION_ATTRIBUTE] = _entered_partitions[-1]
+    _original_init[0](module, *args, **kwargs)
+
+
+def _get_partition_count() -> int | None:
+    """How many partitions there are: that is known after `smp.init`, and counts without ``auto_partition``."""
+    counts = job.state.initialized and not job.state.cfg.auto_partition
+    return job.state.cfg.pipeline_parallel_degree if counts else None
+
+
+def _check_partition(index: Any, count: int | None, name: str = "") -> None:
+    """Refuse what is no number of a partition."""
+    if type(index) is not int or index < 0 or (count is not None and index >= count):
+        raise InvalidPartitionIDError(
+            "Partition ID must be non-negative, and less than the pipeline parallel degree.",
+            leaf=name or None,
+            expected="0 or more" if count is None else f"0 to {count - 1}",
+            found=repr(index),
+        )
+
+
+def partition(index: int) -> contextlib.AbstractContextManager[None]:
+    """A context: modules that are made in it belong to this partition. Of nested ones the innermost counts.
+
+    With ``auto_partition: True`` it has no effect.
+
+    Raises:
+        InvalidPartitionIDError: There is no such partition.
+    """
+    _check_partition(index, _get_partition_count())
+    return _record_partition(index)
+
+
+def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True) -> None:
+    """Have a module belong to a partition, with all modules in it unless `recurse` is False.
+
+    With ``auto_partition: True`` it has no effect.
+
+    Raises:
+        InvalidPartitionIDError: There is no such partition.
+        StepFunctionCalledError: The model has made a step already.
+    """
+    _check_partition(partition, _get_partition_count())
+    model = job.state.model
+    if model is not None and model._smp.has_stepped and any(module is m for m in model.module.modules()):
+        raise StepFunctionCalledError(
+            "The smp.step-decorated function needs to be called after using smp.set_partition API"
+        )
+    for part in module.modules() if recurse else [module]:
+        part.__dict__[_PARTITION_ATTRIBUTE] = partition
+    if model is not None:
+        model.forget_partitions()
+
+
+# -- the partition of every module
+
+
+def get_assigned_partitions(model: torch.nn.Module, default: int, count: int) -> Partitions:
+    """The partitions that the contexts said; `default` for modules that were made in none.
+
+    Raises:
+        InvalidPartitionIDError: A context was entered before `smp.init`, and there is no such partition.
+    """
+    partitions = {
+        name: int(module.__dict__.get(_PARTITION_ATTRIBUTE, default)) for name, module in model.named_modules()
+    }
+    for name, index in partitions.items():
+        _check_partition(index, count, name)
+    return partitions
+
+
+def divide_into_partitions(model: torch.nn.Module, count: int) -> Partitions:
+    """Partitions of about the same number of bytes, each a run of modules in the order of their names.
+
+    A module with parameters or buffers of its own counts with their bytes; one that is tied counts once. Each partition
+    gets at least one of these. A module without any goes where the next one inside of it goes, or else the last one
+    before it. The same model gives the same partitions on all ranks, and in every run.
+
+    Raises:
+        ModelTooSmallError: There are fewer such modules than partitions.
+    """
+    seen: set[int] = set()
+    sizes: dict[str, int] = {}
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own:
+            sizes[name] = sum(t.numel() * t.element_size() for t in own if id(t) not in seen)
+            seen.update(map(id, own))
+    if count > 1 and len(sizes) < count:
+        raise ModelTooSmallError(
+            f"Model is too small to split into {count} partitions!", found=f"{len(sizes)} modules with parameters"
+        )
+    of_units = dict(zip(sizes, split_into_runs(list(sizes.values()), count), strict=True))
+    partitions: Partitions = {}
+    last = 0
+    for name, _ in model.named_modules():
+        inside = next((unit for unit in sizes if unit == name or unit.startswith(f"{name}.") or not name), None)
+        last = of_units[inside] if inside is not None else last
+        partitions[name] = last
+    return partitions
+
+
+def split_into_runs(sizes: Sequence[int], count: int) -> list[int]:
+    """The run, of `count`, that each of these belongs to; the runs have about the same sum, and none is empty.
+
+    >>> split_into_runs([4, 4, 4, 4], 2), split_into_runs([9, 1, 1], 2), split_into_runs([1, 1, 9], 3)
+    ([0, 0, 1, 1], [0, 1, 1], [0, 1, 2])
+    """
+    run_of: list[int] = []
+    left = sum(sizes)
+    for run in range(count):
+        aim, total, first = left / (count - run), 0, len(run_of)
+        while len(run_of) < len(sizes):
+            size = sizes[len(run_of)]
+            others_need_the_rest = len(sizes) - len(run_of) <= count - run - 1
+            enough = total + size - aim > aim - total  # without this one it is nearer to what it should be
+            if len(run_of) > first and run < count - 1 and (others_need_the_rest or enough):
+                break
+            total += size
+            run_of.append(run)
+        left -= total
+    return run_of
+
+
+Self = TypeVar("Self", bound="DistributedModelBase")
+
+
+class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[misc]  # SMP's load_state_dict takes more than torch's
+    """A transparent wrapper: names, parameters and attributes are those of `module`.
+
+    Args:
+        rules: How parameters are split that do not say it themselves.
+    """
+
+    def __init__(self, module: torch.nn.Module, rules: ParsedRules) -> None:
+        super().__init__(module)
+        self.training = module.training
+        self._rules = rules
+        self._partitions: Partitions | None = None
+
+    # -- partitions
+
+    @property
+    def partitions(self) -> Partitions:
+        """The partition of each module, by its name."""
+        if self._partitions is None:
+            cfg = job.state.cfg
+            count = cfg.pipeline_parallel_degree
+            if cfg.auto_partition or count == 1:
+                self._partitions = divide_into_partitions(self.module, count)
+            else:
+                self._partitions = get_assigned_partitions(self.module, cfg.default_partition, count)
+        return self._partitions
+
+    def enforce_partitions(self, partitions: Partitions) -> None:
+        """Take the partitions of a checkpoint. Without effect after the first step."""
+        self._partitions = dict(partitions)
+
+    def forget_partitions(self) -> None:
+        """Find the partitions anew when they are asked for."""
+        self._partitions = None
+
+    def size(self) -> int:
+        """The bytes of this rank's parameters."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+    def buffer_entries(self) -> list[StateEntry]:
+        """The buffers, those included that are not saved."""
+        mesh = job.get_rank_info().mesh
+        entries: dict[int, StateEntry] = {}
+        for name, part in self.module.named_modules():
+            for own, buffer in part.named_buffers(recurse=False):
+                called = f"{name}.{own}" if name else own
+                lies = find_entry_sharding(buffer, called, mesh, self._rules)
+                entries.setdefault(
+                    id(buffer), StateEntry(called, buffer, (find_partition(name, self.partitions),), lies)
+                )
+        return list(entries.values())
+
+    # -- this rank's partition
+
+    def local_named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = ""
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules of this rank's partition, with their names."""
+        here = job.pp_rank()
+        for name, module in self.module.named_modules(memo=memo):
+            if find_partition(name, self.partitions) == here:
+                yield f"{prefix}.{name}" if prefix and name else prefix or name, module
+
+    def local_modules(self) -> Iterator[torch.nn.Module]:
+        """The modules of this rank's partition."""
+        for _, module in self.local_named_modules():
+            yield module
+
+    def _get_local_ids(self) -> set[int]:
+        """The parameters and buffers that are registered in modules of this rank's partition."""
+        parts = self.local_modules()
+        return {id(t) for m in parts for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+
+    def local_named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of this rank's partition, with their names."""
+        local = self._get_local_ids()
+        for name, parameter in self.module.named_parameters(recurse=recurse):
+            if id(parameter) in local:
+                yield name, parameter
+
+    def local_parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """The parameters of this rank's partition."""
+        for _, parameter in self.local_named_parameters(recurse):
+            yield parameter
+
+    def local_named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of this rank's partition, with their names."""
+        local = self._get_local_ids()
+        for name, buffer in self.module.named_buffers(prefix=prefix, recurse=recurse):
+            if id(buffer) in local:
+                yield name, buffer
+
+    def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """The buffers of this rank's partition."""
+        for _, buffer in self.local_named_buffers(recurse=recurse):
+            yield buffer
+
+    def is_local_parameter(self, param: str | torch.Tensor) -> bool:
+        """Whether a parameter, or one of this name, is in this rank's partition."""
+        return any(param is p or param == n for n, p in self.local_named_parameters())
+
+    def is_local_buffer(self, buffer: str | torch.Tensor) -> bool:
+        """Whether a buffer, or one of this name, is in this rank's partition."""
+        return any(buffer is b or (isinstance(buffer, str) and buffer == n) for n, b in self.local_named_buffers())
+
+    def is_distributed_parameter(self, param: torch.Tensor) -> bool:
+        """Whether tensor-parallel ranks hold different parts of a parameter."""
+        return any(entry.value is param and entry.is_split for entry in self.entries())
+
+    def cpu(self: Self) -> Self:
+        """Move parameters and buffers to the CPU. Every rank has all partitions already."""
+        return self.to("cpu")
+
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # On the way to XLA torch makes new parameters, without ties and attributes.
+        with preserve_shared_weights(self.module), preserve_parallel_attributes(self.module):
+            return super()._apply(fn, recurse)
+
 
 Hook = Callable[[Any, Any], Any]
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """How far a model has come."""
 
     has_stepped: bool = False
@@ -37,14 +319,14 @@ class Progress:
     in_step: bool = False
     """Whether a function with ``@smp.step`` runs."""
     turn: Any = None
-    """What the ranks agreed on for the last step (`replicas.Turn`); None before the first one."""
+    """What the ranks agreed on for the last step (`replicas.StepPlan`); None before the first one."""
     reduce_kind: str | None = None
     """The ranks over which gradients are averaged; None before the first step."""
     unsynced_passes: int = 0
     """Steps with a backward pass since gradients were averaged."""
 
 
-class DistributedModel(Wrapper):
+class DistributedModel(DistributedModelBase):
     """A module with SMP's calls. Its names, parameters and attributes are the module's own.
 
     Every rank makes the whole module, and runs it. A pipeline rank owns a partition of it, which is what
@@ -95,10 +377,10 @@ class DistributedModel(Wrapper):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
         *,
-        shardings: Rules | None = None,
+        shardings: ShardingRules | None = None,
     ) -> None:
-        job.ranks()
-        _check(trace_device, overlapping_allreduce, backward_passes_per_step, bucket_cap_mb)
+        job.get_rank_info()
+        _check_arguments(trace_device, overlapping_allreduce, backward_passes_per_step, bucket_cap_mb)
         if not isinstance(module, torch.nn.Module):
             raise SMPInvalidArgumentError("a DistributedModel wraps a torch.nn.Module", found=type(module).__name__)
         if job.state.model is not None:
@@ -117,7 +399,7 @@ class DistributedModel(Wrapper):
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._smp = Progress()
+        self._smp = TrainingProgress()
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         if self.narrow_type is not None:
@@ -145,7 +427,7 @@ class DistributedModel(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        job.state.apply_pending()
+        job.state.apply_pending_loads()
         narrow = self.narrow_type
         if narrow is None:
             return self.module(*args, **kwargs)
@@ -204,15 +486,15 @@ class DistributedModel(Wrapper):
                 "in join() a rank without batches does not step, so no other rank may need it for that",
                 expected="neither shard_optimizer_state nor fp16 or bf16",
             )
-        from neuron_compat.emulated.smp.stepping import shadow
+        from neuron_compat.emulated.smp.step import join_remaining_steps
 
         yield self
         if enable:
-            shadow(self)
+            join_remaining_steps(self)
 
     def taken(self) -> None:
         self._smp.needs_spreading = True
-        masters = masters_of(job.state.optimizer)
+        masters = get_master_weights(job.state.optimizer)
         if masters is not None:
             masters.take_weights()
 
@@ -240,7 +522,7 @@ class DistributedModel(Wrapper):
             self._post_step_hooks.popitem(last=False)[1](self, job.state.optimizer)
 
 
-def _check(trace_device: Any, overlapping: Any, passes: Any, bucket: Any) -> None:
+def _check_arguments(trace_device: Any, overlapping: Any, passes: Any, bucket: Any) -> None:
     """Refuse arguments that SMP refuses."""
     if trace_device not in ("cpu", "gpu"):
         raise SMPInvalidArgumentError("Trace_device must be one of `cpu` or `gpu`", found=repr(trace_device))
@@ -254,4 +536,4 @@ def _check(trace_device: Any, overlapping: Any, passes: Any, bucket: Any) -> Non
 
 def _cast(value: Any, of: torch.dtype, to: torch.dtype) -> Any:
     """The same dicts, lists and tuples with the tensors of a type in them as another one."""
-    return mapped(value, lambda tensor: tensor.to(to) if tensor.dtype == of else tensor)
+    return map_tensors(value, lambda tensor: tensor.to(to) if tensor.dtype == of else tensor)

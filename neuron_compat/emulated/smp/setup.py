@@ -1,4 +1,4 @@
-"""`smp.init`: how the ranks of a job are arranged, and the groups of processes that this gives."""
+"""`smp.init`: arrange the ranks of a job, and create its process groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from neuron_compat.emulated import parallel_state
-from neuron_compat.groups import members
+from neuron_compat.groups import find_rank_group
 from neuron_compat.smp import job
-from neuron_compat.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
+from neuron_compat.smp.config import CONFIG_VARIABLE, ModelParallelConfig, read_environment
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError, SMPValidationError, WorkerSizeError
-from neuron_compat.smp.job import KINDS, Ranks
-from neuron_compat.smp.saves import job_id
+from neuron_compat.smp.files import get_job_id
+from neuron_compat.smp.job import GROUP_KINDS, RankInfo
 from xla_ckpt import Mesh
-from xla_ckpt.facade import current_mesh
+from xla_ckpt.facade import get_current_mesh
 from xla_ckpt.logs import get_logger
 
 logger = get_logger(__name__)
@@ -44,42 +44,42 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
         SMPValidationError: It was called before, with another configuration.
     """
-    cfg = ModelParallelConfig(_with_degrees(from_environment() if config is None else config))
-    if job.state.ranks is not None and not (job.state.lazy and _same_degrees(cfg)):
-        if cfg != job.state.cfg and SAGEMAKER not in os.environ:  # there SMP ignores it
+    cfg = ModelParallelConfig(_fill_degrees(read_environment() if config is None else config))
+    if job.state.rank_info is not None and not (job.state.initialized_implicitly and _has_same_degrees(cfg)):
+        if cfg != job.state.cfg and CONFIG_VARIABLE not in os.environ:  # there SMP ignores it
             raise SMPValidationError(
                 "smp is initialized already, with another configuration",
-                expected=_differing(job.state.cfg, cfg),
-                found=_differing(cfg, job.state.cfg),
+                expected=_find_differences(job.state.cfg, cfg),
+                found=_find_differences(cfg, job.state.cfg),
                 hint="Call smp.init() once, before anything else of smp. smp.shutdown() forgets the configuration.",
             )
         logger.warning("SageMaker model parallelism is initialized already. Ignoring the smp.init() call.")
         return
-    job.state.lazy = False
-    if job.state.ranks is None:
-        job.state.ranks = arrange(cfg)
-        job_id()  # now, as the job's store may be gone when a file is saved
+    job.state.initialized_implicitly = False
+    if job.state.rank_info is None:
+        job.state.rank_info = arrange_ranks(cfg)
+        get_job_id()  # now, as the job's store may be gone when a file is saved
     job.state.cfg = cfg
 
 
-def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A configuration with the degrees of an initialised parallel state, where it names none."""
     if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
         return config
     degrees = {
-        "pipeline_parallel_degree": parallel_state.size("pp"),
-        "tensor_parallel_degree": parallel_state.size("tp"),
+        "pipeline_parallel_degree": parallel_state.get_size("pp"),
+        "tensor_parallel_degree": parallel_state.get_size("tp"),
     }
     named = {n for n in degrees if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
     return {**config, **{n: v for n, v in degrees.items() if n not in named}}
 
 
-def _same_degrees(cfg: ModelParallelConfig) -> bool:
+def _has_same_degrees(cfg: ModelParallelConfig) -> bool:
     names = ("pipeline_parallel_degree", "tensor_parallel_degree")
     return all(getattr(cfg, name) == getattr(job.state.cfg, name) for name in names)
 
 
-def _differing(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
+def _find_differences(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
     """The entries of a configuration that another one has otherwise."""
     other_config = other.get_config_dict()
     return {name: value for name, value in one.get_config_dict().items() if value != other_config[name]}
@@ -95,12 +95,12 @@ def init_if_known() -> None:
     """Set up what was not, if the parallel state or the environment say how."""
     if parallel_state.model_parallel_is_initialized():
         init({"ddp": True})
-        job.state.lazy = True
-    elif SAGEMAKER in os.environ:
+        job.state.initialized_implicitly = True
+    elif CONFIG_VARIABLE in os.environ:
         init()
 
 
-def arrange(cfg: ModelParallelConfig) -> Ranks:
+def arrange_ranks(cfg: ModelParallelConfig) -> RankInfo:
     """Join the job, arrange its ranks, and find this process' place in it.
 
     Raises:
@@ -109,14 +109,14 @@ def arrange(cfg: ModelParallelConfig) -> Ranks:
         SMPUnsupportedError: There is context or expert parallelism.
         SMPValidationError: The other processes cannot be met.
     """
-    _join()
+    _join_process_group()
     joined = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
-    _check_world(cfg, world)
+    _check_world_size(cfg, world)
     tp, pp = cfg.tensor_parallel_degree, cfg.pipeline_parallel_degree
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    mesh = current_mesh(rank, world) or Mesh(pp=pp, dp=world // (pp * tp), tp=tp)
+    mesh = get_current_mesh(rank, world) or Mesh(pp=pp, dp=world // (pp * tp), tp=tp)
     if (mesh.pp, mesh.tp) != (pp, tp):
         raise SMPConfigError(
             "the ranks are arranged in another way already",
@@ -134,25 +134,25 @@ def arrange(cfg: ModelParallelConfig) -> Ranks:
             "world differ from SMP's",
             cfg.placement_strategy,
         )
-    groups = {kind: members(mesh, its, rank) for kind, its in KINDS.items()}
-    return Ranks(
+    groups = {kind: find_rank_group(mesh, its, rank) for kind, its in GROUP_KINDS.items()}
+    return RankInfo(
         mesh=mesh,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         groups=groups,
-        process_groups=_process_groups(groups) if joined else {},
+        process_groups=_create_process_groups(groups) if joined else {},
     )
 
 
-def _join() -> None:
+def _join_process_group() -> None:
     """Make the process group, if there are several processes and the program has not made it."""
     if not distributed.is_available() or distributed.is_initialized():
         return
     launched, of_mpi = os.environ.get("WORLD_SIZE", ""), os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
     if launched.isdecimal() and int(launched) > 1:
         distributed.init_process_group("gloo")
-        atexit.register(_leave_world)
+        atexit.register(_leave_process_group)
     elif not launched and of_mpi.isdecimal() and int(of_mpi) > 1:
         raise SMPValidationError(
             f"this process is one of {of_mpi} that mpirun started, and nothing says where they meet",
@@ -161,7 +161,7 @@ def _join() -> None:
         )
 
 
-def _check_world(cfg: ModelParallelConfig, world: int) -> None:
+def _check_world_size(cfg: ModelParallelConfig, world: int) -> None:
     """Refuse a number of processes that does not fit the degrees."""
     product = cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree
     degrees = f"the product of the specified pipeline parallelism and tensor parallelism degrees ({product})"
@@ -179,22 +179,22 @@ def _check_world(cfg: ModelParallelConfig, world: int) -> None:
         )
 
 
-def _process_groups(groups: Mapping[str, list[int]]) -> dict[str, Any]:
+def _create_process_groups(groups: Mapping[str, list[int]]) -> dict[str, Any]:
     """A gloo group of each kind; kinds of the same ranks share one, and parallel_state's are taken where they are."""
-    known = {kind: parallel_state.process_group(kind) for kind in ("tp", "pp", "dp")}
+    known = {kind: parallel_state.get_process_group(kind) for kind in ("tp", "pp", "dp")}
     known["world"] = parallel_state.get_world_group()
     group_of = {
         tuple(groups[kind]): known[its]
-        for kind, its in KINDS.items()
+        for kind, its in GROUP_KINDS.items()
         if its in known and distributed.get_backend(known[its]) == "gloo"
     }
-    for kind in KINDS:
+    for kind in GROUP_KINDS:
         ranks = tuple(groups[kind])
         if ranks not in group_of:
-            group_of[ranks] = parallel_state.new_group(list(ranks))
+            group_of[ranks] = parallel_state.create_group(list(ranks))
     return {kind: group_of[tuple(ranks)] for kind, ranks in groups.items()}
 
 
-def _leave_world() -> None:
+def _leave_process_group() -> None:
     if "torch_xla" not in sys.modules and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,13 +1,13 @@
-"""neuronx-distributed's ``kernels.ring_attention_kernel``, which programs import, and do not call on CPUs."""
+"""Names of ``neuronx_distributed.kernels.ring_attention_kernel``, for imports: a call raises an error."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 from xla_ckpt import UsageError
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 
 def nki_ring_attn_func(*_: Any, **__: Any) -> NoReturn:

@@ -1,7 +1,7 @@
 """Modules that are made of tensor-parallel layers: neuronx-distributed's names."""
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
 __all__ = ["GQAQKVColumnParallelLinear"]
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

@@ -1,5 +1,5 @@
-"""neuronx-distributed's ``modules.qkv_linear``."""
+"""Names of ``neuronx_distributed.modules.qkv_linear``."""
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 
 import xla_ckpt
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 from xla_ckpt.facade import convert_zero_checkpoints
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nxd_convert_zero_checkpoints",
         description="Write the ZeRO-1 optimizer of a checkpoint for another number of data-parallel ranks.",
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code: 0, or 1 where it fails (2 for wrong usage)."""
-    parser = _parser()
+    parser = _build_parser()
     args = parser.parse_args(arguments)
     if args.convert_to_sharded and args.dp_size is None:
         parser.error("--convert_to_sharded needs --dp_size")

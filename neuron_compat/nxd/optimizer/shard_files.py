@@ -1,4 +1,4 @@
-"""ZeRO-1's older checkpoint calls: ``<output_dir>/optim.dp_rank_00.tp_rank_00`` for each rank."""
+"""ZeRO-1's older checkpoint calls: one file ``<output_dir>/optim.dp_rank_00.tp_rank_00`` for each rank."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers.checkpointing import meet, place, write_in_turn
-from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole
+from neuron_compat.nxd.parallel_layers.checkpointing import (
+    check_local_path,
+    get_mesh_and_coordinates,
+    read_rank_file,
+    sync_ranks,
+    write_in_turn,
+    write_rank_file,
+)
 from xla_ckpt import IncompatibleCheckpointError, UsageError
-from xla_ckpt.facade import compute, xla_tensors
+from xla_ckpt.facade import collect_xla_tensors, compute
 
 PathLike = str | os.PathLike[str]
 
 
-class ShardFiles:
+class ShardFilesMixin:
     """The calls, for a class that is derived from torch_xla's `ZeroRedundancyOptimizer`, too."""
 
     state_dict: Any
@@ -42,16 +48,16 @@ class ShardFiles:
         """
         turn, error, write = 0, None, None
         try:
-            path = _shard_path(output_dir)
-            check_place(path)
+            path = _get_shard_path(output_dir)
+            check_local_path(path)
             if num_workers_per_step < 1:
                 raise UsageError("no rank could write", found=f"num_workers_per_step={num_workers_per_step}")
-            state = {**self.state_dict(), **_own_ranks()}
-            compute(xla_tensors(state))
+            state = {**self.state_dict(), **_get_file_ranks()}
+            compute(collect_xla_tensors(state))
             turn = int(os.environ.get("LOCAL_RANK", "0")) // num_workers_per_step
 
             def write() -> None:
-                write_whole(state, path)
+                write_rank_file(state, path)
 
         except Exception as problem:  # told to all ranks, which wait for this one
             error = problem
@@ -77,25 +83,25 @@ class ShardFiles:
         error: Exception | None = None
         state: Any = None
         try:
-            path = _shard_path(output_dir)
-            state = read(path, trust_pickle=False, absent=_AS_SAVED)
-            self._check_fits(state, path)
+            path = _get_shard_path(output_dir)
+            state = read_rank_file(path, trust_pickle=False, not_found_hint=_SAME_SETUP_HINT)
+            self._check_compatible(state, path)
         except Exception as problem:
             error = problem
-        meet(error, "loading")
-        self.load_state_dict({k: v for k, v in state.items() if k not in _own_ranks()})
+        sync_ranks(error, "loading")
+        self.load_state_dict({k: v for k, v in state.items() if k not in _get_file_ranks()})
 
-    def _check_fits(self, saved: Any, path: str) -> None:
+    def _check_compatible(self, saved: Any, path: str) -> None:
         """Refuse the state of another optimizer before anything is changed."""
 
         def refused(problem: str, expected: object, was: object) -> IncompatibleCheckpointError:
-            return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was, hint=_AS_SAVED)
+            return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was, hint=_SAME_SETUP_HINT)
 
         keys = {"state", "param_groups", "base_state", "shape_info"}
         if not isinstance(saved, Mapping) or not keys <= saved.keys():
             there = ", ".join(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise refused("this is no state of a ZeRO-1 optimizer", ", ".join(sorted(keys)), there[:200])
-        own = {name: (saved.get(name, rank), rank) for name, rank in _own_ranks().items()}
+        own = {name: (saved.get(name, rank), rank) for name, rank in _get_file_ranks().items()}
         for name, (stored, rank) in own.items():
             if stored != rank:
                 raise refused(f"this is the state of another {name}", rank, stored)
@@ -121,26 +127,26 @@ class ShardFiles:
                     )
 
 
-_AS_SAVED = (
+_SAME_SETUP_HINT = (
     "These files load from the directory of the save, into the same optimizer and on as many ranks. Tags of "
     "nxd.save_checkpoint load on any."
 )
 
 
-def _own_ranks() -> dict[str, int]:
+def _get_file_ranks() -> dict[str, int]:
     """This rank's places along the axes that the names of the files have, as the files hold them."""
-    _, at = place()
+    _, at = get_mesh_and_coordinates()
     return {f"{axis}_rank": at[axis] for axis in ("dp", "tp")}
 
 
-def _shard_path(output_dir: PathLike) -> str:
+def _get_shard_path(output_dir: PathLike) -> str:
     """This rank's file."""
-    mesh, _ = place()
+    mesh, _ = get_mesh_and_coordinates()
     if mesh.pp > 1 or mesh.cp > 1:
         raise UsageError(
             "the names of these files tell only data- and tensor-parallel ranks apart",
             found=f"{mesh.pp} pipeline-parallel x {mesh.cp} context-parallel ranks",
             hint="Use nxd.save_checkpoint.",
         )
-    name = ".".join(f"{axis}_{rank:02d}" for axis, rank in _own_ranks().items())
+    name = ".".join(f"{axis}_{rank:02d}" for axis, rank in _get_file_ranks().items())
     return os.path.join(os.fspath(output_dir), f"optim.{name}")

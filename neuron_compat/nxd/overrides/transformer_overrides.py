@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 
 def rotate_half(x: torch.Tensor, flash_attn: bool, transpose: bool) -> torch.Tensor:

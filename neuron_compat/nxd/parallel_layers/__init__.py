@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import checkpointing as checkpointing
@@ -31,4 +31,4 @@ __all__ = [
     "save",
 ]
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

@@ -1,11 +1,12 @@
-"""neuronx-distributed's older checkpoint calls: a file for each rank, in a directory of the caller's choice.
+"""neuronx-distributed's older checkpoint calls: one file for each rank, in a directory that you choose.
 
     <output_dir>/tp_rank_00_pp_rank_00/checkpoint.pt                  save_xser=False: torch.save of the dict
-    <output_dir>/tp_rank_00_pp_rank_00, ....tensors/tensor_0.pt       save_xser=True: XLA tensors in files of their own
+    <output_dir>/tp_rank_00_pp_rank_00, ....tensors/tensor_0.pt       save_xser=True: one file for each XLA tensor
 
-with ``_dp_rank_00`` after the name for ``master_dp_only=False``. A checkpoint loads on as many ranks as saved it;
-`xla_ckpt.load_checkpoint` loads it on any others. New programs take ``nxd.save_checkpoint``, which has tags, digests,
-retention and asynchronous saves, and commits all ranks' files in one step; here each file is complete or absent.
+with ``_dp_rank_00`` after the name for ``master_dp_only=False``. A checkpoint loads on the number of ranks that saved
+it; `xla_ckpt.load_checkpoint` loads it on any other. New programs should use ``nxd.save_checkpoint``, which has tags,
+digests, retention and asynchronous saves, and commits all ranks' files atomically; here each file is complete or
+absent.
 """
 
 from __future__ import annotations
@@ -13,24 +14,41 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
-from neuron_compat.nxd.homes import names_of
-from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole, write_xser
-from xla_ckpt import IncompatibleCheckpointError, Mesh, RankFailedError, UsageError
-from xla_ckpt.facade import compute, current_mesh, declared_sharding, part_of_whole, xla_tensors
-from xla_ckpt.keywords import known_names
+from neuron_compat.nxd.exports import attach_exports
+from xla_ckpt import (
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    Mesh,
+    NoCheckpointError,
+    RankFailedError,
+    UsageError,
+)
+from xla_ckpt.facade import (
+    collect_xla_tensors,
+    compute,
+    get_current_mesh,
+    get_declared_sharding,
+    load_whole_file,
+    map_tensors,
+    slice_rank_part,
+    wrap_os_errors,
+    write_whole_file,
+)
+from xla_ckpt.keywords import check_argument_names
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 PathLike = str | os.PathLike[str]
 
 
-@known_names()
+@check_argument_names()
 def save(
     checkpoint: Mapping[str, Any],
     output_dir: PathLike,
@@ -64,14 +82,14 @@ def save(
     write: Callable[[], None] | None = None
     turn, error = 0, None
     try:
-        mesh, at = place()
-        path = _rank_path(output_dir, master_dp_only)
-        check_place(path)
-        _check_names(mesh, master_dp_only)
-        compute(xla_tensors(checkpoint))  # on every rank: what is pending may hold collectives
+        mesh, at = get_mesh_and_coordinates()
+        path = _get_rank_path(output_dir, master_dp_only)
+        check_local_path(path)
+        _check_file_names(mesh, master_dp_only)
+        compute(collect_xla_tensors(checkpoint))  # on every rank: what is pending may hold collectives
         if not master_dp_only or (at["dp"] == 0 and at["cp"] == 0):
             write = functools.partial(
-                write_xser if save_xser else write_whole,
+                write_xser_files if save_xser else write_rank_file,
                 checkpoint,
                 path if save_xser else f"{path}/checkpoint.pt",
                 down_cast_bf16=down_cast_bf16,
@@ -89,16 +107,16 @@ def write_in_turn(write: Callable[[], None] | None, turn: int, error: Exception 
         xla_ckpt.RankFailedError: Another rank failed. (This rank's own error, `error` or one of `write`, is raised as
             it is.)
     """
-    for now in range(1 + max(meet(error, "saving", turn))):
+    for now in range(1 + max(sync_ranks(error, "saving", turn))):
         if now == turn and write is not None:
             try:
                 write()
             except Exception as problem:
                 error = problem
-        meet(error, "saving")
+        sync_ranks(error, "saving")
 
 
-@known_names()
+@check_argument_names()
 def load(
     chkpt_path: PathLike,
     model: Any = None,
@@ -149,32 +167,36 @@ def load(
                 "sharded=False needs the module that says how its parameters are split",
                 hint="Pass model_or_optimizer=.",
             )
-        path = _rank_path(chkpt_path, master_dp_only) if sharded else os.fspath(chkpt_path)
+        path = _get_rank_path(chkpt_path, master_dp_only) if sharded else os.fspath(chkpt_path)
         file = path if load_xser or not sharded else f"{path}/checkpoint.pt"
-        checkpoint = read(file, trust_pickle=trust_pickle, absent=_OF_THIS_RANK if sharded else _WHOLE)
+        checkpoint = read_rank_file(
+            file, trust_pickle=trust_pickle, not_found_hint=_SAME_RANKS_HINT if sharded else _UNSHARDED_HINT
+        )
     except Exception as problem:
         error = problem
-    meet(error, "loading")
+    sync_ranks(error, "loading")
     try:
         if target is not None:
             checkpoint = _load_into(target, checkpoint, model_key, sharded=sharded, strict=strict)
     except Exception as problem:
         error = problem
-    meet(error, "loading")
+    sync_ranks(error, "loading")
     return checkpoint
 
 
-_OF_THIS_RANK = (
+_SAME_RANKS_HINT = (
     "chkpt_path, load_xser and master_dp_only have to be as in the save, and so have the numbers of ranks: on others, "
     "xla_ckpt.load_checkpoint loads it."
 )
-_WHOLE = "With sharded=False chkpt_path is a single file of whole parameters; a directory of save() needs sharded=True."
+_UNSHARDED_HINT = (
+    "With sharded=False chkpt_path is a single file of whole parameters; a directory of save() needs sharded=True."
+)
 
 
 # -- ranks
 
 
-def place() -> tuple[Mesh, dict[str, int]]:
+def get_mesh_and_coordinates() -> tuple[Mesh, dict[str, int]]:
     """How the ranks of the job are arranged, and where this one stands: axis -> its number along it.
 
     Raises:
@@ -182,26 +204,26 @@ def place() -> tuple[Mesh, dict[str, int]]:
     """
     distributed: Any = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
-    mesh = current_mesh(_rank(), distributed.get_world_size() if joined else 1)
+    mesh = get_current_mesh(_get_rank(), distributed.get_world_size() if joined else 1)
     if mesh is None:
         raise AssertionError("parallel_state is not initialised: call initialize_model_parallel() first")
-    return mesh, mesh.coordinates(_rank())
+    return mesh, mesh.coordinates(_get_rank())
 
 
-def _rank() -> int:
+def _get_rank() -> int:
     """This process' rank in the job; 0 without torch.distributed."""
     distributed: Any = torch.distributed
     return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
+def _get_rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
     """The file, or the directory, of this rank's part of a checkpoint."""
-    _, at = place()
+    _, at = get_mesh_and_coordinates()
     dp = "" if master_dp_only else f"_dp_rank_{at['dp']:02d}"
     return os.path.join(os.fspath(output_dir), f"tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}{dp}")
 
 
-def _check_names(mesh: Mesh, master_dp_only: bool) -> None:
+def _check_file_names(mesh: Mesh, master_dp_only: bool) -> None:
     """Refuse what neuronx-distributed loses without a word: ranks that would share a file, and differ."""
     if master_dp_only and mesh.ep > 1:
         raise UsageError(
@@ -215,49 +237,49 @@ def _check_names(mesh: Mesh, master_dp_only: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _RankStatus:
     """What a rank tells the others where they meet. It travels as a list of both."""
 
     problem: str | None
     """Its error, as text."""
-    note: int
+    turn: int
 
 
-def meet(error: Exception | None, doing: str, note: int = 0) -> list[int]:
+def sync_ranks(error: Exception | None, operation: str, turn: int = 0) -> list[int]:
     """Wait for all ranks; the note of each.
 
     Raises:
         xla_ckpt.RankFailedError: Another rank failed. (This rank's own error is raised as it is.)
     """
-    words = [_Word(None if error is None else f"{type(error).__name__}: {error}", note)]
-    if os.environ.get("NXD_SKIP_RENDEZVOUS") != "1" or doing != "loading":
+    words = [_RankStatus(None if error is None else f"{type(error).__name__}: {error}", turn)]
+    if os.environ.get("NXD_SKIP_RENDEZVOUS") != "1" or operation != "loading":
         try:
-            words = _exchanged(words[0])
+            words = _exchange_statuses(words[0])
         except RuntimeError as lost:  # the connection broke
             if error is None:
-                raise RankFailedError(f"{doing} failed: another rank does not answer: {lost}") from lost
+                raise RankFailedError(f"{operation} failed: another rank does not answer: {lost}") from lost
     if error is not None:
         raise error
     for rank, word in enumerate(words):
         if word.problem is not None:
-            raise RankFailedError(f"{doing} failed on another rank: {word.problem}", rank=rank)
-    return [word.note for word in words]
+            raise RankFailedError(f"{operation} failed on another rank: {word.problem}", rank=rank)
+    return [word.turn for word in words]
 
 
-def _exchanged(word: _Word) -> list[_Word]:
+def _exchange_statuses(status: _RankStatus) -> list[_RankStatus]:
     """The words of all ranks, in their order."""
     distributed: Any = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return [word]
+        return [status]
     if "gloo" in str(distributed.get_backend()):
         answers: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(answers, astuple(word))
+        distributed.all_gather_object(answers, astuple(status))
     else:
         import torch_xla.core.xla_model as xm
 
-        payload = json.dumps(astuple(word)).encode()
+        payload = json.dumps(astuple(status)).encode()
         answers = [json.loads(answer) for answer in xm.rendezvous("neuron_compat.nxd.parallel_layers", payload)]
-    return [_Word(*answer) for answer in answers]
+    return [_RankStatus(*answer) for answer in answers]
 
 
 # -- into a module or an optimizer
@@ -269,7 +291,7 @@ def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, 
         raise IncompatibleCheckpointError(
             "the checkpoint has no such entry",
             expected=key,
-            found=_entries_of(checkpoint),
+            found=_list_entries(checkpoint),
             hint="Name the entry by model_key=; None if the checkpoint is the state itself.",
         )
     state = checkpoint if key is None else checkpoint[key]
@@ -277,43 +299,148 @@ def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, 
         raise IncompatibleCheckpointError(
             "this is no state of an optimizer",
             expected="state, param_groups",
-            found=_entries_of(state),
+            found=_list_entries(state),
             hint=f"Name the entry of the optimizer by model_key=, which is {key!r}.",
         )
     if isinstance(target, torch.nn.Module):
-        target.load_state_dict(state if sharded else _part(target, dict(state)), strict=strict)
+        target.load_state_dict(state if sharded else _shard_state(target, dict(state)), strict=strict)
     else:
         target.load_state_dict(state)
     return None if key is None else {k: v for k, v in checkpoint.items() if k != key}
 
 
-def _entries_of(value: Any) -> str:
+def _list_entries(value: Any) -> str:
     return (", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__)[:200]
 
 
-def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _shard_state(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a state of whole parameters."""
-    _reshape(module, state, "")
-    mesh, _ = place()
+    _run_preshard_hooks(module, state, "")
+    mesh, _ = get_mesh_and_coordinates()
     for name, parameter in module.state_dict(keep_vars=True).items():
         full = state.get(name)
-        sharding = None if full is None else declared_sharding(parameter, name, mesh)
+        sharding = None if full is None else get_declared_sharding(parameter, name, mesh)
         if full is None or sharding is None:
             continue
-        lies = sharding.place(tuple(parameter.shape), mesh, _rank())
+        lies = sharding.map_local_shape(tuple(parameter.shape), mesh, _get_rank())
         if lies.shape != tuple(full.shape):
             raise IncompatibleCheckpointError(
                 "a whole parameter has another shape", leaf=name, expected=list(lies.shape), found=list(full.shape)
             )
-        state[name] = part_of_whole(full, lies, parameter.shape)
+        state[name] = slice_rank_part(full, lies, parameter.shape)
     return state
 
 
-def _reshape(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+def _run_preshard_hooks(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Let modules with a ``preshard_hook`` change the state before it is cut, as neuronx-distributed does."""
     hook = getattr(module, "preshard_hook", None)
     if hook is not None:
         hook(state, f"{prefix}weight")
         return
     for name, child in module.named_children():
-        _reshape(child, state, f"{prefix}{name}.")
+        _run_preshard_hooks(child, state, f"{prefix}{name}.")
+
+
+def check_local_path(path: str) -> None:
+    """Refuse to write to an address: a file there cannot take the place of an older one.
+
+    Raises:
+        UsageError: It is one, such as ``s3://bucket/run``.
+    """
+    if "://" in path:
+        raise UsageError(
+            "files of this call take the place of older ones, one by one, which only a file system does",
+            expected="the path of a directory",
+            found=path,
+            hint="Save to buckets with nxd.save_checkpoint, whose tags appear whole.",
+        )
+
+
+def write_rank_file(tree: Any, path: str, *, down_cast_bf16: bool = False) -> None:
+    """torch.save of a tree, its tensors on the CPU.
+
+    Raises:
+        xla_ckpt.StorageError: The storage refused. What was there is there still.
+        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
+    """
+    write_whole_file(_cast_to_bfloat16(tree) if down_cast_bf16 else tree, path)
+
+
+def write_xser_files(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
+    """The same with each XLA tensor in a file of its own. The file that names them comes last.
+
+    Raises:
+        xla_ckpt.StorageError: The storage refused. What was there is there still.
+        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
+    """
+    from torch_xla.utils.serialization import TensorReference
+
+    narrow = _cast_to_bfloat16 if down_cast_bf16 else lambda value: value
+    tensors, folder = collect_xla_tensors(tree), f"{path}.tensors"
+    with wrap_os_errors("saving", file=path):
+        os.makedirs(folder, exist_ok=True)
+        before = {int(m[1]): name for name in os.listdir(folder) if (m := _TENSOR_FILE_PATTERN.fullmatch(name))}
+    # Not over files that the checkpoint there names: it stays whole until the new one takes its place.
+    first = 0 if all(tid >= len(tensors) for tid in before) else max(before) + 1
+    references = {id(tensor): TensorReference(first + i) for i, tensor in enumerate(tensors)}
+    for i, tensor in enumerate(tensors):
+        write_whole_file(narrow(tensor.detach()), f"{folder}/tensor_{first + i}.pt")
+    write_whole_file(map_tensors(tree, lambda value: references.get(id(value), narrow(value))), path)
+    with wrap_os_errors("removing older files", file=path):
+        for name in before.values():
+            os.unlink(f"{folder}/{name}")
+
+
+_TENSOR_FILE_PATTERN = re.compile(r"tensor_(\d+)\.pt")
+
+
+def _cast_to_bfloat16(tree: Any) -> Any:
+    """The same with bfloat16 for float32, other than in numbers (0-d). A tensor that stands in two places stays one."""
+    known: dict[int, torch.Tensor] = {}
+
+    def one(value: torch.Tensor) -> torch.Tensor:
+        if value.dtype != torch.float32 or not value.dim():
+            return value
+        return known.setdefault(id(value), value.detach().to(torch.bfloat16))
+
+    return map_tensors(tree, one)
+
+
+def read_rank_file(path: str, *, trust_pickle: bool, not_found_hint: str) -> Any:
+    """What was written to a path, in either way. `not_found_hint` says what to do where no file is.
+
+    Raises:
+        xla_ckpt.NoCheckpointError: There is no such file.
+        xla_ckpt.CorruptCheckpointError: It, or the file of a tensor, is damaged or missing.
+        xla_ckpt.UntrustedObjectError: It holds a pickled object, and `trust_pickle` is False.
+        xla_ckpt.StorageError: The storage refused.
+    """
+    loaded: dict[int, torch.Tensor] = {}
+
+    def tensor(tid: int) -> torch.Tensor:
+        if tid not in loaded:
+            loaded[tid] = _read_tensor_file(f"{path}.tensors/tensor_{tid}.pt", trust_pickle)
+        return loaded[tid]
+
+    try:
+        return load_whole_file(path, trust_pickle=trust_pickle, reference=tensor)
+    except NoCheckpointError as error:
+        error.hint = not_found_hint
+        raise
+
+
+_DAMAGED_HINT = "Load another checkpoint, or restore this file from a copy."
+
+
+def _read_tensor_file(path: str, trust_pickle: bool) -> torch.Tensor:
+    """A tensor that has a file of its own, on the XLA device."""
+    import torch_xla
+
+    try:
+        tensor = load_whole_file(path, trust_pickle=trust_pickle)
+    except NoCheckpointError as error:
+        raise CorruptCheckpointError("the file of a tensor is missing", file=path, hint=_DAMAGED_HINT) from error
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=kind, hint=_DAMAGED_HINT)
+    return tensor.to(torch_xla.device())

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.homes import names_of
-from xla_ckpt.facade import changed_tensors, compute, xla_tensors
+from neuron_compat.nxd.exports import attach_exports
+from xla_ckpt.facade import collect_xla_tensors, compute, map_tensors
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 
 # -- numbers
@@ -87,7 +87,7 @@ def cast_tensor(
 
 def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """`cast_tensor` of each tensor in dicts, lists and tuples."""
-    return changed_tensors(state, lambda tensor: cast_tensor(tensor, from_dtype, to_dtype))
+    return map_tensors(state, lambda tensor: cast_tensor(tensor, from_dtype, to_dtype))
 
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
@@ -95,8 +95,8 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 
     All of them are computed first, in one graph. With ``convert=False`` nothing else is done.
     """
-    compute(xla_tensors(data))
-    return changed_tensors(data, lambda t: t.cpu() if t.device.type == "xla" else t) if convert else data
+    compute(collect_xla_tensors(data))
+    return map_tensors(data, lambda t: t.cpu() if t.device.type == "xla" else t) if convert else data
 
 
 # -- where the program runs

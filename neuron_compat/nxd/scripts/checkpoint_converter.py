@@ -1,4 +1,4 @@
-"""neuronx-distributed's converter of weights, as far as programs derive from it: `xla-ckpt` does its work."""
+"""Base class of NxD's checkpoint converters: parses their options and names the `xla-ckpt` command to run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How a job is set up, and its checkpoint functions; ``neuron_compat.nxd`` has them, too."""
+"""Job setup and checkpoint functions; ``neuron_compat.nxd`` exports them, too."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.trainer import checkpoint as checkpoint
@@ -23,4 +23,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

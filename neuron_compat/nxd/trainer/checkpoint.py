@@ -1,8 +1,8 @@
 """neuronx-distributed's checkpoint functions, with its names, order and defaults of arguments.
 
-What is behind them is `xla_ckpt`: a tag exists completely or not at all, `load_checkpoint` changes nothing before all
-of it fits, and a checkpoint loads on another topology than the one that saved it. Files are neuronx-distributed's own,
-which it reads back, with a manifest beside them.
+They call `xla_ckpt`: a tag is committed atomically, `load_checkpoint` changes nothing unless the whole checkpoint
+fits, and a checkpoint loads on another topology than the one that saved it. Files have neuronx-distributed's own
+layout, which it can read, with a manifest beside them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import xla_ckpt
-from neuron_compat.nxd.homes import names_of
-from xla_ckpt.keywords import known_names
+from neuron_compat.nxd.exports import attach_exports
+from xla_ckpt.keywords import check_argument_names
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 PathLike = str | os.PathLike[str]
 
 
-@known_names(xla_ckpt.save_checkpoint)
+@check_argument_names(xla_ckpt.save_checkpoint)
 def save_checkpoint(
     checkpoint_dir_str: PathLike,
     tag: str = "",
@@ -85,7 +85,7 @@ def save_checkpoint(
     )
 
 
-@known_names(xla_ckpt.load_checkpoint)
+@check_argument_names(xla_ckpt.load_checkpoint)
 def load_checkpoint(
     path: PathLike,
     tag: str | None = None,
@@ -132,7 +132,7 @@ def load_checkpoint(
     ).user_content
 
 
-@known_names()
+@check_argument_names()
 def has_checkpoint(checkpoint_dir_str: PathLike) -> bool:
     """Whether a directory holds a complete checkpoint.
 

@@ -1,5 +1,5 @@
-"""The storages of neuronx-distributed: each name is an error that says what to use instead."""
+"""Names of ``neuronx_distributed.trainer.checkpoint_storage``: all unsupported; each raises an error with a hint."""
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

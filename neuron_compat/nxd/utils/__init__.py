@@ -1,10 +1,10 @@
-"""What scripts for neuronx-distributed take from its ``utils`` for training and checkpoints."""
+"""Training and checkpoint utilities of ``neuronx_distributed.utils``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.utils import adamw_fp32_optim_params as adamw_fp32_optim_params
@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 from xla_ckpt import UsageError
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801  # neuronx-distributed's name

@@ -7,12 +7,12 @@ import os
 
 import torch
 
-from neuron_compat.nxd.homes import names_of
+from neuron_compat.nxd.exports import attach_exports
 
-__getattr__, __dir__ = names_of(__name__)
+__getattr__, __dir__ = attach_exports(__name__)
 
 
-class _FirstRank(logging.Filter):
+class _FirstRankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
@@ -20,7 +20,7 @@ class _FirstRank(logging.Filter):
         return os.environ.get("RANK", "0") == "0"
 
 
-_ON_THE_FIRST = _FirstRank()
+_FIRST_RANK_FILTER = _FirstRankFilter()
 
 
 def get_log_level() -> int:
@@ -52,5 +52,5 @@ def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> lo
     logger = logging.getLogger(name + ("[0]" if rank0_only else "[]"))
     logger.setLevel(get_log_level())
     if rank0_only:
-        logger.addFilter(_ON_THE_FIRST)  # adding it again changes nothing
+        logger.addFilter(_FIRST_RANK_FILTER)  # adding it again changes nothing
     return logger

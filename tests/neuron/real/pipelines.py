@@ -30,7 +30,7 @@ def trains(rank: int, root: str) -> list[Any]:
 def resumes(rank: int, seed: int, tp: int, pp: int, tags: list[list[str]], back: str) -> dict[str, list[Any]]:
     """The losses after a load of each tag, by its path: a library, a root directory, a tag.
 
-    What was loaded from the last one is saved again by both libraries, in both layouts, below `back`, and
+    What was loaded from the last one is saved again by both libraries, in both layouts, below `touch_pages`, and
     neuronx-distributed loads that.
     """
     model, optimizer, scheduler, step = job(seed, tp, pp)

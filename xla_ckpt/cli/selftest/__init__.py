@@ -1,1 +1,1 @@
-"""``xla-ckpt selftest``: the promises of this library, seen on the storage and the devices of its user."""
+"""``xla-ckpt selftest``: check the guarantees of this library on your storage and devices."""

@@ -1,4 +1,8 @@
-"""What a check is: a promise of this library, and a function that looks whether it holds in a bench."""
+"""Framework of the selftest: a check, its result, and the context that it runs in.
+
+A check verifies one guarantee of the library. Its context provides a scratch directory, a deadline and child
+processes.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +18,44 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Literal
 
-from xla_ckpt.cli.selftest.command import LASTING
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
 from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.program import importing_alike
+from xla_ckpt.storage.helper_process import get_subprocess_env
+from xla_ckpt.storage.resolve import open_store
+
+DEFAULT_SECONDS = 120.0
+"""Longest duration of a selftest (s), unless the storage keeps it waiting."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class CheckResult:
     """What a check has seen, and a sentence that says how."""
 
     verdict: Literal["holds", "does not hold", "could not be seen", "was not looked at"]
     sentence: str
 
 
-holds, broken, unseen, skipped = (
-    partial(Sighting, verdict) for verdict in ("holds", "does not hold", "could not be seen", "was not looked at")
+passed, failed, inconclusive, skipped = (
+    partial(CheckResult, verdict) for verdict in ("holds", "does not hold", "could not be seen", "was not looked at")
 )
 
-NO_TIME = skipped(f"There was no time left: --seconds gives more, and its default, {LASTING:.0f}, is enough as a rule.")
+OUT_OF_TIME = skipped(
+    f"There was no time left: --seconds gives more, and its default, {DEFAULT_SECONDS:.0f}, is enough as a rule."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
-    """A process of a selftest (`child.py`)."""
+class ChildProcess:
+    """A process of a selftest (`start_child.py`)."""
 
     process: subprocess.Popen[str]
-    lines: IO[str]
+    output: IO[str]
     """What it says."""
 
     errors: IO[str]
     """What it, or Python for it, prints as errors."""
 
-    def ending(self) -> str:
+    def describe_exit(self) -> str:
         """How it ended, or is about to end: its exit code, and the last line of its errors."""
         code = self.process.wait()
         self.errors.seek(0)
@@ -55,36 +63,39 @@ class Child:
         return f"exit code {code}: {last}" if last else f"exit code {code}, and said nothing"
 
 
-class Bench:
+class CheckContext:
     """A fresh folder, and the time (of `time.monotonic`) until which it may be used."""
 
-    def __init__(self, path: str, until: float) -> None:
-        self.store: Store = store_at(path)
-        self._until = until
+    def __init__(self, path: str, deadline: float) -> None:
+        self.store: Store = open_store(path)
+        self._deadline = deadline
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds that are left."""
-        return max(self._until - time.monotonic(), 0.0)
+        return max(self._deadline - time.monotonic(), 0.0)
 
-    def below(self, name: str) -> str:
+    def get_root_path(self, name: str) -> str:
         """The path of a root in it, for tags."""
         return f"{self.store.path}/{name}"
 
     @contextlib.contextmanager
-    def folder(self, name: str) -> Iterator[Directory]:
+    def make_folder(self, name: str) -> Iterator[Directory]:
         """A new directory in it."""
         store = self.store.object_store
         if store is not None:
-            yield store.fill(name)
+            yield store.get_directory(name)
             return
         assert self.store.file_system is not None, "a store is one of the two"
-        with contextlib.closing(self.store.file_system.make(name)) as directory:
+        with contextlib.closing(self.store.file_system.make_directory(name)) as directory:
             yield directory
 
     @contextlib.contextmanager
-    def child(self, *words: str) -> Iterator[Child]:
-        """A process that does what the words say (`child.py`). It is killed when the block ends, or the time does."""
+    def start_child(self, *words: str) -> Iterator[ChildProcess]:
+        """A process that does what the words say (`start_child.py`).
+
+        It is killed when the block ends, or the time does.
+        """
         command = [sys.executable, "-P", "-m", "xla_ckpt.cli.selftest.child", *words]
         errors = os.fdopen(os.memfd_create("errors of a child"), "w+", errors="replace")  # no disk can be full
         child = subprocess.Popen(  # noqa: S603  # this library's own program
@@ -92,16 +103,16 @@ class Bench:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=importing_alike(),
+            env=get_subprocess_env(),
             cwd="/",
             start_new_session=True,  # Ctrl-C is for its parent, which ends it
             text=True,
         )
-        timer = threading.Timer(self.left, child.kill)
+        timer = threading.Timer(self.seconds_left, child.kill)
         timer.start()
         try:
             assert child.stdout is not None, "it has a pipe"
-            yield Child(child, child.stdout, errors)
+            yield ChildProcess(child, child.stdout, errors)
         finally:
             timer.cancel()
             child.kill()
@@ -115,29 +126,29 @@ class Check:
 
     name: str
     promise: str
-    see: Callable[[Bench], Sighting]
+    run: Callable[[CheckContext], CheckResult]
 
-    share: float = 1.0
+    time_share: float = 1.0
     """The part of the time that is left which it may take."""
 
-    def __call__(self, bench: Bench) -> Sighting:
+    def __call__(self, context: CheckContext) -> CheckResult:
         """Look whether the promise holds."""
-        if not bench.left:
-            return NO_TIME
-        return sighted(partial(self._see, bench))
+        if not context.seconds_left:
+            return OUT_OF_TIME
+        return run_catching_errors(partial(self._prepare_and_run, context))
 
-    def _see(self, bench: Bench) -> Sighting:
-        bench.store.prepare()
-        return self.see(bench)
+    def _prepare_and_run(self, context: CheckContext) -> CheckResult:
+        context.store.prepare()
+        return self.run(context)
 
 
-def sighted(see: Callable[[], Sighting]) -> Sighting:
+def run_catching_errors(run: Callable[[], CheckResult]) -> CheckResult:
     """What was seen. Storage that refuses something has broken no promise, unless it has lost what it had taken."""
     try:
-        return see()
+        return run()
     except (CorruptCheckpointError, FileNotFoundError) as error:
-        return broken(f"{type(error).__name__}: {error}")
+        return failed(f"{type(error).__name__}: {error}")
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return unseen(f"There was no room: {error}")
-        return unseen(f"{type(error).__name__}: {error}")
+            return inconclusive(f"There was no room: {error}")
+        return inconclusive(f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""The processes of a selftest: one that saves until it is killed, one that asks for a lease, one for each framework.
+"""Child processes of the selftest: save until killed, acquire a lease, or check one framework's devices.
 
-``python -m xla_ckpt.cli.selftest.child WORD ARGUMENTS``. It says lines, and ends with its parent. What frameworks, and
-compilers that they start, print goes to its errors.
+Run as ``python -m xla_ckpt.cli.selftest.child TASK ARGUMENTS``. It writes one line for each result, and exits when
+its parent does. Output of frameworks, and of compilers that they start, goes to stderr.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 import xla_ckpt
-from xla_ckpt.cli.selftest.devices import see_jax, see_torch, see_torch_xla
+from xla_ckpt.cli.selftest.device_checks import check_jax, check_torch, check_torch_xla
 from xla_ckpt.errors import RootInUseError
-from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.resolve import open_store
 from xla_ckpt.tags.lease import LEASES
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.resolve import open_root
 
-ELEMENTS = 1 << 20
+ELEMENT_COUNT = 1 << 20
 """Numbers in each tag of the process that is killed: 8 MiB."""
 
 REFUSED, TAKEN = "refused", "taken"
 """What the process says that asks for a lease."""
 
 
-def save(path: str) -> Iterator[int]:
+def save_until_killed(path: str) -> Iterator[int]:
     """Save tag after tag, and say the number of each that is committed."""
     parent, number = os.getppid(), 0
     while os.getppid() == parent:  # else it would go on for ever after a parent that was killed
         number += 1
-        tree = {"w": np.full(ELEMENTS, number, np.int64)}
+        tree = {"w": np.full(ELEMENT_COUNT, number, np.int64)}
         xla_ckpt.save(path, f"step_{number}", tree, options=xla_ckpt.SaveOptions(retention=xla_ckpt.LatestN(2)))
         yield number
 
 
-def hold(path: str, within: str) -> Iterator[str]:
+def acquire_lease(path: str, timeout: str) -> Iterator[str]:
     """Say whether this process gets the lease of a root."""
     try:
-        root_of(store_at(path)).hold(float(within))
+        open_root(open_store(path)).acquire_lease(float(timeout))
     except RootInUseError:
         yield REFUSED
         return
     yield TAKEN
-    LEASES.give_back()
+    LEASES.release_all()
 
 
-DO: dict[str, Callable[..., Iterator[object]]] = {
-    "save": save,
-    "hold": hold,
-    "torch": see_torch,
-    "torch_xla": see_torch_xla,
-    "jax": see_jax,
+TASKS: dict[str, Callable[..., Iterator[object]]] = {
+    "save": save_until_killed,
+    "hold": acquire_lease,
+    "torch": check_torch,
+    "torch_xla": check_torch_xla,
+    "jax": check_jax,
 }
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        for line in DO[sys.argv[1]](*sys.argv[2:]):
+        for line in TASKS[sys.argv[1]](*sys.argv[2:]):
             print(line, file=answers, flush=True)

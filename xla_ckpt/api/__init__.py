@@ -1,1 +1,0 @@
-"""The public functions: where a program's objects meet the engine."""

@@ -1,0 +1,1 @@
+"""``xla-ckpt view``: web pages that show the checkpoints of a root directory."""

@@ -1,0 +1,1 @@
+"""Convert, export, compare and explain checkpoints without a job."""

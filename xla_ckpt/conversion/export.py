@@ -1,0 +1,293 @@
+"""Export a model as Hugging Face safetensors. Tags of this library need neither torch nor orbax for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xla_ckpt.conversion.llama.config import CONFIG_FILE, encode_config
+from xla_ckpt.conversion.llama.job import (
+    LlamaJob,
+    find_model_info,
+    rename_from_metadata,
+    rename_to_hugging_face,
+    resolve_job_without_form,
+)
+from xla_ckpt.conversion.source import (
+    ProgramInfo,
+    SourceState,
+    check_file,
+    check_split,
+    check_whole_model,
+    narrow_to_part,
+    open_source,
+    remove_rank_numbers,
+    suggest_other_tags,
+    warn_divergent,
+)
+from xla_ckpt.conversion.stream import stream_files
+from xla_ckpt.core import dtypes
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.plan.stored_sharding import get_stored_sharding, has_fused_sections
+from xla_ckpt.core.sharding.sharding import ShardingRules, parse_rules
+from xla_ckpt.core.tree import schema
+from xla_ckpt.errors import SaveError, UsageError, annotate_errors, wrap_os_errors
+from xla_ckpt.formats.base import ConversionPlan
+from xla_ckpt.formats.hugging_face.layout import MAX_FILE_BYTES, plan_model_files
+from xla_ckpt.inspection.tags import choose_tag, locate_checkpoint
+from xla_ckpt.keywords import check_arguments_and_fields
+from xla_ckpt.loading.tag_reader import TagReader
+from xla_ckpt.logs import get_logger
+from xla_ckpt.options import ConvertOptions, resolve_options
+from xla_ckpt.progress import IoContext, ProgressBar
+from xla_ckpt.storage.resolve import PathLike, normalize_path, open_parent
+from xla_ckpt.tags.resolve import open_root
+from xla_ckpt.tags.root import Transaction, TransactionKind
+
+FLOATING_DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Element types that arrays are exported in, where they are not as they are stored."""
+
+FILE_SUFFIX = ".safetensors"
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What an export wrote."""
+
+    path: str
+    tag: str
+    files: tuple[str, ...]
+    arrays: int
+    nbytes: int
+    """Bytes of the arrays."""
+
+    seconds: float = 0.0
+
+
+@check_arguments_and_fields(options=ConvertOptions, llama=LlamaJob)
+def export_hf(
+    path: PathLike,
+    destination: PathLike,
+    tag: str | None = None,
+    *,
+    part: str = schema.MODEL,
+    max_shard_bytes: int = MAX_FILE_BYTES,
+    llama: LlamaJob | None = None,
+    dtype: str | None = None,
+    model: Any = None,
+    shardings: ShardingRules | None = None,
+    options: ConvertOptions | None = None,
+) -> ExportReport:
+    """Write the model of a checkpoint, whatever its topology, as Hugging Face safetensors: files and index.
+
+    Every byte is verified on the way. The destination appears complete or not at all. Memory does not grow with the
+    model: bytes go from file to file.
+
+    With a `LlamaJob` the arrays of a Llama-like model get Hugging Face's names, shapes and order of heads, whatever
+    neuronx-distributed fused: transformers loads the directory. Without one they keep the names that they have, but for
+    checkpoints of optimum-neuron's, whose metadata say all that.
+
+    Args:
+        path: Root directory of the checkpoint; or a directory of Hugging Face's, for another `dtype`; or a file that
+            torch.save wrote.
+        destination: Directory to make; it must not exist, or be empty.
+        tag: Which checkpoint; None takes the newest.
+        part: Leaf path of what is exported, such as a module of the model (``"model/master"``); names are relative
+            to it.
+        max_shard_bytes: A further file is begun when one would grow beyond this.
+        llama: A Llama-like model, and how the job had it. Its config.json is copied, and also says what `model` would.
+        dtype: Element type of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
+        model: For tags that another library wrote: what their files do not say, as for `convert`.
+        shardings: Likewise: rules as in `save_checkpoint`.
+        options: How the export goes about its work; by default those of `default_options`.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        CorruptCheckpointError: It is damaged. Nothing was written.
+        IncompatibleCheckpointError: Nobody says how an array of another library's tag is split, or the model is not the
+            one of its config.json.
+        UsageError: The destination exists, or there is nothing to export.
+        UnsupportedStateError: An array has an element type that safetensors has no name for.
+        StorageError: The destination cannot be written.
+        NotDurableError: The directory is there, and a loss of power may undo that.
+    """
+    began, options = time.monotonic(), resolve_options(ConvertOptions, options)
+    cast, job = parse_floating_dtype(dtype), resolve_job_without_form(llama)
+    store, named = locate_checkpoint(path, tag)
+    tag = choose_tag(store, named)
+    check_new_directory(destination)
+    known, config = find_model_info(store, tag, job)
+    about = ProgramInfo(rules=parse_rules(shardings), model=model, llama=known)
+    with (
+        suggest_other_tags(store, tag, named),
+        open_source(store, tag, about, part=part) as stored,
+        annotate_errors(path=store.path, tag=tag),
+    ):
+        check_file(stored)
+        tells_names = part == schema.MODEL
+        reader, part = narrow_to_part(remove_rank_numbers(stored), part)
+        check_split(reader, part)
+        if part == schema.MODEL:
+            check_whole_model(reader)
+        warn_divergent(reader)
+        reader, beside = rename_from_metadata(store, reader) if tells_names else (reader, {})
+        if known is not None:
+            reader = rename_to_hugging_face(reader, part, known, options)
+            part = schema.MODEL
+        elif not beside and any(has_fused_sections(get_stored_sharding(r)) for r in reader.manifest.arrays.values()):
+            logger.warning(
+                "tag %s: queries, keys and values stay fused, or as often as ranks held them, as in the training. "
+                "transformers does not load that: give the model's config.json: llama=LlamaJob(config) (--config)",
+                tag,
+            )
+        rewriting = plan_model_files(
+            SourceState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast
+        )
+        rewriting = add_files(rewriting, beside)
+        rewriting = add_config(rewriting, reader, config)
+        with ProgressBar(f"export {tag}", rewriting.nbytes, options.progress) as bar:
+            crew = IoContext(workers=options.num_workers, progress=bar)
+            write_directory(reader, destination, rewriting, crew, max_memory=options.max_memory)
+    files = [file for rank in rewriting.files for file in rank]
+    return ExportReport(
+        path=normalize_path(destination),
+        tag=tag,
+        files=tuple(f.path for f in files),
+        arrays=sum(len(f.entries) for f in files),
+        nbytes=rewriting.nbytes,
+        seconds=time.monotonic() - began,
+    )
+
+
+def parse_floating_dtype(name: str | None) -> DType | None:
+    """The element type that a caller names.
+
+    Raises:
+        UsageError: It is none that arrays are rounded to.
+    """
+    if name is not None and name not in FLOATING_DTYPES:
+        raise UsageError("dtype= is no element type of exports", expected=", ".join(FLOATING_DTYPES), found=repr(name))
+    return None if name is None else dtypes.get_dtype(name)
+
+
+def add_files(conversion: ConversionPlan, files: Mapping[str, bytes]) -> ConversionPlan:
+    """The same files, and small ones beside them."""
+    return replace(conversion, marks={**conversion.marks, **files})
+
+
+def add_config(conversion: ConversionPlan, reader: TagReader, content: Mapping[str, Any] | None) -> ConversionPlan:
+    """The same files, and the config.json beside them, with the element type that the arrays have in them.
+
+    Args:
+        conversion: The files.
+        reader: What they are made of.
+        content: What the configuration says; None makes no file.
+    """
+    if content is None:
+        return conversion
+    entries = [entry for of_rank in conversion.files for file in of_rank for entry in file.entries]
+    types = [
+        entry.cast or record.dtype
+        for entry in entries
+        if (record := reader.manifest.find_array(entry.leaf)) is not None
+    ]
+    floats = sorted((dtype for dtype in types if dtype.is_floating), key=lambda dtype: dtype.itemsize)
+    # The widest: transformers gives all arrays this type, and none of them may lose anything.
+    text = encode_config(content, floats[-1].name if floats else None)
+    return replace(conversion, marks={**conversion.marks, CONFIG_FILE: text})
+
+
+def check_new_directory(destination: PathLike) -> None:
+    """Refuse a destination of several files at which something lies, or which has the name of one of them.
+
+    Raises:
+        UsageError: It exists, and is not empty; or it is named as a file.
+    """
+    store, name = open_parent(destination)
+    if store.has(name) and (not store.is_directory(name) or store.list_names(name)):
+        raise UsageError(
+            "the destination of an export must not exist, or be empty",
+            path=normalize_path(destination),
+            hint="Name another one, or remove it first.",
+        )
+    if name.endswith(FILE_SUFFIX):
+        raise UsageError(
+            "the destination is a directory, and this is the name of a file",
+            path=normalize_path(destination),
+            hint=f"Name the directory: {normalize_path(destination).removesuffix(FILE_SUFFIX)}. The size of the model "
+            "says how many files are in it.",
+        )
+
+
+def write_directory(
+    reader: TagReader, destination: PathLike, conversion: ConversionPlan, io: IoContext, *, max_memory: int
+) -> None:
+    """Write files that make no tag. The directory appears complete or not at all.
+
+    Raises:
+        CorruptCheckpointError: The tag is damaged. Nothing was written.
+        StorageError: The destination cannot be written.
+    """
+    store, name = open_parent(destination)
+    target = normalize_path(destination)
+    files = [file for rank in conversion.files for file in rank]
+    with (
+        wrap_os_errors("exporting", path=target, tag=reader.tag),
+        Transaction(open_root(store), name, TransactionKind.NEW_DIRECTORY) as transaction,
+    ):
+        directory = transaction.directory
+        stream_files(reader, directory, files, io, max_memory=max_memory)
+        transaction.seal(conversion.marks)
+        transaction.commit()
+
+
+def check_new_file(destination: PathLike) -> None:
+    """Refuse a destination of a single file at which something lies: nothing is ever written over.
+
+    Raises:
+        UsageError: Something does.
+    """
+    store, name = open_parent(destination)
+    if store.is_directory(name):
+        hint = f"Name a file in it: {normalize_path(destination).rstrip('/')}/state.pt"
+        raise UsageError(
+            "the destination is a single file, and there is a directory", path=store.path, file=name, hint=hint
+        )
+    if store.has(name):
+        open_root(store).clean(name)  # a program was killed when it had given the file its name
+        raise UsageError(
+            "there is a file of this name already",
+            path=store.path,
+            file=name,
+            hint="Name another one, or remove it first: nothing is written over.",
+        )
+
+
+def write_single_file(
+    reader: TagReader, destination: PathLike, conversion: ConversionPlan, io: IoContext, *, max_memory: int
+) -> None:
+    """Write a single file. It appears complete or not at all, and is durable when this returns.
+
+    Raises:
+        UsageError: Something has its name.
+        CorruptCheckpointError: The tag is damaged. Nothing was written.
+        StorageError: The destination cannot be written.
+    """
+    (plan,) = (file for rank in conversion.files for file in rank)
+    store, name = open_parent(destination)
+    with (
+        wrap_os_errors("writing", path=normalize_path(destination), tag=reader.tag),
+        Transaction(open_root(store), name, TransactionKind.NEW_FILE) as transaction,
+    ):
+        file, directory = replace(plan, path=name), transaction.directory
+        stream_files(reader, directory, [file], io, max_memory=max_memory)
+        transaction.seal({})
+        try:
+            transaction.commit()
+        except SaveError:
+            check_new_file(destination)  # somebody has put one there meanwhile
+            raise

@@ -1,0 +1,229 @@
+"""Stream arrays of a checkpoint into other files, within a memory limit.
+
+Files are made in the order of their bytes: a batch of regions is read from the checkpoint (verified), digested, and
+written before the next one is read. Small files are read together and written one by one, because a layout may have a
+file for each tensor of each rank. A store that takes files in the order of their bytes gets each batch at once, if the
+bytes between the regions are known first. Any other file is completed when all of its regions are written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xla_ckpt.core.checksum import BlockDigester, combine_crc32, compute_crc32
+from xla_ckpt.core.files.file_layout import Framing, get_static_framing
+from xla_ckpt.core.manifest.manifest import FileRecord
+from xla_ckpt.core.plan.restore_plan import ReadRequest, plan_restore
+from xla_ckpt.core.plan.save_plan import FileEntry, FilePlan, WriteResult
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.sharding.memory_layout import split_by_span
+from xla_ckpt.loading.read import read_into
+from xla_ckpt.loading.tag_reader import TagReader
+from xla_ckpt.loading.target import Cast
+from xla_ckpt.progress import IoContext
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.threads import WORKER_BUFFER_BYTES, get_worker_count, run_tasks
+
+GROUP_BYTES, GROUP_FILES = 1 << 20, 64
+"""Files that are read together have so many bytes, and are so many, at most. More would leave threads without work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Neighbouring bytes of one region, and the elements that they hold."""
+
+    region: int
+    offset: int
+    """Of the first byte in the file."""
+    nbytes: int
+    wants: tuple[tuple[str, Box, Box], ...]
+    """(leaf path, elements, the box that the bytes of the span are)."""
+    cast: Cast | None = None
+    """How they are made of what is stored, if their element type is not the stored one."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of what is read for it."""
+        return self.nbytes if self.cast is None else self.cast.compute_stored_bytes(self.nbytes)
+
+    @property
+    def memory(self) -> int:
+        """Bytes in memory while it is written."""
+        return self.nbytes if self.cast is None else self.nbytes + self.stored_bytes
+
+
+def stream_files(
+    reader: TagReader,
+    directory: Directory,
+    files: Sequence[FilePlan],
+    io: IoContext,
+    *,
+    max_memory: int,
+) -> WriteResult:
+    """Write planned files with the arrays of a tag in them; leaf paths are the tag's.
+
+    Every file is durable when this returns. The memory taken is `max_memory` and a reader's buffers, unless one
+    strided tensor alone is larger.
+
+    Raises:
+        CorruptCheckpointError: The tag is damaged.
+        OSError: The storage refused. What was written is left for the owner of the directory to remove.
+    """
+    if directory.streaming is not None:
+        files = [file.to_streaming() for file in files]
+    at_once = min(get_worker_count(io.workers, 2), len(files)) or 1
+    each, share = IoContext(workers=max(io.workers // at_once, 1)), max(max_memory // at_once, 1)
+    records: list[FileRecord | None] = [None] * len(files)
+    groups = _group_files(files)
+
+    def write(number: int, _: memoryview) -> None:
+        group = [_FileStream(reader, files[i], share, io.progress) for i in groups[number]]
+        spans = (span for file in group for span in file.spans)
+        read = _read_spans(reader, spans, each, share)
+        for i, file in zip(groups[number], group, strict=True):
+            records[i] = file.write(directory, read)
+
+    run_tasks(range(len(groups)), write, workers=at_once, buffer_bytes=0, name="xla_ckpt-stream")
+    return WriteResult.from_records(files, [record for record in records if record is not None])
+
+
+def _group_files(files: Sequence[FilePlan]) -> list[list[int]]:
+    """The indices of neighbouring files that are read together."""
+    groups: list[list[int]] = []
+    left = 0
+    for i, file in enumerate(files):
+        if not groups or file.data_bytes > left or len(groups[-1]) == GROUP_FILES:
+            groups.append([])
+            left = GROUP_BYTES
+        groups[-1].append(i)
+        left -= file.data_bytes
+    return groups
+
+
+_SpanData = Iterator[tuple[_Span, memoryview]]
+"""Spans, and what is stored of each: verified."""
+
+
+def _read_spans(reader: TagReader, spans: Iterable[_Span], io: IoContext, max_memory: int) -> _SpanData:
+    """What is stored of some spans, in their order, in batches that fit in memory."""
+    for batch in _split_into_batches(spans, max_memory):
+        yield from _read_batch(reader, batch, io)
+
+
+def _read_batch(reader: TagReader, batch: Sequence[_Span], io: IoContext) -> _SpanData:
+    memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
+    slots, at = [], 0
+    for span in batch:
+        slots.append(memory[at : at + span.stored_bytes])
+        at += span.stored_bytes
+    wants = [ReadRequest(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
+    read_into(reader, plan_restore(reader.manifest, wants), slots, io)
+    yield from zip(batch, slots, strict=True)
+
+
+class _FileStream:
+    """One file on its way."""
+
+    def __init__(self, reader: TagReader, plan: FilePlan, max_memory: int, progress: Callable[[int], object]) -> None:
+        self.reader = reader
+        self.plan = plan
+        self.max_memory = max_memory
+        self.progress = progress
+        places = plan.layout.region_ranges
+        self.spans = [*self._split_into_spans(places)]
+        self.digesters = [BlockDigester(nbytes) for _, nbytes in places]
+        self.crcs: list[list[tuple[int, int]]] = [[] for _ in places]
+
+    def write(self, directory: Directory, read: _SpanData) -> FileRecord:
+        """Write all of it; what the manifest says of it. `read` has its spans next."""
+        codec, streaming = self.plan.layout, directory.streaming
+        if streaming is not None and (glue := get_static_framing(codec)) is not None:
+            streaming.stream(self.plan.path, codec.size, self._stream_bytes(read, glue))
+            return codec.create_record(self.plan.path, glue, self._list_digests())
+        if self.plan.directory is not None:
+            directory.make_directory(self.plan.directory)
+        sink = directory.create(self.plan.path, codec.size)
+        try:
+            for offset, data in self._read_regions(read):
+                sink.patch(data, offset)
+                del data  # else two batches would be in memory while the next one is read
+            glue = codec.build_framing(self._list_digests(), [combine_crc32(parts) for parts in self.crcs])
+            for offset, text in glue:
+                sink.patch(text, offset)
+            sink.commit()
+        except BaseException:
+            sink.abort()
+            raise
+        return codec.create_record(self.plan.path, glue, self._list_digests())
+
+    def _stream_bytes(self, read: _SpanData, glue: Framing) -> Iterator[memoryview]:
+        """All bytes of the file, whose glue is known before its regions are read."""
+        left = deque(glue)
+        for offset, data in self._read_regions(read):
+            while left and left[0][0] < offset:
+                yield memoryview(left.popleft()[1])
+            for at in range(0, len(data), WORKER_BUFFER_BYTES):  # a store may copy what it has to send
+                yield data[at : at + WORKER_BUFFER_BYTES]
+            del data  # else two batches would be in memory while the next one is read
+        yield from (memoryview(text) for _, text in left)
+
+    def _read_regions(self, read: _SpanData) -> Iterator[tuple[int, memoryview]]:
+        """(offset, bytes) of what is in the regions, in file order, digested."""
+        for _ in self.spans:
+            span, stored = next(read)
+            data = stored if span.cast is None else span.cast(stored)
+            del stored  # else two batches would be in memory while the next one is read
+            self.digesters[span.region].update(data)
+            if self.plan.layout.needs_crc32:
+                self.crcs[span.region].append((compute_crc32(data), span.nbytes))
+            yield span.offset, data
+            del data  # likewise
+            self.progress(span.nbytes)
+
+    def _list_digests(self) -> list[int]:
+        return [d for digester in self.digesters for d in digester.digests]
+
+    def _split_into_spans(self, places: Sequence[tuple[int, int]]) -> Iterator[_Span]:
+        """All regions, in file order. One that holds a single array's elements in C order is cut to fit the memory.
+
+        Any other region has padding between its elements, and is made as a whole.
+        """
+        by_region: dict[int, list[FileEntry]] = {}
+        for entry in self.plan.entries:
+            by_region.setdefault(entry.region, []).append(entry)
+        for region, (offset, nbytes) in enumerate(places):
+            entries = by_region.get(region, [])
+            if len(entries) != 1 or entries[0].parent_box is not None:
+                wants = tuple((e.leaf, e.box, e.parent_box or e.box) for e in entries)
+                yield _Span(region=region, offset=offset, nbytes=nbytes, wants=wants)
+                continue
+            leaf, box = entries[0].leaf, entries[0].box
+            itemsize = nbytes // max(box.size, 1)
+            cast = self._get_cast(entries[0])
+            at = offset
+            for part in split_by_span(box, box, itemsize if cast is None else cast.bytes_per_element, self.max_memory):
+                wants = ((leaf, part, part),)
+                yield _Span(region=region, offset=at, nbytes=part.size * itemsize, wants=wants, cast=cast)
+                at += part.size * itemsize
+
+    def _get_cast(self, entry: FileEntry) -> Cast | None:
+        record = None if entry.cast is None else self.reader.manifest.find_array(entry.leaf)
+        return None if entry.cast is None or record is None else Cast(record.dtype, entry.cast)
+
+
+def _split_into_batches(spans: Iterable[_Span], max_memory: int) -> Iterator[list[_Span]]:
+    """The spans in groups that fit in memory; a span that does not fit is a group of its own."""
+    batch: list[_Span] = []
+    batch_memory = 0
+    for span in spans:
+        if batch and batch_memory + span.memory > max_memory:
+            yield batch
+            batch, batch_memory = [], 0
+        batch.append(span)
+        batch_memory += span.memory
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""The manifest: the index of a checkpoint, and its JSON form."""

@@ -1,0 +1,1 @@
+"""Plans of saves and restores: every decision, made before any I/O."""

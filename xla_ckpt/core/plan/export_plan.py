@@ -1,0 +1,103 @@
+"""Export plan: the distribution of arrays to Hugging Face safetensors files, and the weight index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.files.file_layout import Region, RegionTable
+from xla_ckpt.core.files.safetensors import SafetensorsFile, sort_regions
+from xla_ckpt.core.manifest.manifest import Manifest
+from xla_ckpt.core.plan.save_plan import FileEntry, FilePlan
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.core.tree import path as paths
+from xla_ckpt.errors import UnsupportedStateError, UsageError
+
+SINGLE_FILE = "model.safetensors"
+"""Name of the only file, where one is enough: Hugging Face's convention."""
+
+WEIGHT_INDEX_FILE = "model.safetensors.index.json"
+"""Name of the list of files, where there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportedArray:
+    leaf: str
+    region: Region
+    cast: DType | None
+    """The type that it is written in, if it is stored in another one."""
+
+
+def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DType | None = None) -> list[FilePlan]:
+    """Deal the arrays of a part of a state (``model``) out to files, in their order. Shared arrays go once.
+
+    Args:
+        manifest: What is stored.
+        part: Leaf path of the part.
+        max_shard_bytes: A further file is begun when one would grow beyond this.
+        dtype: The element type of all floating-point arrays in the files; None leaves each as it is.
+
+    Raises:
+        UsageError: There is no array in that part, or the size makes no sense.
+        UnsupportedStateError: An element type that safetensors has no name for, or two arrays of one name.
+    """
+    if max_shard_bytes < 1:
+        raise UsageError(
+            "max_shard_bytes= (--max-shard-size) is no number of bytes", expected="at least 1", found=max_shard_bytes
+        )
+    arrays: list[_ExportedArray] = []
+    for leaf, record in manifest.arrays.items():
+        if not paths.is_under(leaf, part) or leaf == part:
+            continue
+        below = paths.split(leaf)[len(paths.split(part)) :]
+        name = ".".join(paths.unescape(component) for component in below)
+        cast = dtype if dtype is not None and record.dtype.is_floating and record.dtype != dtype else None
+        written = cast or record.dtype
+        if written.safetensors is None or (written.packed and not record.shape):
+            raise UnsupportedStateError(f"safetensors has no element type {written.name} for it", leaf=leaf)
+        arrays.append(_ExportedArray(leaf, Region(name, written, Box.from_shape(record.shape)), cast))
+    if not arrays:
+        hint = (
+            "Name another part of it, or '' for all: export_hf(part=...) (xla-ckpt export --part). "
+            f"Leaf paths of its arrays begin with: {paths.format_top_parts(manifest.arrays)}."
+            if manifest.arrays
+            else "It has plain values alone."
+        )
+        raise UsageError("the checkpoint holds no arrays there", leaf=part, hint=hint)
+    if len({array.region.key for array in arrays}) != len(arrays):
+        raise UnsupportedStateError("two arrays would have the same name in the export", leaf=part)
+    groups: list[list[_ExportedArray]] = [[]]
+    nbytes = 0
+    for array in arrays:
+        if groups[-1] and nbytes + array.region.nbytes > max_shard_bytes:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(array)
+        nbytes += array.region.nbytes
+    return [_build_file_plan(_format_file_name(i, len(groups)), group) for i, group in enumerate(groups)]
+
+
+def _build_file_plan(name: str, arrays: Sequence[_ExportedArray]) -> FilePlan:
+    ordered = [arrays[i] for i in sort_regions([array.region for array in arrays])]
+    codec = SafetensorsFile(RegionTable.from_regions([array.region for array in ordered]), is_plain=True)
+    return FilePlan(
+        path=name,
+        layout=codec,
+        entries=tuple(FileEntry(leaf=a.leaf, box=a.region.box, region=i, cast=a.cast) for i, a in enumerate(ordered)),
+    )
+
+
+def _format_file_name(i: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+
+
+def build_weight_index(files: Sequence[FilePlan]) -> bytes:
+    """The list of files, as Hugging Face's loaders read it."""
+    regions = [(r, f.path) for f in files if isinstance(f.layout, SafetensorsFile) for r in f.layout.regions]
+    content = {
+        "metadata": {"total_size": sum(region.nbytes for region, _ in regions)},
+        "weight_map": dict(sorted((region.key, path) for region, path in regions)),
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()

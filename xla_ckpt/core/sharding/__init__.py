@@ -1,0 +1,1 @@
+"""Shardings: boxes, meshes, and how local tensors map to global arrays."""

@@ -1,0 +1,1 @@
+"""State trees: nested containers, plain values and named array leaves."""

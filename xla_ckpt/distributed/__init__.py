@@ -1,0 +1,1 @@
+"""Ranks of a job: detection, messages, handshakes and consensus."""

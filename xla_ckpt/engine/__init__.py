@@ -1,1 +1,0 @@
-"""Plans carried out: writing, reading, verifying, the save in flight."""

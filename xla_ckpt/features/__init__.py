@@ -1,0 +1,1 @@
+"""Optional features of saves and loads."""

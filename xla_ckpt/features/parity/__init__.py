@@ -1,0 +1,1 @@
+"""Parity: survive damaged blocks and lost files."""

@@ -1,0 +1,1 @@
+"""Products that are made of committed checkpoints."""

@@ -1,0 +1,1 @@
+"""Reuse files of an earlier checkpoint (`SaveOptions.share`)."""

@@ -1,1 +1,0 @@
-"""How payload files lay regions of bytes out: codecs. Pure."""

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint (DCP) directories: `.metadata`, and files of tensors in torch.save format."""

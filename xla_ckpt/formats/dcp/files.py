@@ -1,0 +1,297 @@
+"""The files of one DCP directory: metadata, the location of each chunk, and digests.
+
+Digests are stored in a manifest (in our tags), or in a file beside `.metadata` (`xla_ckpt.formats.digests`). With
+digests the zips of tensors are not opened. A directory of stock DCP has none, and its zips say where the elements are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from xla_ckpt.core.checksum import BlockDigester, BlockTable
+from xla_ckpt.core.dtypes import DType
+from xla_ckpt.core.fingerprint import compute_text_fingerprint
+from xla_ckpt.core.lightweight import cached_property
+from xla_ckpt.core.manifest import manifest_json
+from xla_ckpt.core.manifest.manifest import FileRecord, UnreadableArray
+from xla_ckpt.core.sharding.box import Box
+from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, annotate_errors
+from xla_ckpt.formats import digests
+from xla_ckpt.formats.dcp.metadata import (
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    DcpContents,
+    DcpTensor,
+    KeyPath,
+    StorageSpan,
+    TensorChunk,
+    list_rank_metadata,
+    parse_metadata,
+)
+from xla_ckpt.formats.digests import DIGESTS, MAX_DIGESTS_BYTES
+from xla_ckpt.formats.scan import ScannedFiles
+from xla_ckpt.formats.torch_save.pickle_stubs import CompositeTensor
+from xla_ckpt.formats.torch_save.zip_reader import ReadAheadFile, TensorLocation, TorchZip
+from xla_ckpt.loading.tag_reader import (
+    DAMAGED_FILE_HINT,
+    MAX_MANIFEST_BYTES,
+    make_absent_error,
+    read_verified_head,
+)
+from xla_ckpt.storage.base import Directory, FileReader, read_file
+from xla_ckpt.tags.entry import MANIFEST_FILE, ORBAX_COMMITTED_FILE
+
+
+class DcpFiles(ScannedFiles):
+    """The files of a directory: by name, and by number for a manifest."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__()
+        self.directory = directory
+        self.digest_records: Mapping[str, FileRecord] = {}
+        """The records of the digests, by path; empty where there are none."""
+        self.digest_source = DIGESTS
+        """The file that these are from."""
+        self.identity = ""
+        """The same for all ranks that have opened the same version of the directory; empty where nothing tells it."""
+        self._block_tables: dict[str, BlockTable] = {}
+        self._verified_heads: set[str] = set()
+
+    @cached_property
+    def file_names(self) -> frozenset[str]:
+        """All files."""
+        return frozenset(self.directory.list_files())
+
+    @property
+    def overwrite_hint(self) -> str:
+        """What to do about digests that contradict what they lie beside."""
+        files = (
+            f"{MANIFEST_FILE} and {ORBAX_COMMITTED_FILE}" if self.digest_source == MANIFEST_FILE else self.digest_source
+        )
+        return (
+            f"The directory is damaged, or another program has saved over it. If one has, remove {files}: "
+            "then it is read without digests, as DCP reads it."
+        )
+
+    def read_contents(self) -> DcpContents | None:
+        """What `.metadata` says, compared with the digests where there are any; None if there is no metadata at all.
+
+        Raises:
+            CorruptCheckpointError: It is damaged, or the digests contradict it.
+        """
+        data = self.read_small_file(METADATA_FILE, MAX_METADATA_BYTES)
+        if data is None:
+            of_ranks = (
+                (name, self.read_small_file(name, MAX_METADATA_BYTES)) for name in list_rank_metadata(self.file_names)
+            )
+            parts = [self._parse_metadata_file(name, part) for name, part in of_ranks if part is not None]
+            return _merge_contents(parts) if parts else None
+        self._find_digests()
+        contents = self._parse_metadata_file(METADATA_FILE, data)
+        # The metadata of two saves of one program may be equal. Their digests are not, unless all bytes are.
+        known = sorted(
+            (r.path, r.framing_digest, r.block_digests) for r in self.digest_records.values() or self.records
+        )
+        self.identity = compute_text_fingerprint(repr(known))
+        return contents
+
+    def _find_digests(self) -> None:
+        if (data := self.read_small_file(MANIFEST_FILE, MAX_MANIFEST_BYTES)) is not None:
+            with annotate_errors(file=MANIFEST_FILE):
+                records = manifest_json.parse_manifest(data).files
+            self.digest_source = MANIFEST_FILE
+        elif (data := self.read_small_file(DIGESTS, MAX_DIGESTS_BYTES)) is not None:
+            records = digests.parse_digests(data)
+        else:
+            return
+        self.digest_records = {record.path: record for record in records}
+
+    def _parse_metadata_file(self, name: str, data: bytes) -> DcpContents:
+        record = digests.make_file_record(name, data)
+        if self.digest_records and self.digest_records.get(name) != record:
+            raise CorruptCheckpointError(
+                f"{name} is not the one that {self.digest_source} was written for", file=name, hint=self.overwrite_hint
+            )
+        self.add(record)
+        return parse_metadata(data, name)
+
+    def read_small_file(self, name: str, limit: int) -> bytes | None:
+        """All of a small file; None if there is none.
+
+        Raises:
+            FormatError: It is larger than `limit` bytes.
+        """
+        try:
+            return read_file(self.directory, name, limit=limit)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+
+    def open(self, name: str) -> FileReader:
+        """A file for reading.
+
+        Raises:
+            CorruptCheckpointError: There is none; or the digests do not know it, or say that it has another size.
+            ChangedTagError: There is none, since the directory has been removed.
+        """
+        try:
+            source = self.directory.open(name)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise make_absent_error(self.directory, "a file is missing", file=name, hint=DAMAGED_FILE_HINT) from None
+        record = self.digest_records.get(name)
+        if self.digest_records and (record is None or record.size != source.size):
+            size = source.size
+            source.close()
+            raise CorruptCheckpointError(
+                f"a file is not as {self.digest_source} says",
+                file=name,
+                expected="no such file" if record is None else f"{record.size} bytes",
+                found=f"{size} bytes",
+                hint=self.overwrite_hint,
+            )
+        return source
+
+    def get_file_number(self, name: str, size: int) -> int:
+        """The number in the manifest of a file of so many bytes."""
+        if name not in self.file_numbers:
+            self.add(self.digest_records.get(name) or FileRecord(path=name, size=size))
+        return self.file_numbers[name]
+
+    def get_inner_file_number(self, name: str) -> int:
+        """The number of a file for arrays inside of its values.
+
+        The digests are those of whole values, and have been compared with all of them when this is called. Arrays in
+        them are read later without any.
+        """
+        number = self.file_numbers[name]
+        if self.records[number].regions:
+            self.records[number] = FileRecord(path=name, size=self.records[number].size)
+        return number
+
+    def check_value(self, ahead: ReadAheadFile, span: StorageSpan) -> None:
+        """Compare a value with its digests, where there are any.
+
+        Raises:
+            CorruptCheckpointError: It is not what was saved.
+        """
+        record = self.digest_records.get(span.file)
+        if record is None:
+            return
+        last = bisect_left(record.regions, (span.offset + span.nbytes, 0)) - 1  # the last that begins before its end
+        if last < 0 or sum(record.regions[last]) <= span.offset:  # it lies in no region
+            if span.file not in self._verified_heads:
+                read_verified_head(ahead.source, record, lambda: self.overwrite_hint)
+                self._verified_heads.add(span.file)
+            return
+        if span.file not in self._block_tables:
+            self._block_tables[span.file] = record.build_block_table()
+        expected = self._block_tables[span.file].get_digests(span.offset, span.nbytes)
+        digester = BlockDigester(span.nbytes)
+        digester.update(ahead.read_at(span.offset, span.nbytes))
+        if tuple(digester.digests) != expected:
+            raise CorruptCheckpointError("a value is damaged", file=span.file, hint=self.overwrite_hint)
+
+    def read_zip(
+        self,
+        ahead: ReadAheadFile,
+        span: StorageSpan,
+        tensor: Callable[[TensorLocation], Any] = lambda place: place,
+        parts: Callable[[CompositeTensor], Any] | None = None,
+    ) -> Any:
+        """What the zip in a span holds, with what `tensor` and `parts` make of each tensor (see `TorchZip.value`).
+
+        Raises:
+            CheckpointError: There is no whole zip, or it is of a kind that is not read.
+        """
+        archive = TorchZip(ahead, span.offset, span.nbytes)
+        value = archive.read_value(allow_strided=True, convert_tensor=tensor, convert_parts=parts)
+        self.storages[span.file] += archive.list_used_storages()
+        return value
+
+    def locate_tensor(self, ahead: ReadAheadFile, span: StorageSpan, dtype: DType, box: Box) -> TensorLocation:
+        """Where the elements of a chunk lie: in the region that the digests say, or as its zip says.
+
+        Raises:
+            CorruptCheckpointError: Its zip is none, or holds something else, or there is no such region.
+            UnsupportedStateError: It is no zip, but a file of safetensors.
+        """
+        if self.digest_records:
+            offset = self._find_region(span, box.size * dtype.itemsize)
+            return TensorLocation(file=span.file, offset=offset, dtype=dtype, shape=box.shape)
+        if span.nbytes and bytes(ahead.read_at(span.offset, 9)[8:]) == b"{":
+            raise UnsupportedStateError(
+                "this FileSystemWriter has written tensors as safetensors, which DCP itself does not read back: "
+                ".metadata gives all of a file one place",
+                file=span.file,
+                hint="Save with the default serialization_format, or with HuggingFaceStorageWriter.",
+            )
+        value = self.read_zip(ahead, span)
+        if not isinstance(value, TensorLocation) or (value.dtype, value.shape) != (dtype, box.shape):
+            is_tensor = isinstance(value, TensorLocation)
+            raise CorruptCheckpointError(
+                f"a chunk is not what {METADATA_FILE} says",
+                file=span.file,
+                expected=f"{dtype.name} {list(box.shape)} at {list(box.start)}",
+                found=f"{value.dtype.name} {list(value.shape)}" if is_tensor else type(value).__name__,
+            )
+        return value
+
+    def _find_region(self, span: StorageSpan, nbytes: int) -> int:
+        """Offset of the region of so many bytes that lies in a span, as the digests say."""
+        regions = self.digest_records[span.file].regions
+        at = bisect_left(regions, (span.offset, 0))
+        offset, size = regions[at] if at < len(regions) else (0, 0)
+        if size != nbytes or offset + size > span.offset + span.nbytes:
+            raise CorruptCheckpointError(
+                f"{self.digest_source} has no digests of a chunk",
+                file=span.file,
+                expected=f"{nbytes} bytes within {span.offset} to {span.offset + span.nbytes}",
+                hint=self.overwrite_hint,
+            )
+        return offset
+
+
+def _merge_contents(parts: Sequence[DcpContents]) -> DcpContents:
+    """What all ranks stored that did not tell each other: the chunks of all, and what several have of the first.
+
+    Raises:
+        CorruptCheckpointError: A tensor has not the same type and shape on all ranks that have it.
+    """
+    tensors: dict[str, dict[Box, TensorChunk]] = {}
+    first: dict[str, DcpTensor] = {}
+    objects: dict[str, StorageSpan] = {}
+    paths: dict[str, KeyPath] = {}
+    undescribed: dict[str, UnreadableArray] = {}
+    for part in parts:
+        for key, tensor in part.tensors.items():
+            known = first.setdefault(key, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptCheckpointError(
+                    "the ranks have stored different tensors under one key",
+                    leaf=key,
+                    expected=f"{known.dtype.name} {list(known.shape)}",
+                    found=f"{tensor.dtype.name} {list(tensor.shape)}",
+                )
+            chunks = tensors.setdefault(key, {})
+            for chunk in tensor.chunks:
+                chunks.setdefault(chunk.box, chunk)
+        objects = {**part.objects, **objects}
+        paths = {**part.paths, **paths}
+        undescribed = {**part.unsupported, **undescribed}
+    whole = {key: DcpTensor(t.dtype, t.shape, tuple(tensors[key].values())) for key, t in first.items()}
+    return DcpContents(whole, objects, paths, undescribed)
+
+
+def check_no_transforms(span: StorageSpan) -> None:
+    """Refuse what an extension of DCP has changed.
+
+    Raises:
+        UnsupportedStateError: One has.
+    """
+    if span.transforms:
+        raise UnsupportedStateError(
+            f"an extension of DCP has changed what is stored: {', '.join(span.transforms)}",
+            file=span.file,
+            hint="Load the directory with torch.distributed.checkpoint, and save it anew without _extensions=.",
+        )

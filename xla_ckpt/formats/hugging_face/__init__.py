@@ -1,0 +1,1 @@
+"""Hugging Face formats: safetensors models, and PEFT adapters."""

@@ -1,0 +1,1 @@
+"""neuronx-distributed (NxD) checkpoints: read, written, and ZeRO-1 files converted."""

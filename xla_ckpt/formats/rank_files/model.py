@@ -1,0 +1,241 @@
+"""Merge the models in rank files into one tree, with a record or an `UnknownArray` for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_ckpt.core.manifest.arrays import ArrayRecord
+from xla_ckpt.core.manifest.manifest import UnreadableArray
+from xla_ckpt.core.plan.hints import LoadHints
+from xla_ckpt.core.sharding.mesh import Mesh
+from xla_ckpt.core.sharding.sharding import Sharding
+from xla_ckpt.core.tree import schema
+from xla_ckpt.core.tree.nested import iterate_leaves
+from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.formats.rank_files.arrays import (
+    StoredArray,
+    TensorCopies,
+    add_stored_shape,
+    assemble_array,
+    assemble_replicated,
+    choose_copies,
+    has_differing_copies,
+    merge_common_value,
+)
+from xla_ckpt.formats.rank_files.file_names import RankCoords, RankGrid
+from xla_ckpt.formats.rank_files.files import RankFiles
+from xla_ckpt.formats.rank_files.layout import StoredTensor
+from xla_ckpt.formats.rank_files.split_inference import is_declared, resolve_sharding
+from xla_ckpt.loading.tag_reader import DAMAGED_FILE_HINT
+
+
+@dataclass(slots=True)
+class StageModel:
+    """The model of one pipeline stage."""
+
+    copies: dict[str, TensorCopies] = field(default_factory=dict)
+    """By name: the tensors of all ranks."""
+
+    other_values: dict[RankCoords, dict[str, Any]] = field(default_factory=dict)
+    """What is no tensor on each rank: a module's extra state."""
+
+
+def read_trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[RankCoords, Any]:
+    """What the files of a grid hold; only those of one dp rank, if one is named."""
+    contents = {}
+    for at, path in sorted(grid.paths.items()):
+        if dp is None or at.dp == dp:
+            contents[at] = files.read_tree(path, at)
+            if not isinstance(contents[at], Mapping):
+                raise CorruptCheckpointError("a rank file holds no dict", file=path, found=type(contents[at]).__name__)
+    files.prefetch_tensors(
+        leaf for tree in contents.values() for leaf in iterate_leaves(tree) if isinstance(leaf, StoredTensor)
+    )
+    return contents
+
+
+def group_by_stage(models: Mapping[RankCoords, Mapping[Any, Any]]) -> dict[int, StageModel]:
+    """The models by pipeline stage.
+
+    Raises:
+        CorruptCheckpointError: The ranks of a stage hold different names.
+    """
+    by_stage: dict[int, StageModel] = {}
+    for at, tree in models.items():
+        stage = by_stage.setdefault(at.pp, StageModel())
+        fresh = not stage.other_values  # the first rank of the stage says which names there are
+        plain = stage.other_values.setdefault(at, {})
+        for name, value in tree.items():
+            if not isinstance(value, StoredTensor):
+                plain[str(name)] = value
+            elif fresh or name in stage.copies:
+                copies: dict[tuple[int, int, int], StoredTensor] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
+                copies[at.dp, at.ep, at.tp] = value
+        if [n for n, v in tree.items() if isinstance(v, StoredTensor)] != list(stage.copies):
+            raise CorruptCheckpointError(
+                "the ranks of a pipeline stage hold different names",
+                leaf=schema.MODEL,
+                found=f"(ep {at.ep}, tp {at.tp}, pp {at.pp}) against the first rank of the stage",
+            )
+    return by_stage
+
+
+class RankStateBuilder:
+    """Builds the parts of one tag."""
+
+    def __init__(self, files: RankFiles, hints: LoadHints, model: Mapping[int, StageModel], mesh: Mesh) -> None:
+        self.files = files
+        self.hints = hints
+        self.stages = model
+        self.mesh = mesh
+        """How the ranks of one pipeline stage were arranged that have different parts of the model.
+
+        It has no pp, and as many dp ranks as ep ranks: further dp ranks have copies, which nobody stored.
+        """
+
+    def build_model(self) -> dict[str, Any]:
+        """The model by name, with a record or an `UnreadableArray` for each tensor."""
+        members: dict[str, Any] = {}
+        first: dict[str, tuple[int, TensorCopies]] = {}
+        for number, stage in sorted(self.stages.items()):
+            for name, copies in stage.copies.items():
+                earlier, of_earlier = first.setdefault(name, (number, copies))
+                if earlier == number:
+                    members[name] = self._build_parameter(schema.get_weight_path(name), name, copies)
+                elif not self._is_same(of_earlier, copies):
+                    if not self.hints.get_hint(name).has_rule:
+                        members[name] = _make_stage_conflict(earlier, number)
+                    elif isinstance(record := members[name], ArrayRecord):
+                        # As in `build_record`: a rule is taken at its word, the first counts, and that others differ
+                        # is told.
+                        members[name] = record.replace_metadata(is_divergent=True)
+            names = dict.fromkeys(name for plain in stage.other_values.values() for name in plain)
+            members = {**{name: merge_common_value(self.files, stage.other_values, name) for name in names}, **members}
+        return members
+
+    def find_ties(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Names of tied parameters that are stored under several, with the first of these names.
+
+        The program says which parameters are tied. Their copies are compared: a tie may have come apart.
+
+        Returns:
+            The names whose tensors are those of the first name, and the names whose tensors are others.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        stored = {name: copies for _, stage in sorted(self.stages.items()) for name, copies in stage.copies.items()}
+        tied: dict[str, str] = {}
+        apart: dict[str, str] = {}
+        for names in self.hints.aliases.values():
+            first, *others = [name for name in names if name in stored] or [""]
+            for name in others:
+                (tied if self._is_same(stored[first], stored[name]) else apart)[name] = first
+        return tied, apart
+
+    def is_same(self, one: TensorCopies, other: TensorCopies) -> bool:
+        """Whether the tensors of two names are stored, and are equal on every rank.
+
+        Raises:
+            CorruptCheckpointError: A file holds another tensor.
+        """
+        return self._is_same(one, other) and all(map(self.files.has, one.values()))
+
+    def _is_same(self, one: TensorCopies, other: TensorCopies) -> bool:
+        """Whether the tensors of two names are equal on every rank, or none of their files was written."""
+        if one.keys() != other.keys():
+            return False
+        for key, a in one.items():
+            b = other[key]
+            if (a.shape, a.dtype, there := self.files.has(a)) != (b.shape, b.dtype, self.files.has(b)):
+                return False
+            if there and not self.files.is_same(a, b):
+                return False
+        return True
+
+    def _build_parameter(
+        self, leaf: str, name: str, copies: TensorCopies
+    ) -> ArrayRecord | UnreadableArray | MissingTensor:
+        """What stands for a parameter of the model.
+
+        Raises:
+            CorruptCheckpointError: The file of one of its tensors is missing, and others of that rank are there.
+        """
+        first = next(iter(copies.values()))
+        lost = [h.file for h in copies.values() if not self.files.has(h)]
+        if lost:
+            if all(map(self.files.is_left_out, copies.values())):
+                return MissingTensor(first)
+            raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0], hint=DAMAGED_FILE_HINT)
+        sharding = resolve_sharding(name, first.shape, self.mesh, first.is_expert, self.hints.get_hint(name))
+        if isinstance(sharding, Sharding):
+            sharding = self.files.find_mismatch(name, copies, self.mesh, self.hints.get_hint(name)) or sharding
+        if isinstance(sharding, UnreadableArray):
+            return add_stored_shape(sharding, copies)
+        array = StoredArray(leaf=leaf, copies=copies, mesh=self.mesh, local_shape=first.shape)
+        return self.build_record(array, name, sharding)
+
+    def build_record(
+        self, array: StoredArray, parameter: str, sharding: Sharding, state_sharding: Sharding | None = None
+    ) -> ArrayRecord | UnreadableArray:
+        """The record of a parameter, or of a state of it; unknown if ranks differ and nothing says why.
+
+        Args:
+            state_sharding: How the array was split, if it is a state of another shape than its parameter.
+        """
+        if (joined := self.files.join_parts(array)) is not None:
+            return joined
+        hint, split = self.hints.get_hint(parameter), sharding if state_sharding is None else state_sharding
+        axes, own = (*split.axes, *array.row_axes), False
+        # Copies are compared unless the program has said how the array was split. What it says of a parameter does not
+        # count for a state of another shape, which may not be split like the parameter.
+        if not is_declared(array.local_shape, hint) or len(split.axes) < len(sharding.axes):
+            alone = hint.is_rank_local and _compute_global_shape(sharding, array) == hint.shape
+            choice = choose_copies(self.files, array, axes, self.hints, per_rank=alone)
+            if isinstance(choice, UnreadableArray):
+                return add_stored_shape(choice, array.copies)
+            copies, own = choice
+            array = replace(array, copies=copies)
+        if split.has_copies and not hint.has_rule:
+            compared = assemble_replicated(self.files, array, split)
+            return compared if isinstance(compared, ArrayRecord) else add_stored_shape(compared, array.copies)
+        parts = assemble_array(self.files, array, split)
+        # A rule is taken at its word, and the first copies count. That others differ is told, and recorded.
+        divergent = (
+            hint.has_rule
+            and not own
+            and (has_differing_copies(self.files, array, axes) or parts.find_mismatch(self.files) is not None)
+        )
+        return (
+            parts.record.replace_metadata(is_rank_local=own, is_divergent=divergent)
+            if own or divergent
+            else parts.record
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MissingTensor:
+    """A tensor of a model whose file was never written, because its master weights stand for it."""
+
+    tensor: StoredTensor
+
+
+def _compute_global_shape(sharding: Sharding, array: StoredArray) -> tuple[int, ...] | None:
+    """The shape that local tensors make together; None if they cannot be parts of an array that is split like that."""
+    try:
+        return sharding.map_local_shape(array.local_shape, array.mesh, 0).shape
+    except ValueError:
+        return None
+
+
+def _make_stage_conflict(one: int, other: int) -> UnreadableArray:
+    """What stands for a name under which two pipeline stages hold other tensors: one of them would be lost."""
+    return UnreadableArray(
+        problem="pipeline stages hold different arrays under this name, and nothing says which of them is meant",
+        expected="the same in all stages, or names that differ",
+        found=f"pp {other} differs from pp {one}",
+        hint="A weight that stages share has come apart, or each stage numbers its layers from 0. If that of the first "
+        "stage is meant, give a rule for it: shardings= (--sharding).",
+    )

@@ -1,0 +1,3 @@
+"""Files of `torch.save`: zips of storages with a pickle that is read without running it, and single-file
+checkpoints.
+"""

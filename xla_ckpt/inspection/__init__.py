@@ -1,0 +1,1 @@
+"""List, show, sample, verify and repair checkpoints."""

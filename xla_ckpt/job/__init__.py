@@ -1,1 +1,0 @@
-"""Which job this process belongs to, and how its ranks talk."""

@@ -1,1 +1,0 @@
-"""The forms that checkpoints have on disk."""

@@ -1,1 +1,0 @@
-"""Directories of torch.distributed.checkpoint (DCP): `.metadata`, and files of tensors that torch.save wrote."""

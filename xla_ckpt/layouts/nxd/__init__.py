@@ -1,1 +1,0 @@
-"""neuronx-distributed's layouts: its files read, and written."""

@@ -1,1 +1,0 @@
-"""SageMaker model parallel (SMP): sets of files, one for each model-parallel rank."""

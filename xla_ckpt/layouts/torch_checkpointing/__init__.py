@@ -1,1 +1,0 @@
-"""Directories of Meta's torch_checkpointing: a file for each item and rank, most of them files of torch.save."""

@@ -1,1 +1,0 @@
-"""Files of `torch.save`: zips of storages, and pickles that are read without running them."""

@@ -1,0 +1,1 @@
+"""Load a checkpoint: open, check, plan, read, verify and restore."""

@@ -1,1 +1,0 @@
-"""The index of a tag, and the digests of its bytes. Pure."""

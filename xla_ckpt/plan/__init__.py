@@ -1,1 +1,0 @@
-"""Every decision of a save or a restore, before any action. Pure."""

@@ -1,0 +1,1 @@
+"""Text, tables and HTML for terminals, web pages and notebooks."""

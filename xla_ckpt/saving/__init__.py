@@ -1,0 +1,1 @@
+"""Save a checkpoint: capture, plan, write, finalize and commit."""

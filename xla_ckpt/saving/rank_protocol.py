@@ -1,0 +1,192 @@
+"""The messages between the ranks of a save, from the handshake to the outcome.
+
+`negotiate_save` is the handshake: every rank publishes a `RankHello`, and rank 0 answers with a `SaveAgreement` or an
+error. Then rank 0 sends `BeginSave`, every other rank sends its `RankResult`, and `wait_for_outcome` returns the
+sequence number that rank 0 has committed, or raises the error that all ranks raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.core.plan.rank_consistency import (
+    RankMismatch,
+    compute_arrays_fingerprint,
+    find_first_stages,
+    find_mismatched_ranks,
+)
+from xla_ckpt.core.plan.rank_record import RankRecord
+from xla_ckpt.core.plan.save_plan import SavePlan
+from xla_ckpt.distributed.exchange import LEADER_TIMEOUT_FRACTION, Deadline, Exchange, Message
+from xla_ckpt.distributed.job import Job
+from xla_ckpt.errors import RankFailedError, UnsupportedStateError
+from xla_ckpt.features.local_first.upload import DiskInfo, HostDisks, combine_disk_infos
+from xla_ckpt.reports import PhaseRecorder, RankTimings
+from xla_ckpt.saving.context import PreparedSave, SaveContext
+from xla_ckpt.saving.finalize import WritePlanner
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello(Message):
+    """What each rank says of what it saves."""
+
+    layout: str
+    """The layout in which it can be written."""
+
+    arrays_fingerprint: str
+    """A fingerprint of the arrays that all of its pipeline stage has."""
+
+    leaves: tuple[str, ...]
+    """Their leaf paths, if it speaks for one of several stages."""
+
+    planner_info: Any
+    """What the files of other ranks depend on (`WritePlanner.told`)."""
+
+    disk: DiskInfo
+    """Which disk it sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAgreement(Message):
+    """What all ranks know when a save has begun."""
+
+    mismatched_ranks: tuple[int, ...]
+    """Those that have other arrays than the first of their pipeline stage."""
+
+    first_stages: dict[str, int]
+    """The first pipeline stage of each leaf that several hold, such as a tied parameter."""
+
+    planner_info: Any
+    """What rank 0 has made of what each of them told (`WritePlanner.combine_infos`)."""
+
+    disks: HostDisks
+    """Which disks they see."""
+
+    def plan_rank(self, planner: WritePlanner, stage: int) -> SavePlan:
+        """What a rank of a pipeline stage writes: without what an earlier stage stores, so that it is stored once."""
+        earlier = frozenset(leaf for leaf, first in self.first_stages.items() if first < stage)
+        plan = planner.plan_with(self.planner_info)
+        return plan.exclude_leaves(earlier) if earlier else plan
+
+
+def negotiate_save(
+    context: SaveContext, job: Job, get_prepared: Callable[[], PreparedSave], phases: PhaseRecorder
+) -> SaveAgreement:
+    """Begin together with all ranks.
+
+    Raises:
+        CheckpointError: A rank could not prepare what it saves, or did not come; the same on all ranks.
+    """
+    uploader, placement = context.uploader, job.placement
+
+    def word() -> Any:
+        frozen = get_prepared()
+        return RankHello(
+            layout=frozen.layout,
+            arrays_fingerprint=compute_arrays_fingerprint(frozen.collect_array_facts(frozen.is_shared_leaf))
+            if job.exchange.size > 1
+            else "",
+            leaves=tuple(frozen.leaves.paths) if placement.mesh.pp > 1 and placement.is_stage_leader else (),
+            planner_info=frozen.planner.shared_info,
+            disk=DiskInfo("") if uploader is None else uploader.get_disk_info(saves=True),
+        ).to_json()
+
+    def united(said: Sequence[Any]) -> Any:
+        words, mesh = [RankHello.from_json(one) for one in said], placement.mesh
+        _check_same_layout([word.layout for word in words])
+        return SaveAgreement(
+            mismatched_ranks=tuple(find_mismatched_ranks([word.arrays_fingerprint for word in words], mesh)),
+            first_stages=find_first_stages(
+                [w.leaves for rank, w in enumerate(words) if mesh.first_of_stage(rank) == rank]
+            ),
+            planner_info=get_prepared().planner.combine_infos([word.planner_info for word in words]),
+            disks=combine_disk_infos([word.disk for word in words]),
+        ).to_json()
+
+    if job.exchange.rank == 0:
+        context.root.prepare_commit()  # only now: the caller no longer waits
+    with phases.measure("meet"):
+        try:
+            agreed = SaveAgreement.from_json(job.begin_call(context.call, word, united))
+        except RankFailedError as lost:
+            # Other errors are about calls that differ, perhaps in path and tag: all ranks say the same of them.
+            lost.at(path=context.root.path, tag=context.tag)
+            raise
+    if uploader is not None:
+        uploader.set_disks(agreed.disks)
+    return agreed
+
+
+def _check_same_layout(layouts: Sequence[str]) -> None:
+    """Refuse a save whose ranks fell back to different layouts: each of them would have a part of the files alone."""
+    difference = RankMismatch.find(dict(enumerate(layouts)))
+    if difference is not None:
+        raise UnsupportedStateError(
+            "no layout of this save can hold the states of all ranks, and they would write different ones",
+            rank=difference.rank,
+            expected=difference.expected,
+            found=difference.found,
+            hint="The warnings of the ranks that fell back say why. Name one layout that can hold all of it.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTag(Message):
+    """The tag whose files a save may share."""
+
+    directory: str
+    """Its name in the root directory."""
+
+    tag: str
+    sequence: int
+    """Its commit number."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginSave(Message):
+    """Rank 0 tells all others that they may write."""
+
+    draft: str
+    """Name of the directory that is filled."""
+
+    sequence: int
+    """Number that the tag will have."""
+
+    base: BaseTag | None
+    """With what they share; None if they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult(Message):
+    """Any other rank tells rank 0 what it has written, durably."""
+
+    record: RankRecord
+    timings: RankTimings
+
+
+def wait_for_outcome(exchange: Exchange) -> int:
+    """The commit number of the tag, which rank 0 says when all is done.
+
+    Raises:
+        CheckpointError: The save did not commit; the same error on every rank.
+        RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows whether the tag is there.
+    """
+    try:
+        return int(exchange.receive("verdict", 0))
+    except RankFailedError as error:
+        if error.rank != 0 or exchange.decide_outcome(error) is not None:
+            raise
+    # Rank 0 began to commit before this rank gave up on it. What became of that, rank 0 alone can say.
+    try:
+        return int(exchange.receive("verdict", 0, Deadline(exchange.timeout * (1 - LEADER_TIMEOUT_FRACTION))))
+    except RankFailedError as error:
+        if exchange.decide_outcome(error) is not None:
+            raise
+        raise RankFailedError(
+            "rank 0 began to commit, and did not say how that ended",
+            rank=0,
+            expected="its answer within the timeout and a fifth of it",
+            hint="It died or hangs. The tag is there, complete, or it is not there: xla_ckpt.list_tags says so.",
+        ) from None

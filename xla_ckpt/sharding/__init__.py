@@ -1,1 +1,0 @@
-"""Where the elements of global arrays lie: boxes, meshes, shardings, owners. Pure."""

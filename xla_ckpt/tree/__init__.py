@@ -1,1 +1,0 @@
-"""What a state is: nested containers, plain values, and named array leaves. Pure."""
