@@ -1,8 +1,8 @@
 """Assemble global arrays from the tensors of all ranks, and compare tensors that should be replicas.
 
-If nothing says that tensors of one name are replicas, they are compared first. Tensors that differ are shards, or
-replicas that have drifted apart: a job over the same ranks then loads each rank's own, and any other job gets an
-unknown array.
+If nothing records that tensors of one name are replicas, they are compared first. Tensors that differ are shards, or
+replicas that have diverged: a job over the same ranks then loads each rank's own, and any other job gets an
+`UnreadableArray`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from xla_ckpt.formats.rank_files.split_inference import REPLICATED_RULE, SHARDIN
 from xla_ckpt.formats.torch_save.stored_tensors import list_piece_shards
 
 TensorCopies = Mapping[tuple[int, int, int], StoredTensor]
-"""(dp, ep, tp) -> the tensor there."""
+"""Tensors by the coordinates (dp, ep, tp) of their ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """What the ranks stored of one array."""
+    """Tensors of one array, as stored by the ranks."""
 
     leaf: str
     copies: TensorCopies
     mesh: Mesh
     local_shape: tuple[int, ...]
-    """Shape on each rank: that of the tensors, and of rows that were dealt out that of all of them."""
+    """Shape on each rank: the shape of the tensors, or of all rows together if ZeRO-1 sharded the rows."""
 
     row_axes: tuple[str, ...] = ()
-    """Mesh axes over which ZeRO-1 dealt out the rows of the local tensors."""
+    """Mesh axes over which ZeRO-1 sharded the rows of the local tensors."""
 
     per_dp_files: bool = False
-    """Whether each dp rank has a file of its own, as ZeRO-1 writes them."""
+    """True if each dp rank has its own file, as with ZeRO-1."""
 
     def get_rank(self, at: tuple[int, int, int], *, per_dp: bool) -> int:
-        """The rank whose tensor stands there. `per_dp`: whether dp ranks are told apart."""
+        """Return the rank that stored the tensor at these coordinates. `per_dp`: distinguish dp ranks."""
         dp, ep, tp = at
-        # Without ZeRO-1 the mesh has as many dp ranks as ep ranks (see `RankStateBuilder.mesh`), and files count the ep
-        # ranks.
+        # Without ZeRO-1 the mesh has as many dp ranks as ep ranks (see `RankStateBuilder.mesh`), and files number the
+        # ep ranks.
         return self.mesh.rank({"dp": dp if per_dp or self.mesh.ep == 1 else ep, "tp": tp})
 
 
@@ -59,29 +59,32 @@ _TensorPiece = tuple[StoredTensor, Piece]
 
 @dataclass(frozen=True, slots=True)
 class AssembledArray:
-    """An array put together from the tensors of all ranks."""
+    """An array assembled from the tensors of all ranks."""
 
     record: ArrayRecord
     sources: Mapping[Box, _TensorPiece]
-    """The part that each box is read from."""
+    """Part of a stored tensor that each box is read from."""
 
     duplicates: Sequence[tuple[_TensorPiece, _TensorPiece]]
-    """Pairs of such a part and another copy of it, in sections that several ranks held."""
+    """Pairs of such a part and another copy of it, in sections that are replicated on several ranks."""
 
     def find_mismatch(self, files: RankFiles) -> tuple[_TensorPiece, _TensorPiece] | None:
-        """The first of those pairs whose parts are not equal."""
+        """Return the first pair of copies that differ; None if all are equal."""
         return next(((a, b) for a, b in self.duplicates if not files.is_same_part(*a, *b)), None)
 
     def is_same_as(self, other: AssembledArray, files: RankFiles) -> bool:
-        """Whether another reading of the same tensors finds the same in each box."""
+        """Return True if another assembly of the same tensors contains the same bytes in each box."""
         one, two = self.sources, other.sources
         return one.keys() == two.keys() and all(files.is_same_part(*one[box], *two[box]) for box in one)
 
 
 def assemble_replicated(files: RankFiles, array: StoredArray, sharding: Sharding) -> ArrayRecord | UnreadableArray:
-    """The record of an array with sections that several ranks held, whose copies are compared.
+    """Assemble an array with sections that are replicated on several ranks, and compare the replicas.
 
-    Arguments and errors are those of `assemble_array`.
+    Arguments and errors are the same as in `assemble_array`.
+
+    Returns:
+        The record; an `UnreadableArray` if replicas differ, or if their order is ambiguous.
     """
     different = ""
     fitting: list[AssembledArray] = []
@@ -93,7 +96,7 @@ def assemble_replicated(files: RankFiles, array: StoredArray, sharding: Sharding
             continue
         ((one, piece), (other, _)) = pair
         different = different or f"rows {piece.global_box} differ between {one.file} and {other.file}"
-    # Heads that are equal in pairs fit both orders. That is no matter if both give the same array (zeros, say).
+    # Heads that are equal in pairs fit both orders, which is harmless if both give the same array (zeros, for example).
     if len(fitting) == 2 and not fitting[0].is_same_as(fitting[1], files):
         return UnreadableArray(
             problem="keys and values are equal on several ranks in two ways, which give different arrays",
@@ -114,11 +117,11 @@ def assemble_replicated(files: RankFiles, array: StoredArray, sharding: Sharding
 
 
 def assemble_array(files: RankFiles, array: StoredArray, sharding: Sharding) -> AssembledArray:
-    """An array from the tensors of all ranks. Of several tensors in one place the first is used.
+    """Assemble an array from the tensors of all ranks. If several tensors cover the same box, the first is used.
 
     Raises:
         CorruptCheckpointError: Tensors are missing, or do not fit together.
-        IncompatibleCheckpointError: The sharding does not fit.
+        IncompatibleCheckpointError: The sharding does not fit the tensors.
     """
     first = next(iter(array.copies.values()))
     shards: dict[Box, Shard] = {}
@@ -155,12 +158,12 @@ def assemble_array(files: RankFiles, array: StoredArray, sharding: Sharding) -> 
 
 
 def check_zero1_rows(array: StoredArray, ranks: int, hint: str) -> None:
-    """Check that the rows of all ZeRO-1 ranks, padded, are those of a whole tensor.
+    """Check that the rows of all ZeRO-1 ranks, with padding, add up to a whole tensor.
 
-    They are not if ranks wrote over each other's files; `hint` says why they may have, and what to do.
+    They do not if ranks overwrote each other's files. `hint` gives a possible reason and a remedy.
 
     Raises:
-        CorruptCheckpointError: Rows are missing, or shapes do not fit to the number of files.
+        CorruptCheckpointError: Rows are missing, or shapes do not fit the number of files.
     """
     total, *others = array.local_shape
     expected = (-(-total // ranks), *others)
@@ -188,7 +191,11 @@ def check_zero1_rows(array: StoredArray, ranks: int, hint: str) -> None:
 
 
 def _place_in_array(array: StoredArray, sharding: Sharding, tensor: StoredTensor, rank: int) -> LocalArray:
-    """Where the tensor of one rank lies in the global array."""
+    """Compute the position of one rank's tensor in the global array.
+
+    Raises:
+        IncompatibleCheckpointError: The sharding does not fit the tensor.
+    """
     try:
         return _compute_local_array(
             sharding, array.local_shape if array.row_axes else tensor.shape, array.mesh, rank, array.row_axes
@@ -207,45 +214,48 @@ def _place_in_array(array: StoredArray, sharding: Sharding, tensor: StoredTensor
 def _compute_local_array(
     sharding: Sharding, local: tuple[int, ...], mesh: Mesh, rank: int, rows: tuple[str, ...]
 ) -> LocalArray:
-    """Where the tensor of a rank lies: the layers of a model, and the states of an optimizer, ask the same of it."""
+    """Compute the position of a rank's tensor. Cached because layers and optimizer states repeat the same arguments."""
     return sharding.map_zero1_shape(local, mesh, rank, rows) if rows else sharding.map_local_shape(local, mesh, rank)
 
 
 def _make_shard(files: RankFiles, tensor: StoredTensor, piece: Piece) -> Shard:
-    """The shard that a piece of a stored tensor is."""
+    """Return the shard for a piece of a stored tensor."""
     at = files.locate(tensor)
     (shard,) = list_piece_shards(at, piece, files.get_file_number(at.file))  # tensors of rank files are in C order
     return shard
 
 
 def add_stored_shape(unknown: UnreadableArray, copies: TensorCopies) -> UnreadableArray:
-    """The same, with what is stored of it on the ranks."""
+    """Return an unreadable array with the dtype, shape and number of the stored tensors."""
     first = next(iter(copies.values()))
-    # Ranks may name the same file: what all expert-parallel ranks have alike lies with the first of them.
+    # Ranks may refer to the same file: state shared by all expert-parallel ranks is stored with the first of them.
     places = {(tensor.file, None if tensor.location is None else tensor.location.offset) for tensor in copies.values()}
     return replace(unknown, dtype=first.dtype, shape=first.shape, tensor_count=len(places))
 
 
 _SPLIT_AXES = ("ep", "tp")
-"""Mesh axes over which an array of one name may be split without anything on disk that says so."""
+"""Mesh axes over which an array of one name may be sharded without a record of it on disk."""
 
 
 def choose_copies(
     files: RankFiles, array: StoredArray, split_axes: Sequence[str], hints: LoadHints, *, per_rank: bool
 ) -> tuple[TensorCopies, bool] | UnreadableArray:
-    """The copies that an array is read from, and whether they are only those of the rank that loads.
+    """Choose the copies from which an array is read.
 
-    Copies that differ are parts of an array, or they have drifted apart. In a job over the same tp and ep ranks each
-    rank can have its own, whichever of the two it is, as the program that wrote them loads them. For any other job the
-    array is unknown.
+    Copies that differ are parts of an array, or replicas that have diverged. In a job over the same tp and ep ranks,
+    each rank loads its own in either case, like the program that wrote them. For any other job the array is unreadable.
 
     Args:
-        split_axes: Mesh axes along which it is split. Along all others the copies have to be equal.
-        hints: What the targets of the load say.
-        per_rank: Whether each rank wants a tensor of its own, of the shape that one rank has stored.
+        split_axes: Mesh axes over which it is sharded. Along all other axes the copies must be equal.
+        hints: Information from the targets of the load.
+        per_rank: True if each rank loads its own tensor, with the shape that one rank stored.
+
+    Returns:
+        The copies, and True if they belong only to the rank that loads; an `UnreadableArray` if copies differ
+        otherwise.
 
     Raises:
-        CorruptCheckpointError: A file is missing, or holds another tensor.
+        CorruptCheckpointError: A file is missing, or contains another tensor.
     """
     copies, mesh = array.copies, array.mesh
     at = _get_coordinates(array)
@@ -254,7 +264,7 @@ def choose_copies(
         return copies, False
     if per_rank and (hints.mesh.tp, hints.mesh.ep) == (mesh.tp, mesh.ep):
         coordinates = hints.mesh.coordinates(hints.rank)
-        # Along an axis that splits the array the parts of all ranks are needed; dp is ep and edp.
+        # Along an axis that shards the array, the parts of all ranks are needed; dp consists of ep and edp.
         own = [axis for axis in _SPLIT_AXES if axis not in split_axes and not (axis == "ep" and "dp" in split_axes)]
         return {key: tensor for key, tensor in copies.items() if all(at[key][a] == coordinates[a] for a in own)}, True
     named = [axis for axis in ("dp", *_SPLIT_AXES) if mesh.sizes[axis] > 1 and (axis != "dp" or array.per_dp_files)]
@@ -270,29 +280,29 @@ def choose_copies(
 
 
 def has_differing_copies(files: RankFiles, array: StoredArray, split_axes: Sequence[str]) -> bool:
-    """Whether copies of one part are not equal; the arguments are those of `choose_copies`.
+    """Return True if copies of one part differ. The arguments are the same as in `choose_copies`.
 
     Raises:
-        CorruptCheckpointError: A file is missing, or holds another tensor.
+        CorruptCheckpointError: A file is missing, or contains another tensor.
     """
     return bool(_find_differing_pairs(files, array.copies, _get_coordinates(array), split_axes))
 
 
 def _get_coordinates(array: StoredArray) -> dict[_CopyKey, dict[str, int]]:
-    """The mesh coordinates of the rank that stored each copy."""
+    """Return the mesh coordinates of the rank that stored each copy."""
     return {key: array.mesh.coordinates(array.get_rank(key, per_dp=array.per_dp_files)) for key in array.copies}
 
 
 _CopyKey = tuple[int, int, int]
-"""(dp, ep, tp): where a copy stands."""
+"""Coordinates (dp, ep, tp) of a copy."""
 
 
 def _find_differing_pairs(
     files: RankFiles, copies: TensorCopies, coordinates: Mapping[_CopyKey, Mapping[str, int]], split_axes: Sequence[str]
 ) -> list[tuple[_CopyKey, _CopyKey]]:
-    """Pairs of copies of one part whose bytes are not the same: the first copy of the part, and the other one.
+    """Return pairs of copies of one part whose bytes differ: the first copy of the part, and the other one.
 
-    Copies of different shapes or types are not compared: they are refused when the record of the array is made.
+    Copies of different shapes or dtypes are skipped here, because `assemble_array` raises an error for them.
     """
     first: dict[tuple[int, ...], _CopyKey] = {}
     pairs = []
@@ -307,18 +317,17 @@ def _find_differing_pairs(
 
 
 _MISSING = object()
-"""Stands for a member that a rank does not have."""
+"""Placeholder for a member that a rank does not have."""
 
 
 def merge_common_value(files: RankFiles, by_rank: Mapping[RankCoords, Any], key: Any) -> Any:
-    """What all ranks have under a key, with an `UnreadableArray` for each part of it that is not the same on all of
-    them.
+    """Return the value that all ranks have under a key, with an `UnreadableArray` for each part that differs.
 
-    It is for what is no tensor of a parameter's, and so has no place in a larger array: plain values, and containers
-    with tensors in them. Without the comparison every rank would get those of the first.
+    It is used for values that are not parameter tensors and therefore not parts of a larger array: plain values, and
+    containers with tensors in them. Without the comparison, every rank would silently get those of the first.
 
     Raises:
-        CorruptCheckpointError: A file is missing, or holds another tensor.
+        CorruptCheckpointError: A file is missing, or contains another tensor.
     """
     return _merge_common(files, {at: members.get(key, _MISSING) for at, members in by_rank.items()})
 
@@ -337,7 +346,7 @@ def _merge_common(files: RankFiles, values: Mapping[RankCoords, Any]) -> Any:
 
 
 def _is_same_value(files: RankFiles, one: Any, other: Any) -> bool:
-    """Whether two values are the same; of two containers, whether they have the same members."""
+    """Return True if two values are equal; for two containers, if they have the same keys or length."""
     if one is other:
         return True
     if type(one) is not type(other):

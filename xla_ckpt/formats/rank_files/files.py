@@ -1,5 +1,6 @@
-"""`RankFiles`: the rank files of one checkpoint. Read them, locate tensors in them, and compare tensors. Formats derive
-from it.
+"""`RankFiles`: read the rank files of one checkpoint, locate tensors in them, and compare tensors.
+
+Formats derive a class from it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
 
 
 _SAMPLE_BYTES = 4096
-"""Bytes of a part of a tensor that are compared."""
+"""Number of bytes that are compared of a part of a tensor."""
 
 
 class RankFiles(ScannedFiles):
-    """A tag directory: its files by name, and by number for a manifest. Layouts derive a class from it.
+    """Files of a checkpoint directory, by name, and by number for a manifest. Formats derive a class from it.
 
     Args:
-        below: Where in it the files of the ranks lie (see `RankTag.subfolder`).
+        directory: The open checkpoint directory.
+        subfolder: Folder of the rank files in it (see `RankTag.subfolder`).
     """
 
     def __init__(self, directory: ReadDirectory, subfolder: str = "") -> None:
@@ -48,63 +50,66 @@ class RankFiles(ScannedFiles):
         self.file_names = frozenset(directory.list_files())
 
     def get_file_number(self, file: str) -> int:
-        """The number of a file in the manifest."""
+        """Return the number of a file in the manifest, adding the file if necessary."""
         if file not in self.file_numbers:
             self.add(FileRecord(path=file, size=get_file_size(self.directory, file)))
         return self.file_numbers[file]
 
     def read(self, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
-        """What a file of torch.save holds (see `zip_reader.read`). Its storages are compared when they are loaded.
+        """Read a torch.save file (see `read_torch_file`). The checksums of its storages are checked when they are
+        loaded.
 
         Raises:
-            CheckpointError: It is missing or damaged, or is of a kind that is not read.
+            CheckpointError: It is missing or damaged, or of an unsupported kind.
         """
         return read_torch_file(self.directory, file, reference, self.storages)
 
     def prefetch_tensors(self, tensors: Iterable[StoredTensor]) -> None:  # for derived classes
-        """Read where many tensors lie, before `locate` is asked for each."""
+        """Read the locations of many tensors before `locate` is called for each."""
 
     def locate(self, tensor: StoredTensor) -> TensorLocation:  # for derived classes
-        """Where exactly a tensor lies.
+        """Return the location of a tensor's bytes.
 
         Raises:
-            CorruptCheckpointError: Its file is missing, or holds another tensor.
+            CorruptCheckpointError: Its file is missing, or contains another tensor.
         """
         assert tensor.location is not None
         return tensor.location
 
     def has(self, tensor: StoredTensor) -> bool:  # for derived classes
-        """Whether the file of a tensor is there."""
+        """Return True if the file of a tensor exists."""
         return True
 
     def is_left_out(self, tensor: StoredTensor) -> bool:  # for derived classes
-        """Whether a tensor that is not there was left out on purpose, because its master weights stand for it."""
+        """Return True if a missing tensor was omitted on purpose because its master weights replace it."""
         return False
 
     def is_same(self, one: StoredTensor, other: StoredTensor) -> bool:
-        """Whether two tensors have the same shape and type, and hold the same bytes (see `is_same_tensor`).
+        """Return True if two tensors have the same shape, dtype and bytes (see `is_same_tensor`).
 
         Raises:
-            CorruptCheckpointError: A file is missing, or holds another tensor.
+            CorruptCheckpointError: A file is missing, or contains another tensor.
         """
         alike = (one.shape, one.dtype) == (other.shape, other.dtype)
         return alike and is_same_tensor(self.directory, self.locate(one), self.locate(other))
 
     def is_zero(self, tensor: StoredTensor) -> bool:
-        """Whether a tensor has nothing but zeros, as its CRC-32 says.
+        """Return True if a tensor contains only zeros, according to its CRC-32.
 
         Raises:
-            CorruptCheckpointError: The file is missing, or holds another tensor.
+            CorruptCheckpointError: The file is missing, or contains another tensor.
         """
         return self.locate(tensor).crc == zlib.crc32(bytes(tensor.dtype.itemsize * math.prod(tensor.shape)))
 
     def is_same_part(self, one: StoredTensor, piece: Piece, other: StoredTensor, piece_of_other: Piece) -> bool:
-        """Whether parts of two tensors are the same: of whole tensors see `is_same`, of others some bytes are compared.
+        """Return True if parts of two tensors are equal. Whole tensors are compared by `is_same`, other parts by a
+        sample.
 
-        Both pieces have the same box. Copies that have drifted apart differ nearly everywhere.
+        Both pieces have the same box. A sample is sufficient because copies that have diverged differ nearly
+        everywhere.
 
         Raises:
-            CorruptCheckpointError: A file is missing, or holds another tensor.
+            CorruptCheckpointError: A file is missing, or contains another tensor.
         """
         if (one.dtype, one.shape) == (other.dtype, other.shape) and piece.local_box == Box.from_shape(one.shape) == (
             piece_of_other.local_box
@@ -118,63 +123,67 @@ class RankFiles(ScannedFiles):
             samples.append(read_tensor_bytes(self.directory, at, where.offset + (where.run_bytes - count) // 2, count))
         return samples[0] == samples[1]
 
-    # What a layout says of its files.
+    # Attributes and methods that formats override.
 
     incomplete_message = ""
-    """What is wrong with a tag that is not complete, with ``{tag}`` for its name; empty if that shows otherwise."""
+    """Problem of an incomplete checkpoint, with ``{tag}`` for its name; empty if other checks report it."""
 
     missing_rows_hint = (
         "If files of more dp ranks were there once, restore them from a copy. Else load without the optimizer."
     )
-    """Why rows of an optimizer may be missing, and what to do."""
+    """Hint for missing optimizer rows: possible reason, and remedy."""
 
     def explain_missing(self, sizes: RankCoords) -> str:  # for derived classes
-        """Why files of ranks may be missing, of which there should be so many along each axis, and what to do."""
+        """Return the hint for missing rank files: possible reason, and remedy. `sizes` is the expected number along
+        each axis.
+        """
         return "They were lost, or never written: take another tag."
 
     def find_grids(self) -> dict[str, RankGrid]:
-        """The rank files that are there, by their kind: as large as they would be if none was missing."""
+        """Return the existing rank files by kind, each as a grid that includes missing files."""
         return {}
 
     def list_rank_files(self) -> Mapping[str, RankCoords]:
-        """All rank files, and whose each is."""
+        """Return all rank files with the coordinates of their ranks."""
         return {file: at for grid in self.find_grids().values() for at, file in sorted(grid.paths.items())}
 
     def list_checks(self) -> list[Callable[[], object]]:
-        """What is looked at before the files are: each raises a `CheckpointError` if something is wrong."""
+        """Return the checks that run before files are read. Each raises a `CheckpointError` if it fails."""
         return [partial(grid.check, kind, self.explain_missing(grid.sizes)) for kind, grid in self.find_grids().items()]
 
     def read_content(self, hints: LoadHints) -> TagContent:
-        """What the tag holds. `hints` say what the files do not.
+        """Read the content of the checkpoint. `hints` provide information that the files do not record.
 
         Raises:
-            CheckpointError: It is damaged, or the hints contradict it.
+            CheckpointError: The checkpoint is damaged, or the hints contradict it.
         """
         raise NotImplementedError
 
     def find_mismatch(self, name: str, copies: TensorCopies, mesh: Mesh, hint: ArrayHint) -> UnreadableArray | None:
-        """Why a parameter of the model cannot be read, whose split is known; None if it can.
+        """Return the reason why a model parameter with a known sharding cannot be read; None if it can.
 
         Args:
             copies: The tensors of all ranks.
-            mesh: How these ranks were arranged.
-            hint: What the program says of it.
+            mesh: The mesh of these ranks.
+            hint: Information from the program about the parameter.
 
         Raises:
-            CorruptCheckpointError: A file is missing, or holds another tensor.
+            CorruptCheckpointError: A file is missing, or contains another tensor.
         """
         return None
 
     def join_parts(self, array: StoredArray) -> ArrayRecord | None:
-        """An array whose parts have different sizes, which no split describes; None if there are no such arrays."""
+        """Return an array whose parts have different sizes, which no sharding describes; None if this is not such an
+        array.
+        """
         return None
 
     def list_zip_files(self) -> list[str]:
-        """All files of torch.save that belong to the tag."""
+        """Return all torch.save files of the checkpoint."""
         return sorted(name for name in self.file_names if name.endswith(".pt"))
 
     def read_tree(self, path: str, at: RankCoords) -> Any:  # for derived classes
-        """What a rank file holds, with a `StoredTensor` for each tensor.
+        """Read a rank file, with a `StoredTensor` for each tensor.
 
         Raises:
             CorruptCheckpointError: It is missing or damaged.
@@ -183,5 +192,5 @@ class RankFiles(ScannedFiles):
 
 
 def to_stored_tensor(_: KeyPath, leaf: Any) -> Any:
-    """A value of a rank file, with a `StoredTensor` for a tensor."""
+    """Return a value of a rank file, with a `StoredTensor` for a tensor."""
     return StoredTensor.from_location(leaf) if isinstance(leaf, TensorLocation) else leaf

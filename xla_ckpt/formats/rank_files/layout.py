@@ -1,4 +1,4 @@
-"""`RankLayout`: the base class of layouts with one file for each rank, and what such a layout declares.
+"""`RankLayout`: the base class of layouts with one file for each rank, and the values that such a layout declares.
 
 `RankFileFormat` describes names and contents of rank files as values. `RankTag` is a checkpoint of such files in a root
 directory. Files are read and written by the other modules of this folder, which are imported on first use because they
@@ -43,46 +43,46 @@ class StoredTensor:
     dtype: DType
     shape: tuple[int, ...]
     is_expert: bool | None
-    """Whether it differs between expert-parallel ranks; None if the file does not say."""
+    """True if it differs between expert-parallel ranks; None if the file does not record it."""
 
     file: str
-    """Where it lies."""
+    """Path of the file that contains it."""
 
     location: TensorLocation | None = None
-    """The exact place; None where `RankFiles.place` finds it."""
+    """Position in the file; None if `RankFiles.locate` determines it."""
 
     @classmethod
     def from_location(cls, location: TensorLocation) -> StoredTensor:
-        """The tensor that lies there, of which nobody says whether it is an expert's."""
+        """Return the tensor at a location, for files that do not record which tensors belong to experts."""
         return cls(dtype=location.dtype, shape=location.shape, is_expert=None, file=location.file, location=location)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptimizer:
-    """What one rank stored of an optimizer, whose parameters are numbers that run through its groups."""
+    """One rank's optimizer state, whose parameters are numbered through all of its groups."""
 
     groups: Sequence[Mapping[str, Any]]
-    """Hyper-parameters, and under ``params`` the numbers."""
+    """Hyperparameters, and the parameter numbers under ``params``."""
 
     states: Mapping[Any, Any]
-    """By number. What has another key is state that belongs to no parameter."""
+    """State by parameter number. Entries with any other key belong to no parameter."""
 
     masters: Mapping[Any, Any] = field(default_factory=dict)
     """Master weights by number."""
 
     local_shapes: Mapping[Any, Sequence[int]] | None = None
-    """Local shape of each parameter by number, if the rows of states and master weights are dealt out over dp (ZeRO-1);
-    else None."""
+    """Local shape of each parameter by number, if ZeRO-1 sharded the rows of states and master weights over dp;
+    otherwise None."""
 
     expert_group_count: int = 0
-    """How many groups, the last ones, are of experts only; 0 if no groups are kept apart for these."""
+    """Number of trailing groups that contain only experts; 0 if experts have no separate groups."""
 
 
 def parse_numbered_optimizer(tree: Mapping[Any, Any]) -> RankOptimizer:
-    """An optimizer that lies in a file as torch's own `state_dict` has it.
+    """Parse an optimizer that is stored in the form of torch's `state_dict`.
 
     Raises:
-        CorruptCheckpointError: It has no groups.
+        CorruptCheckpointError: It has no param_groups.
     """
     groups = schema.get_groups(tree)
     if groups is None:
@@ -92,69 +92,74 @@ def parse_numbered_optimizer(tree: Mapping[Any, Any]) -> RankOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContent:
-    """What one rank file holds, with a `StoredTensor` for each tensor."""
+    """Contents of one rank file, with a `StoredTensor` for each tensor."""
 
     model: Mapping[Any, Any] | None = None
-    """By name: this rank's part of each parameter and buffer, and plain values."""
+    """This rank's part of each parameter and buffer, and plain values, by name."""
 
     optimizer: Mapping[Any, Any] | None = None
-    """The state of an optimizer, as it lies in the file."""
+    """State of an optimizer, as stored in the file."""
 
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Other members of the state (``scheduler``, ``user_content``, ``extras``). Those of the first rank count."""
+    """Other members of the state (``scheduler``, ``user_content``, ``extras``). Only those of the first rank are used.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFileFormat:
-    """A form of tags in which each rank has one file, with all that it stored."""
+    """A checkpoint format in which each rank writes one file with all of its state."""
 
     file_names: Sequence[RankFileName]
-    """What the file of a rank is called, in each of the ways that the program has. Of a file that is written the first
-    one counts that tells the ranks of the job apart."""
+    """Patterns of the file names that the program uses. A writer uses the first one that distinguishes the ranks of the
+    job."""
 
     parse_content: Callable[[Mapping[Any, Any], RankCoords], RankContent]
-    """Makes of the dict in a file, and of the place of its rank, what it means. Names are those in the whole model: if
-    the stages of a program number their layers from 0, they are numbered anew here. It raises a `CheckpointError` if
-    the dict is no state of the program's."""
+    """Function that parses the dict in a file, given the coordinates of its rank. It returns names of the whole model:
+    if pipeline stages number their layers from 0, it renumbers them. It raises a `CheckpointError` if the dict is
+    not a state that the program writes."""
 
     parse_optimizer: Callable[[Mapping[Any, Any]], RankOptimizer] = parse_numbered_optimizer
-    """Makes of the state of an optimizer what it means. It is not asked where nobody wants it."""
+    """Function that parses the state of an optimizer. It is not called if the optimizer is not requested."""
 
     build_tree: Callable[[RankState, RankCoords], Mapping[str, Any]] | None = None
-    """Makes of what a rank has, and of its place, the dict in its file, with a `LeafPlaceholder` for each array. None
-    where none is written."""
+    """Function that builds the dict of a rank's file from its state and coordinates, with a `LeafPlaceholder` for each
+    array. None if the format is only read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTag:
-    """A tag that another program wrote, with a file for each of its ranks."""
+    """A checkpoint written by another program, with one file for each rank."""
 
     tag: str
     complete: bool
     time: int
-    """Time stamp (ns) of its newest file, or of its mark."""
+    """Modification time (ns) of its newest file, or of its marker file."""
 
     subfolder: str = ""
-    """Where in the tag's directory the files of the ranks lie: empty, or a path that ends with ``/``."""
+    """Folder of the rank files in the tag directory: empty, or a path that ends with ``/``."""
 
     note: str = ""
-    """What a listing says of it besides."""
+    """Remark in a listing."""
 
     marked: bool = True
-    """Whether anything but the names of its files says what it is."""
+    """False if only the file names identify the format."""
 
     def open_directory(self, store: Store) -> Directory:
-        """The directory in which its files lie."""
+        """Open the directory that contains its files."""
         return open_without_links(store, self.tag)
 
     def to_entry(self) -> TagEntry:
-        """What a listing shows of it."""
+        """Return its entry for a listing."""
         created = format_timestamp(self.time)
         return TagEntry(tag=self.tag, created=created, directory=self.tag, complete=self.complete, note=self.note)
 
 
 def find_named_tag(store: Store, tag: str, names: Sequence[RankFileName]) -> RankTag | None:
-    """The tag in a directory that has files of ranks with such names; None if it has none. It counts as complete."""
+    """Find a checkpoint by file names: a directory with rank files that match one of the patterns.
+
+    Returns:
+        The checkpoint, which counts as complete; None if no file name matches.
+    """
     times: list[int] = []
     for entry in store.list_names(tag):
         for name in names:
@@ -165,7 +170,7 @@ def find_named_tag(store: Store, tag: str, names: Sequence[RankFileName]) -> Ran
 
 
 def get_modified_time(store: Store, path: str) -> int | None:
-    """The time stamp of a file; None if there is none."""
+    """Return the modification time of a file in ns; None if it cannot be read."""
     try:
         return store.get_modified_time(path)
     except OSError:
@@ -173,28 +178,29 @@ def get_modified_time(store: Store, path: str) -> int | None:
 
 
 class RankLayout(Layout):
-    """A layout says in a `file_format` how the files of its ranks are called, and what they hold.
+    """Base class of layouts whose `file_format` describes names and contents of the rank files.
 
-    One whose tags have marks, or several files for each rank, says itself which tags there are (`find_rank_tag`), which
-    class reads their files (`create_files`), and which of them a rank writes (`plan_files`).
+    A layout whose checkpoints have marker files, or several files for each rank, overrides `find_rank_tag` (which
+    checkpoints exist), `create_files` (the class that reads their files) and `plan_files` (the files that a rank
+    writes).
     """
 
     asks = True
     pickles = True  # each rank stores its own containers
 
     file_format: RankFileFormat
-    """What tags are in which each rank has one file."""
+    """Format of checkpoints in which each rank has one file."""
 
     @property
     def file_names(self) -> Sequence[RankFileName]:
-        """What a file is called that a rank writes: the first one counts that tells the ranks of the job apart."""
+        """Patterns of the names of written files: the first one that distinguishes the ranks of the job is used."""
         return self.file_format.file_names
 
     def plan_files(self, planner: RankFilePlanner) -> list[FilePlan]:
-        """The files that a rank writes of what it has (`planner.state`).
+        """Plan the files that a rank writes of its state (`planner.state`).
 
         Raises:
-            UnsupportedStateError: There is no place for something in it.
+            UnsupportedStateError: The format cannot hold a part of the state.
         """
         assert self.file_format.build_tree is not None, f"{self.name} is only read"
         tree = self.file_format.build_tree(planner.state, RankCoords.from_mesh(planner.coordinates))
@@ -205,20 +211,20 @@ class RankLayout(Layout):
         return any(name.parse(file.path) is not None for file in manifest.files for name in names)
 
     def find_rank_tag(self, store: Store, name: str) -> RankTag | None:
-        """The tag of this name; None if it is none of this layout's. Looks at names only."""
+        """Return the checkpoint of this name; None if it does not have this layout. Only names are read."""
         return find_named_tag(store, name, self.file_format.file_names)
 
     def create_files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
-        """The files of a tag, whose directory is open."""
+        """Return the files of a checkpoint in an open directory."""
         from xla_ckpt.formats.rank_files.reading import OneFilePerRank
 
         return OneFilePerRank(directory, self.file_format, tag.subfolder)
 
     def require_tag(self, store: Store, name: str) -> RankTag:
-        """The tag of this name, which was there a moment ago.
+        """Return the checkpoint of this name, which existed a moment ago.
 
         Raises:
-            NoCheckpointError: It is gone.
+            NoCheckpointError: It no longer exists.
         """
         if (tag := self.find_rank_tag(store, name)) is None:
             raise make_no_such_tag_error(open_root(store), name)
