@@ -68,16 +68,16 @@ from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.threads import READ_THREADS, run_tasks
 
 _EXPERT_KEY = "expert_model_parallel"
-"""Key of whether a tensor differs between expert-parallel ranks."""
+"""Key of the flag that a tensor differs between expert-parallel ranks."""
 
 
 def _get_info_path(path: str) -> str:
-    """The file that says of the tensors of a rank file what they are."""
+    """Return the path of the file that describes the tensors of a rank file."""
     return f"{path}.info.pt"
 
 
 class TensorFiles(RankFiles):
-    """The files of a tag of neuronx-distributed's, in which a rank file may have references to its tensors."""
+    """Rank files of an NxD checkpoint, which may contain references to separate tensor files."""
 
     incomplete_message = "{tag} has no done marker: its save may not have ended"
     missing_rows_hint = (
@@ -110,11 +110,11 @@ class TensorFiles(RankFiles):
         return tensor.location is not None or tensor.file in self.file_names
 
     def is_left_out(self, tensor: StoredTensor) -> bool:
-        # With avoid_saving_lower_precision_weights not even the folder of its tensors is there.
+        # With avoid_saving_lower_precision_weights the folder of its tensors does not exist either.
         return tensor.location is None and tensor.file.rpartition("/")[0] not in self.folders
 
     def has_separate_tensors(self, path: str) -> bool:
-        """Whether the tensors of a rank file lie in files of their own."""
+        """Return True if the tensors of a rank file are stored in separate files."""
         return _get_info_path(path) in self.file_names or get_tensors_folder(path) in self.folders
 
     def read_tree(self, path: str, at: RankCoords) -> Any:
@@ -130,9 +130,9 @@ class TensorFiles(RankFiles):
         return map_leaves(self.read(path, reference), to_stored_tensor)
 
     def prefetch_tensors(self, tensors: Iterable[StoredTensor]) -> None:
-        # Several files at a time: `locate` waits for each look at a slow storage.
+        # Reads are concurrent, because `locate` would wait for slow storage one file at a time.
         def look(file: str, _: memoryview) -> None:
-            with contextlib.suppress(CheckpointError):  # `locate` meets it again, and whoever asks names the array
+            with contextlib.suppress(CheckpointError):  # `locate` raises it again and names the array
                 self._locations[file] = self.read(file)
 
         files = {tensor.file for tensor in tensors if tensor.location is None and tensor.file in self.file_names}
@@ -140,9 +140,13 @@ class TensorFiles(RankFiles):
         run_tasks(todo, look, workers=min(READ_THREADS, len(todo)), buffer_bytes=0, name="xla_ckpt-look")
 
     def _resolve_reference(self, path: str, at: RankCoords, tid: int, info: Any) -> StoredTensor:
-        """The tensor of a number in a rank file; `info` is what the file beside it says."""
+        """Return the tensor with a number in a rank file. `info` is its entry in the ``.info.pt`` file.
+
+        Raises:
+            CorruptCheckpointError: The entry is damaged, or the file does not contain a tensor.
+        """
         own = get_tensor_file(path, tid)
-        # A tensor that all expert-parallel ranks have alike lies with the first of them.
+        # A tensor that is replicated on all expert-parallel ranks is stored with the first of them.
         shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
         if info is None:
             file = own if own in self.file_names else shared
@@ -167,10 +171,12 @@ class TensorFiles(RankFiles):
 def plan_separate_files(
     planner: RankFilePlanner, names: Sequence[RankFileName], tree: Any, part: str, *, per_dp: bool = False
 ) -> list[FilePlan]:
-    """What this rank writes of a file whose tensors lie in files of their own, and of these (see
-    `RankFilePlanner.locate`).
+    """Plan this rank's part of a rank file with separate tensor files (see `RankFilePlanner.name_file`).
 
-    The ranks that have all of them in common share the writing.
+    The ranks that share the file divide the tensor files among themselves.
+
+    Raises:
+        UnsupportedStateError: No file name distinguishes the ranks, or the tree cannot be pickled.
     """
     path, sharing = planner.name_file(names, per_dp=per_dp)
     writer_number = compute_part_index(sharing, planner.mesh, planner.rank)
@@ -187,7 +193,7 @@ def plan_separate_files(
     ranks = 1 if planner.first_rank_writes else prod(planner.mesh.sizes[axis] for axis in sharing)
     for tid, writer in enumerate(_assign_writers([t.nbytes for _, t in tensors], ranks)):
         leaf, tensor = tensors[tid]
-        # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
+        # State that does not belong to experts is stored only with expert-parallel rank 0, where readers expect it.
         if writer == writer_number and (planner.coordinates["ep"] == 0 or tensor.is_expert or per_dp):
             lengths, sources, entries = planner.plan_regions([(leaf, tensor)], sharing)
             own = dump_tree(FileTensor(0, tensor.dtype, tensor.shape), leaf)
@@ -196,7 +202,8 @@ def plan_separate_files(
             files.append(FilePlan(path=file, layout=codec, sources=sources, entries=entries))
     if writer_number == 0:
         info = dump_tree({tid: _describe_tensor(tensor) for tid, (_, tensor) in enumerate(tensors)}, part)
-        # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
+        # neuronx-distributed creates this directory for every rank file, even without tensors, and programs look for
+        # it.
         main = TorchFile(archive_name=get_stem(path), pickled=pickled)
         files.append(FilePlan(path=path, layout=main, directory=get_tensors_folder(path)))
         files.append(
@@ -208,17 +215,17 @@ def plan_separate_files(
 
 
 def _assign_writers(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Who writes each of these files: the large ones are dealt out first, each to the rank with the least so far."""
+    """Assign each file to a rank: in order of decreasing size, each to the rank with the least bytes so far."""
     load = [0] * ranks
     writer = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         writer[i] = load.index(min(load))
-        load[writer[i]] += max(sizes[i], 1)  # an empty tensor is a file to write, too
+        load[writer[i]] += max(sizes[i], 1)  # an empty tensor is also a file to write
     return writer
 
 
 def _describe_tensor(tensor: RankTensor) -> dict[str, Any]:
-    """What is said of a tensor before its file is opened."""
+    """Return the description of a tensor that readers use before they open its file."""
     return {
         "dtype": getattr(torch, tensor.dtype.name),
         "shape": torch.Size(tensor.shape),
@@ -227,7 +234,7 @@ def _describe_tensor(tensor: RankTensor) -> dict[str, Any]:
 
 
 def order_adapter_configs(models: Mapping[RankCoords, Any]) -> dict[RankCoords, Any]:
-    """The models of all ranks with their configurations of adapters in order, which else differ between ranks."""
+    """Return the models of all ranks with sorted adapter configurations, whose order may differ between ranks."""
     return {
         at: {**model, LORA_CONFIG: sort_lora_config(config)}
         if isinstance(config := model.get(LORA_CONFIG), Mapping)
@@ -237,13 +244,13 @@ def order_adapter_configs(models: Mapping[RankCoords, Any]) -> dict[RankCoords, 
 
 
 def find_mixed_adapters(files: RankFiles, copies: TensorCopies, mesh: Mesh, hint: ArrayHint) -> UnreadableArray | None:
-    """Why adapters of queries, keys and values cannot be read that `LoraModel` has joined; None if they can.
+    """Return the reason why QKV adapters that `LoraModel` merged cannot be read; None if they can.
 
-    It puts the rows of all ranks one behind the other in each file, and of more than one copy of the keys it keeps as
-    many rows as one copy has, of the queries, too (`merge_sharded_lora`, which is its default).
+    `LoraModel` concatenates the rows of all ranks in each file. If keys have several replicas, it keeps only as many
+    rows as one replica has, of the queries as well (`merge_sharded_lora`, which is its default).
 
     Raises:
-        CorruptCheckpointError: A file is missing, or holds another tensor.
+        CorruptCheckpointError: A file is missing, or contains another tensor.
     """
     split = next(
         (s for s in (hint.sharding.dims if hint.sharding else ()) if s is not None and s.has_custom_sections), None
@@ -272,7 +279,7 @@ MODEL_FOLDER, OPTIMIZER_FOLDER = RANK_FOLDERS
 
 FULL_FILE_NAME = RankFileName("full_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
 FULL_EXPERT_FILE_NAME = RankFileName("full_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
-"""What neuronx-distributed's converter calls the states of all dp ranks together."""
+"""Names of the files in which the neuronx-distributed converter stores the states of all dp ranks."""
 
 
 _MISSING_EXPERTS_HINT = (
@@ -282,13 +289,16 @@ _MISSING_EXPERTS_HINT = (
 
 
 class FolderFiles(TensorFiles):
-    """The files of such a tag. A layout derives a class from it for what it has around the folders."""
+    """Files of a checkpoint with NxD folders. A layout derives a class from it for files outside the folders."""
 
     def explain_missing(self, sizes: RankCoords) -> str:
         return _MISSING_EXPERTS_HINT if sizes.ep > 1 else super().explain_missing(sizes)
 
     def find_grids(self) -> dict[str, RankGrid]:
-        """Model and optimizer were written by the same ranks, so what is missing in one of them shows in the other."""
+        """Return the grids of model and optimizer files.
+
+        The same ranks wrote both, so each grid shows which files are missing in the other.
+        """
         of_kind = {
             kind: RankGrid.from_paths(paths)
             for kind in RANK_FOLDERS
@@ -305,14 +315,14 @@ class FolderFiles(TensorFiles):
         for kind, grid in of_kind.items():
             sizes = replace(grid.sizes, tp=largest.tp, pp=largest.pp)
             # Only a ZeRO-1 optimizer has a file for each dp rank, so dp is not compared. Without ZeRO-1 the optimizer
-            # of a job with experts has a file for each ep rank, and the model says how many there are.
+            # of a job with experts has a file for each ep rank, and the model files show the number of ep ranks.
             if kind == OPTIMIZER_FOLDER and sizes.dp == 1 and any("_ep_rank_" in path for path in grid.paths.values()):
                 sizes = replace(sizes, ep=largest.ep)
             grids[kind] = RankGrid(grid.paths, sizes)
         return grids
 
     def require_grids(self) -> dict[str, RankGrid]:
-        """The same.
+        """Return the grids of `find_grids`, which must be complete.
 
         Raises:
             CorruptCheckpointError: Some files are missing.
@@ -326,7 +336,7 @@ class FolderFiles(TensorFiles):
         return [self.check_optimizer, *super().list_checks()]
 
     def check_optimizer(self) -> None:
-        """Refuse an optimizer that cannot be read.
+        """Check that the optimizer is in a supported format.
 
         Raises:
             UnsupportedStateError: It was saved in torch's distributed format.
@@ -361,22 +371,23 @@ class FolderFiles(TensorFiles):
     def find_mismatch(self, name: str, copies: TensorCopies, mesh: Mesh, hint: ArrayHint) -> UnreadableArray | None:
         return find_mixed_adapters(self, copies, mesh, hint) if schema.ADAPTER_PREFIX in name else None
 
-    # What lies around the folders, and is known of the arrays in them.
+    # Overridable methods for files and metadata outside the folders.
 
     def build_hints(self, model: Mapping[int, StageModel], mesh: Mesh, hints: LoadHints) -> LoadHints:
-        """What is known of the arrays: here only what the program says that wants them.
+        """Return the hints for the arrays: here only those of the loading program.
 
         Args:
-            model: What the ranks hold of the model, by pipeline stage.
-            mesh: How the ranks were arranged that wrote it.
+            model: Stored models of the ranks, by pipeline stage.
+            mesh: Mesh of the ranks that wrote it.
+            hints: Hints of the loading program.
 
         Raises:
-            CheckpointError: What the tag says of them is damaged, or is not about this tag.
+            CheckpointError: The checkpoint's metadata about the arrays is damaged, or belongs to another checkpoint.
         """
         return hints
 
     def read_parts(self) -> dict[str, Any]:
-        """The parts of the state that have a file of their own.
+        """Read the parts of the state that have separate files.
 
         Raises:
             CorruptCheckpointError: One of them is damaged.
@@ -389,10 +400,10 @@ class FolderFiles(TensorFiles):
 
 
 class NxdFiles(FolderFiles):
-    """The rank files of a tag, and what lies beside it in its root.
+    """Rank files of a checkpoint, and the adapter configuration in its root directory.
 
-    That is the configuration of adapters, unless `save_lora_config_adapter` is set: a file in `lora_save_dir`, from
-    whose tags neuronx-distributed loads adapters.
+    Unless `save_lora_config_adapter` is set, the configuration is a file in `lora_save_dir`, and neuronx-distributed
+    loads adapters from the tags in that directory.
     """
 
     def __init__(self, directory: Directory, store: Store) -> None:
@@ -411,15 +422,16 @@ class NxdFiles(FolderFiles):
 
 
 _ZERO1_FILE_NAME = RankFileName("optim.dp_rank_{dp:02}.tp_rank_{tp:02}")
-"""Name of a file that `save_sharded_state_dict` of a ZeRO-1 optimizer leaves beside them. It names no stage."""
+"""Name of a file that `save_sharded_state_dict` of a ZeRO-1 optimizer writes next to the rank files. It has no pipeline
+stage."""
 
 
 _ZERO1_FILES_PATTERN = "optim.dp_rank_*"
-"""What errors call those files."""
+"""Name of these files in errors."""
 
 
 class LegacyFiles(TensorFiles, OneFilePerRank):
-    """The files of a tag of the older form, and those of a ZeRO-1 optimizer beside them."""
+    """Files of a checkpoint in the legacy NxD format, including separate ZeRO-1 optimizer files."""
 
     def find_grids(self) -> dict[str, RankGrid]:
         grids = super().find_grids()
@@ -450,14 +462,14 @@ logger = get_logger(__name__)
 
 
 def resolve_zero1(to: TargetTopology, manifest: Manifest, *, xser: bool) -> TargetTopology:
-    """The job that a tag is converted for, and whether its optimizer is one of ZeRO-1.
+    """Return the target of a conversion with `zero1` resolved to True or False.
 
     Raises:
         UsageError: Master weights would be lost.
     """
-    if manifest.unwritten and not xser:  # from xser files with master weights it reads no model at all
+    if manifest.unwritten and not xser:  # it loads no model from xser files with master weights
         logger.warning("neuronx-distributed, too, refuses a pt tag that lacks names of its model, unless strict=False")
-    # A ZeRO-1 optimizer of one dp rank deals out nothing, but its master weights have a place in ZeRO-1 files only.
+    # With one dp rank a ZeRO-1 optimizer is not sharded, but only ZeRO-1 files can store its master weights.
     has_masters = schema.MASTER in (get_children((get_children(manifest.skeleton) or {}).get(schema.OPTIMIZER)) or {})
     if has_masters and to.zero1 is False:
         raise UsageError(
@@ -470,10 +482,10 @@ def resolve_zero1(to: TargetTopology, manifest: Manifest, *, xser: bool) -> Targ
 
 
 def plan_rank_files(planner: RankFilePlanner, *, xser: bool) -> list[FilePlan]:
-    """The files that one rank writes.
+    """Plan the files that one rank writes.
 
     Args:
-        xser: Whether each tensor lies in a file of its own.
+        xser: Store each tensor in a separate file.
 
     Raises:
         UnsupportedStateError: Something in its state cannot be pickled.

@@ -1,8 +1,9 @@
-"""The neuronx-distributed layouts ``xser`` and ``pt`` (with and without ``use_xser``), their file names, and their tags
-in a root directory.
+"""neuronx-distributed (NxD) layouts ``xser`` and ``pt`` (with and without ``use_xser``), file names, and tags in a
+root.
 
-Checkpoints that NxD wrote itself are found, scanned and verified, also those of its older form, in which each rank has
-one file. Saves and conversions write NxD files with our manifest beside them. `files` does the work, and loads torch.
+Checkpoints that NxD wrote itself are found, scanned and verified, including those of its legacy format, in which each
+rank has one file. Saves and conversions write NxD files and add our manifest. `files` reads and writes them, and
+imports torch.
 """
 
 from __future__ import annotations
@@ -36,28 +37,31 @@ if TYPE_CHECKING:
 
 
 MARKER_FILES = {"checkpoint": b"1", "done": b"1"}
-"""Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
+"""Marker files by which neuronx-distributed finds a tag, and a complete one. Tags saved here also have a manifest."""
 
 _DIGITS = re.compile(r"(\d+)")
 
 RANK_FOLDERS = ("model", "optim")
-"""The folders of such a tag in which the ranks have their files."""
+"""Folders of a tag that contain the rank files."""
 
 RANK_FILE_NAME = RankFileName("dp_rank_{dp:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
 EXPERT_RANK_FILE_NAME = RankFileName("dp_rank_{dp:02}_ep_rank_{ep:02}_tp_rank_{tp:02}_pp_rank_{pp:02}.pt")
-"""What the file of a rank is called in a job without and with expert parallelism."""
+"""Names of a rank's file in a job without and with expert parallelism."""
 
 FOLDER_FILE_NAMES = {
     f: tuple(RankFileName(f"{f}/{name.template}") for name in (RANK_FILE_NAME, EXPERT_RANK_FILE_NAME))
     for f in RANK_FOLDERS
 }
-"""The same with the folders before them."""
+"""Names of the rank files including the folder, by folder."""
 
 
 def find_marked_tag(store: Store, tag: str, subfolder: str = "") -> RankTag | None:
-    """The tag with the marks ``checkpoint`` and ``done`` in a directory, or below a path in it; None if there is none.
+    """Find an NxD tag by its marker files ``checkpoint`` and ``done`` in a directory, or in a subfolder of it.
 
-    The second is that of a complete tag, and the newest one is that whose ``done`` is.
+    ``done`` marks a complete tag. The newest tag is the one with the newest ``done``.
+
+    Returns:
+        The tag; None if the directory has no rank folders or no marker files.
     """
     folder = f"{tag}/{subfolder}".rstrip("/")
     if not any(store.is_directory(f"{folder}/{part}") for part in RANK_FOLDERS):
@@ -69,7 +73,7 @@ def find_marked_tag(store: Store, tag: str, subfolder: str = "") -> RankTag | No
 
 
 def get_time_key(tag: RankTag) -> tuple[int, list[tuple[int, str]]]:
-    """A key that puts the older tag first; of equally old ones that whose name has the smaller number."""
+    """Return a sort key: older tags first, and tags of the same time by the numbers in their names."""
     parts = _DIGITS.split(tag.tag)
     return tag.time, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
@@ -79,12 +83,12 @@ _LEGACY_FILE_NAMES = tuple(
     for folder in ("tp_rank_{tp:02}_pp_rank_{pp:02}", "tp_rank_{tp:02}_pp_rank_{pp:02}_dp_rank_{dp:02}")
     for file in ("", "/checkpoint.pt")
 )
-"""Names of a rank's file in the older layout, in which some versions gave each rank a directory."""
+"""Names of a rank's file in the legacy format, in which some versions created a directory for each rank."""
 
 
 def _parse_content(tree: Mapping[Any, Any], _: RankCoords) -> RankContent:
     if "model" not in tree and all(isinstance(value, StoredTensor) for value in tree.values()):
-        return RankContent(model=tree)  # the program saved a bare state dict of its model
+        return RankContent(model=tree)  # the program saved only the state dict of its model
     others = dict(tree)
     model, optimizer, scheduler = (_pop_state_dict(others, n) for n in (MODEL_NAMES, OPTIMIZER_NAMES, SCHEDULER_NAMES))
     parts = {} if scheduler is None else {schema.SCHEDULER: scheduler}
@@ -94,7 +98,7 @@ def _parse_content(tree: Mapping[Any, Any], _: RankCoords) -> RankContent:
 
 
 def _pop_state_dict(tree: dict[Any, Any], names: Sequence[str]) -> Mapping[Any, Any] | None:
-    """Remove the state dict with the first of these names from a tree, and return it; None if there is none."""
+    """Remove and return the state dict with the first of these names; None if there is none."""
     name = next((name for name in names if isinstance(tree.get(name), Mapping)), None)
     return None if name is None else tree.pop(name)
 
@@ -102,16 +106,18 @@ def _pop_state_dict(tree: dict[Any, Any], names: Sequence[str]) -> Mapping[Any, 
 LEGACY_FORMAT = RankFileFormat(
     file_names=_LEGACY_FILE_NAMES, parse_content=_parse_content, parse_optimizer=parse_optimizer
 )
-"""How such tags are read."""
+"""Format of legacy checkpoints."""
 
 
 class NxdLayout(RankLayout):
-    """One of neuronx-distributed's layouts.
+    """A neuronx-distributed layout.
 
     Args:
-        name: ``xser`` has each tensor in a file of its own, ``pt`` all tensors of a rank in one.
-        finds: Whether this object answers for the tags that neuronx-distributed wrote itself, in either layout. Only
-            one object does, so that no tag is listed twice.
+        name: ``xser`` stores each tensor in a separate file, ``pt`` all tensors of a rank in one.
+        finds: True if this object finds the tags that neuronx-distributed wrote itself, in either layout. Only one
+            object
+        does, so that no tag is listed twice.
+        other_names: Further names of the layout.
     """
 
     saves = True
@@ -128,7 +134,7 @@ class NxdLayout(RankLayout):
 
     @property
     def xser(self) -> bool:
-        """Whether each tensor has a file of its own."""
+        """True if each tensor is stored in a separate file."""
         return self.name == "xser"
 
     def wrote(self, manifest: Manifest) -> bool:
@@ -141,7 +147,7 @@ class NxdLayout(RankLayout):
         newer = [
             name for name in MARKER_FILES if committed and (store.get_modified_time(f"{tag}/{name}") or 0) > committed
         ]
-        # Time stamps alone prove nothing: a copy of a tag has its own. They explain why a file is not as it was saved.
+        # Modification times are not proof, because copies of a tag have new ones. They only explain why a file changed.
         if newer:
             since = (
                 f"neuronx-distributed has saved over this tag: its mark {newer[0]!r} is newer than "

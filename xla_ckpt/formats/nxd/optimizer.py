@@ -15,36 +15,38 @@ if TYPE_CHECKING:
 
 
 _STATE_KEY = "base_state"
-"""Key of the states of a ZeRO-1 optimizer, by number."""
+"""Key of the states of a ZeRO-1 optimizer, by parameter number."""
 
 _SHAPES_KEY = "shape_info"
-"""Key of the local shapes of its parameters, by number."""
+"""Key of the local shapes of its parameters, by parameter number."""
 
 _MASTERS_KEY = "sharded_master_weights"
-"""Key of its master weights, by number."""
+"""Key of its master weights, by parameter number."""
 
 ZERO1_SHARDED_KEYS = (_STATE_KEY, _MASTERS_KEY)
-"""Members whose tensors are dealt out by rows; all others are the same on all dp ranks."""
+"""Members whose tensors are sharded by rows; all others are replicated on all dp ranks."""
 
 _GROUP_OFFSET_KEY = "ep_param_group_offset"
-"""Key of the number of groups that come before those of experts."""
+"""Key of the number of groups before the groups of experts."""
 
 
 def _get_offset_key(key: str) -> str:
-    """Key of the number from which on the entries of a member are those of experts."""
+    """Return the key of the first number that belongs to experts in a member."""
     return f"ep_{key}_offset"
 
 
 def parse_optimizer(tree: Mapping[Any, Any]) -> RankOptimizer:
-    """The optimizer in a rank file, with numbers that run through all groups: those of experts begin at 0 in the file.
+    """Parse the optimizer in a rank file, and number its parameters consecutively through all groups.
+
+    In the file, the numbers of experts begin at 0.
 
     Raises:
-        CorruptCheckpointError: It has no groups.
+        CorruptCheckpointError: It has no param_groups.
     """
     stored = parse_numbered_optimizer(tree)
     ordinary = int(tree.get(_GROUP_OFFSET_KEY, len(stored.groups)))
     first = sum(len(group[schema.PARAMS]) for group in stored.groups[:ordinary])
-    # Without the shift the numbers of experts would be those of other parameters.
+    # Without the shift, the numbers of experts would collide with those of other parameters.
     experts = [{**g, schema.PARAMS: [first + number for number in g[schema.PARAMS]]} for g in stored.groups[ordinary:]]
     groups = [*stored.groups[:ordinary], *experts]
     if _STATE_KEY not in tree:
@@ -59,9 +61,9 @@ def parse_optimizer(tree: Mapping[Any, Any]) -> RankOptimizer:
 
 
 def _shift_numbers(tree: Mapping[Any, Any], key: str, first: int) -> Mapping[Any, Any]:
-    """A member of a rank file, with experts counted from `first` on.
+    """Return a member of a rank file with the numbers of experts shifted to begin at `first`.
 
-    In the file they follow the last of the other parameters that is in the member: one without states is in none.
+    In the file they follow the last other parameter in the member, which excludes parameters without states.
     """
     members, offset = tree.get(key, {}), tree.get(_get_offset_key(key))
     if offset is None:
@@ -70,7 +72,7 @@ def _shift_numbers(tree: Mapping[Any, Any], key: str, first: int) -> Mapping[Any
 
 
 def encode_optimizer(state: RankState) -> dict[str, Any]:
-    """The optimizer's state as neuronx-distributed keeps it: by the running number of each parameter."""
+    """Encode the optimizer's state in the form of neuronx-distributed: keyed by consecutive parameter numbers."""
     tree = state.parts[schema.OPTIMIZER]
     parts = _split_groups(tree[schema.PARAM_GROUPS], state.expert_names)
     names = [[name for group in part for name in group[schema.PARAMS]] for part in parts]
@@ -97,7 +99,9 @@ def encode_optimizer(state: RankState) -> dict[str, Any]:
 
 
 def _split_groups(groups: Sequence[Mapping[str, Any]], experts: frozenset[str] | None) -> list[list[dict[str, Any]]]:
-    """The groups of each optimizer, ordinary parameters first: `NeuronEPZero1Optimizer` has another one for experts."""
+    """Split the groups by optimizer: ordinary parameters, and experts if `NeuronEPZero1Optimizer` has a second one for
+    them.
+    """
     if experts is None:
         return [[*map(dict, groups)]]
     return [

@@ -1,7 +1,7 @@
 """Convert NxD ZeRO-1 optimizer files to another number of data-parallel ranks (`convert_zero_checkpoints`).
 
-The files name no parameter and do not say how a tensor is sharded over tp. Neither is needed: for each (tp, pp) rank
-the rows of all dp ranks are concatenated to the shape in `shape_info`, and distributed again.
+The files record neither parameter names nor the sharding over tp. Neither is needed: for each (tp, pp) rank the rows of
+all dp ranks are concatenated to the shape in `shape_info`, and sharded again.
 """
 
 from __future__ import annotations
@@ -51,26 +51,28 @@ from xla_ckpt.tags.root import Transaction, TransactionKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero1Files:
-    """The optimizer files of a tag."""
+    """ZeRO-1 optimizer files of a checkpoint."""
 
     manifest: Manifest
-    """Their arrays, with the rows of all dp ranks, by ``pp/tp/<path in the file>``."""
+    """Manifest of their arrays, with the rows of all dp ranks, by ``pp/tp/<path in the file>``."""
 
     stages: Mapping[tuple[int, int], Any]
-    """(pp, tp) -> what a file holds, with a `LeafPlaceholder` for each tensor."""
+    """Contents of the files by (pp, tp), with a `LeafPlaceholder` for each tensor."""
 
     sharded_leaves: frozenset[str]
-    """Arrays whose rows are dealt out over dp."""
+    """Arrays whose rows are sharded over dp."""
 
     full: bool
-    """Whether they are files of the converter, which hold the states of all dp ranks."""
+    """True for files of the NxD converter, which contain the states of all dp ranks."""
 
     xser: bool
     dp: int
-    """Data-parallel ranks that have files of their own."""
+    """Number of data-parallel ranks that have separate files."""
 
     def plan_files(self, dp: int | None) -> list[FilePlan]:
-        """The files for `dp` data-parallel ranks. None: a file for each (tp, pp) that holds the states of all."""
+        """Plan the files for `dp` data-parallel ranks; for None, one file for each (tp, pp) with the states of all
+        ranks.
+        """
         pp = 1 + max(pp for pp, _ in self.stages)
         tp = 1 + max(tp for _, tp in self.stages)
         mesh = Mesh(pp=pp, dp=dp or 1, tp=tp)
@@ -89,7 +91,7 @@ class Zero1Files:
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]
 
     def _make_tensor(self, path: str, record: ArrayRecord, mesh: Mesh, rank: int) -> RankTensor:
-        """What one rank has of an array: its rows, the last ones padded, or all of it."""
+        """Return one rank's part of an array: its rows, with padding in the last ones, or the whole array."""
         if path not in self.sharded_leaves:
             place = create_unsharded(record.shape)
             return RankTensor(
@@ -101,7 +103,7 @@ class Zero1Files:
 
 
 def scan_zero1_optimizer(files: FolderFiles, tag: str) -> Zero1Files:
-    """The ZeRO-1 optimizer under ``optim`` in a tag directory. No tensor data is read.
+    """Scan the ZeRO-1 optimizer under ``optim`` in a checkpoint directory. No tensor data is read.
 
     Raises:
         UsageError: There is none.
@@ -145,7 +147,12 @@ def scan_zero1_optimizer(files: FolderFiles, tag: str) -> Zero1Files:
 
 
 def _check_zero1_file(path: str, tree: Any) -> None:
-    """Refuse the file of another kind of optimizer."""
+    """Check that a file contains a ZeRO-1 optimizer.
+
+    Raises:
+        UnsupportedStateError: It is the optimizer of an expert-parallel job.
+        UsageError: It was not saved with ZeRO-1.
+    """
     if "_ep_rank_" in path or any(str(key).startswith("ep_") for key in tree):
         raise UnsupportedStateError(
             "this is the optimizer of an expert-parallel job: fewer ranks have its experts in common than the rest",
@@ -160,7 +167,7 @@ def _check_zero1_file(path: str, tree: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _ArrayCollector:
-    """Collects the arrays of all files."""
+    """Collector of the arrays of all files."""
 
     files: FolderFiles
     by_rank: Mapping[RankCoords, Any]
@@ -169,18 +176,18 @@ class _ArrayCollector:
     sharded_leaves: list[str] = field(default_factory=list)
 
     def build_stage(self, pp: int, tp: int) -> Any:
-        """What the files of one (tp, pp) hold, with a `LeafPlaceholder` in place of each tensor.
+        """Merge the files of one (tp, pp), with a `LeafPlaceholder` for each tensor.
 
         Raises:
             CorruptCheckpointError: Some dp ranks lack rows of a state.
-            IncompatibleCheckpointError: The dp ranks differ in what is no rows.
+            IncompatibleCheckpointError: Values other than rows differ between dp ranks.
         """
         ranks = {RankCoords(dp=dp): self.by_rank[RankCoords(pp=pp, dp=dp, tp=tp)] for dp in range(self.dp)}
         first = ranks[RankCoords()]
 
         def of_all(keys: KeyPath, leaf: Any) -> Any:
             path = "/".join(map(str, (pp, tp, *keys)))
-            # A tensor in a container that is a state is no rows.
+            # A tensor in a container that is a state is not sharded by rows.
             if (
                 keys[0] in ZERO1_SHARDED_KEYS
                 and type(keys[1]) is int
@@ -192,7 +199,9 @@ class _ArrayCollector:
             return self._add_whole_tensor(path, leaf)
 
         def alike(keys: KeyPath) -> Any:
-            """What lies there: tensors that are rows as on the first rank, all else as all ranks have it."""
+            """Return the value at a path: tensors that are rows from the first rank, other values as common to all
+            ranks.
+            """
             of_ranks = {at: _get_member(tree, keys[:-1]) or {} for at, tree in ranks.items()}
             value = of_ranks[RankCoords()][keys[-1]]
             if keys[0] not in ZERO1_SHARDED_KEYS or (len(keys) > 1 and type(keys[1]) is not int):
@@ -204,7 +213,11 @@ class _ArrayCollector:
         return map_leaves({key: alike((key,)) for key in first}, of_all)
 
     def _merge_rows(self, path: str, ranks: list[Any], shape: Any) -> Any:
-        """The array of which each dp rank has rows; `shape` is that of all of them together."""
+        """Merge the rows of all dp ranks to one array; `shape` is its shape.
+
+        Raises:
+            CorruptCheckpointError: Some dp ranks lack rows, or the shape is missing.
+        """
         missing = next((dp for dp, tensor in enumerate(ranks) if not isinstance(tensor, StoredTensor)), None)
         if missing is not None or shape is None:
             raise CorruptCheckpointError(
@@ -224,10 +237,11 @@ class _ArrayCollector:
         return LeafPlaceholder(path)
 
     def _add_whole_tensor(self, path: str, value: Any) -> Any:
-        """A tensor that each dp rank has whole, as a `LeafPlaceholder`; any other value as it is.
+        """Record a tensor that is replicated on all dp ranks, and return a `LeafPlaceholder`; return any other value
+        unchanged.
 
         Raises:
-            IncompatibleCheckpointError: The dp ranks have different ones.
+            IncompatibleCheckpointError: It differs between dp ranks.
         """
         if isinstance(value, UnreadableArray):
             raise value.create_error(path)
@@ -239,25 +253,25 @@ class _ArrayCollector:
 
 
 def _get_member(tree: Any, keys: KeyPath) -> Any:
-    """What lies at a place; None if nothing does."""
+    """Return the value at a path of keys; None if it does not exist."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
 
 
 _COPIED_PATHS = ("model", "scheduler.pt", "user_content.pt", *MARKER_FILES)
-"""What a tag consists of besides its optimizer. The mark of a complete tag comes last."""
+"""Files and folders of a tag other than its optimizer. The marker file of a complete tag comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero1ConversionReport:
-    """What a conversion wrote."""
+    """Result of a conversion."""
 
     path: str
     files: int
     nbytes: int
     dp: int | None
-    """Data-parallel ranks that the files are for; None for files that hold the states of all of them."""
+    """Number of data-parallel ranks of the new files; None for files that contain the states of all ranks."""
 
 
 def convert_zero_checkpoints(
@@ -269,22 +283,23 @@ def convert_zero_checkpoints(
     max_memory: int = DEFAULT_MAX_MEMORY,
     progress: bool | None = None,
 ) -> Zero1ConversionReport:
-    """Write the ZeRO-1 optimizer of a tag of neuronx-distributed's for another number of data-parallel ranks.
+    """Convert the ZeRO-1 optimizer of a neuronx-distributed tag to another number of data-parallel ranks.
 
-    States, step counts and master weights all go along. If `output_dir` does not exist, the new directory is a whole
-    tag, with copies of model, scheduler and user content. It, or its ``optim``, appears complete or not at all.
+    States, step counts and master weights are converted. If `output_dir` does not exist, the new directory is a
+    complete tag, with copies of model, scheduler and user content. It, or its ``optim``, is created atomically.
 
     Args:
-        input_dir: Directory of the tag: ``optim`` lies in it.
+        input_dir: Directory of the tag, which contains ``optim``.
         output_dir: Directory of the new tag; it must not have an ``optim``.
-        dp_size: Data-parallel ranks of the new job; None writes ``full_*`` files, which hold the states of all ranks.
-        num_workers: Threads that read, at most.
-        max_memory: Bytes of array data in memory at a time.
-        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
+        dp_size: Number of data-parallel ranks of the new job; None writes ``full_*`` files with the states of all
+            ranks.
+        num_workers: Maximum number of reading threads.
+        max_memory: Maximum number of bytes of array data in memory.
+        progress: Show a progress bar: True, False, or None to show it only on a terminal if the conversion takes long.
 
     Raises:
         NoCheckpointError: There is no such directory.
-        UsageError: It holds no ZeRO-1 optimizer, or already in the form that is wanted; or the output exists.
+        UsageError: It has no ZeRO-1 optimizer, or already in the requested form; or the output exists.
         CorruptCheckpointError: Files are missing, damaged, or do not fit together.
         UnsupportedStateError: It is the optimizer of an expert-parallel job.
         StorageError: The output cannot be written.
@@ -309,7 +324,7 @@ def convert_zero_checkpoints(
             total = sum(f.data_bytes for f in files)
             reader = TagReader(directory, source_path, name, optimizer.manifest, ())
             fresh = not target.has(target_name)
-            if not fresh:  # the optimizer's directory comes into the one that is there
+            if not fresh:  # the optimizer's directory is added to the existing one
                 target, target_name = open_parent(f"{target_path}/{OPTIMIZER_FOLDER}")
                 files = [replace(file, path=file.path.removeprefix(f"{OPTIMIZER_FOLDER}/")) for file in files]
             with Transaction(open_root(target), target_name, TransactionKind.NEW_DIRECTORY) as transaction:
@@ -340,7 +355,7 @@ def _open_tag_directory(store: Store, name: str, path: str) -> Directory:
 
 
 def _list_copied_files(directory: Directory) -> list[str]:
-    """The files of a tag that its new version has, too: all but the optimizer's, and the marks last."""
+    """Return the files of a tag to copy: all except the optimizer, and the marker files last."""
     wanted = [path for path in directory.list_files() if path.split("/")[0] in _COPIED_PATHS]
     return sorted(wanted, key=lambda path: _COPIED_PATHS.index(path.split("/")[0]))
 

@@ -54,36 +54,36 @@ _KV_COPIES_WARNING = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardedState:
-    """The job that the files are for."""
+    """State of a checkpoint, resharded for the ranks of the target job."""
 
     manifest: Manifest
-    """The manifest of the tag that is converted."""
+    """Manifest of the checkpoint to convert."""
 
     trees: Mapping[str, Any]
-    """Members of the state that the layout has a place for, with a `LeafPlaceholder` for each array."""
+    """Members of the state that the layout supports, with a `LeafPlaceholder` for each array."""
 
     mesh: Mesh
     rules: ParsedRules
     pipeline_cuts: Sequence[str]
-    """Names of the modules after which a pipeline stage ends."""
+    """Names of the modules that end a pipeline stage."""
 
     zero1: bool
     _shardings: dict[str, Sharding] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _ = self.stages  # raises for cuts that do not fit
+        _ = self.stages  # raises for invalid cuts
 
     @cached_property
     def _parameters(self) -> frozenset[str] | None:
-        """Path components of the parameters of the optimizer: they are needed for every array."""
+        """Path components of the optimizer's parameters, cached because they are needed for every array."""
         return find_optimizer_parameters(self.manifest)
 
     @cached_property
     def stages(self) -> dict[str, int]:
-        """The stage of each name of the model. A stage ends with the last parameter of the module that is cut after.
+        """Pipeline stage of each name of the model. A stage ends with the last parameter of its cut module.
 
         Raises:
-            UsageError: A cut names no module, or the cuts are not in order, or they are too few or too many.
+            UsageError: A cut names no module, or the cuts are not in order, or there are too few or too many.
         """
         if len(self.pipeline_cuts) != self.mesh.pp - 1:
             raise UsageError(
@@ -110,14 +110,14 @@ class ReshardedState:
         return {name: bisect_left(lasts, i) for i, name in enumerate(names)}
 
     def get_rank_state(self, rank: int) -> RankState:
-        """What one rank has.
+        """Compute the state of one rank.
 
         Raises:
-            CheckpointError: It cannot be told how an array is split, or it cannot be split like that.
+            CheckpointError: The sharding of an array is unknown, or the array cannot be sharded that way.
         """
         stage = self.mesh.coordinates(rank)["pp"]
         trees = {**self.trees, **self._select_stage(stage)}
-        # At hundreds of ranks all tensors for each of them would take longer than all else.
+        # With hundreds of ranks, building all tensors for each of them would dominate the run time.
         elsewhere = frozenset(iterate_leaf_paths(self.trees)) - frozenset(iterate_leaf_paths(trees))
         tensors = {
             path: self._make_tensor(path, rank)
@@ -136,29 +136,29 @@ class ReshardedState:
         )
 
     def list_earlier_leaves(self, rank: int) -> frozenset[str]:
-        """Leaves that a stage before a rank's own has, too: the manifest finds them there."""
+        """Return leaves that an earlier stage also contains: the manifest refers to that copy."""
         trees = [self._select_stage(stage) for stage in range(self.mesh.coordinates(rank)["pp"])]
         return frozenset(self.manifest.aliases.get(path, path) for path in iterate_leaf_paths(trees))
 
     def _select_stage(self, stage: int) -> dict[str, Any]:
-        """Model and optimizer of one pipeline stage."""
+        """Return the model and optimizer of one pipeline stage."""
         divided = {schema.MODEL: self._select_model, schema.OPTIMIZER: self._select_optimizer}
         return {part: of(stage) for part, of in divided.items() if part in self.trees}
 
     def _is_keyed_by_name(self) -> bool:
-        """Whether the optimizer's state is kept by parameter name, and can be divided among stages."""
+        """Return True if the optimizer state is keyed by parameter name, so that it can be divided among stages."""
         optimizer = self.trees.get(schema.OPTIMIZER)
         return isinstance(optimizer, Mapping) and isinstance(optimizer.get(schema.PARAM_GROUPS), list)
 
     def _select_model(self, stage: int) -> Any:
-        """The model of one pipeline stage."""
+        """Return the model of one pipeline stage."""
         if self.mesh.pp == 1:
             return self.trees[schema.MODEL]
         model = self.trees[schema.MODEL]
         return copy_module_metadata(model, {name: v for name, v in model.items() if self.stages[str(name)] == stage})
 
     def _select_optimizer(self, stage: int) -> Any:
-        """The optimizer of one pipeline stage. State that belongs to no parameter stays in all stages."""
+        """Return the optimizer of one pipeline stage. State that belongs to no parameter is kept in all stages."""
         tree = self.trees[schema.OPTIMIZER]
         if self.mesh.pp == 1 or not self._is_keyed_by_name():
             return tree
@@ -179,7 +179,7 @@ class ReshardedState:
         return optimizer
 
     def _get_stored_name(self, name: str) -> str:
-        """The name that an optimizer has for a parameter of several names."""
+        """Return the name that the optimizer uses for a parameter with several names."""
         leaf = schema.get_weight_path(name)
         return paths.unescape(schema.strip_member(self.manifest.aliases.get(leaf, leaf)))
 
@@ -190,12 +190,18 @@ class ReshardedState:
         return record
 
     def _find_owner(self, path: str) -> tuple[str, ArrayRecord | None]:
-        """The parameter whose state an array is, and the record of that parameter; of any other array ("", None)."""
+        """Return the parameter that an optimizer state belongs to, and its record; for any other array ("", None)."""
         owner = schema.get_parameter_path(path)
         return ("", None) if owner is None else (owner, self.manifest.find_array(owner))
 
     def _get_sharding(self, path: str) -> Sharding:
-        """How the job splits an array over tp and ep. A state of its parameter's shape is split like the parameter."""
+        """Return the sharding of an array over tp and ep.
+
+        A state with the shape of its parameter is sharded like the parameter.
+
+        Raises:
+            IncompatibleCheckpointError: The sharding is unknown, or the checkpoint does not contain the array.
+        """
         if path not in self._shardings:
             owner, parameter = self._find_owner(path)
             leaf = owner if parameter is not None and parameter.shape == self._get_record(path).shape else path
@@ -233,15 +239,15 @@ class ReshardedState:
         )
 
     def _place_tensor(self, path: str, record: ArrayRecord, rank: int) -> tuple[LocalArray, tuple[int, ...]]:
-        """Where a rank's tensor lies, and its shape, which padding may enlarge."""
+        """Compute the position of a rank's tensor in the global array, and its shape including padding."""
         dealt = self.zero1 and bool(record.shape) and self._is_zero1_sharded(path, record)
         return _compute_local_array(self._get_sharding(path), record.shape, self.mesh, rank, dealt)
 
     def collect_warnings(self) -> list[str]:
-        """What is possible, and most likely not what was meant.
+        """Return warnings about valid but probably unintended results.
 
         Raises:
-            UsageError: Nothing is split over tp at all.
+            UsageError: No array is sharded over tp.
         """
         leaves = [path for part in STATE_PARTS if part in self.trees for path in iterate_leaf_paths([self.trees[part]])]
         split = {path: self._get_sharding(path) for path in leaves}
@@ -264,10 +270,10 @@ class ReshardedState:
         return messages
 
     def _check_kv_copies(self, split: Mapping[str, Sharding]) -> list[str]:
-        """A warning if other ranks will hold other numbers of copies of the keys, which order the heads of the queries.
+        """Return a warning if the number of KV replicas changes, because it determines the order of the query heads.
 
         Raises:
-            IncompatibleCheckpointError: They cannot hold equally many copies.
+            IncompatibleCheckpointError: The ranks cannot hold equal numbers of replicas.
         """
         for path, sharding in split.items():
             try:
@@ -279,14 +285,14 @@ class ReshardedState:
         return []
 
     def get_spec(self, path: str) -> tuple[object, ...] | None:
-        """How an array will be split, for the manifest."""
+        """Return the new sharding of an array, for the manifest."""
         return self._place_tensor(path, self._get_record(path), 0)[0].spec
 
     def _is_zero1_sharded(self, path: str, record: ArrayRecord) -> bool:
-        """Whether ZeRO-1 deals out the rows of an array. It does for states that have the shape of their parameter.
+        """Return True if ZeRO-1 shards the rows of an array: a state with the shape of its parameter.
 
         Raises:
-            IncompatibleCheckpointError: The parameter is not stored, and the rows were not dealt out before.
+            IncompatibleCheckpointError: The parameter is not stored, and the rows were not sharded by ZeRO-1 before.
         """
         owner, parameter = self._find_owner(path)
         if self._is_common_state(path) or not owner:
@@ -302,12 +308,12 @@ class ReshardedState:
         return True
 
     def _is_common_state(self, path: str) -> bool:
-        """Whether an array is state of the optimizer that belongs to no parameter."""
+        """Return True if an array is optimizer state that belongs to no parameter."""
         owner = schema.get_owner(path)
         return self._parameters is not None and owner is not None and owner not in self._parameters
 
     def _get_local_shapes(self) -> dict[Any, tuple[int, ...]]:
-        """Local shape of each parameter that the optimizer has."""
+        """Return the local shape of each parameter of the optimizer."""
         names = schema.get_parameter_names(self.trees[schema.OPTIMIZER]) if self._is_keyed_by_name() else ()
         leaves = {name: self._find_shape_leaf(name) for name in names}
         return {
@@ -317,14 +323,15 @@ class ReshardedState:
         }
 
     def _find_expert_names(self) -> frozenset[str]:
-        """Names of the optimizer's parameters that are split over ep."""
+        """Return the names of the optimizer's parameters that are sharded over ep."""
         names = self._get_local_shapes()
         return frozenset(name for name in names if "ep" in self._get_sharding(self._find_shape_leaf(name)).axes)
 
     def _find_shape_leaf(self, name: Any) -> str:
-        """The leaf that has a parameter's shape: the parameter, or where no model is stored a state of it.
+        """Return the leaf that determines a parameter's shape: the parameter, or one of its states if no model is
+        stored.
 
-        Of its states that is the one with the most dims, because a step count is a single number.
+        Among the states it is the one with the most dims, because a step count is a scalar.
         """
         leaf = schema.get_weight_path(name)
         if self.manifest.find_array(leaf) is not None:
@@ -340,7 +347,7 @@ class ReshardedState:
 
 
 def has_zero1_rows(manifest: Manifest) -> bool:
-    """Whether the optimizer's states were dealt out by ZeRO-1 when they were saved."""
+    """Return True if ZeRO-1 sharded the optimizer's states when they were saved."""
     return any(
         get_zero1_axes(resolve_sharding(leaf, manifest, ())) for leaf in manifest.arrays if schema.get_owner(leaf)
     )
@@ -350,8 +357,9 @@ def has_zero1_rows(manifest: Manifest) -> bool:
 def _compute_local_array(
     sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int, zero1: bool
 ) -> tuple[LocalArray, tuple[int, ...]]:
-    """What `ReshardedState._place_tensor` returns: the layers of a model, and the states of an optimizer, ask the same
-    of it.
+    """Compute the result of `ReshardedState._place_tensor`.
+
+    Cached because layers and optimizer states repeat the same arguments.
     """
     sharding, local = pad_evenly(sharding, shape, mesh)
     if not zero1:
@@ -365,11 +373,11 @@ logger = get_logger(__name__)
 
 
 def reshard_state(layout: RankLayout, stored: StoredState, to: TargetTopology) -> ReshardedState:
-    """The job that the files are for, and what it has of the members that such layouts have a place for.
+    """Reshard the members of a stored state that the layout supports for the target job.
 
     Raises:
-        UsageError: There are none, or the cuts of the pipeline do not fit.
-        UnsupportedStateError: The layout has no place for such a job, or for state that every rank has its own of.
+        UsageError: There are no such members, or the pipeline cuts are invalid.
+        UnsupportedStateError: The layout does not support such a job, or state that differs on every rank.
     """
     skeleton = stored.manifest.skeleton if isinstance(stored.manifest.skeleton, dict) else {}
     parts = [part for part in STATE_PARTS if part in skeleton]
@@ -395,10 +403,10 @@ def plan_rank_file_conversion(
     to: TargetTopology,
     plan_files: Callable[[RankFilePlanner], Sequence[FilePlan]] | None = None,
 ) -> ConversionPlan:
-    """The files of a conversion: those of the layout, and native ones for what it has no place for.
+    """Plan the files of a conversion: files of the layout, and native files for state that the layout does not support.
 
     Args:
-        plan_files: The layout's files of a rank, where `RankLayout.files_of` does not say them.
+        plan_files: Function that plans the layout's files of a rank. Default: `RankLayout.plan_files`.
     """
     manifest, plan_files = job.manifest, plan_files or layout.plan_files
     for message in job.collect_warnings():

@@ -1,4 +1,4 @@
-"""Merge the models in rank files into one tree, with a record or an `UnknownArray` for each tensor."""
+"""Merge the models in rank files into one tree, with a record or an `UnreadableArray` for each tensor."""
 
 from __future__ import annotations
 
@@ -36,14 +36,18 @@ class StageModel:
     """The model of one pipeline stage."""
 
     copies: dict[str, TensorCopies] = field(default_factory=dict)
-    """By name: the tensors of all ranks."""
+    """Tensors of all ranks, by name."""
 
     other_values: dict[RankCoords, dict[str, Any]] = field(default_factory=dict)
-    """What is no tensor on each rank: a module's extra state."""
+    """Values that are not tensors, by rank: the extra state of modules."""
 
 
 def read_trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[RankCoords, Any]:
-    """What the files of a grid hold; only those of one dp rank, if one is named."""
+    """Read the files of a grid, or only those of one dp rank.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or damaged, or does not contain a dict.
+    """
     contents = {}
     for at, path in sorted(grid.paths.items()):
         if dp is None or at.dp == dp:
@@ -57,15 +61,15 @@ def read_trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> di
 
 
 def group_by_stage(models: Mapping[RankCoords, Mapping[Any, Any]]) -> dict[int, StageModel]:
-    """The models by pipeline stage.
+    """Group the models of ranks by pipeline stage.
 
     Raises:
-        CorruptCheckpointError: The ranks of a stage hold different names.
+        CorruptCheckpointError: The ranks of a stage contain different names.
     """
     by_stage: dict[int, StageModel] = {}
     for at, tree in models.items():
         stage = by_stage.setdefault(at.pp, StageModel())
-        fresh = not stage.other_values  # the first rank of the stage says which names there are
+        fresh = not stage.other_values  # the first rank of the stage defines the names
         plain = stage.other_values.setdefault(at, {})
         for name, value in tree.items():
             if not isinstance(value, StoredTensor):
@@ -83,20 +87,20 @@ def group_by_stage(models: Mapping[RankCoords, Mapping[Any, Any]]) -> dict[int, 
 
 
 class RankStateBuilder:
-    """Builds the parts of one tag."""
+    """Builder of the model and optimizer trees of one checkpoint."""
 
     def __init__(self, files: RankFiles, hints: LoadHints, model: Mapping[int, StageModel], mesh: Mesh) -> None:
         self.files = files
         self.hints = hints
         self.stages = model
         self.mesh = mesh
-        """How the ranks of one pipeline stage were arranged that have different parts of the model.
+        """Mesh of the ranks in one pipeline stage that have different parts of the model.
 
-        It has no pp, and as many dp ranks as ep ranks: further dp ranks have copies, which nobody stored.
+        It has no pp, and as many dp ranks as ep ranks, because replicas on further dp ranks are not stored.
         """
 
     def build_model(self) -> dict[str, Any]:
-        """The model by name, with a record or an `UnreadableArray` for each tensor."""
+        """Build the model by name, with a record or an `UnreadableArray` for each tensor."""
         members: dict[str, Any] = {}
         first: dict[str, tuple[int, TensorCopies]] = {}
         for number, stage in sorted(self.stages.items()):
@@ -108,23 +112,24 @@ class RankStateBuilder:
                     if not self.hints.get_hint(name).has_rule:
                         members[name] = _make_stage_conflict(earlier, number)
                     elif isinstance(record := members[name], ArrayRecord):
-                        # As in `build_record`: a rule is taken at its word, the first counts, and that others differ
-                        # is told.
+                        # As in `build_record`: a rule overrides the comparison. The first copy is used, and the record
+                        # is marked as divergent.
                         members[name] = record.replace_metadata(is_divergent=True)
             names = dict.fromkeys(name for plain in stage.other_values.values() for name in plain)
             members = {**{name: merge_common_value(self.files, stage.other_values, name) for name in names}, **members}
         return members
 
     def find_ties(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Names of tied parameters that are stored under several, with the first of these names.
+        """Find names of tied parameters that are stored under several names.
 
-        The program says which parameters are tied. Their copies are compared: a tie may have come apart.
+        The program declares which parameters are tied. Their copies are compared, because a tie may be broken.
 
         Returns:
-            The names whose tensors are those of the first name, and the names whose tensors are others.
+            The names whose tensors equal those of the first name, and the names whose tensors differ; each with the
+            first name.
 
         Raises:
-            CorruptCheckpointError: A file is missing, or holds another tensor.
+            CorruptCheckpointError: A file is missing, or contains another tensor.
         """
         stored = {name: copies for _, stage in sorted(self.stages.items()) for name, copies in stage.copies.items()}
         tied: dict[str, str] = {}
@@ -136,15 +141,15 @@ class RankStateBuilder:
         return tied, apart
 
     def is_same(self, one: TensorCopies, other: TensorCopies) -> bool:
-        """Whether the tensors of two names are stored, and are equal on every rank.
+        """Return True if the tensors of two names are stored, and are equal on every rank.
 
         Raises:
-            CorruptCheckpointError: A file holds another tensor.
+            CorruptCheckpointError: A file contains another tensor.
         """
         return self._is_same(one, other) and all(map(self.files.has, one.values()))
 
     def _is_same(self, one: TensorCopies, other: TensorCopies) -> bool:
-        """Whether the tensors of two names are equal on every rank, or none of their files was written."""
+        """Return True if the tensors of two names are equal on every rank, or none of their files was written."""
         if one.keys() != other.keys():
             return False
         for key, a in one.items():
@@ -158,10 +163,10 @@ class RankStateBuilder:
     def _build_parameter(
         self, leaf: str, name: str, copies: TensorCopies
     ) -> ArrayRecord | UnreadableArray | MissingTensor:
-        """What stands for a parameter of the model.
+        """Build the record of a parameter of the model, or its replacement if it is unreadable or was not written.
 
         Raises:
-            CorruptCheckpointError: The file of one of its tensors is missing, and others of that rank are there.
+            CorruptCheckpointError: The file of one of its tensors is missing, while other files of that rank exist.
         """
         first = next(iter(copies.values()))
         lost = [h.file for h in copies.values() if not self.files.has(h)]
@@ -180,17 +185,20 @@ class RankStateBuilder:
     def build_record(
         self, array: StoredArray, parameter: str, sharding: Sharding, state_sharding: Sharding | None = None
     ) -> ArrayRecord | UnreadableArray:
-        """The record of a parameter, or of a state of it; unknown if ranks differ and nothing says why.
+        """Build the record of a parameter, or of one of its states.
 
         Args:
-            state_sharding: How the array was split, if it is a state of another shape than its parameter.
+            state_sharding: Sharding of the array, if it is a state with another shape than its parameter.
+
+        Returns:
+            The record; an `UnreadableArray` if ranks differ and the sharding is not declared.
         """
         if (joined := self.files.join_parts(array)) is not None:
             return joined
         hint, split = self.hints.get_hint(parameter), sharding if state_sharding is None else state_sharding
         axes, own = (*split.axes, *array.row_axes), False
-        # Copies are compared unless the program has said how the array was split. What it says of a parameter does not
-        # count for a state of another shape, which may not be split like the parameter.
+        # Copies are compared unless the program declared the sharding. The declaration for a parameter does not apply
+        # to a state of another shape, which may be sharded differently.
         if not is_declared(array.local_shape, hint) or len(split.axes) < len(sharding.axes):
             alone = hint.is_rank_local and _compute_global_shape(sharding, array) == hint.shape
             choice = choose_copies(self.files, array, axes, self.hints, per_rank=alone)
@@ -202,7 +210,7 @@ class RankStateBuilder:
             compared = assemble_replicated(self.files, array, split)
             return compared if isinstance(compared, ArrayRecord) else add_stored_shape(compared, array.copies)
         parts = assemble_array(self.files, array, split)
-        # A rule is taken at its word, and the first copies count. That others differ is told, and recorded.
+        # A rule overrides the comparison, and the first copies are used. A difference is recorded and reported.
         divergent = (
             hint.has_rule
             and not own
@@ -217,13 +225,13 @@ class RankStateBuilder:
 
 @dataclass(frozen=True, slots=True)
 class MissingTensor:
-    """A tensor of a model whose file was never written, because its master weights stand for it."""
+    """A tensor of a model whose file was never written, because its master weights replace it."""
 
     tensor: StoredTensor
 
 
 def _compute_global_shape(sharding: Sharding, array: StoredArray) -> tuple[int, ...] | None:
-    """The shape that local tensors make together; None if they cannot be parts of an array that is split like that."""
+    """Compute the global shape of local tensors; None if they cannot be shards of an array with this sharding."""
     try:
         return sharding.map_local_shape(array.local_shape, array.mesh, 0).shape
     except ValueError:
@@ -231,7 +239,7 @@ def _compute_global_shape(sharding: Sharding, array: StoredArray) -> tuple[int, 
 
 
 def _make_stage_conflict(one: int, other: int) -> UnreadableArray:
-    """What stands for a name under which two pipeline stages hold other tensors: one of them would be lost."""
+    """Return the placeholder for a name under which two pipeline stages store different tensors."""
     return UnreadableArray(
         problem="pipeline stages hold different arrays under this name, and nothing says which of them is meant",
         expected="the same in all stages, or names that differ",

@@ -1,7 +1,8 @@
-"""Merge the optimizers in rank files into one tree, and find out which parameter each number means.
+"""Merge the optimizers in rank files into one tree, and map parameter numbers to names.
 
 Files number the parameters of an optimizer. The names come from the program's own optimizer: its parameters are in the
-same order, without those that a pipeline stage does not have. Sizes of groups and shapes are compared to be sure.
+same order, without those that a pipeline stage does not have. Group sizes and shapes are compared to verify the
+mapping.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def name_stage_parameters(
     is_expert: Callable[[str], bool],
     pp: int | None = None,
 ) -> dict[int, Any] | None:
-    """The name of each number of one pipeline stage's optimizer; None if nobody can tell.
+    """Map the parameter numbers of one pipeline stage's optimizer to names; None if the names are unknown.
 
-    Numbers run through the groups. The parameters of the program's optimizer come in the same order, if those are left
-    out that this stage does not have. The sizes of the groups and the shapes of the parameters are compared to be sure.
+    Numbers are consecutive through the groups. The parameters of the program's optimizer are in the same order, without
+    those that this stage does not have. Group sizes and parameter shapes are compared to verify the mapping.
 
     Args:
-        separate_experts: Whether the last groups are of experts only.
+        separate_experts: True if the last groups contain only experts.
         model: The stage's own model, by name; None if no model is stored.
-        shapes: Local shape of each number, where known.
-        pp: Which of several pipeline stages it is.
+        shapes: Local shape of each number, if known.
+        pp: The pipeline stage, if there are several.
 
     Raises:
         IncompatibleCheckpointError: Numbers or shapes differ.
@@ -63,14 +64,14 @@ def name_stage_parameters(
             stored, shapes, {name: local_shapes[name] for name in hints.saved_parameters if name in local_shapes}
         )
     if hints.parameter_groups is None:
-        return map_numbers_to_names(stored, stored)  # without an optimizer that says more, a number is its own name
+        return map_numbers_to_names(stored, stored)  # without names from an optimizer, a number is its own name
     of_stage = [_select_stage_names(names, hints, model) for names in hints.parameter_groups]
     if separate_experts:
         others = [[name for name in group if not is_expert(name)] for group in of_stage]
         experts = [[name for name in group if is_expert(name)] for group in of_stage]
         of_stage = others + experts
     if separate_experts or len(of_stage) != len(stored):
-        # A group may have nothing in this stage, and groups without parameters are not always stored.
+        # A group may be empty in this stage, and groups without parameters are not always stored.
         of_stage = [names for names in of_stage if names]
         stored = [numbers for numbers in stored if numbers]
     missing = (
@@ -94,15 +95,16 @@ def merge_tied_names(
     model: Mapping[str, Mapping[Any, StoredTensor]],
     is_same: Callable[[Mapping[Any, StoredTensor], Mapping[Any, StoredTensor]], bool],
 ) -> LoadHints:
-    """What a pipeline says, with one name for each weight that is one parameter of the stored optimizer.
+    """Return hints with one name for each weight that is one parameter of the stored optimizer.
 
-    Stages that share a weight may each have a name for it, and do not know of each other's. In the files of one stage
-    such a weight is one parameter, and the model has it under all of its names. So matrices that are equal are taken
-    for one, if there are then as many parameters as are stored. Vectors often are equal: biases are zeros at first.
+    Stages that share a weight may use different names for it, without knowing the other name. In the files of one stage
+    such a weight is one parameter, and the model contains it under all of its names. Therefore equal matrices are
+    treated as one parameter if this gives the stored number of parameters. Vectors are not compared, because many are
+    equal: biases are initially zero.
 
     Args:
         count: Number of the stored parameters of this stage.
-        is_same: Whether the tensors of two names are stored and are equal on all ranks.
+        is_same: Function that returns True if the tensors of two names are stored and are equal on all ranks.
     """
     groups = hints.parameter_groups or ()
     stored = [name for names in groups for name in names if name in model]
@@ -116,16 +118,24 @@ def merge_tied_names(
             first[name] = earlier
     if len(stored) - len(first) != count:
         return hints
-    # The state is wanted under the name that this rank has.
+    # The state is requested under the name that this rank uses.
     called = {earlier: name for name, earlier in first.items() if name in hints.arrays and earlier not in hints.arrays}
     return replace(hints, parameter_groups=[[called.get(n, n) for n in names if n not in first] for names in groups])
 
 
 def _check_group_sizes(counts: list[int], present: list[int], missing: Sequence[str], pp: int | None) -> None:
-    """Compare the sizes of the groups; `missing` are the program's parameters that the stored model does not have."""
+    """Compare the sizes of the groups.
+
+    Args:
+        missing: The program's parameters that the stored model does not contain.
+        pp: The pipeline stage, if there are several.
+
+    Raises:
+        IncompatibleCheckpointError: The sizes differ.
+    """
     if counts != present:
-        named = [name for name in missing if not name.startswith("#")]  # without a model, names are places
-        others = f". It has no {format_leaves(named)}" if named and pp is None else ""  # another stage may have them
+        named = [name for name in missing if not name.startswith("#")]  # without a model, names are positions
+        others = f". It has no {format_leaves(named)}" if named and pp is None else ""  # another stage may contain them
         whose = "the stored model" if pp is None else f"the stored model of pipeline stage {pp}"
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
@@ -139,9 +149,12 @@ def _check_group_sizes(counts: list[int], present: list[int], missing: Sequence[
 def _check_shape(
     number: int, name: Any, shape: tuple[int, ...] | None, local: tuple[int, ...], whole: tuple[int, ...] | None
 ) -> None:
-    """Compare the shape of a number with that of the model's tensor of this name, `local`.
+    """Compare the stored shape of a number with `local`, the shape of the model's tensor of this name.
 
-    A program may have joined arrays of all ranks in each model file, adapters say, and left their states apart.
+    A program may have gathered arrays of all ranks in each model file (adapters, for example), but not their states.
+
+    Raises:
+        IncompatibleCheckpointError: The shapes differ.
     """
     joined = local == whole and shape is not None and _is_shard_of(shape, local)
     if shape is not None and shape != local and not joined:
@@ -155,12 +168,12 @@ def _check_shape(
 
 
 def _is_shard_of(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a tensor can be a rank's part of another one."""
+    """Return True if a tensor of one shape can be a shard of a tensor of the other."""
     return len(part) == len(whole) and all(n and not of % n for n, of in zip(part, whole, strict=True))
 
 
 def _select_stage_names(names: Sequence[str], hints: LoadHints, model: Mapping[str, Any] | None) -> list[str]:
-    """The names of a group that a stage has, in the order of the stage's own optimizer."""
+    """Return the names of a group that are in a stage, in the order of the stage's own optimizer."""
     if model is None or any(name.startswith("#") for name in names):
         return list(names)
     called = {name: other for name in names if (other := _find_present_name(name, hints, model)) in model}
@@ -168,16 +181,16 @@ def _select_stage_names(names: Sequence[str], hints: LoadHints, model: Mapping[s
 
 
 def _find_present_name(name: str, hints: LoadHints, model: Mapping[str, Any] | None) -> str:
-    """The name under which a stage's model has a parameter; its first name if the model does not have it."""
+    """Return the name of a parameter in a stage's model; its first name if the model does not contain it."""
     return next((other for other in (name, *hints.aliases.get(name, ())) if other in (model or ())), name)
 
 
 def order_stage_parameters(names: Sequence[str], stage_names: Mapping[str, str], order: Mapping[str, int]) -> list[str]:
-    """The parameters of a group that a pipeline stage has, in the order of the stage's own optimizer.
+    """Return the parameters of a group that are in a pipeline stage, in the order of the stage's own optimizer.
 
     Args:
-        stage_names: The name under which the stage has each of its parameters: a tied one may have another name there.
-        order: Place of each name in the model.
+        stage_names: Name of each parameter in the stage, which may be another one for a tied parameter.
+        order: Position of each name in the model.
 
     >>> order = {"embed": 0, "b": 1, "c": 2, "head": 3}
     >>> order_stage_parameters(["embed", "b", "c"], {"embed": "head", "c": "c"}, order)
@@ -188,7 +201,7 @@ def order_stage_parameters(names: Sequence[str], stage_names: Mapping[str, str],
         other = stage_names.get(name, name)
         if other == name:
             continue
-        # The optimizer of the stage found this parameter at the place of its other name.
+        # The optimizer of the stage has this parameter at the position of its other name.
         place = order.get(other, len(order))
         at = next((i for i, n in enumerate(of_stage) if order.get(n, -1) > place), len(of_stage))
         of_stage.insert(at, name)
@@ -204,16 +217,19 @@ UNNAMED_OPTIMIZER = UnreadableArray(
 def build_optimizer(
     state: RankStateBuilder, files: Mapping[RankCoords, RankOptimizer], dp: int
 ) -> dict[str, Any] | UnreadableArray:
-    """The optimizer by name: states, groups and, if there are any, master weights. Unknown if nobody can name them.
+    """Build the optimizer by name: states, groups and master weights, if there are any.
 
     Args:
         state: The models that its parameters belong to.
-        files: What the rank files of the optimizer hold.
+        files: Contents of the optimizer's rank files.
         dp: Number of rank files along dp.
+
+    Returns:
+        The optimizer; an `UnreadableArray` if the parameter names are unknown.
 
     Raises:
         CorruptCheckpointError: Rank files do not add up to whole arrays.
-        IncompatibleCheckpointError: The parameters of the stored groups are not those that are wanted.
+        IncompatibleCheckpointError: The parameters of the stored groups are not the requested ones.
     """
     tree: dict[str, Any] = {schema.STATE: {}, schema.PARAM_GROUPS: []}
     master: dict[str, Any] = {}
@@ -232,7 +248,7 @@ class _StageOptimizer:
         self.builder = state
         self.first = files[min(files)]
         self.is_zero1 = self.first.local_shapes is not None
-        """Whether ZeRO-1 dealt out the rows of the states over dp."""
+        """True if ZeRO-1 sharded the rows of the states over dp."""
         self.mesh = Mesh(dp=dp, ep=state.mesh.ep, tp=state.mesh.tp) if self.is_zero1 else state.mesh
         self.model = state.stages.get(pp, StageModel())
         self.files = files
@@ -248,11 +264,11 @@ class _StageOptimizer:
             pp=pp if len(state.stages) > 1 else None,
         )
         self.is_unnamed = names is None
-        """Whether nobody can tell which parameters the numbers are."""
+        """True if the parameter numbers cannot be mapped to names."""
         self.names = names or {}
 
     def is_expert(self, name: str) -> bool:
-        """Whether a parameter differs between expert-parallel ranks."""
+        """Return True if a parameter differs between expert-parallel ranks."""
         copies = self.model.copies.get(name)
         if copies is None:
             return False
@@ -263,7 +279,7 @@ class _StageOptimizer:
         return isinstance(sharding, Sharding) and "ep" in sharding.axes
 
     def get_local_shape(self, number: int) -> tuple[int, ...] | None:
-        """The shape of a parameter on each rank; None if nothing of it is stored."""
+        """Return the local shape of a parameter; None if it has no stored state."""
         if self.first.local_shapes is not None:
             return tuple(map(int, self.first.local_shapes[number])) if number in self.first.local_shapes else None
         members = self.first.states.get(number, {})
@@ -276,7 +292,11 @@ class _StageOptimizer:
         self._add_common_state(tree[schema.STATE])
 
     def _add_groups(self, merged_groups: list[dict[str, Any]]) -> None:
-        """Add the groups: a group of parameters has members in several stages."""
+        """Add the groups. A group may have parameters in several stages.
+
+        Raises:
+            IncompatibleCheckpointError: Stages have different numbers of groups.
+        """
         if merged_groups and len(merged_groups) != len(self.groups):
             raise IncompatibleCheckpointError(
                 "the optimizers of the pipeline stages have different numbers of groups",
@@ -293,10 +313,10 @@ class _StageOptimizer:
                 merged_groups.append({**_get_hyperparameters(group), schema.PARAMS: names})
 
     def _add_states(self, states: dict[Any, Any], master: dict[str, Any]) -> None:
-        """Add states and master weights of the parameters."""
+        """Add the states and master weights of the parameters."""
         for number, name in self.names.items():
             if name in states or not self.builder.hints.can_want_state(name):
-                continue  # another stage has this tied parameter, too; or this rank has no parameter of that stage
+                continue  # another stage also contains this tied parameter, or this rank has no parameter of that stage
             by_rank = {at: stored.states.get(number, {}) for at, stored in self.files.items()}
             state = self._merge_state(number, name, by_rank)
             if state:
@@ -306,7 +326,11 @@ class _StageOptimizer:
                 master[name] = self._merge_array(schema.get_master_path(name), number, name, weights)
 
     def _add_common_state(self, states: dict[Any, Any]) -> None:
-        """Add state that belongs to no parameter. Its keys are no numbers, and every rank has the same."""
+        """Add state that belongs to no parameter. Its keys are not numbers, and it is equal on all ranks.
+
+        Raises:
+            IncompatibleCheckpointError: Such state is stored under the name of a parameter.
+        """
         own = {at: stored.states for at, stored in self.files.items()}
         for name in dict.fromkeys(name for members in own.values() for name in members):
             if type(name) is int:
@@ -321,7 +345,7 @@ class _StageOptimizer:
                 states[name] = merge_common_value(self.builder.files, own, name)
 
     def _merge_state(self, number: int, name: Any, by_rank: Mapping[RankCoords, Any]) -> dict[str, Any]:
-        """The state of one parameter, from that of all ranks."""
+        """Merge the state of one parameter from all ranks."""
         state: dict[str, Any] = {}
         with_state = {at: members for at, members in by_rank.items() if members}
         for what in dict.fromkeys(what for members in with_state.values() for what in members):
@@ -335,14 +359,14 @@ class _StageOptimizer:
     def _merge_array(
         self, leaf: str, number: int, name: Any, tensors: Mapping[RankCoords, StoredTensor]
     ) -> ArrayRecord | UnreadableArray:
-        """A state of one parameter, or its master weights, from the tensors of all ranks."""
+        """Merge one state of a parameter, or its master weights, from the tensors of all ranks."""
         copies = {(at.dp, at.ep, at.tp): tensor for at, tensor in tensors.items()}
         shape = next(iter(copies.values())).shape
         local = self.get_local_shape(number) or shape
         expert = self.is_expert(str(name)) if self.builder.mesh.ep > 1 else False
         rows = (("edp",) if expert else ("dp",)) if self.is_zero1 and shape else ()
         if self.is_zero1 and not shape:
-            # A single number is the same on all ranks that share the rows of a parameter.
+            # A scalar is equal on all ranks that share the rows of a parameter.
             copies = {at: tensor for at, tensor in copies.items() if at[0] < self.mesh.ep}
         array = StoredArray(
             leaf=leaf, copies=copies, mesh=self.mesh, local_shape=local, row_axes=rows, per_dp_files=self.is_zero1
@@ -352,9 +376,9 @@ class _StageOptimizer:
         sharding = resolve_sharding(str(name), local, self.builder.mesh, expert, self.builder.hints.get_hint(str(name)))
         if isinstance(sharding, UnreadableArray):
             if shape:
-                # No rule is for a parameter that is a number.
+                # A rule cannot match a parameter that is a number.
                 return add_stored_shape(UNNAMED_OPTIMIZER if type(name) is int else sharding, copies)
-            sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
+            sharding = Sharding()  # the sharding of the parameter is unknown, but a scalar has no shards
         of_state = None if rows else self._resolve_state_sharding(leaf, sharding, local, shape)
         with annotate_errors(leaf=leaf):
             return self.builder.build_record(array, str(name), sharding, of_state)
@@ -362,7 +386,11 @@ class _StageOptimizer:
     def _resolve_state_sharding(
         self, leaf: str, sharding: Sharding, local: tuple[int, ...], shape: tuple[int, ...]
     ) -> Sharding:
-        """How a state is split of a parameter that is split like this; both shapes are those on each rank."""
+        """Derive the sharding of a state from the sharding of its parameter; both shapes are local.
+
+        Raises:
+            IncompatibleCheckpointError: The shape of the state does not fit.
+        """
         place = schema.parse_leaf_path(leaf)
         rule = (
             MASTER_RULE
@@ -376,8 +404,8 @@ class _StageOptimizer:
 
 
 def _get_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group."""
+    """Return the hyperparameters of a group."""
     options = {k: v for k, v in group.items() if k not in (schema.PARAMS, PARAM_NAMES_KEY)}
-    if isinstance(options.get("betas"), list):  # some programs make lists of tuples, and torch wants a tuple
+    if isinstance(options.get("betas"), list):  # some programs store lists instead of the tuples that torch expects
         options["betas"] = tuple(options["betas"])
     return options

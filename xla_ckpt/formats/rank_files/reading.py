@@ -1,4 +1,7 @@
-"""Read, open and verify checkpoints of rank files: model and optimizer, and their manifest. No tensor is read."""
+"""Open and verify checkpoints of rank files: read model and optimizer, and build their manifest.
+
+Only metadata is read, no tensor data.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ _MASTER_WEIGHTS_ONLY = UnreadableArray(
 
 
 def read_plain_file(files: RankFiles, file: str) -> Any:
-    """What a file of plain values holds; an `UntrustedObject` if it names classes of the program.
+    """Read a file of plain values; return an `UntrustedObject` if it refers to classes of the program.
 
     Raises:
         CorruptCheckpointError: It is damaged.
@@ -74,10 +77,10 @@ def read_plain_file(files: RankFiles, file: str) -> Any:
 def build_rank_manifest(
     files: RankFiles, tag: str, content: TagContent, hints: LoadHints
 ) -> tuple[Manifest, list[UntrustedObject]]:
-    """The manifest of what the files of a tag hold, and the objects that its skeleton numbers.
+    """Build the manifest of a checkpoint, and the list of objects that its skeleton refers to by number.
 
     Raises:
-        UnsupportedStateError: A value is neither array nor plain.
+        UnsupportedStateError: A value is neither an array nor plain.
     """
     flat = flatten_state({part: _convert_plain(files, value) for part, value in content.parts.items()})
     own = [leaf for leaf, record in flat.arrays.items() if isinstance(record, ArrayRecord) and record.is_rank_local]
@@ -87,7 +90,7 @@ def build_rank_manifest(
 
 
 def _log_divergence(tag: str, own: list[str], apart: Mapping[str, str], hints: LoadHints) -> None:
-    """Say once for each pipeline stage which arrays each rank gets its own of, and which ties have come apart."""
+    """Log arrays that differ between ranks, and broken ties, once for each pipeline stage."""
     at = hints.mesh.coordinates(hints.rank)
     if any(at[axis] for axis in ("dp", "cp", "tp")):
         return
@@ -110,25 +113,25 @@ def _log_divergence(tag: str, own: list[str], apart: Mapping[str, str], hints: L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagContent:
-    """What a tag holds."""
+    """Content of a checkpoint."""
 
     parts: dict[str, Any]
     """Members of the state, with a record or an `UnreadableArray` for each tensor."""
 
     mesh: Mesh
-    """How the ranks were arranged that wrote it, as far as the files show it."""
+    """Mesh of the ranks that wrote it, as far as the files show it."""
 
     left_out: tuple[str, ...]
-    """Leaf paths of tensors of the model that were not written, and that nothing stands for."""
+    """Leaf paths of model tensors that were not written and have no master weights."""
 
     broken_ties: Mapping[str, str]
-    """Names of the model that should be tied to another one, with that one, and that hold other values."""
+    """Names of tied parameters whose values differ, with the name that they should be tied to."""
 
 
 def infer_mesh(grids: Iterable[RankGrid]) -> Mesh:
-    """How the ranks were arranged, as far as their files show it."""
+    """Infer the mesh of the ranks that wrote files, as far as the file names show it."""
     size = get_largest_sizes(grids)
-    # Without ZeRO-1 there are no files for dp ranks but the first: there were at least as many as ep ranks.
+    # Without ZeRO-1 only the first dp rank writes files. There were at least as many dp ranks as ep ranks.
     return Mesh(pp=size.pp, dp=size.dp if size.dp % size.ep == 0 else size.ep, ep=size.ep, tp=size.tp)
 
 
@@ -140,17 +143,18 @@ def build_content(
     read_optimizers: Callable[[], Mapping[RankCoords, RankOptimizer]],
     mesh: Mesh,
 ) -> TagContent:
-    """Model and optimizer, with a record or an `UnreadableArray` for each tensor.
+    """Build model and optimizer, with a record or an `UnreadableArray` for each tensor.
 
     Args:
-        model: What the ranks hold of the model, by pipeline stage.
+        model: Stored models of the ranks, by pipeline stage.
         optimizer_sizes: Number of optimizer files along each axis; None if there are none.
-        read_optimizers: What these files hold. It is not called if the optimizer is not wanted, or has no names.
-        mesh: How the ranks were arranged that wrote all of them.
+        read_optimizers: Function that reads these files. It is not called if the optimizer is not requested, or if its
+        parameter names are unknown.
+        mesh: Mesh of all ranks that wrote the checkpoint.
 
     Raises:
         CorruptCheckpointError: Files are missing, or do not fit together.
-        IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
+        IncompatibleCheckpointError: The stored optimizer is not the requested one.
     """
     state = RankStateBuilder(files, hints, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
     parts: dict[str, Any] = {}
@@ -170,7 +174,7 @@ def build_content(
     if model:
         weights = {name: _select_weights(name, stored, masters, hints) for name, stored in parts[schema.MODEL].items()}
         tied, apart = state.find_ties()
-        # One object: that is how `build_scanned_manifest` knows the names of one array.
+        # Tied names share one object, by which `build_scanned_manifest` recognizes the aliases of an array.
         weights |= {name: weights[first] for name, first in tied.items()}
         parts[schema.MODEL] = {name: value for name, value in weights.items() if value is not None}
     left_out = tuple(schema.get_weight_path(name) for name, value in weights.items() if value is None)
@@ -178,9 +182,13 @@ def build_content(
 
 
 def _select_weights(name: str, stored: Any, masters: Mapping[str, Any], hints: LoadHints) -> Any:
-    """What a parameter is loaded from: its own array, or its master weights if that was not saved.
+    """Select the source of a parameter: its own array, or its master weights if the array was not saved.
 
-    None leaves it out.
+    Returns:
+        The record; None to omit the parameter.
+
+    Raises:
+        CorruptCheckpointError: Neither the array nor any master weights are stored.
     """
     if not isinstance(stored, MissingTensor):
         return stored
@@ -199,9 +207,9 @@ def _select_weights(name: str, stored: Any, masters: Mapping[str, Any], hints: L
 
 
 def _convert_plain(files: RankFiles, value: Any) -> Any:
-    """A value that belongs to no rank in particular, with a record for each tensor: all ranks have those whole.
+    """Convert a value that is the same on all ranks: each tensor is replaced by its record.
 
-    Mappings without tensors stay as they are, with their classes.
+    Mappings without tensors are kept as they are, with their classes.
     """
 
     def recorded(keys: KeyPath, leaf: Any) -> Any:
@@ -219,15 +227,16 @@ def _has_tensors(value: Any) -> bool:
 
 
 TAG_KIND = "tag"
-"""What errors call the files."""
+"""Name of the files in errors."""
 
 
 class OneFilePerRank(RankFiles):
-    """The files of such a tag.
+    """Files of a checkpoint in which each rank has one file.
 
     Args:
-        form: How they are called, and what they hold.
-        below: Where in the tag's directory they lie.
+        directory: The open checkpoint directory.
+        file_format: Names and contents of the files.
+        subfolder: Folder of the rank files in the directory.
     """
 
     def __init__(self, directory: ReadDirectory, file_format: RankFileFormat, subfolder: str = "") -> None:
@@ -248,7 +257,7 @@ class OneFilePerRank(RankFiles):
         of_ranks = {
             at: self._interpret_content(tree, at, grid.paths[at]) for at, tree in read_trees(self, grid).items()
         }
-        # All dp ranks have the same model, and the same optimizer if its rows are not dealt out.
+        # The model is the same on all dp ranks, as is the optimizer unless ZeRO-1 sharded its rows.
         models = {at: has.model for at, has in of_ranks.items() if has.model is not None and not at.dp}
         stored = {at: has.optimizer for at, has in of_ranks.items() if has.optimizer is not None}
         optimizers, of_optimizers = self.select_optimizers(stored, grid, hints)
@@ -264,10 +273,10 @@ class OneFilePerRank(RankFiles):
         return content
 
     def _interpret_content(self, tree: Mapping[Any, Any], at: RankCoords, path: str) -> RankContent:
-        """What a rank file means.
+        """Parse the content of a rank file.
 
         Raises:
-            CorruptCheckpointError: It is not as the program writes it.
+            CorruptCheckpointError: It is not in the form that the program writes.
         """
         try:
             return self.file_format.parse_content(tree, at)
@@ -281,24 +290,24 @@ class OneFilePerRank(RankFiles):
     def select_optimizers(
         self, stored: Mapping[RankCoords, Mapping[Any, Any]], grid: RankGrid, hints: LoadHints
     ) -> tuple[Mapping[RankCoords, Mapping[Any, Any]], RankGrid]:
-        """The states of the optimizers, none if none is stored, and the files that they are in.
+        """Select the optimizer states to read, and the grid of the files that contain them.
 
         Args:
-            stored: Those in the files of the ranks.
-            grid: These files.
-            hints: What is wanted.
+            stored: Optimizer states in the rank files; empty if there are none.
+            grid: The rank files.
+            hints: The request of the load.
         """
         return stored, grid
 
 
 def open_rank_files(layout: RankLayout, store: Store, tag: RankTag, hints: LoadHints) -> TagReader:
-    """A reader of a tag, for the restore engine.
+    """Open a checkpoint for the restore engine.
 
     Raises:
-        CorruptCheckpointError: Files are missing, damaged, of two saves, or do not add up.
-        UnsupportedStateError: They are of a kind that is not read.
-        UntrustedObjectError: A file names a class that is neither a tensor nor a plain value.
-        IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
+        CorruptCheckpointError: Files are missing, damaged, from different saves, or do not add up.
+        UnsupportedStateError: They are of an unsupported kind.
+        UntrustedObjectError: A file refers to a class that is neither a tensor nor a plain value.
+        IncompatibleCheckpointError: The stored optimizer is not the requested one.
     """
     with open_for_scan(store, tag.tag, lambda: tag.open_directory(store)) as directory:
         files = layout.create_files(store, tag, directory)
@@ -311,14 +320,14 @@ def open_rank_files(layout: RankLayout, store: Store, tag: RankTag, hints: LoadH
 
 
 def verify_rank_files(layout: RankLayout, store: Store, tag: RankTag, workers: int = READ_THREADS) -> VerifyReport:
-    """Read every file of a tag.
+    """Verify a checkpoint by reading all of its files.
 
-    The files of all ranks and all tensors have to be there, the zips have to agree with their CRC-32s, which neither
-    torch nor the program looks at that wrote them, and the parts of the ranks have to add up to whole arrays, as far as
-    the tag alone tells.
+    The files of all ranks and all tensors must exist, the zip files must match their CRC-32 checksums (neither torch
+    nor the program that wrote them checks these), and the parts of the ranks must add up to whole arrays, as far as the
+    checkpoint itself shows.
 
     Raises:
-        StorageError: The tag cannot be opened.
+        StorageError: The checkpoint cannot be opened.
     """
     with start_verify_report(store, tag.tag) as report:
         try:
@@ -338,13 +347,13 @@ def verify_rank_files(layout: RankLayout, store: Store, tag: RankTag, workers: i
             for file, at in files.list_rank_files().items():
                 if file not in damaged:
                     collect_problem(report, partial(_check_tensors, files, file, at, report))
-            # Damage in one file does not hide that another is missing, or of another save.
+            # Report a missing file, or a file from another save, even if another file is damaged.
             collect_problem(report, partial(_check_content, files, report))
     return report
 
 
 def _check_tensors(files: RankFiles, file: str, at: RankCoords, report: VerifyReport) -> None:
-    """Check that every tensor that a rank file names is there."""
+    """Check that every tensor in a rank file exists."""
     damaged = {problem.file for problem in report.problems}
     for leaf in iterate_leaves(files.read_tree(file, at)):
         if isinstance(leaf, StoredTensor):
@@ -354,12 +363,16 @@ def _check_tensors(files: RankFiles, file: str, at: RankCoords, report: VerifyRe
 
 
 def _check_content(files: RankFiles, report: VerifyReport) -> None:
-    """Check that the parts add up. What the report has already is not added again."""
+    """Check that the parts add up, without repeating problems in the report.
+
+    Raises:
+        CheckpointError: They do not add up.
+    """
     reported = {(problem.problem, problem.file) for problem in report.problems}
     try:
         files.read_content(LoadHints())
     except (IncompatibleCheckpointError, UnsupportedStateError):
-        return  # the files alone do not say how arrays were split, or are of a kind that is not read: no damage
+        return  # the files do not record the shardings, or are of an unsupported kind, but are not damaged
     except CheckpointError as error:
         if (error.problem, error.file) not in reported:
             raise

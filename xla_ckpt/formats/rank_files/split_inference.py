@@ -1,7 +1,7 @@
 """Infer how an array was sharded over the ranks, from rules, model attributes, the checkpoint, or shapes.
 
-A split that is only inferred must be the only one that makes the wanted shape. Otherwise the array is unknown: a guess
-would put its parts together in a wrong order without an error.
+An inferred sharding must be the only one that produces the requested shape. Otherwise the array is unreadable, because
+a guess could assemble its parts in a wrong order without an error.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from xla_ckpt.core.sharding.sharding import DimSharding, Sharding, compute_globa
 
 _FUSED_NAMES = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
 _KV_NAMES = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_proj)?\.")
-"""Keys and values, of which several ranks may hold the same. Of any other array a shape that does not fit is one."""
+"""Pattern of keys and values, which may be replicated on several ranks. For any other array, a shape that does not fit
+is an error."""
 
 _SEPARATE_QKV_NAMES = re.compile(r"(weight|bias)_[qkv]$")
-"""Queries, keys and values that are arrays of their own in a layer, whose name only looks fused."""
+"""Pattern of queries, keys and values that are separate arrays, although the name of their layer looks fused."""
 
 _QKV_NAMES = re.compile(r"qkv|query_key_value|w_pack|c_attn", re.IGNORECASE)
-"""Of the fused ones those of three arrays: queries, keys and values. The others are of two."""
+"""Pattern of arrays that fuse queries, keys and values. Other fused arrays consist of two arrays."""
 
 _QKV_RULE = "('tp', [Q, K, V])", "tp:Q+K+V", ", with the rows that the whole array has of queries, keys and values"
 _PAIR_RULE = "('tp', 2)", "tp*2", ", if each rank has a part of each of 2 fused arrays"
-"""How the split of a fused dim is said in Python and at the command line, and what is said of it."""
+"""Rules for a fused dim in Python and at the command line, and a remark on them."""
 
 _DOCS_HINT = "docs/parallelism.md has those for fused arrays and for experts."
 
@@ -38,14 +39,15 @@ SHARDING_HINT = (
 )
 
 REPLICATED_RULE = f"shardings=[(r'{NAME_PLACEHOLDER}', None)] (--sharding '{NAME_PLACEHOLDER}' _)"
-"""In the hint of an `UnreadableArray`: the rule that says that each rank has all of it."""
+"""Rule for a replicated array, for the hint of an `UnreadableArray`."""
 
 
 def is_declared(local: tuple[int, ...], hint: ArrayHint) -> bool:
-    """Whether a rule, attributes or the tag say how an array was split. A shape alone says only how it may have been.
+    """Return True if a rule, attributes or the checkpoint declare the sharding. A shape alone only limits the
+    possibilities.
 
-    Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
-    wanted shape.
+    Attributes also remain on weights that every rank has in full. Therefore they are ignored for a tensor that already
+    has the requested shape.
     """
     return hint.sharding is not None and (hint.has_rule or hint.is_declared_in_tag or hint.shape != local)
 
@@ -53,10 +55,13 @@ def is_declared(local: tuple[int, ...], hint: ArrayHint) -> bool:
 def resolve_sharding(
     name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, hint: ArrayHint
 ) -> Sharding | UnreadableArray:
-    """How an array was split of which each rank of `mesh` has a tensor of the shape `local`.
+    """Resolve the sharding of an array of which each rank of `mesh` has a tensor of the shape `local`.
 
-    Of sections that several ranks held alike (keys and values) the shapes say how many ranks did. Which of them did is
-    found out by `list_replica_orders`.
+    For sections that several ranks replicate (keys and values), the shapes determine the number of replicas.
+    `list_replica_orders` lists the possible orders of the replicas.
+
+    Returns:
+        The sharding; an `UnreadableArray` if it is unknown or contradicts the model.
     """
     if hint.problem is not None:
         return hint.problem
@@ -76,10 +81,10 @@ def resolve_sharding(
 
 
 def _suggest_rule(name: str, ndim: int, fitting: Sequence[Sharding]) -> str:
-    """The first rule of those that make the shape of the model, as a hint; where there are none, one of that form.
+    """Return a hint with the first sharding that produces the shape of the model, or an example rule if there is none.
 
-    For queries, keys and values in one array it has no numbers: three parts of one size would fit other sizes, too, and
-    mix their rows without an error.
+    For fused queries, keys and values the rule has no numbers: three parts of equal size would also fit other sizes,
+    and mix their rows without an error.
     """
     plain = DimSharding(("tp",))
     sharding = next((split for split in fitting if split.axes), Sharding((plain,)))
@@ -94,7 +99,7 @@ def _suggest_rule(name: str, ndim: int, fitting: Sequence[Sharding]) -> str:
 
 
 def _format_split(split: DimSharding | None) -> str:
-    """How a tensor dim is split, as a person types it."""
+    """Format the sharding of a tensor dim in command-line syntax."""
     if split is None:
         return "_"
     axes = "+".join(split.axes)
@@ -106,17 +111,17 @@ def _format_split(split: DimSharding | None) -> str:
 def _find_contradiction(
     name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, expert: bool | None, hint: ArrayHint
 ) -> UnreadableArray | None:
-    """Why a rule cannot be true of an array: it makes another shape than the model has. None if it can.
+    """Return the reason why a rule contradicts the shape of the model; None if it does not.
 
-    Without this a conversion would write half of an array, or twice as much. Attributes of the model itself are not
-    doubted here: where they make another shape, a load says so.
+    Without this check a conversion would write half of an array, or twice as much. Attributes of the model itself are
+    not checked here: if they produce another shape, the load raises an error.
     """
     if not hint.has_rule or hint.is_declared_in_tag or hint.shape is None:
         return None
     try:
         shape = sharding.map_local_shape(local, mesh, 0).shape
     except ValueError:
-        return None  # it is refused, with the numbers, where the parts are put together
+        return None  # raises an error with the numbers when the parts are assembled
     if shape == hint.shape:
         return None
     fitting = _find_fitting_shardings(local, mesh, expert, hint.shape) or _find_replicated_shardings(
@@ -134,8 +139,8 @@ def _find_contradiction(
 def _add_expert_split(
     sharding: Sharding, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...] | None
 ) -> Sharding:
-    """The same for what the files say of experts: parameters of a job without expert parallelism do not say it."""
-    if expert is False:  # ranks that hold different experts hold the same of it
+    """Add the expert-parallel sharding, which the parameters of a job without expert parallelism do not declare."""
+    if expert is False:  # it is replicated on ranks that hold different experts
         return exclude_axes(sharding, ("ep", "dp"))
     dims = sharding.pad_dims(len(local))
     if mesh.ep == 1 or not dims or dims[0] is not None or "ep" in sharding.axes:
@@ -146,7 +151,7 @@ def _add_expert_split(
 
 
 def _is_consistent(split: DimSharding, n: int, ranks: int, total: int) -> bool:
-    """Whether each rank has `n` of `total` elements with the copies that the program has."""
+    """Return True if each rank has `n` of `total` elements with the number of replicas that the program uses."""
     try:
         return compute_global_size(n, ranks, split.sections) == total
     except ValueError:
@@ -154,7 +159,7 @@ def _is_consistent(split: DimSharding, n: int, ranks: int, total: int) -> bool:
 
 
 def _fit_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, hint: ArrayHint) -> Sharding:
-    """The same for the number of copies that the job had which wrote the tensors; the program may want another one."""
+    """Set the number of replicas to that of the job that wrote the tensors; the program may use another one."""
     if hint.shape is None or len(hint.shape) != len(local) or hint.shape_excludes_padding:
         return sharding
     dims = list(sharding.pad_dims(len(local)))
@@ -168,14 +173,14 @@ def _fit_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mes
 
 
 def _infer_copies(split: DimSharding, n: int, ranks: int, total: int) -> DimSharding:
-    """The same with so many copies of keys and values that each rank has `n` of `total` elements.
+    """Set the number of KV replicas so that each rank has `n` of `total` elements.
 
-    Queries are held once, and keys and values behind them in equal numbers of copies. Where no number fits, the split
-    stays as it is, and what does not fit is told.
+    Queries are not replicated; the keys and values that follow them have equal numbers of replicas. If no number fits,
+    the split is unchanged, and the mismatch raises an error later.
     """
     queries, keys = split.sections[:1], split.sections[1:]
     if not keys:
-        queries, keys = (), queries  # a single section is one of keys or values, and nothing else has to be counted
+        queries, keys = (), queries  # a single section contains keys or values, without queries
     rows = sum(section.size or 0 for section in queries)
     if total <= rows or (queries and rows == 0):
         return split
@@ -188,9 +193,9 @@ def _infer_copies(split: DimSharding, n: int, ranks: int, total: int) -> DimShar
 
 
 def list_replica_orders(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
-    """The ways in which ranks may have held copies of sections: repeated as a whole, or on neighbouring ranks.
+    """Return the possible orders of replicated sections: repeated as a whole, or on neighbouring ranks.
 
-    Where all ranks of an axis hold the same, both are one.
+    If all ranks of an axis are replicas, both orders are the same.
     """
     candidates = []
     for adjacent in (False, True):
@@ -205,22 +210,22 @@ def list_replica_orders(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
         candidate = replace(sharding, dims=tuple(dims))
         if candidate not in candidates:
             candidates.append(candidate)
-    # The order of the job that loads is the likelier one: it is looked at first.
+    # The order of the loading job is the most likely one, so it comes first.
     return sorted(candidates, key=lambda candidate: candidate != sharding)
 
 
 def _infer_sharding(
     name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]
 ) -> Sharding | UnreadableArray:
-    """How an array was split, from the shape that each rank has and the shape that is wanted.
+    """Infer the sharding of an array from its local shape and the requested shape.
 
-    It counts as known only if a single split over ep and tp makes one shape of the other. A guess would put the parts
-    together in a wrong order, without an error.
+    The result is accepted only if exactly one sharding over ep and tp fits both shapes. A guess could assemble the
+    parts in a wrong order without an error.
     """
     if len(wanted) != len(local):
-        return Sharding()  # no split makes these shapes fit, and the load says so
+        return Sharding()  # no sharding fits these shapes, and the load raises an error
     fitting = _find_fitting_shardings(local, mesh, expert, wanted)
-    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
+    # The shape of a fused projection does not show whether a rank has one block of it, or one block of each part.
     if len(fitting) == 1 and not ("tp" in fitting[0].axes and _is_fused(name)):
         return fitting[0]
     hint = _suggest_rule(name, len(local), fitting or _find_replicated_shardings(name, local, mesh, wanted))
@@ -245,10 +250,10 @@ def _is_fused(name: str) -> bool:
 def _find_fitting_shardings(
     local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]
 ) -> list[Sharding]:
-    """The splits over ep and tp that make the wanted shape of what each rank has."""
+    """Return the shardings over ep and tp that produce the requested shape from the local shape."""
     if len(wanted) != len(local):
         return []
-    # Experts are always stacked along the first dim, and no layer splits one dim over both.
+    # Experts are always stacked along the first dim, and no layer shards one dim over both axes.
     of_ep: list[int | None] = [0] if expert else [None] if expert is False or mesh.ep == 1 else [None, 0]
     of_tp: list[int | None] = [None] if mesh.tp == 1 else [None, *range(len(local))]
     candidates = [
@@ -268,7 +273,7 @@ def _find_fitting_shardings(
 def _find_replicated_shardings(
     name: str, local: tuple[int, ...], mesh: Mesh, wanted: tuple[int, ...]
 ) -> list[Sharding]:
-    """The split of keys or values of which several tp ranks hold each row, if it makes the wanted shape."""
+    """Return the sharding of keys or values that several tp ranks replicate, if it produces the requested shape."""
     if not _KV_NAMES.search(name) or len(wanted) != len(local):
         return []
     dims = [_infer_copies(DimSharding(("tp",)), n, mesh.tp, total) for n, total in zip(local, wanted, strict=True)]
@@ -285,7 +290,7 @@ def _make_ambiguous_array(why: str, hint: str, wanted: tuple[int, ...] | None = 
 
 
 def _set_unpadded_size(sharding: Sharding, local: tuple[int, ...], hint: ArrayHint) -> Sharding:
-    """The sharding with the global size of each split dim, where the program says that local tensors are padded."""
+    """Set the global size of each sharded dim, if the program declares that local tensors are padded."""
     if not hint.shape_excludes_padding or hint.shape is None or len(hint.shape) != len(local):
         return sharding
     dims = sharding.pad_dims(len(local))

@@ -1,6 +1,6 @@
-"""Plan the rank files of a save: what one rank has in memory, and how its torch.save files are laid out.
+"""Plan the rank files of a save: the state of one rank, and the structure of its torch.save files.
 
-Each rank decides alone what it writes. Ranks that hold the same tensors may share a file, which the first of them
+Each rank plans its files without communication. Ranks with equal tensors may share a file, which the first of them
 writes.
 """
 
@@ -33,48 +33,48 @@ from xla_ckpt.saving.finalize import WritePlanner
 from xla_ckpt.state.describe import LocalArrayRef, StateDescription
 
 STATE_PARTS = (schema.MODEL, schema.OPTIMIZER, schema.SCHEDULER, schema.USER_CONTENT)
-"""Members of a state that these layouts have a place for."""
+"""Members of a state that these layouts support."""
 
 NATIVE_LAYOUT_HINT = (
     "The layout native holds any state, and loads on any topology: layout='native' of xla_ckpt.save_checkpoint, or "
     "to='native' (--to native) of a conversion."
 )
-"""What to do about a state that has no place in these layouts."""
+"""Hint for state that these layouts do not support."""
 
 SHARED_AXES = ("edp", "cp")
-"""Mesh axes along which ranks hold the same, unless ZeRO-1 deals it out, and so have a file in common."""
+"""Mesh axes along which ranks are replicas and share a file, unless ZeRO-1 shards the state over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
-    """One rank's part of an array, as it has it in memory."""
+    """One rank's part of an array, as stored in its memory."""
 
     leaf: str
     dtype: DType
     shape: tuple[int, ...]
-    """Shape of the tensor itself, padding included."""
+    """Shape of the tensor itself, including padding."""
 
     pieces: tuple[Piece, ...]
-    """Which elements of the global array it consists of."""
+    """Elements of the global array that it consists of."""
 
     replicated_axes: tuple[str, ...]
-    """Mesh axes along which ranks hold the same."""
+    """Mesh axes along which it is replicated."""
 
     is_expert: bool = False
-    """Whether it belongs to an expert, which only some ranks have."""
+    """True if it belongs to an expert, which only some ranks have."""
 
     stored_elsewhere: bool = False
-    """Whether the manifest finds the array in other files."""
+    """True if the manifest refers to other files for the array."""
 
     global_shape: tuple[int, ...] | None = None
-    """Shape of the global array, where it is known."""
+    """Shape of the global array, if known."""
 
     spec: tuple[object, ...] | None = None
-    """How the global array is split (see `xla_ckpt.core.sharding.sharding.Sharding.spec`)."""
+    """Sharding of the global array (see `xla_ckpt.core.sharding.sharding.Sharding.spec`)."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Number of bytes of the tensor."""
         return Box.from_shape(self.shape).size * self.dtype.itemsize
 
 
@@ -84,25 +84,25 @@ class RankState:
 
     parts: Mapping[str, Any]
     tensors: Mapping[str, RankTensor]
-    """The tensor of each array, by leaf path. Several paths of one tied array have the same tensor."""
+    """Tensor of each array, by leaf path. Several paths of a tied array have the same tensor."""
 
     zero1: bool = False
-    """Whether the rows of the optimizer's states are dealt out over dp."""
+    """True if the rows of the optimizer's states are sharded over dp."""
 
     keyed_by_name: bool = False
-    """Whether the optimizer's state is kept by parameter name; else it is stored as it is."""
+    """True if the optimizer's state is keyed by parameter name; otherwise it is stored unchanged."""
 
     local_shapes: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     """Local shape of each parameter of the optimizer, by name."""
 
     expert_names: frozenset[str] | None = None
-    """Names of the parameters that a ZeRO-1 optimizer of experts has; None where one has all of them."""
+    """Names of the parameters of a separate ZeRO-1 optimizer for experts; None if one optimizer has all parameters."""
 
     def get_members(self, part: str) -> Mapping[Any, Any]:
-        """A part of it, for a file that has a place for its members.
+        """Return the members of a part.
 
         Raises:
-            UnsupportedStateError: It is no dict.
+            UnsupportedStateError: The part is not a dict.
         """
         tree = self.parts[part]
         if not isinstance(tree, Mapping):
@@ -113,28 +113,28 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class RankFilePlanner:
-    """Lays out files of what one rank has."""
+    """Planner of the files that one rank writes."""
 
     mesh: Mesh
     rank: int
     state: RankState
     first_rank_writes: bool = False
-    """Whether the first of the ranks that share a file writes all of its tensors: they may not be equal."""
+    """True if the first of the ranks that share a file writes all of its tensors, because they may differ."""
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """The coordinates of the rank."""
+        """Coordinates of the rank."""
         return self.mesh.coordinates(self.rank)
 
     def name_file(self, names: Sequence[RankFileName], *, per_dp: bool = False) -> tuple[str, tuple[str, ...]]:
-        """What the file of this rank is called, and the mesh axes along which ranks have it in common.
+        """Return the name of this rank's file, and the mesh axes along which ranks share it.
 
         Args:
-            names: Those that such files have. The first one counts that tells the ranks of the job apart.
-            per_dp: Whether each dp rank has rows of its own, which ZeRO-1 has dealt out.
+            names: Possible patterns. The first one that distinguishes the ranks of the job is used.
+            per_dp: True if each dp rank has its own rows, sharded by ZeRO-1.
 
         Raises:
-            UnsupportedStateError: None of them does.
+            UnsupportedStateError: No pattern distinguishes the ranks.
         """
         name, axes = choose_file_name(names, self.mesh, per_dp=per_dp)
         return name.format_name(RankCoords.from_mesh(self.coordinates, axes)), ("cp",) if per_dp else SHARED_AXES
@@ -142,22 +142,26 @@ class RankFilePlanner:
     def plan_shared_file(
         self, names: Sequence[RankFileName], tree: Any, part: str, *, per_dp: bool = False
     ) -> list[FilePlan]:
-        """The file of this rank, if it is the first of the ranks that have it in common (see `name_file`)."""
+        """Plan the file of this rank, if it is the first of the ranks that share the file (see `name_file`).
+
+        Raises:
+            UnsupportedStateError: No pattern distinguishes the ranks, or the tree cannot be pickled.
+        """
         path, sharing = self.name_file(names, per_dp=per_dp)
         return [] if compute_part_index(sharing, self.mesh, self.rank) else [self.plan_file(path, tree, part, sharing)]
 
     def plan_common_file(self, path: str, tree: Any, part: str) -> list[FilePlan]:
-        """A file of what all ranks have alike, if this is the first of them."""
+        """Plan a file of state that is the same on all ranks, if this is the first rank."""
         return [] if self.rank else [self.plan_file(path, tree, part, tuple(self.mesh.sizes))]
 
     def plan_file(self, path: str, tree: Any, part: str, shared_axes: Sequence[str]) -> FilePlan:
-        """A file that holds its tensors itself.
+        """Plan a file that contains its tensors.
 
         Args:
-            path: Its name in the tag directory.
-            tree: What is pickled in it, with a `LeafPlaceholder` for each tensor.
-            part: Leaf path of what it is, for errors.
-            shared_axes: Mesh axes along which ranks have it in common.
+            path: Its name in the checkpoint directory.
+            tree: The object to pickle, with a `LeafPlaceholder` for each tensor.
+            part: Leaf path of the object, for errors.
+            shared_axes: Mesh axes along which ranks share the file.
 
         Raises:
             UnsupportedStateError: Something in the tree cannot be pickled.
@@ -177,14 +181,14 @@ class RankFilePlanner:
     def plan_regions(
         self, tensors: Sequence[tuple[str, RankTensor]], shared_axes: Sequence[str]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[RegionSource, ...], tuple[FileEntry, ...]]:
-        """(bytes of the regions of each storage, sources of all regions, entries of the manifest)."""
+        """Return (bytes of the regions of each storage, sources of all regions, entries of the manifest)."""
         lengths: list[tuple[int, ...]] = []
         sources: list[RegionSource] = []
         entries: list[FileEntry] = []
         for path, tensor in tensors:
             first = len(sources)
             cuts, frames = _cut_regions(tensor)
-            # The manifest finds an array once: under its first name, and on the first of the ranks that hold the same.
+            # The manifest refers to an array once: under its first name, and on the first of its replica ranks.
             is_first_name = path == tensor.leaf
             is_first_rank = all(
                 self.coordinates[axis] == 0 for axis in tensor.replicated_axes if axis not in shared_axes
@@ -209,10 +213,13 @@ class RankFilePlanner:
 
 
 def _cut_regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box | None, int]]]:
-    """Where a tensor's bytes are cut into regions; and for each piece (piece, its frame, offset of its region).
+    """Cut a tensor's bytes into regions.
 
-    A piece that is one run of bytes is a region of its own, so that a reader verifies no more than it reads. If some
-    piece is scattered, the whole tensor is one region, and each piece has the frame that says where it lies in it.
+    A piece that is contiguous in memory is a separate region, so that a reader verifies no more than it reads. If a
+    piece is scattered, the whole tensor is one region, and each piece has a parent box that locates it in the region.
+
+    Returns:
+        Offsets of the cuts, and for each piece (piece, its parent box, offset of its region).
     """
     whole, itemsize = Box.from_shape(tensor.shape), tensor.dtype.itemsize
     pieces = [p for p in tensor.pieces if p.global_box.size]
@@ -224,7 +231,7 @@ def _cut_regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box |
 
 
 def mark_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, RankTensor]:
-    """The same tensors. Those of experts are marked: parameters that are split over ep, and all states of these."""
+    """Mark the tensors of experts: parameters that are sharded over ep, and all of their states."""
     if mesh.ep == 1:
         return dict(tensors)
     parameters = {path: schema.get_parameter_path(path) or path for path in tensors}
@@ -233,7 +240,7 @@ def mark_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, Ran
 
 
 def get_stem(path: str) -> str:
-    """What torch.save calls the folder in a zip: the file's own name without its ending.
+    """Return the name of the folder in a torch.save zip: the file name without extension.
 
     >>> get_stem("model/rank_00.pt")
     'rank_00'
@@ -242,16 +249,19 @@ def get_stem(path: str) -> str:
 
 
 def choose_file_name(names: Sequence[RankFileName], mesh: Mesh, *, per_dp: bool) -> tuple[RankFileName, Set[str]]:
-    """The first of the names that tells the ranks of a job apart, and the mesh axes along which it has to.
+    """Choose the first file name pattern that distinguishes the ranks of a job.
 
     Args:
-        per_dp: Whether each dp rank has rows of its own, which ZeRO-1 has dealt out.
+        per_dp: True if each dp rank has its own rows, sharded by ZeRO-1.
+
+    Returns:
+        The pattern, and the mesh axes along which it must distinguish ranks.
 
     Raises:
-        UnsupportedStateError: None of them does.
+        UnsupportedStateError: No pattern distinguishes the ranks.
     """
     axes = {axis for axis in ("pp", "ep", "tp") if mesh.sizes[axis] > 1}
-    apart = (axes | {"dp"}) - {"ep"} if per_dp else axes  # dp counts the ranks along ep, too
+    apart = (axes | {"dp"}) - {"ep"} if per_dp else axes  # dp also counts the ranks along ep
     name = next((name for name in names if apart <= name.axes), None)
     if name is None:
         raise UnsupportedStateError(
@@ -264,7 +274,7 @@ def choose_file_name(names: Sequence[RankFileName], mesh: Mesh, *, per_dp: bool)
 
 
 def check_no_rank_local_state(skeleton: Mapping[str, Any], layout: str) -> None:
-    """Refuse state of an optimizer that every rank has its own of: ranks that differ along dp share a file.
+    """Check that the optimizer has no state that differs on every rank: ranks that differ along dp share a file.
 
     Raises:
         UnsupportedStateError: There is such state.
@@ -280,12 +290,12 @@ def check_no_rank_local_state(skeleton: Mapping[str, Any], layout: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWritePlanner(WritePlanner):
-    """What one rank writes: files of a layout for what it has a place for, native ones for the rest."""
+    """Planner of one rank's writes: files of the layout for the state that it supports, native files for the rest."""
 
     layout: RankLayout
     description: StateDescription
     rank_state: RankState
-    """This rank's state, without its trees."""
+    """State of this rank, without its trees."""
 
     native_planner: NativeWritePlanner
 
@@ -303,7 +313,7 @@ class RankWritePlanner(WritePlanner):
 
     @cached_property
     def file_planner(self) -> RankFilePlanner:
-        """This rank's state, to be laid out."""
+        """Planner of the layout's files for this rank's state."""
         about = self.description
         members = about.structure or {}
         trees = {
@@ -316,14 +326,14 @@ class RankWritePlanner(WritePlanner):
 
     @classmethod
     def from_description(cls, layout: RankLayout, description: StateDescription, **more: Any) -> Self:
-        """How a rank writes its state in a layout. `more` are further fields of a derived class.
+        """Return the planner of a rank's state in a layout. `more` are additional fields of a derived class.
 
         Raises:
-            UnsupportedStateError: The layout has no place for something in it.
+            UnsupportedStateError: The layout does not support a part of the state.
         """
         mesh, state, name = description.placement.mesh, description.state, layout.name
         members = description.structure if isinstance(description.structure, dict) else {}
-        has_nothing = description.structure == {}  # of user content alone only rank 0 has anything
+        has_nothing = description.structure == {}  # if the state is only user content, only rank 0 has any
         if not has_nothing and not any(part in members for part in STATE_PARTS):
             raise UnsupportedStateError(
                 f"the layout {name} holds {', '.join(STATE_PARTS)}, and nothing of it is here",
@@ -360,7 +370,12 @@ class RankWritePlanner(WritePlanner):
 
 
 def _check_zero1_axes(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> None:
-    """Refuse a ZeRO-1 optimizer whose rows are dealt out over axes that files do not number: it would be lost."""
+    """Check that ZeRO-1 rows are sharded only over axes in the file names. Otherwise ranks would overwrite each other's
+    files.
+
+    Raises:
+        UnsupportedStateError: The rows are sharded over other axes, or not over dp.
+    """
     over = [axis for axis in axes or () if mesh.sizes[axis] > 1]
     if axes is None or ((over or mesh.dp == 1) and {"dp", "edp"} >= set(over)):
         return
@@ -374,7 +389,9 @@ def _check_zero1_axes(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> No
 
 
 def _is_rank_specific(tensor: RankTensor, mesh: Mesh) -> bool:
-    """Whether it says something of each rank. Ranks that share a file have others, so all are stored beside it, too."""
+    """Return True if a value differs by rank. Ranks share rank files, so native files store all of these values as
+    well.
+    """
     if schema.get_member(tensor.leaf) != schema.MODEL or tensor.global_shape is None:
         return False
     return bool(find_rank_axes(tensor.dtype, tensor.global_shape, tensor.spec, mesh))
@@ -382,7 +399,7 @@ def _is_rank_specific(tensor: RankTensor, mesh: Mesh) -> bool:
 
 def _make_rank_tensor(leaf: ArrayLeaf, array: LocalArrayRef, description: StateDescription, layout: str) -> RankTensor:
     path, local, placement = leaf.path, array.local, description.placement
-    # A file is shared by ranks that hold the same, so it has to be known along which axes they do.
+    # Ranks with equal tensors share a file, so their mesh axes must be known.
     alike: tuple[str, ...] | None = None
     if isinstance(local.group, tuple) and local.group[0] == "mesh":
         alike = local.group[1]
