@@ -99,9 +99,7 @@ def encode_optimizer(state: RankState) -> dict[str, Any]:
 
 
 def _split_groups(groups: Sequence[Mapping[str, Any]], experts: frozenset[str] | None) -> list[list[dict[str, Any]]]:
-    """Split the groups by optimizer: ordinary parameters, and experts if `NeuronEPZero1Optimizer` has a second one for
-    them.
-    """
+    """Split the groups by optimizer: `NeuronEPZero1Optimizer` has a second optimizer for experts."""
     if experts is None:
         return [[*map(dict, groups)]]
     return [

@@ -1,1 +1,1 @@
-"""optimum-neuron checkpoints: NxD rank files, and the metadata that optimum-neuron writes beside them."""
+"""optimum-neuron checkpoints: NxD rank files with the metadata files of optimum-neuron."""

@@ -1,8 +1,8 @@
-"""The optimum-neuron layout, which is only read.
+"""The optimum-neuron layout, which is read-only.
 
-Its trainer writes ``<root>/checkpoint-<step>/shards``, which contains NxD rank files, and beside them a scheduler and
-its own state. A job that trains adapters writes ``checkpoint-<step>/adapter_<name>/adapter_shards`` instead. With the
-metadata in ``shards`` and ``adapter_shards`` no model is needed to read them.
+Its trainer writes NxD rank files to ``<root>/checkpoint-<step>/shards``, and a scheduler and its own state to
+``checkpoint-<step>``. A job that trains adapters writes to ``checkpoint-<step>/adapter_<name>/adapter_shards`` instead.
+With the metadata in ``shards`` and ``adapter_shards`` no model is needed to read them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ADAPTER_SHARDS = "adapter_shards"
 
 
 class OptimumNeuronLayout(RankLayout):
-    """optimum-neuron's layout: read, verified and converted from, and never written."""
+    """The optimum-neuron layout, which can be read, verified and converted from, but not written."""
 
     name = "optimum-neuron"
     origin = "optimum-neuron"
     converts = False
 
     def find_rank_tag(self, store: Store, name: str) -> RankTag | None:
-        """A checkpoint, or the rank files of one with metadata beside them."""
+        """Return a checkpoint, or the rank files of one if their folder contains metadata."""
         if _CHECKPOINT_NAME.fullmatch(name):
             return _find_checkpoint(store, name)
         if any(METADATA_FILE_NAME.fullmatch(file) for file in store.list_names(name)):
@@ -46,10 +46,11 @@ class OptimumNeuronLayout(RankLayout):
         return None
 
     def require_tag(self, store: Store, name: str) -> RankTag:
-        """See `RankLayout.require_tag`.
+        """Return the checkpoint (see `RankLayout.require_tag`).
 
         Raises:
-            UsageError: It has several adapters and no model, so that nobody can tell what is meant.
+            UsageError: It has several adapters and no model, so the choice is ambiguous.
+            NoCheckpointError: It no longer exists.
         """
         tag = super().require_tag(store, name)
         folders = (
@@ -79,7 +80,7 @@ class OptimumNeuronLayout(RankLayout):
 
 
 def _find_checkpoint(store: Store, tag: str) -> RankTag | None:
-    """A checkpoint of the trainer: its rank files, or those of its only adapter."""
+    """Return a checkpoint of the trainer: its rank files, or those of its first adapter."""
     adapters = _find_adapters(store, tag)
     of_ranks = find_marked_tag(store, tag, f"{_SHARDS}/") or next(iter(adapters), None)
     return (
@@ -88,7 +89,7 @@ def _find_checkpoint(store: Store, tag: str) -> RankTag | None:
 
 
 def _find_adapters(store: Store, tag: str) -> list[RankTag]:
-    """The adapters of a checkpoint, by name."""
+    """Return the adapters of a checkpoint."""
     adapters = (
         find_marked_tag(store, tag, f"{name}/{_ADAPTER_SHARDS}/")
         for name in store.list_names(tag)
@@ -98,5 +99,5 @@ def _find_adapters(store: Store, tag: str) -> list[RankTag]:
 
 
 def _get_folder_names(adapters: list[RankTag]) -> list[str]:
-    """What the folders of some adapters are called."""
+    """Return the folder names of adapters."""
     return [adapter.subfolder.split("/")[0] for adapter in adapters]

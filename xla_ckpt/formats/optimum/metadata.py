@@ -1,8 +1,8 @@
-"""Parse optimum-neuron's metadata files ``mp_metadata_pp_rank_<n>.json``, one for each pipeline stage. Pure.
+"""Parse optimum-neuron metadata files ``mp_metadata_pp_rank_<n>.json``, one for each pipeline stage. Pure.
 
-A file says of each parameter whether and how it is sharded over tp, and which modules fuse several layers of the
+A file records for each parameter whether and how it is sharded over tp, and which modules fuse several layers of the
 Hugging Face model: fused linear layers (`FusedLinearsSpec`), and queries, keys and values of grouped-query attention
-(`GQAQKVColumnParallelLinearSpec`), of which several ranks may hold the same keys and values.
+(`GQAQKVColumnParallelLinearSpec`), whose keys and values may be replicated on several ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from xla_ckpt.core.tree import schema
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, annotate_errors
 
 METADATA_FILE_NAME = re.compile(r"mp_metadata_pp_rank_(\d+)\.json")
-"""Name of a metadata file; the number is that of the pipeline stage."""
+"""Name of a metadata file; the number is the pipeline stage."""
 
 _ADAPTER_PART = re.compile(r"(?<=\.lora_[AB])\.[^.]+(?=\.)|(?<=\.lora_embedding_[AB])\.[^.]+$")
-"""The name of an adapter within the name of a parameter. Tags of adapters leave it out."""
+"""Name of an adapter within the name of a parameter. Checkpoints of adapters omit it."""
 
 NO_METADATA_HINT = (
     "Without the files mp_metadata_pp_rank_*.json the directory is one of neuronx-distributed's: then a model or rules "
@@ -32,41 +32,42 @@ NO_METADATA_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSplit:
-    """How one parameter is split."""
+    """Sharding of one parameter."""
 
     dim: int | None
-    """The dim that is split over tp; None if each rank has all of the parameter."""
+    """Dim that is sharded over tp; None if each rank has the whole parameter."""
 
     stride: int = 1
-    """`partition_stride`: blocks that each rank holds."""
+    """`partition_stride`: number of blocks on each rank."""
 
     ranks: int | None = None
-    """`num_partitions`: over how many ranks; None if it does not say so."""
+    """`num_partitions`: number of ranks; None if it is not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLinear:
-    """Several linear layers in one (`FusedLinearsSpec`): each rank has its part of the first, then of the second..."""
+    """Several linear layers in one (`FusedLinearsSpec`): each rank has its part of the first, then of the second, ...
+    """
 
     module: str
-    """Path of the module that has the layer."""
+    """Path of the module that contains the layer."""
 
     name: str
-    """The layer's name in it."""
+    """Name of the layer in the module."""
 
     parts: tuple[str, ...]
-    """Names of the layers that it stands for."""
+    """Names of the layers that it replaces."""
 
     axis: int
-    """The dim along which they are fused."""
+    """Dim along which they are fused."""
 
     sizes: tuple[int, ...]
-    """Elements of that dim in each of them, all ranks together."""
+    """Global size of that dim in each of them."""
 
     tp: int
 
     def get_sections(self, name: str) -> tuple[int, tuple[Section, ...]] | None:
-        """(dim, what it consists of) of a tensor of the layer, by its name below it; None if it is like any other."""
+        """Return (dim, its sections) of a tensor, by its name in the layer; None if the tensor is not fused."""
         role, what = _parse_role(name)
         if what not in ("weight", "bias") or role == "lora_A" or (self.axis and (role == "lora_B" or what == "bias")):
             return None
@@ -83,34 +84,34 @@ class GroupedQueryAttention:
     key: str
     value: str
     output: str
-    """Names of the layers that it stands for, and of the one that takes the heads' outputs."""
+    """Names of the layers that it replaces, and of the output projection."""
 
     heads: int
     kv_heads: int
     copies: int
-    """`kv_size_multiplier`: how many ranks hold the same keys and values."""
+    """`kv_size_multiplier`: number of ranks that replicate the same keys and values."""
 
     query_rows: int
-    """Rows of queries on each rank."""
+    """Number of rows of queries on each rank."""
 
     kv_rows: int
-    """Rows of keys, and of values, on each rank."""
+    """Number of rows of keys, and of values, on each rank."""
 
     tp: int
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Rows of queries, keys and values, each of them counted once."""
+        """Global numbers of rows of queries, keys and values, without replicas."""
         kv = self.kv_rows * self.tp // self.copies
         return self.query_rows * self.tp, kv, kv
 
     @property
     def head_size(self) -> int:
-        """Rows of one head."""
+        """Number of rows of one head."""
         return self.sizes[0] // self.heads
 
     def get_sections(self, name: str) -> tuple[int, tuple[Section, ...]] | None:
-        """As `FusedLinear.get_sections`."""
+        """Return (dim, its sections) of a tensor, as `FusedLinear.get_sections`."""
         role, what = _parse_role(name)
         if role == "lora_A":
             return None
@@ -128,18 +129,18 @@ class GroupedQueryAttention:
 
 
 def _parse_role(name: str) -> tuple[str, str]:
-    """(layer of an adapter or empty, name of the tensor) from a name below a layer."""
+    """Split a name in a layer into (layer of an adapter or empty, name of the tensor)."""
     role, _, what = name.rpartition(".")
     return ("" if role == "base_layer" else role), what
 
 
 @dataclass(frozen=True)
 class StageMetadata:
-    """What a metadata file says."""
+    """Contents of a metadata file."""
 
     file: str
     parameters: Mapping[str, ParameterSplit]
-    """In the order of the model."""
+    """Shardings of the parameters by name, in the order of the model."""
 
     layers: tuple[FusedLinear | GroupedQueryAttention, ...]
 
@@ -148,7 +149,7 @@ class StageMetadata:
         return {_ADAPTER_PART.sub("", name): name for name in reversed(list(self.parameters))}
 
     def find_parameter(self, name: str) -> str | None:
-        """The parameter that is stored under a name; None if there is none: it is a buffer, or another name of one."""
+        """Return the parameter that is stored under a name; None for a buffer, or for another name of a parameter."""
         return name if name in self.parameters else self._without_adapters.get(name)
 
     @cached_property
@@ -156,7 +157,7 @@ class StageMetadata:
         return {f"{layer.module}.{layer.name}".lstrip("."): layer for layer in self.layers}
 
     def find_layer(self, name: str) -> tuple[FusedLinear | GroupedQueryAttention, str] | None:
-        """The layer that a parameter is of, and its name below that; None if it is of no such layer."""
+        """Return the fused layer that contains a parameter, and the parameter's name in it; None if there is none."""
         text = _ADAPTER_PART.sub("", name)
         for at in (m.start() for m in re.finditer(r"\.", text)):
             if (layer := self._layers_by_path.get(text[:at])) is not None:
@@ -164,10 +165,10 @@ class StageMetadata:
         return None
 
     def get_sharding(self, name: str) -> Sharding:
-        """How a parameter is split over the ranks.
+        """Return the sharding of a parameter over the ranks.
 
         Raises:
-            CorruptCheckpointError: Two places contradict each other.
+            CorruptCheckpointError: The metadata of the layer and of the parameter contradict each other.
         """
         split, special = self.parameters[name], self._get_sections(name)
         if special is None:
@@ -177,7 +178,7 @@ class StageMetadata:
                 else _shard_along(split.dim, DimSharding.from_stride(("tp",), split.stride))
             )
         dim, sections = special
-        # neuronx-distributed loses the attributes of a fused weight_qkv, so that it counts as not split.
+        # neuronx-distributed loses the attributes of a fused weight_qkv, so its metadata describe it as not sharded.
         if split.dim not in (None, dim) or split.stride not in (1, len(sections)):
             raise CorruptCheckpointError(
                 "the metadata of a fused layer contradict those of its parameter",
@@ -188,16 +189,18 @@ class StageMetadata:
                 hint=NO_METADATA_HINT,
             )
         if len(set(sections)) == 1:
-            sections = tuple(replace(s, size=None) for s in sections)  # a stride says it, too
+            sections = tuple(replace(s, size=None) for s in sections)  # equivalent to a stride
         return _shard_along(dim, DimSharding(("tp",), sections))
 
     def get_split_size(self, name: str) -> tuple[int, int] | None:
-        """(dim, elements of it in the global array) of a parameter of such a layer; None for any other."""
+        """Return (dim, its global size) of a parameter in a fused layer; None for any other parameter."""
         special = self._get_sections(name)
         return None if special is None else (special[0], sum(s.size or 0 for s in special[1]))
 
     def find_attention(self, name: str) -> GroupedQueryAttention | None:
-        """The grouped-query attention whose heads a parameter has: its queries, or what takes their outputs."""
+        """Return the grouped-query attention whose head order applies to a parameter: its queries, or the output
+        projection.
+        """
         of_layer = self.find_layer(name)
         if of_layer is not None and isinstance(of_layer[0], GroupedQueryAttention):
             return of_layer[0] if of_layer[0].get_sections(of_layer[1]) is not None else None
@@ -221,11 +224,11 @@ T = TypeVar("T")
 
 
 def parse_stage_metadata(data: bytes, file: str) -> StageMetadata:
-    """What a metadata file says.
+    """Parse a metadata file.
 
     Raises:
         CorruptCheckpointError: It is damaged, or contradicts itself.
-        UnsupportedStateError: It describes layers in a way that this library does not know.
+        UnsupportedStateError: It describes layers in an unsupported form.
     """
     with annotate_errors(file=file, hint=_RESTORE_HINT):
         content = parse_json(data, "a file of metadata")
@@ -244,7 +247,7 @@ _RESTORE_HINT = f"Restore the file from a copy. {NO_METADATA_HINT}"
 
 
 class _JsonFields:
-    """The members of a JSON object, each taken with its type."""
+    """Members of a JSON object, removed one by one with a type check."""
 
     def __init__(self, value: Any, file: str, where: str) -> None:
         self.file = file
@@ -254,7 +257,7 @@ class _JsonFields:
         self.remaining = dict(value)
 
     def make_error(self, expected: object, actual: object) -> CorruptCheckpointError:
-        """The error for something that is not as it is written."""
+        """Return the error for an invalid member."""
         return CorruptCheckpointError(
             f"the metadata are damaged at {self.where}",
             file=self.file,
@@ -264,10 +267,10 @@ class _JsonFields:
         )
 
     def take(self, name: str, kind: type[T]) -> T:
-        """A member that has to be there.
+        """Remove and return a required member.
 
         Raises:
-            CorruptCheckpointError: It is not, or has another type.
+            CorruptCheckpointError: It is missing, or has another type.
         """
         value = self.remaining.pop(name, None)
         if type(value) is not kind:
@@ -275,32 +278,44 @@ class _JsonFields:
         return value
 
     def take_names(self, name: str) -> tuple[str, ...]:
-        """A list of names."""
+        """Remove and return a list of names.
+
+        Raises:
+            CorruptCheckpointError: It is missing or invalid.
+        """
         values = self.take(name, list)
         if not all(isinstance(v, str) for v in values):
             raise self.make_error(f"{name}: names", repr(values)[:100])
         return tuple(values)
 
     def take_sizes(self, name: str) -> tuple[int, ...]:
-        """A list of sizes."""
+        """Remove and return a list of sizes.
+
+        Raises:
+            CorruptCheckpointError: It is missing or invalid.
+        """
         values = self.take(name, list)
         if not values or not all(type(v) is int and v > 0 for v in values):
             raise self.make_error(f"{name}: sizes", repr(values)[:100])
         return tuple(values)
 
     def take_count(self, name: str) -> int:
-        """A number that is at least 1."""
+        """Remove and return an integer of at least 1.
+
+        Raises:
+            CorruptCheckpointError: It is missing or invalid.
+        """
         value = self.take(name, int)
         if value < 1:
             raise self.make_error(f"{name} of at least 1", value)
         return value
 
     def check_all_taken(self, *flags: str) -> None:
-        """Refuse what was not taken: it may change what the rest means. `flags` change nothing here.
+        """Check that no members remain, because they may change the meaning of the others. `flags` have no effect here.
 
         Raises:
             CorruptCheckpointError: A flag is missing.
-            UnsupportedStateError: Something is left, or the adapters are of another kind.
+            UnsupportedStateError: Members remain, or the adapters are of another kind.
         """
         for flag in flags:
             self.take(flag, bool)

@@ -1,5 +1,6 @@
-"""Read optimum-neuron checkpoints: rank files with hints from their metadata, the trainer's state, and the model under
-Hugging Face names.
+"""Read optimum-neuron checkpoints, and convert models to Hugging Face names.
+
+Rank files are read with hints from their metadata, and with the state of the trainer.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ from xla_ckpt.storage.base import Directory, read_file
 def map_to_hugging_face(
     shapes: Mapping[str, tuple[int, ...]], metadata: Sequence[StageMetadata]
 ) -> Iterator[SegmentMapping]:
-    """The arrays of the model under Hugging Face's names, with its order of the heads: the elements of all of them.
+    """Map stored arrays to arrays with Hugging Face names and head order.
 
     Args:
         shapes: Global shape of each stored array, by its name.
-        metadata: What is said of each pipeline stage.
+        metadata: Metadata of each pipeline stage.
 
     Raises:
-        UnsupportedStateError: A bias or an adapter of a layer that is fused along its inputs: nothing says how it lies.
+        UnsupportedStateError: There is a bias or an adapter of a layer fused along its inputs, whose structure is not
+        recorded.
     """
     for name, shape in shapes.items():
         yield from _map_array(name, shape, metadata)
 
 
 def _map_array(name: str, shape: tuple[int, ...], metadata: Sequence[StageMetadata]) -> Iterator[SegmentMapping]:
-    """The parts of a stored array, and the arrays of Hugging Face's that they are."""
+    """Map the parts of a stored array to Hugging Face arrays."""
     for stage in metadata:
         if (place := stage.find_layer(name)) is not None:
             layer, below = place
@@ -78,15 +80,15 @@ def _map_fused_linear(layer: FusedLinear, name: str, at: str, below: str) -> Ite
     firsts = [0, *accumulate(layer.sizes)]
     for part, first, size in zip(layer.parts, firsts, layer.sizes, strict=False):
         hf = f"{at}{part}.{below}"
-        if cut is None:  # an adapter's lora_A: one for all of them
+        if cut is None:  # lora_A of an adapter is shared by all of them
             yield SegmentMapping(job_name=name, hf_name=hf)
         else:
             yield SegmentMapping(job_name=name, hf_name=hf, dim=cut[0], job_offset=first, size=size)
 
 
 def _map_attention(layer: GroupedQueryAttention, name: str, at: str, below: str) -> Iterator[SegmentMapping]:
-    """Queries, keys and values; ``weight_qkv`` and its likes are ``weight`` in each of them."""
-    if layer.get_sections(below) is None:  # an adapter's lora_A: one for all of them
+    """Map queries, keys and values; ``weight_qkv``, ``weight_q`` etc. become ``weight`` in each of them."""
+    if layer.get_sections(below) is None:  # lora_A of an adapter is shared by all of them
         for part in (layer.query, layer.key, layer.value):
             yield SegmentMapping(job_name=name, hf_name=f"{at}{part}.{below}")
         return
@@ -102,7 +104,7 @@ def _map_attention(layer: GroupedQueryAttention, name: str, at: str, below: str)
 
 
 def _map_heads(name: str, hf: str, layer: GroupedQueryAttention, dim: int = 0) -> Iterator[SegmentMapping]:
-    """The heads of the queries, each run of neighbours together."""
+    """Map the heads of the queries, with adjacent heads as one segment."""
     for there, here, size in group_query_rows(layer.heads, layer.kv_heads, layer.copies, layer.head_size):
         yield SegmentMapping(job_name=name, hf_name=hf, dim=dim, job_offset=there, hf_offset=here, size=size)
 
@@ -110,15 +112,16 @@ def _map_heads(name: str, hf: str, layer: GroupedQueryAttention, dim: int = 0) -
 logger = get_logger(__name__)
 
 TRAINER_STATE_FILE = "trainer_state.json"
-"""What the trainer knows of its progress: epoch, step, history of the log."""
+"""File with the progress of the trainer: epoch, step, log history."""
 
 
 class OptimumFiles(FolderFiles):
-    """The rank files, and what optimum-neuron writes beside them: metadata, the scheduler, the trainer's state.
+    """Rank files, and further files of optimum-neuron: metadata, the scheduler, the trainer's state.
 
     Args:
-        below: Where in it the rank files lie.
-        adapter: Whether they hold an adapter alone. Its metadata are about the model around it, too.
+        directory: The open checkpoint directory.
+        subfolder: Folder of the rank files in it.
+        adapter: True if they contain only an adapter. Its metadata also describe the base model.
     """
 
     def __init__(self, directory: Directory, subfolder: str, *, adapter: bool) -> None:
@@ -133,8 +136,8 @@ class OptimumFiles(FolderFiles):
             for pp, stage in model.items():
                 _check_stored_parameters(stages[pp], stage)
         described = _HintBuilder(self, stages, model, mesh, hints).build()
-        # What a rule says of the other arrays is kept. Of those that are described it has been compared, and it need
-        # not be how the stored arrays were split.
+        # A rule for other arrays is kept. A rule for a described array was compared with the metadata, and may differ
+        # from the stored sharding.
         others = {name: hints.get_hint(name) for name in hints.arrays}
         sequence = [name for pp in sorted(model) for name in stages[pp].parameters]
         return replace(hints, arrays={**others, **described}, rules=(), saved_parameters=list(dict.fromkeys(sequence)))
@@ -151,10 +154,10 @@ class OptimumFiles(FolderFiles):
 
 
 def build_hugging_face_model(reader: TagReader, subfolder: str) -> HuggingFaceModel | None:
-    """The model of an open tag as Hugging Face has it; None if the tag has no metadata.
+    """Return the model of an open checkpoint in Hugging Face form; None if the checkpoint has no metadata.
 
     Raises:
-        CheckpointError: The metadata do not fit to what is stored, or nothing says how an array was split.
+        CheckpointError: The metadata do not match the stored arrays, or the sharding of an array is unknown.
     """
     files, manifest = RankFiles(reader.directory, subfolder), reader.manifest
     stages = read_metadata(files, Mesh.parse(manifest.mesh or ""))
@@ -172,15 +175,16 @@ def build_hugging_face_model(reader: TagReader, subfolder: str) -> HuggingFaceMo
 
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-"""What the trainer writes beside the rank files of a model, and transformers looks for beside the model's files."""
+"""Files that the trainer writes next to the rank files of a model, and that transformers expects next to model files.
+"""
 
 
 def read_metadata(files: RankFiles, mesh: Mesh) -> Mapping[int, StageMetadata]:
-    """The metadata of each pipeline stage; none if the tag has none.
+    """Read the metadata of each pipeline stage; empty if the checkpoint has none.
 
     Raises:
-        CorruptCheckpointError: They are damaged, or not those of this tag.
-        UnsupportedStateError: They describe layers in a way that this library does not know.
+        CorruptCheckpointError: They are damaged, or belong to another checkpoint.
+        UnsupportedStateError: They describe layers in an unsupported form.
     """
     names = {}
     for name in files.file_names:
@@ -212,7 +216,11 @@ def read_metadata(files: RankFiles, mesh: Mesh) -> Mapping[int, StageMetadata]:
 
 
 def _check_tp_ranks(stage: StageMetadata, mesh: Mesh) -> None:
-    """Check that metadata are about as many tp ranks as there are files."""
+    """Check that the number of tp ranks in the metadata is the number of files.
+
+    Raises:
+        CorruptCheckpointError: It is not.
+    """
     said = [(layer.tp, f"{layer.module}.{layer.name}") for layer in stage.layers]
     said += [(p.ranks, name) for name, p in stage.parameters.items() if p.dim is not None and p.ranks is not None]
     for ranks, name in said:
@@ -228,7 +236,11 @@ def _check_tp_ranks(stage: StageMetadata, mesh: Mesh) -> None:
 
 
 def _check_stored_parameters(metadata: StageMetadata, stage: StageModel) -> None:
-    """Check that the parameters of the metadata are stored."""
+    """Check that the parameters in the metadata are stored.
+
+    Raises:
+        CorruptCheckpointError: A parameter is missing.
+    """
     missing = [name for name in metadata.parameters if name not in stage.copies]
     if missing:
         raise CorruptCheckpointError(
@@ -241,7 +253,7 @@ def _check_stored_parameters(metadata: StageMetadata, stage: StageModel) -> None
 
 @dataclass(frozen=True, slots=True)
 class _HintBuilder:
-    """What is known of the arrays of a tag, from its metadata and the program."""
+    """Builder of the hints for the arrays of a checkpoint, from its metadata and the program."""
 
     files: RankFiles
     stages: Mapping[int, StageMetadata]
@@ -250,7 +262,8 @@ class _HintBuilder:
     wanted: LoadHints
 
     def build(self) -> dict[str, ArrayHint]:
-        """By name. Where several pipeline stages have an array, the first of them says it."""
+        """Build the hints by name. If several pipeline stages have an array, the metadata of the first stage are used.
+        """
         by_name: dict[str, ArrayHint] = {}
         for pp, stage in sorted(self.model.items()):
             for name, copies in stage.copies.items():
@@ -265,7 +278,7 @@ class _HintBuilder:
         if at is not None:
             return self._describe_parameter(self.stages[at[0]], at[1], known, local)
         if known.shape is None and known.sharding is None:
-            return replace(known, shape=local)  # it is a buffer, of which all ranks have the same
+            return replace(known, shape=local)  # it is a buffer, which is replicated on all ranks
         return known
 
     def _describe_parameter(
@@ -277,7 +290,7 @@ class _HintBuilder:
         if problem is not None:
             return replace(hint, problem=problem)
         if not sharding.axes:
-            # The rule None takes the first of copies that have drifted apart. Otherwise they are compared.
+            # The rule None uses the first of copies that have diverged. Otherwise they are compared.
             taken = hint.sharding if hint.has_rule and hint.sharding is not None and not hint.sharding.axes else None
             return replace(hint, shape=shape, sharding=taken, rule_text=None if taken is None else hint.rule_text)
         return replace(
@@ -289,9 +302,12 @@ class _HintBuilder:
         )
 
     def _find_tied_parameter(self, copies: TensorCopies) -> tuple[int, str] | None:
-        """(pipeline stage, parameter) that a name is a second one of, which the metadata leave out.
+        """Find the parameter that is tied to a name, because the metadata omit second names.
 
-        Only what differs between the ranks is looked for: a buffer is the same on all of them.
+        Only arrays that differ between ranks are searched for: buffers are equal on all ranks.
+
+        Returns:
+            (pipeline stage, parameter); None if there is none.
         """
         first = next(iter(copies.values()))
         if all(self.files.is_same(first, tensor) for tensor in copies.values()):
@@ -308,10 +324,11 @@ class _HintBuilder:
         return None
 
     def _find_head_order_mismatch(self, metadata: StageMetadata, parameter: str) -> UnreadableArray | None:
-        """Why heads are not in the order that the program wants; None if they are, or nothing says that they are not.
+        """Return an `UnreadableArray` if heads are not in the order that the program requires; otherwise None.
 
-        Each copy of the keys has its part of their queries. So with another number of copies the queries lie in another
-        order, and a model that took them as they lie would have other keys with them.
+        Each replica of the keys is stored with a part of their queries. Therefore the order of the queries depends on
+        the number of replicas, and in the stored order a model with another number would combine queries with wrong
+        keys.
         """
         layer = metadata.find_attention(parameter)
         wanted = None if layer is None else self._get_wanted_copies(layer)
@@ -326,9 +343,9 @@ class _HintBuilder:
         )
 
     def _get_wanted_copies(self, layer: GroupedQueryAttention) -> int | None:
-        """How many copies of the keys the program has that order its queries; None if it does not say so.
+        """Return the number of KV replicas that determines the program's query order; None if it is unknown.
 
-        Copies on neighbouring ranks leave the queries in their order.
+        Replicas on neighbouring ranks do not change the order of the queries.
         """
         for name in ("weight_qkv", "weight_k"):
             known = self.wanted.get_hint(f"{layer.module}.{layer.name}.{name}".lstrip("."))
@@ -341,10 +358,10 @@ class _HintBuilder:
 def _compute_global_shape(
     metadata: StageMetadata, parameter: str, local: tuple[int, ...], mesh: Mesh
 ) -> tuple[int, ...]:
-    """The shape of a whole parameter, of which each rank has a tensor of the shape `local`.
+    """Compute the global shape of a parameter with the local shape `local`.
 
     Raises:
-        CorruptCheckpointError: Such tensors cannot be what the metadata are about.
+        CorruptCheckpointError: The local shape does not match the metadata.
     """
     sharding, size = metadata.get_sharding(parameter), metadata.get_split_size(parameter)
     try:
@@ -364,14 +381,14 @@ def _compute_global_shape(
 
 
 def _find_contradiction(hint: ArrayHint, sharding: Sharding, shape: tuple[int, ...]) -> UnreadableArray | None:
-    """Why what a program says of an array cannot be true, if it is what the metadata say; None if it can."""
+    """Return an `UnreadableArray` if the program's hint contradicts the metadata; otherwise None."""
     if hint.shape is not None and not hint.shape_excludes_padding and hint.shape != shape:
         return _make_mismatch(
             "the model has another shape than the metadata of the tag say is stored", shape, hint.shape
         )
     asked = hint.sharding
     if asked is None or "tp" not in asked.axes or "tp" not in sharding.axes:
-        return None  # each of them may be split or not: that is another job, and no contradiction
+        return None  # a job without tensor parallelism for this array is not a contradiction
     stored, structure = _describe_split(sharding, shape), _describe_split(asked, shape)
     if stored == structure:
         return None
@@ -391,7 +408,7 @@ def _make_mismatch(problem: str, expected: object, wanted: object) -> Unreadable
 
 
 def _describe_split(sharding: Sharding, shape: tuple[int, ...]) -> str:
-    """Which dim is split over tp, and what parts it consists of."""
+    """Describe the dim that is sharded over tp, and the sizes of its parts."""
     for dim, split in enumerate(sharding.dims):
         if split is not None and "tp" in split.axes and dim < len(shape):
             count = len(split.sections)

@@ -1,9 +1,9 @@
 """The SageMaker model parallel (SMP) layout.
 
 A *set* of files is named by the argument of ``smp.save``: ``load_checkpoint("runs/checkpoint.pt", model=...)`` finds
-``runs/checkpoint.pt_0_0.pt`` and its peers. A directory that ``smp.save_checkpoint`` made is named by its root and its
-name, or by its own path. Such directories are also written, with our manifest in them. `scan` and `writing` do the
-work, and load torch.
+``runs/checkpoint.pt_0_0.pt`` and its peers. A directory written by ``smp.save_checkpoint`` is named by its root and its
+name, or by its own path. Saves and conversions write such directories, and add our manifest. `scan` and `writing`
+implement reading and writing, and import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SmpLayout(RankLayout):
-    """SMP's layout, in all forms of names that its versions have written."""
+    """The SMP layout, with all file names that its versions have written."""
 
     name = "smp"
     origin = "SageMaker model parallel"

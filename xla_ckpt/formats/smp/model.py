@@ -27,15 +27,15 @@ from xla_ckpt.formats.state_dict_search import LocatedDict, StateClassifier, fin
 from xla_ckpt.logs import get_logger
 
 MASTERS_KEY = "fp32_from_fp16"
-"""Key of the master weights of a job in half precision, by group."""
+"""Key of the master weights of a half-precision job, by group."""
 
 INNER_OPTIMIZER_KEY = "optimizer_state_dict"
-"""Key beside it of the state of the optimizer itself."""
+"""Key of the state of the optimizer itself, next to the master weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberPaths:
-    """Where the members of a training state lie in what a program saved; None for what is not there."""
+    """Paths of the members of a training state in a saved dict; None for missing members."""
 
     model: KeyPath | None = None
     optimizer: KeyPath | None = None
@@ -43,21 +43,20 @@ class MemberPaths:
 
     @property
     def paths(self) -> list[KeyPath]:
-        """All of them."""
+        """All paths."""
         return [path for path in (self.model, self.optimizer, self.scheduler) if path is not None]
 
 
 def find_member_paths(tree: Mapping[Any, Any], hints: LoadHints) -> MemberPaths:
-    """Where the members lie.
+    """Find the paths of the members.
 
     Raises:
-        IncompatibleCheckpointError: There are several models, or several optimizers, and nothing says which one is
-            meant.
+        IncompatibleCheckpointError: There are several models, or several optimizers, and the choice is ambiguous.
     """
     places = find_members({key: value for key, value in tree.items() if isinstance(key, str)}, hints, _SMP_CLASSIFIER)
     optimizer = places.optimizer
     if isinstance(optimizer, UnreadableArray) and not hints.wants_optimizer:
-        # It shows all the same which parameters are split.
+        # Its state still shows which parameters are sharded.
         optimizer = places.optimizers[0]
     return MemberPaths(
         model=_get_path(places.model, schema.MODEL, "Give the model: its names say so."),
@@ -73,14 +72,14 @@ def _get_path(place: LocatedDict | UnreadableArray | None, leaf: str, hint: str)
 
 
 def is_optimizer(value: Mapping[Any, Any]) -> bool:
-    """Whether this is the state dict of an optimizer: of torch's, of one whose state is sharded, or of SMP's fp16."""
+    """Return True for the state dict of an optimizer: torch's, one with sharded state, or the SMP fp16 optimizer."""
     if MASTERS_KEY in value:
         return True
     return isinstance(value.get(schema.PARAM_GROUPS), list) and isinstance(value.get(schema.STATE), dict | list)
 
 
 def get_member(tree: Any, path: KeyPath, file: str) -> Mapping[Any, Any]:
-    """The dict at a path.
+    """Return the dict at a path.
 
     Raises:
         CorruptCheckpointError: There is none, although another part of the set has one.
@@ -103,32 +102,32 @@ _SMP_CLASSIFIER = StateClassifier(
     is_model=lambda content: (IS_PARTIAL in content or LOAD_INFO in content) and not is_optimizer(content),
     always_training=True,
 )
-"""What is known of a state that SMP saved in parts: it is one of a training. SMP marks models, but 1.6 does not."""
+"""Classifier of a state that SMP saved in parts, which is always a training state. SMP marks models, except in 1.6."""
 
 
 logger = get_logger(__name__)
 
 EXTENSION_KEY = "xla_ckpt"
-"""Key in SMP's description of a job of what this library adds to it."""
+"""Key of this library's additions to the SMP job description."""
 
 SPECS_KEY = "specs"
-"""Key there of how parameters are split, by name: specs as in a manifest."""
+"""Key of the shardings of parameters in these additions, by name: specs as in a manifest."""
 
 SHAPES_KEY = "shapes"
-"""Key there of the global shapes of parameters, by name, where their local tensors are padded."""
+"""Key of the global shapes of parameters with padded local tensors in these additions, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedModel:
-    """A model, put together from all pipeline stages."""
+    """A model merged from all pipeline stages."""
 
     stage: StageModel
     names_by_stage: Mapping[int, tuple[str, ...]]
-    """Names of the parameters and buffers of each pipeline stage, in its order."""
+    """Names of the parameters and buffers of each pipeline stage, in the order of the stage."""
 
 
 def merge_models(files: RankFiles, models: Mapping[RankCoords, Mapping[Any, Any]], hints: LoadHints) -> MergedModel:
-    """One stage of all. A name that only tp rank 0 has is one of a parameter that SMP keeps there alone.
+    """Merge the models of all ranks into one stage. SMP stores some parameters only on tp rank 0.
 
     Raises:
         CorruptCheckpointError: A rank has a name that tp rank 0 of its pipeline stage does not have.
@@ -168,7 +167,7 @@ def _rename_members(tree: Mapping[Any, Any], called: Mapping[str, str]) -> dict[
 
 
 def _warn_about_difference(files: RankFiles, name: str, one: TensorCopies | None, other: TensorCopies) -> None:
-    """Log that two pipeline stages have a name, with different values: as with SMP, the last of them counts."""
+    """Log a warning if two pipeline stages store different values under a name. As in SMP, the last one is used."""
     if one is None:
         return
     if one.keys() != other.keys() or not all(files.is_same(one[key], other[key]) for key in one):
@@ -178,14 +177,15 @@ def _warn_about_difference(files: RankFiles, name: str, one: TensorCopies | None
 def build_hints(
     model: MergedModel, infos: list[Mapping[Any, Any]], tp: int, unsplit_names: frozenset[str], wanted: LoadHints
 ) -> LoadHints:
-    """What is known of the arrays: from the files, and for the rest from the program that wants them.
+    """Build the hints for the arrays, from the files, and otherwise from the loading program.
 
-    SMP cuts an array along one dim, and its parts are put together in the order of the tp ranks. So what is not said
-    follows from the shapes, where they leave one choice.
+    SMP shards an array along one dim, and its parts are concatenated in the order of the tp ranks. Therefore a sharding
+    that is not recorded follows from the shapes if they leave one choice.
 
     Args:
-        infos: SMP's description of the job, from each part.
-        unsplit_names: Names of parameters that each rank has whole, as the optimizer's state shows.
+        infos: The SMP job description from each part.
+        unsplit_names: Names of parameters that each rank has in full, according to the optimizer's state.
+        wanted: Hints of the loading program.
     """
     specs: dict[str, Any] = {}
     shapes: dict[str, Any] = {}
@@ -207,8 +207,8 @@ def build_hints(
         else:
             hints[name] = _infer_hint(hint, copies, tp)
         if hints[name] == nothing:
-            # It is a parameter of another pipeline stage than that of the program. With a hint its state would be
-            # wanted, too, and refused because nothing says how it was split.
+            # It is a parameter of another pipeline stage than the program's. With a hint its state would also be
+            # requested, and would raise an error because its sharding is unknown.
             del hints[name]
     return replace(wanted, arrays=hints, rules=())
 
@@ -220,13 +220,17 @@ def _as_mapping(value: Any) -> Mapping[Any, Any]:
 def _set_sharding(hint: ArrayHint, sharding: Sharding) -> ArrayHint:
     if not sharding.axes and hint.has_rule and hint.sharding is not None and not hint.sharding.axes:
         return hint
-    # A rule that says the same takes the first of copies that have drifted apart; otherwise they are compared.
+    # A rule with the same sharding uses the first of copies that have diverged; otherwise they are compared.
     same = hint.has_rule and hint.sharding is not None and hint.sharding.axes == sharding.axes
     return replace(hint, sharding=sharding, rule_text=hint.rule_text if same else None, is_declared_in_tag=True)
 
 
 def _parse_hint(name: str, hint: ArrayHint, spec: Any, shape: tuple[int, ...] | None) -> ArrayHint:
-    """What the files say of an array in so many words."""
+    """Build a hint from the sharding and shape that the files record.
+
+    Raises:
+        FormatError: The recorded sharding is invalid.
+    """
     try:
         sharding = Sharding.parse(_to_tuples(spec))
     except (ValueError, TypeError) as error:
@@ -244,12 +248,12 @@ def _to_tuples(spec: Any) -> Any:
 
 
 def _is_sections(spec: Any) -> bool:
-    """Whether this is the list of sections within a spec, which stays a list."""
+    """Return True for a list of sections within a spec, which remains a list."""
     return isinstance(spec, list) and bool(spec) and not any(s is None or isinstance(s, list | tuple) for s in spec)
 
 
 def _infer_hint(hint: ArrayHint, copies: TensorCopies, tp: int) -> ArrayHint:
-    """What shapes say: those of the ranks, and the one that the program wants."""
+    """Infer the sharding from the local shapes and the requested shape."""
     shapes = [tensor.shape for _, tensor in sorted(copies.items())]
     if len(set(shapes)) > 1:
         dim = find_uneven_dim(shapes)
@@ -268,7 +272,7 @@ def _shard_along(dim: int) -> Sharding:
 
 
 def find_uneven_dim(shapes: list[tuple[int, ...]]) -> int | None:
-    """The only dim in which shapes differ; None if there is another number of them.
+    """Return the only dim in which shapes differ; None if they differ in no dim or in several.
 
     >>> find_uneven_dim([(4, 3), (4, 2)]), find_uneven_dim([(4, 3), (3, 2)]), find_uneven_dim([(4,), (4, 1)])
     (1, None, None)
@@ -280,9 +284,9 @@ def find_uneven_dim(shapes: list[tuple[int, ...]]) -> int | None:
 
 
 def join_uneven_parts(files: RankFiles, array: StoredArray) -> ArrayRecord | None:
-    """An array whose parts lie behind each other along the only dim in which they differ; None if they do not.
+    """Concatenate parts along the only dim in which their sizes differ; None if there is no such dim.
 
-    SMP's tp ranks may have parts of different sizes: the first ones have more.
+    SMP tp ranks may have parts of different sizes: the first ranks have larger parts.
     """
     ordered = [array.copies[key] for key in sorted(array.copies)]
     dim = find_uneven_dim([tensor.shape for tensor in ordered]) if len(ordered) == array.mesh.tp else None

@@ -1,7 +1,7 @@
-"""Reconcile SMP's file ``newest`` with the checkpoint directories in a root.
+"""Reconcile the SMP file ``newest`` with the checkpoint directories in a root.
 
-SMP only reads `newest`, which it rewrites after a save. Our saves are committed before that: the directories decide,
-and `newest` is made to agree with them.
+SMP rewrites `newest` after a save, and only reads it otherwise. Our saves are committed before that, so the directories
+are authoritative, and `newest` is updated to match them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from xla_ckpt.storage.resolve import PathLike, open_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRoot:
-    """The partial checkpoints in a root directory."""
+    """Partial checkpoints in a root directory."""
 
     lines: tuple[str, ...] | None
-    """Those of `newest`; None if there is no such file."""
+    """Lines of `newest`; None if the file does not exist."""
 
     order: tuple[str, ...]
-    """The directories that there are, oldest first."""
+    """Existing directories, oldest first."""
 
     theirs: tuple[str, ...]
-    """Those of them that have no manifest of ours."""
+    """Existing directories without our manifest, oldest first."""
 
 
 def read_partial_root(path: PathLike) -> PartialRoot:
-    """What lies in a root directory.
+    """Read the partial checkpoints in a root directory.
 
     Raises:
         StorageError: It cannot be read.
@@ -43,15 +43,14 @@ def read_partial_root(path: PathLike) -> PartialRoot:
 
 
 def reconcile_newest(lines: Sequence[str], complete: Sequence[str], is_there: Callable[[str], bool]) -> list[str]:
-    """The lines of `newest` that agree with the directories.
+    """Return the lines of `newest` that match the directories.
 
-    Each directory stands there once. One that is listed, and of which nobody can tell whether it is complete, stays
-    listed, before the others.
+    Each directory is listed once. A listed directory that may be incomplete remains listed, before the others.
 
     Args:
-        lines: Those that are there.
+        lines: The existing lines.
         complete: The complete directories, oldest first.
-        is_there: Says whether there is a directory of a name.
+        is_there: Function that returns True if a directory of a name exists.
 
     >>> reconcile_newest(["a", "b", "a", "old", "gone"], ["b", "c"], {"old"}.__contains__)
     ['old', 'b', 'c']
@@ -61,7 +60,7 @@ def reconcile_newest(lines: Sequence[str], complete: Sequence[str], is_there: Ca
 
 
 def find_excess_directories(order: Sequence[str], smp_directories: Iterable[str], keep: int) -> list[str]:
-    """Those of SMP's own directories that are too many, oldest first. Saves of this library count their own.
+    """Return excess SMP directories, oldest first. Retention of this library's checkpoints is separate.
 
     >>> find_excess_directories(["a", "b", "c", "d"], ["a", "b"], 3)
     ['a']

@@ -1,8 +1,8 @@
-"""Merge the optimizers of all SMP parts, and check that the parts are of one save.
+"""Merge the optimizers of all SMP parts, and check that the parts are from one save.
 
-Numbers count over the whole model, and each pipeline stage has the states of its own parameters. SMP's own
-`shard_optimizer_state` stores pieces of flat buffers, which only the job that wrote them can find again; the rows of
-our ZeRO-1 files can be read.
+Parameters are numbered over the whole model, and each pipeline stage has the states of its own parameters. SMP
+`shard_optimizer_state` stores pieces of flat buffers, which only the job that wrote them can locate; the rows in our
+ZeRO-1 files can be read.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from xla_ckpt.logs import get_logger
 
 @dataclass(slots=True)
 class OptimizerShare:
-    """What one rank stored of the optimizer."""
+    """Optimizer state stored by one rank."""
 
     state: Any
-    """By the number of a parameter."""
+    """State by parameter number."""
 
     groups: Any
     masters: list[Any] | None = None
-    """fp32 copies of the parameters that the rank has, by group."""
+    """fp32 copies of the rank's parameters, by group."""
 
     masters_by_number: Mapping[int, Any] | None = None
-    """The same by number, where the file says which numbers they have."""
+    """fp32 copies by parameter number, if the file records the numbers."""
 
     sharded: bool = False
-    """Whether ranks that have the same model have each a part of the states."""
+    """True if ranks with the same model each have a part of the states."""
 
 
 def iterate_shares(at: RankCoords, tree: Mapping[Any, Any]) -> Iterator[tuple[RankCoords, OptimizerShare]]:
-    """What the ranks of one group stored that differ in rdp only: one, or those whose shares are in lists."""
+    """Yield the optimizer states of the ranks in one file: one, or a list for ranks that differ only in rdp."""
     masters = tree.get(MASTERS_KEY)
     inner = tree.get(INNER_OPTIMIZER_KEY, tree)
     state, groups = inner.get(schema.STATE), inner.get(schema.PARAM_GROUPS)
@@ -68,7 +68,7 @@ def _get_list(masters: Any) -> list[Any] | None:
 
 
 def is_optimizer_share(share: OptimizerShare) -> bool:
-    """Whether this is the state of an optimizer, whose groups number its parameters."""
+    """Return True for the state of an optimizer, whose groups number its parameters."""
     if not isinstance(share.state, Mapping) or not isinstance(share.groups, list):
         return False
     numbered = (isinstance(group, Mapping) and isinstance(group.get(schema.PARAMS), list) for group in share.groups)
@@ -76,17 +76,18 @@ def is_optimizer_share(share: OptimizerShare) -> bool:
 
 
 def check_same_save(shares: Mapping[RankCoords, OptimizerShare], *, same_save: bool) -> None:
-    """Check that the parts may have been written together.
+    """Check that the parts can be from the same save.
 
-    The options of the groups are the same on all ranks of a job, and so are step counts, but for parameters that a
-    step left out: two parts that have no step count in common are of different steps.
+    The options of the groups are equal on all ranks of a job, and so are step counts, except for parameters that a step
+    skipped: two parts without a common step count are from different steps.
 
     Args:
-        same_save: Whether notes beside the files say that they are of one save. Then step counts may differ: a job that
-            trains a pipeline stage from a later step on has such ones.
+        same_save: True if the save notes record that the files are from one save. Then step counts may differ, as in a
+            job
+        that begins to train a pipeline stage at a later step.
 
     Raises:
-        CorruptCheckpointError: They were not.
+        CorruptCheckpointError: They are from different saves.
     """
     first, one = next(iter(shares.items()))
     steps: tuple[RankCoords, set[Any]] | None = None
@@ -109,7 +110,7 @@ def check_same_save(shares: Mapping[RankCoords, OptimizerShare], *, same_save: b
 
 def _is_same_option(one: Any, other: Any) -> bool:
     if isinstance(one, StoredTensor) or isinstance(other, StoredTensor):
-        return True  # the options of a capturable optimizer are tensors; the reader of groups compares them
+        return True  # options of a capturable optimizer are tensors, which are compared when the groups are read
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_is_same_option, one, other))
     return bool(one == other)
@@ -120,7 +121,7 @@ def _format_rank(at: RankCoords) -> str:
 
 
 def _iterate_steps(state: Mapping[Any, Any]) -> Iterator[Any]:
-    """The step counts of parameters, or what tells them apart: of a tensor of one number its CRC-32 does."""
+    """Yield the step counts of parameters. The CRC-32 identifies a step count that is a scalar tensor."""
     for members in state.values():
         step = members.get(STEP) if isinstance(members, Mapping) else None
         if isinstance(step, StoredTensor) and step.location is not None and step.location.crc is not None:
@@ -130,7 +131,7 @@ def _iterate_steps(state: Mapping[Any, Any]) -> Iterator[Any]:
 
 
 def has_flat_buffers(shares: Mapping[RankCoords, OptimizerShare], model: MergedModel) -> bool:
-    """Whether states are pieces of flat buffers: none has more dims than one, and some fit to no parameter."""
+    """Return True if states are pieces of flat buffers: all are 1-dim, and some match no parameter."""
     if not any(share.sharded for share in shares.values()):
         return False
     shapes = {
@@ -144,14 +145,14 @@ def has_flat_buffers(shares: Mapping[RankCoords, OptimizerShare], model: MergedM
 
 
 def get_parameter_shape(members: Any) -> tuple[int, ...] | None:
-    """The shape of a parameter, as its stored states show it."""
+    """Return the shape of a parameter according to its stored states."""
     return get_largest_shape(members, lambda value: (value.shape or None) if isinstance(value, StoredTensor) else None)
 
 
 def merge_shares(
     files: RankFiles, shares: Mapping[RankCoords, OptimizerShare]
 ) -> dict[RankCoords, OptimizerShare] | None:
-    """Shares of ranks that differ in rdp only, as one; None if several have one parameter, with different states."""
+    """Merge the states of ranks that differ only in rdp; None if their states of a parameter differ."""
     united: dict[RankCoords, OptimizerShare] = {}
     states: dict[RankCoords, dict[Any, Any]] = {}
     for at, share in sorted(shares.items()):
@@ -174,24 +175,24 @@ def _is_same_state(files: RankFiles, one: Any, other: Any) -> bool:
 
 
 def get_group_numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The numbers of the parameters of each group."""
+    """Return the parameter numbers of each group."""
     return [list(group[schema.PARAMS]) for group in groups]
 
 
-# Rows of states, as this library writes those of ZeRO-1 into files for each rdp rank. SMP's own shard_optimizer_state
-# deals out pieces of flat buffers, which only the job can find again: such files share no more than the names.
+# Rows of ZeRO-1 states, which this library writes to a file for each rdp rank. SMP `shard_optimizer_state` writes
+# pieces of flat buffers, which only the job can locate. These files have the same names, but nothing else in common.
 
 
 def has_zero1_rows(parts: Mapping[RankCoords, Mapping[Any, Any]]) -> bool:
-    """Whether the parts of an optimizer hold rows of its states."""
+    """Return True if the parts of an optimizer contain rows of its states."""
     return any(_get_extension(tree.get(INNER_OPTIMIZER_KEY, tree), SHAPES_KEY) is not None for tree in parts.values())
 
 
 def merge_zero1_rows(parts: Mapping[RankCoords, Mapping[Any, Any]]) -> dict[RankCoords, RankOptimizer]:
-    """One optimizer for each tp and rdp rank, of all pipeline stages.
+    """Merge the optimizer of each tp and rdp rank over all pipeline stages.
 
     Raises:
-        CorruptCheckpointError: Some of the parts hold no rows.
+        CorruptCheckpointError: Some of the parts contain no rows.
     """
     stored: dict[RankCoords, RankOptimizer] = {}
     for at, tree in sorted(parts.items()):
@@ -219,7 +220,7 @@ def merge_zero1_rows(parts: Mapping[RankCoords, Mapping[Any, Any]]) -> dict[Rank
 
 
 def get_masters_by_number(tree: Mapping[Any, Any]) -> dict[int, Any] | None:
-    """The master weights of a part by number; None if it does not say which numbers they have."""
+    """Return the master weights of a part by parameter number; None if it does not record the numbers."""
     numbers, weights = _get_extension(tree, NUMBERS_KEY), tree.get(MASTERS_KEY)
     if not isinstance(numbers, list) or not isinstance(weights, list):
         return None
@@ -232,7 +233,7 @@ def get_masters_by_number(tree: Mapping[Any, Any]) -> dict[int, Any] | None:
 
 
 def _get_extension(tree: Mapping[Any, Any], key: str) -> Any:
-    """What this library has noted in a file; None if it has not."""
+    """Return a value that this library added to a file; None if there is none."""
     added = tree.get(EXTENSION_KEY)
     return added.get(key) if isinstance(added, Mapping) else None
 
@@ -262,19 +263,19 @@ _MODEL_REQUIRED = UnreadableArray(
 
 @dataclass(frozen=True, slots=True)
 class MergedOptimizer:
-    """The optimizers of all parts."""
+    """Optimizers of all parts, merged."""
 
     by_rank: Mapping[RankCoords, RankOptimizer] = field(default_factory=dict)
-    """One for each tp rank, of all pipeline stages; where rows were dealt out, one for each tp and rdp rank."""
+    """Optimizer of each tp rank, over all pipeline stages; of each tp and rdp rank if rows were sharded."""
 
     unsplit_names: frozenset[str] = frozenset()
-    """Names of parameters that each tp rank has whole: SMP empties their states on all tp ranks but the first."""
+    """Names of parameters that each tp rank has in full: SMP empties their states on all tp ranks except the first."""
 
     problem: UnreadableArray | None = None
-    """Why nothing can be read of them."""
+    """Reason why the optimizer cannot be read."""
 
     masters_problem: UnreadableArray | None = None
-    """Why the master weights cannot be read, where there are any."""
+    """Reason why the master weights cannot be read, if there are any."""
 
 
 def merge_optimizers(
@@ -285,14 +286,14 @@ def merge_optimizers(
     *,
     same_save: bool,
 ) -> MergedOptimizer:
-    """The optimizers of all parts.
+    """Merge the optimizers of all parts.
 
     Args:
-        parts: What each part holds of the optimizer.
-        same_save: Whether notes beside the files say that they are of one save.
+        parts: The optimizer in each part.
+        same_save: True if the save notes record that the files are from one save.
 
     Raises:
-        CorruptCheckpointError: The parts are of two saves.
+        CorruptCheckpointError: The parts are from different saves.
         IncompatibleCheckpointError: The program's optimizer has other parameters.
     """
     shares = {at: share for at, tree in sorted(parts.items()) for at, share in iterate_shares(at, tree)}
@@ -326,19 +327,19 @@ def merge_optimizers(
     )
 
 
-# Which parameter a number means.
+# Map parameter numbers to names.
 
 
 def _resolve_names(
     united: Mapping[RankCoords, OptimizerShare], model: MergedModel, hints: LoadHints
 ) -> dict[int, str] | None:
-    """The name of each number on tp rank 0; None if nobody can tell.
+    """Map the numbers on tp rank 0 to names; None if the names are unknown.
 
-    Names in the files count first, then the order of the program's optimizer. Where that does not fit, because its
-    parameters come in another order or are those of one pipeline stage, order and shapes of the stored model may tell.
+    Names in the files take precedence, then the order of the program's optimizer. If this does not fit, because its
+    parameters are in another order or belong to one pipeline stage, the order and shapes of the stored model are used.
 
     Raises:
-        IncompatibleCheckpointError: The program's optimizer has other parameters, and nothing else names them.
+        IncompatibleCheckpointError: The program's optimizer has other parameters, and no other source has names.
     """
     groups = united[RankCoords()].groups
     stored = [number for numbers in get_group_numbers(groups) for number in numbers]
@@ -375,13 +376,14 @@ def _resolve_names(
 
 
 def _find_state(united: Mapping[RankCoords, OptimizerShare], number: int) -> Any:
-    """The state of a number on tp rank 0."""
+    """Return the state of a number on tp rank 0."""
     return next((share.state[number] for at, share in united.items() if not at.tp and share.state.get(number)), None)
 
 
 def _guess_names(united: Mapping[RankCoords, OptimizerShare], model: MergedModel) -> dict[int, str] | None:
-    """Names by order and shapes, stage by stage: each has states of its own parameters, whose order is that of its
-    model; None unless there is only one way.
+    """Infer names from order and shapes; None unless the result is unique.
+
+    Each pipeline stage has the states of its own parameters, in the order of its model.
     """
     guessed: dict[int, str] = {}
     for at, share in united.items():
@@ -399,7 +401,7 @@ def _guess_names(united: Mapping[RankCoords, OptimizerShare], model: MergedModel
 
 
 def _list_parameter_shapes(model: MergedModel, pp: int) -> dict[str, tuple[int, ...]]:
-    """Local shapes of what may be parameters of a stage. Of several names of a tied one the first counts."""
+    """Return the local shapes of possible parameters of a stage. For a tied parameter only the first name is used."""
     seen: set[tuple[str, int]] = set()
     shapes = {}
     for name in model.names_by_stage.get(pp, ()):
@@ -413,7 +415,7 @@ def _list_parameter_shapes(model: MergedModel, pp: int) -> dict[str, tuple[int, 
     return shapes
 
 
-# One tree for each tp rank.
+# Merge the optimizer of each tp rank.
 
 
 def _merge_pipeline_stages(
@@ -422,7 +424,7 @@ def _merge_pipeline_stages(
     model: MergedModel,
     masters: Mapping[RankCoords, Mapping[int, Any]] | None,
 ) -> RankOptimizer:
-    """The optimizer of one tp rank, of all stages, with the numbers of tp rank 0."""
+    """Merge the optimizer of one tp rank over all stages, with the numbers of tp rank 0."""
     first = next(iter(of_stages.values()))
     tp = next(iter(of_stages)).tp
     numbers = {n: n for group in get_group_numbers(first.groups) for n in group}
@@ -443,9 +445,9 @@ def _merge_pipeline_stages(
 def _relabel_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str], model: MergedModel, tp: int
 ) -> tuple[dict[int, int], list[Mapping[str, Any]]] | None:
-    """For a tp rank: the number on tp rank 0 of each of its own, and its groups; None if nothing says which it has.
+    """Map a tp rank's numbers to those of tp rank 0, and relabel its groups; None if its parameters are unknown.
 
-    A parameter that SMP keeps on tp rank 0 alone has no number elsewhere, and those behind it have smaller ones.
+    A parameter that SMP stores only on tp rank 0 has no number on other ranks, and later parameters have smaller ones.
     """
     by_name = {name: number for number, name in names.items()}
     absent = {name for name, copies in model.stage.copies.items() if (0, 0, tp) not in copies}
@@ -474,13 +476,13 @@ def _find_unsplit_names(by_tp: Mapping[int, RankOptimizer], names: Mapping[int, 
     return frozenset(names[n] for n in emptied if n in names)
 
 
-# Master weights.
+# Collect master weights.
 
 
 def _collect_masters(united: Mapping[RankCoords, OptimizerShare]) -> dict[RankCoords, dict[int, StoredTensor]] | None:
-    """The master weights of each rank by number; None if the lists do not say whose they are.
+    """Return the master weights of each rank by number; None if the lists do not match the parameters.
 
-    A list has those of a group's parameters that the rank has, in their order; so does the rank's state.
+    A list contains the master weights of the rank's parameters in a group, in the order of the rank's state.
     """
     by_rank: dict[RankCoords, dict[int, StoredTensor]] = {}
     for at, share in united.items():
@@ -504,7 +506,7 @@ def _collect_masters(united: Mapping[RankCoords, OptimizerShare]) -> dict[RankCo
 
 
 def _make_unreadable_masters(shares: Mapping[RankCoords, OptimizerShare]) -> UnreadableArray | None:
-    """What stands for master weights that are not read; None if there are none."""
+    """Return a placeholder for master weights that are not read; None if there are none."""
     if all(share.masters is None for share in shares.values()):
         return None
     weight = next((w for share in shares.values() for group in share.masters or [] if group for w in group), None)

@@ -1,4 +1,4 @@
-"""Notes beside SMP files that record which save each file belongs to, and selecting the files of one save.
+"""Notes that record which save each SMP file belongs to, and selection of the files of one save.
 
 ```
 {"format": 1, "saves": [{"size": 4096, "directory": "<16 hex>", "save": "<job id>-<n>",
@@ -6,9 +6,9 @@
 ```
 
 The name of a note is hidden, so that SMP's own search for ``{f}_*`` does not find it. `directory` is the digest of the
-zip's central directory, which has the CRC-32 of each record. Two files of one set that belong to different saves have
-different `save`. An entry whose size or digest does not match the file belongs to an earlier save, or to one that was
-cut off before the file was renamed; if none matches, another program has written the file since.
+zip's central directory, which contains the CRC-32 of each record. Two files of one set that belong to different saves
+have different `save`. An entry whose size or digest does not match the file belongs to an earlier save, or to one that
+was interrupted before the file was renamed; if none matches, another program has overwritten the file since.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from xla_ckpt.storage.resolve import open_parent
 NOTE_FORMAT = 1
 
 MAX_NOTE_BYTES = 1 << 20
-"""A larger file is not read (bytes): two entries take a few hundred."""
+"""Maximum size of a note in bytes; larger files are not read. Two entries need a few hundred bytes."""
 
 RANK_AXES = ("pp", "tp", "rdp")
 """Keys of `rank` and `sizes`."""
@@ -47,20 +47,19 @@ _FIELD_TYPES = {"size": int, "directory": str, "save": str, "rank": dict, "sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveNote:
-    """One save of a file.
+    """A save of a file.
 
-    Raises (on construction):
-        FormatError: A field is of another type, or a coordinate is missing, or is none.
+    Raises (on construction):     FormatError: A field has another type, or a coordinate is missing or invalid.
     """
 
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
 
     directory: str
     """Digest of its zip's directory (see `compute_directory_digest`)."""
 
     save: str
-    """Names the save: the files that all ranks wrote in it have the same."""
+    """ID of the save, equal for all files that ranks wrote in it."""
 
     rank: Mapping[str, int]
     """Coordinates of the rank that wrote it."""
@@ -80,7 +79,7 @@ class SaveNote:
 
 
 def get_note_name(file: str) -> str:
-    """The name of the file that lies beside another one.
+    """Return the name of a file's note.
 
     >>> get_note_name("best_partial/model_0_1.pt")
     'best_partial/.model_0_1.pt.xla_ckpt.json'
@@ -90,13 +89,14 @@ def get_note_name(file: str) -> str:
 
 
 def compute_directory_digest(read_bytes: ReadBytes, nbytes: int) -> str:
-    """The digest of the directory of a zip. Where records have a CRC-32, it covers every byte of them.
+    """Compute the digest of a zip's directory. If records have a CRC-32, it covers all of their bytes.
 
     Args:
-        read_bytes: Bytes of the file, from their offset and their number.
+        read_bytes: Function that reads bytes of the file at (offset, number of bytes).
+        nbytes: Size of the file.
 
     Raises:
-        ValueError: It is no whole zip.
+        ValueError: The file is not a complete zip.
     """
     try:
         where = find_zip_directory(read_bytes, nbytes)
@@ -108,7 +108,7 @@ def compute_directory_digest(read_bytes: ReadBytes, nbytes: int) -> str:
 
 
 def dump_notes(saves: Sequence[SaveNote]) -> bytes:
-    """The bytes of a file.
+    """Serialize a note.
 
     >>> ranks = {"rank": {"pp": 0, "tp": 0, "rdp": 0}, "sizes": {"pp": 1, "tp": 1, "rdp": 1}}
     >>> one = SaveNote(size=4096, directory="0123456789abcdef", save="job-1", **ranks)
@@ -119,11 +119,11 @@ def dump_notes(saves: Sequence[SaveNote]) -> bytes:
 
 
 def parse_notes(data: bytes) -> tuple[SaveNote, ...]:
-    """The entries in these bytes, oldest first.
+    """Parse a note, and return its entries, oldest first.
 
     Raises:
-        UnsupportedVersionError: A newer version of this library wrote them.
-        FormatError: They are damaged.
+        UnsupportedVersionError: A newer version of this library wrote it.
+        FormatError: It is damaged.
     """
     note = parse_json(data, "the note beside a file")
     version = note.get("format") if isinstance(note, dict) else None
@@ -140,15 +140,14 @@ def parse_notes(data: bytes) -> tuple[SaveNote, ...]:
 
 
 def update_notes(saves: Sequence[SaveNote], present: SaveNote | None, fresh: SaveNote) -> tuple[SaveNote, ...]:
-    """The entries for a file that is about to be replaced.
+    """Return the entries for a file that is about to be replaced.
 
-    The entry of the file as it is stays: if the program ends before the new file has its name, it is the one that
-    matches.
+    The entry of the current file is kept, because it still matches if the program ends before the new file is renamed.
 
     Args:
-        saves: The entries that are there.
-        present: That of the file as it is; None if there is none.
-        fresh: That of the new file.
+        saves: The existing entries.
+        present: The entry of the current file; None if there is none.
+        fresh: The entry of the new file.
     """
     kept = saves[-1:] if present is None else (present,)
     return (*(one for one in kept if one != fresh), fresh)
@@ -157,37 +156,37 @@ def update_notes(saves: Sequence[SaveNote], present: SaveNote | None, fresh: Sav
 logger = get_logger(__name__)
 
 PerAxis = tuple[int, int, int]
-"""A number for each of `sidecar.RANK_AXES`."""
+"""A number for each of `RANK_AXES`."""
 
 _OVERWRITTEN = "another program, which has written over it since"
-"""Names the save of a file that was written over since its note was."""
+"""Save ID of a file that was overwritten after its note was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetPart:
-    """One file of a set."""
+    """A file of a set."""
 
     file: str
     digest: str
-    """Digest of its zip's directory, which stands for all that is in it; empty if nobody asked, or it is no zip."""
+    """Digest of its zip's directory, which identifies the content; empty if it was not computed, or is not a zip."""
 
     saves: tuple[SaveNote, ...]
-    """What is noted of it, and of earlier files of its name."""
+    """Entries of its note, including those of earlier files of its name."""
 
     saved: SaveNote | None
-    """What is noted of the file as it is; None if nothing is."""
+    """Entry of the current file; None if there is none."""
 
     @property
     def save(self) -> str | None:
-        """What names its save; None if nobody knows it."""
+        """ID of its save; None if it is unknown."""
         return self.saved.save if self.saved is not None else _OVERWRITTEN if self.saves else None
 
 
 def find_set_parts(prefix: str) -> dict[PartNumbers, SetPart]:
-    """The parts of a set, by the numbers in their names, with their full paths; none if there are none.
+    """Find the parts of a set, by the numbers in their names, with their full paths. Empty if there are none.
 
     Raises:
-        CorruptCheckpointError: Parts are of two saves, or of several forms of names.
+        CorruptCheckpointError: Parts are from different saves, or have names of several forms.
         StorageError: They cannot be read.
     """
     store, name = open_parent(prefix)
@@ -202,10 +201,10 @@ def find_set_parts(prefix: str) -> dict[PartNumbers, SetPart]:
 
 
 def exclude_other_saves(directory: Directory, tag: SmpTag) -> SmpTag:
-    """A set without the files of other saves that lie under its name (see `select_one_save`); a directory as it is.
+    """Exclude the files of other saves from a set (see `select_one_save`). A directory is returned unchanged.
 
     Raises:
-        CorruptCheckpointError: It is of two saves.
+        CorruptCheckpointError: It is from several saves.
     """
     files = tag.sets.get("")
     if files is None or len(files.by_pattern) != 1:
@@ -216,7 +215,7 @@ def exclude_other_saves(directory: Directory, tag: SmpTag) -> SmpTag:
 
 
 def read_set_part(directory: Directory, file: str) -> SetPart:
-    """A file of a set, and what is noted of it. Where nothing is, the file itself is not looked at."""
+    """Read the note of a file of a set. If there is none, the file itself is not opened."""
     if not (saves := read_save_notes(directory, file)):
         return SetPart(file=file, digest="", saves=(), saved=None)
     with closing(directory.open(file)) as source:
@@ -224,37 +223,37 @@ def read_set_part(directory: Directory, file: str) -> SetPart:
 
 
 def identify_part(ahead: ReadAheadFile, saves: tuple[SaveNote, ...]) -> SetPart:
-    """A file that is open, and which of the saves that are noted wrote it."""
+    """Determine which of the recorded saves wrote an open file."""
     try:
         digest = compute_directory_digest(ahead.read_at, ahead.size)
     except (ValueError, CorruptCheckpointError):
-        digest = ""  # no whole zip: who reads it says so
+        digest = ""  # not a complete zip; reading it raises an error
     saved = next((one for one in saves if (one.size, one.directory) == (ahead.size, digest)), None)
     return SetPart(file=ahead.file, digest=digest, saves=saves, saved=saved)
 
 
 def read_save_notes(directory: Directory, file: str) -> tuple[SaveNote, ...]:
-    """What the note beside a file says of the saves that wrote it; nothing where there is none, or a damaged one."""
+    """Read the entries of a file's note; empty if the note is missing or damaged."""
     name = get_note_name(file)
     try:
         return parse_notes(read_file(directory, name, limit=MAX_NOTE_BYTES, what="the note beside a file"))
     except FileNotFoundError:
         return ()
     except (FormatError, UnsupportedVersionError) as error:
-        # The file itself is whole: its own CRC-32s are compared. Only which save it is of is unknown.
+        # The file itself may be intact: its own CRC-32 checksums are compared. Only its save is unknown.
         logger.warning("%s", error.at(file=name))
         return ()
 
 
 def select_one_save(parts: Mapping[PartNumbers, SetPart]) -> dict[PartNumbers, SetPart]:
-    """The parts that were saved together.
+    """Select the parts that were saved together.
 
-    If they are of several saves, and one of these is whole, the others are left out: a job of fewer ranks has saved
-    over a part of what a larger one had left.
+    If they are from several saves, and exactly one of these is complete, the others are excluded: a job with fewer
+    ranks has overwritten some of the files of a larger job.
 
     Raises:
-        CorruptCheckpointError: They are of several saves, of which none is whole, or more than one; or one is no whole
-            file.
+        CorruptCheckpointError: They are from several saves of which none or several are complete, or a file is
+            truncated.
     """
     saves: dict[str, dict[PartNumbers, SetPart]] = {}
     for numbers, part in parts.items():
@@ -265,7 +264,7 @@ def select_one_save(parts: Mapping[PartNumbers, SetPart]) -> dict[PartNumbers, S
     whole = [name for name, of_save in saves.items() if is_whole(of_save)]
     if len(whole) != 1:
         if (torn := next((part.file for part in parts.values() if part.saves and not part.digest), None)) is not None:
-            # No note is true of such a file, so that it would seem to be of a save of its own.
+            # Such a file matches no note, so it would appear to be from another save.
             raise CorruptCheckpointError(
                 "the part is cut off or damaged: it is no whole zip of torch.save",
                 file=torn,
@@ -280,7 +279,7 @@ def select_one_save(parts: Mapping[PartNumbers, SetPart]) -> dict[PartNumbers, S
 
 
 def is_whole(parts: Mapping[PartNumbers, SetPart]) -> bool:
-    """Whether no part of a save is missing, by the sizes that are noted; of parts without a note nobody knows it."""
+    """Return True if no part of a save is missing, according to the recorded sizes; False without a note."""
     saved = next((part.saved for part in parts.values() if part.saved is not None), None)
     if saved is None:
         return False
@@ -290,7 +289,7 @@ def is_whole(parts: Mapping[PartNumbers, SetPart]) -> bool:
 
 
 def make_two_saves_error(found: str, file: str | None = None) -> CorruptCheckpointError:
-    """The error for parts that were not written together."""
+    """Return the error for parts that were not written together."""
     return CorruptCheckpointError(
         "the parts are of two saves: together they are no state that the job ever had",
         file=file,
@@ -304,16 +303,18 @@ def make_two_saves_error(found: str, file: str | None = None) -> CorruptCheckpoi
 def write_part(
     value: Any, path: str, save: str | None, *, rank: PerAxis, sizes: PerAxis, options: Mapping[str, Any]
 ) -> None:
-    """`write_whole_file`, with a note beside the file, which is true of whichever file is there.
+    """Write a file with `write_whole_file`, and its note. The note is valid for both the old and the new file.
 
     Args:
-        save: Names the save, the same on all ranks. None: nobody knows it, and nothing is noted.
-        rank: Which rank writes it.
-        sizes: Number of ranks.
-        options: For torch.save.
+        value: The object to save.
+        path: Path of the file.
+        save: ID of the save, equal on all ranks. None: unknown, and no entry is written.
+        rank: Coordinates of the rank that writes it.
+        sizes: Number of ranks along each axis.
+        options: Options of torch.save.
 
     Raises:
-        CheckpointError: As `write_whole_file`.
+        CheckpointError: The same errors as in `write_whole_file`.
     """
     store, name = open_parent(path)
 

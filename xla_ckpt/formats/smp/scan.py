@@ -1,5 +1,6 @@
-"""Read SMP sets and directories: the contents of each part, whether all parts are there, and the state they make up. No
-tensor is read.
+"""Read SMP sets and directories: read each part, check that all parts exist, and merge their state.
+
+Only metadata is read, no tensor data.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ SCALERS = {
     name: AttributesStub.for_name(name)
     for name in (f"{_SCALER_MODULE}.LossScaler", f"{_SCALER_MODULE}.DynamicLossScaler")
 }
-"""What SMP's fp16 optimizer scales losses by: objects of its own classes, of plain numbers."""
+"""Stubs of the SMP loss scaler classes, whose attributes are plain numbers."""
 
 FIRST_RANK = RankCoords()
 
 
 class SmpPartFiles(RankFiles):
-    """The files of a tag. The bytes of each storage are compared with its CRC-32 before anybody has them."""
+    """Files of a checkpoint. The bytes of each storage are checked against its CRC-32 before they are returned."""
 
     def __init__(self, directory: Directory, tag: SmpTag) -> None:
         self.checked_directory = CrcCheckedDirectory(directory, tag.files)
@@ -84,7 +85,7 @@ class SmpPartFiles(RankFiles):
         self.full_directory = directory
         self._trees: dict[str, Any] = {}
         self.set_parts: dict[str, SetPart] = {}
-        """What is noted of each file that was read."""
+        """Note and digest of each file that was read."""
 
     def list_rank_files(self) -> Mapping[str, RankCoords]:
         return dict.fromkeys(self.tag.files, RankCoords())
@@ -96,11 +97,11 @@ class SmpPartFiles(RankFiles):
         return list(self.tag.files)
 
     def read_tree(self, path: str, at: RankCoords = FIRST_RANK) -> Any:
-        """What a file holds: a `StoredTensor` for each tensor, and an `UntrustedObject` for what is read on trust only.
+        """Read a file, with a `StoredTensor` for each tensor, and an `UntrustedObject` for untrusted classes.
 
         Raises:
-            CorruptCheckpointError: It is missing, cut off, damaged, or torch.save did not write it.
-            UnsupportedStateError: It is of another byte order, or compressed.
+            CorruptCheckpointError: It is missing, truncated, damaged, or not written by torch.save.
+            UnsupportedStateError: It has another byte order, or is compressed.
         """
         if path not in self._trees:
             with annotate_errors(file=path), closing(self._open_part(path)) as source:
@@ -118,12 +119,12 @@ class SmpPartFiles(RankFiles):
 
     @property
     def is_one_save(self) -> bool:
-        """Whether the notes beside all files that were read say that they are of one save."""
+        """True if the notes of all files that were read record the same save."""
         saves = {part.saved and part.saved.save for part in self.set_parts.values()}
         return None not in saves and len(saves) == 1
 
     def check_saves(self) -> None:
-        """Check that all parts that were read are of one save, where notes beside them say so.
+        """Check that all parts that were read are from one save, if they have notes.
 
         Raises:
             CorruptCheckpointError: They are not.
@@ -140,7 +141,7 @@ class SmpPartFiles(RankFiles):
 
 def _to_stored_tensor(at: TensorLocation) -> StoredTensor | UnreadableArray:
     if at.strides is not None:
-        # The rest of the file is good: only who wants this array hears of it.
+        # The rest of the file is valid, so only a load of this array raises an error.
         return UnreadableArray(
             problem="a tensor is not contiguous",
             found=f"shape {list(at.shape)}, strides {list(at.strides)}",
@@ -153,22 +154,22 @@ def _to_stored_tensor(at: TensorLocation) -> StoredTensor | UnreadableArray:
 
 
 Degrees = tuple[int, int]
-"""(pipeline-parallel, tensor-parallel) ranks of a job."""
+"""Numbers of (pipeline-parallel, tensor-parallel) ranks of a job."""
 
 
 def place_parts(files: FileSet, degrees: Degrees | None) -> dict[RankCoords, str]:
-    """The parts, by the rank that wrote each.
+    """Map the parts to the ranks that wrote them.
 
     Args:
-        degrees: Ranks of the job, if anything says how many there were.
+        degrees: Numbers of ranks of the job, if known.
 
     Raises:
-        CorruptCheckpointError: Parts are missing, or the files say that there were fewer ranks than have parts.
+        CorruptCheckpointError: Parts are missing, or there are parts of more ranks than the files record.
     """
     pp, tp = degrees or (1, 1)
     parts = files.get_parts()
     count = len(next(iter(parts)))
-    # Names with one number count all model-parallel ranks. In the versions that wrote them there was no tp.
+    # A single number in names counts all model-parallel ranks. The versions that wrote such names had no tp.
     by_mp = count == 1 and tp > 1 and len(parts) > pp
     by_rank: dict[RankCoords, str] = {}
     for numbers, file in sorted(parts.items()):
@@ -176,7 +177,7 @@ def place_parts(files: FileSet, degrees: Degrees | None) -> dict[RankCoords, str
         by_rank[RankCoords(pp=stage, tp=others[0] if others else 0, dp=others[1] if len(others) > 1 else 0)] = file
 
     def name(at: RankCoords) -> str:
-        """The name of the part of a rank: of a job with tp it has two numbers at least."""
+        """Return the name of a rank's part. With tp it has at least two numbers."""
         return files.format_part_name(
             (at.pp * tp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[: max(count, 2 if at.tp else 1)]
         )
@@ -186,7 +187,7 @@ def place_parts(files: FileSet, degrees: Degrees | None) -> dict[RankCoords, str
 
 
 def infer_degrees(sets: Iterable[FileSet]) -> Degrees | None:
-    """The degrees of the job as far as names of parts tell, of several sets that one job wrote; None if none does."""
+    """Infer the degrees of a job from the names of parts in its sets; None if names do not show them."""
     numbers = [n for files in sets for form in files.by_pattern.values() for n in form if len(n) > 1]
     return (1 + max(n[0] for n in numbers), 1 + max(n[1] for n in numbers)) if numbers else None
 
@@ -210,7 +211,7 @@ def _check_grid(
     if not (missing := grid.find_missing(files.name)):
         return
     total = grid.count
-    # The classic mistake: SMP counts tp within dp, so that `if smp.dp_rank() == 0` is true on tp rank 0 only.
+    # A common mistake: SMP counts tp within dp, so `if smp.dp_rank() == 0` is true only on tp rank 0.
     never = tp > 1 and not any(at.tp for at in by_rank) and all(at.tp for at in missing)
     raise CorruptCheckpointError(
         "the parts of all ranks tp > 0 are missing" if never else f"parts are missing: {len(missing)} of {total}",
@@ -226,15 +227,15 @@ def _check_grid(
 
 
 _COUNTER_NAMES = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re.IGNORECASE)
-"""Names of numbers that all ranks count alike."""
+"""Pattern of names of counters, which are equal on all ranks."""
 
 
 class SmpFiles(SmpPartFiles):
-    """The files of a set, or of a directory of sets."""
+    """Files of a set, or of a directory of sets."""
 
     def __init__(self, directory: Directory, tag: SmpTag) -> None:
         super().__init__(directory, tag)
-        # A part of a set that is not there is missed when the parts are placed.
+        # A missing part of a set raises an error when the parts are mapped to ranks.
         self.incomplete_message = (
             "{tag}: its save may not have ended, neither newest nor a file says so" if tag.directory else ""
         )
@@ -243,10 +244,10 @@ class SmpFiles(SmpPartFiles):
         return [self.drop_other_saves]
 
     def drop_other_saves(self) -> None:
-        """Leave out the files of other saves that lie under the name of the set.
+        """Exclude the files of other saves with the name of the set.
 
         Raises:
-            CorruptCheckpointError: It is of two saves.
+            CorruptCheckpointError: It is from several saves.
         """
         self.tag = exclude_other_saves(self.full_directory, self.tag)
 
@@ -256,7 +257,8 @@ class SmpFiles(SmpPartFiles):
         stored = _read_set(self, tag, hints) if "" in tag.sets else _read_directory(self, tag)
         self.check_saves()
         content = _build_content(self, stored, hints, same_save=self.is_one_save)
-        # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
+        # Record all files, even those this rank does not read: ranks compare the digests to check that they opened the
+        # same files.
         for file in tag.files:
             number = self.get_file_number(file)
             self.records[number] = replace(self.records[number], framing_digest=int(self.set_parts[file].digest, 16))
@@ -264,27 +266,27 @@ class SmpFiles(SmpPartFiles):
 
 
 class PartContents:
-    """What the parts of a tag hold."""
+    """Contents of the parts of a checkpoint."""
 
     def __init__(self, degrees: Degrees | None) -> None:
         self.degrees = degrees
         self.models: Mapping[RankCoords, Mapping[Any, Any]] = {}
         self.optimizers: Mapping[RankCoords, Mapping[Any, Any]] = {}
         self.user_values: Mapping[RankCoords, Mapping[Any, Any]] = {}
-        """What the ranks stored besides, under names of the program's own."""
+        """Other values that the ranks stored, under names chosen by the program."""
 
         self.scheduler: Mapping[RankCoords, Mapping[Any, Any]] = {}
         self.parts: dict[str, Any] = {}
-        """Members of the state that have a file of their own."""
+        """Members of the state that have a separate file."""
 
     @property
     def infos(self) -> list[Mapping[Any, Any]]:
-        """SMP's description of the job, from each part that has one."""
+        """SMP job descriptions from all parts that have one."""
         return [tree[LOAD_INFO] for tree in self.models.values() if isinstance(tree.get(LOAD_INFO), Mapping)]
 
 
 def _read_set(parts: SmpPartFiles, tag: SmpTag, hints: LoadHints) -> PartContents:
-    """A set that a program named: each part is a dict with the program's own keys."""
+    """Read a set named by the program: each part is a dict with keys chosen by the program."""
     files = tag.sets[""]
     trees = {file: _read_dict(parts, file) for _, file in sorted(files.get_parts().items())}
     where = members.find_member_paths(next(iter(trees.values())), hints)
@@ -307,7 +309,7 @@ def _read_set(parts: SmpPartFiles, tag: SmpTag, hints: LoadHints) -> PartContent
 
 
 def _read_directory(parts: SmpPartFiles, tag: SmpTag) -> PartContents:
-    """A directory of `save_checkpoint`: a set for each part of the state."""
+    """Read a directory written by `save_checkpoint`: a set for each part of the state."""
     trees = {
         kind: {file: _read_dict(parts, file) for file in stored.get_parts().values()}
         for kind, stored in tag.sets.items()
@@ -348,10 +350,10 @@ def _read_dict(parts: SmpPartFiles, file: str) -> Mapping[Any, Any]:
 
 
 def parse_degrees(infos: list[Any]) -> Degrees | None:
-    """The degrees of the job, as its files say; None if none does.
+    """Parse the degrees of the job from its files; None if no file records them.
 
     Raises:
-        CorruptCheckpointError: They contradict each other, or are no numbers of ranks.
+        CorruptCheckpointError: They contradict each other, or are not valid numbers of ranks.
     """
     pairs = [(i.get(PP, 1), i.get(TP, 1)) for i in infos if isinstance(i, Mapping) and {PP, TP} & i.keys()]
     wrong = next((pair for pair in pairs if any(type(n) is not int or n < 1 for n in pair)), None)
@@ -371,8 +373,8 @@ def _build_content(files: RankFiles, stored: PartContents, program_hints: LoadHi
         raise CorruptCheckpointError("there is neither a model nor an optimizer")
     pp, tp, dp = (1 + max(getattr(at, axis) for at in ranks) for axis in ("pp", "tp", "dp"))
     model = merge_models(files, stored.models, program_hints)
-    # Also for a model alone: the optimizer's state shows which parameters are split, and whether the parts are of one
-    # save.
+    # Also for a load of only the model: the optimizer's state shows which parameters are sharded, and whether the parts
+    # are from one save.
     united = (
         merge_optimizers(files, stored.optimizers, model, program_hints, same_save=same_save)
         if stored.optimizers
@@ -394,7 +396,7 @@ def _build_content(files: RankFiles, stored: PartContents, program_hints: LoadHi
 def _add_extras(
     files: RankFiles, stored: PartContents, united: MergedOptimizer, parts: dict[str, Any], *, first_rank: bool
 ) -> None:
-    """Add what is neither model nor optimizer: the program's own values, and what SMP's fp16 optimizer keeps."""
+    """Add values outside model and optimizer: the program's own values, and other state of the SMP fp16 optimizer."""
     extras: dict[str, Any] = dict(parts.get(schema.EXTRAS, {}))
     if stored.scheduler:
         parts[schema.SCHEDULER] = merge_common_value(files, {at: {0: tree} for at, tree in stored.scheduler.items()}, 0)
@@ -425,10 +427,10 @@ def _add_extras(
 def _split_user_content(
     files: RankFiles, by_rank: Mapping[RankCoords, Mapping[Any, Any]]
 ) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """What all ranks stored alike, and what each has its own of.
+    """Split the program's values into those that are equal on all ranks, and those that differ.
 
     Raises:
-        CorruptCheckpointError: Counters differ: the parts are of two saves.
+        CorruptCheckpointError: Counters differ, so the parts are from different saves.
     """
     common: dict[Any, Any] = {}
     own: dict[str, Any] = {}
@@ -446,5 +448,5 @@ def _split_user_content(
 
 
 def _has_differences(value: Any) -> bool:
-    """Whether a part of what all ranks have in common is not the same on them."""
+    """Return True if a part of a value differs between ranks."""
     return any(isinstance(leaf, UnreadableArray) and leaf.dtype is None for leaf in iterate_leaves(value))

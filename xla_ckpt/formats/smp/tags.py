@@ -1,9 +1,9 @@
-"""SMP file names and marker keys: find sets of files and checkpoint directories in a root. Needs no framework.
+"""Find SMP sets of files and checkpoint directories in a root, by file names and marker keys. Needs no framework.
 
-``smp.save(state, f)`` leaves one file for each model-parallel rank, a *set*: ``{f}_{mp}`` (versions 1.6 and 1.7),
-``{f}_{pp}_{tp}`` (documents of 1.9), ``{f}_{pp}_{tp}.pt`` and ``{f}_{pp}_{tp}_{rdp}.pt`` (1.12).
-``smp.save_checkpoint(path, tag)`` leaves a directory ``{tag}_partial`` of such sets, and appends its name to the file
-``newest`` in the root, oldest first. With ``partial=False`` it leaves two files, ``{tag}`` and ``user_content_{tag}``.
+``smp.save(state, f)`` writes one file for each model-parallel rank, a *set*: ``{f}_{mp}`` (versions 1.6 and 1.7),
+``{f}_{pp}_{tp}`` (documented for 1.9), ``{f}_{pp}_{tp}.pt`` and ``{f}_{pp}_{tp}_{rdp}.pt`` (1.12).
+``smp.save_checkpoint(path, tag)`` writes a directory ``{tag}_partial`` of such sets, and appends its name to the file
+``newest`` in the root, oldest first. With ``partial=False`` it writes two files, ``{tag}`` and ``user_content_{tag}``.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from xla_ckpt.storage.base import Directory, Store, open_without_links
 from xla_ckpt.tags.entry import TagEntry
 
 IS_PARTIAL = "_smp_is_partial"
-"""Whether a state dict is a part of the whole."""
+"""Key of the flag that a state dict is a part of the whole."""
 
 LOAD_INFO = "_smp_load_info"
-"""How the job is described that a part of a model is of."""
+"""Key of the description of the job that wrote a part of a model."""
 
 ZERO_2D = "_smp_zero2d"
-"""Whether sharded data parallelism wrote it."""
+"""Key of the flag that sharded data parallelism wrote the file."""
 
 PP, TP = "pipeline_parallel_degree", "tensor_parallel_degree"
-"""Keys of such a description, and of SMP's configuration: how many ranks the job had."""
+"""Keys of the numbers of ranks in this description, and in the SMP configuration."""
 
 _MAX_DEPTH = 3
-"""How deep in a dict such marks are looked for."""
+"""Maximum depth of a dict in which marker keys are searched for."""
 
 STATE_DICT_MARKER_KEYS = frozenset({IS_PARTIAL, LOAD_INFO, ZERO_2D})
 
 
 def find_job_degrees(tree: Any, depth: int = 0) -> tuple[int, int] | None:
-    """(pipeline-parallel, tensor-parallel) ranks of the job of which a file holds the part of one; None if it does not.
+    """Return the numbers of (pipeline-parallel, tensor-parallel) ranks of the job whose part is in a file.
+
+    None if the file is not a part of several.
 
     >>> find_job_degrees({"model": {IS_PARTIAL: True, LOAD_INFO: {PP: 2, TP: 1}}})
     (2, 1)
@@ -56,66 +58,67 @@ def find_job_degrees(tree: Any, depth: int = 0) -> tuple[int, int] | None:
 
 
 NEWEST = "newest"
-"""The file in the root that lists the directories, oldest first."""
+"""Name of the file in the root that lists the directories, oldest first."""
 
 PARTIAL = "_partial"
-"""What SMP appends to a tag to get the name of its directory."""
+"""Suffix that SMP appends to a tag for the name of its directory."""
 
 ALL_PARTS = "_*"
-"""Behind the name of a set: its parts, even if there is a full file of the same name. SMP itself searches so."""
+"""Suffix of a set's name that selects its parts, even if a full file has the same name. SMP uses the same glob pattern.
+"""
 
 JOB_CONFIG = "smp_config.pt"
-"""Written when all parts are there: the configuration of the job."""
+"""Name of the file with the configuration of the job, written after all parts."""
 
 USER_CONTENT_FILE = "user_content.pt"
 SCHEDULER_FILE = "scheduler.pt"
-"""What this library writes beside them; SMP has no place for it."""
+"""Names of further files that this library writes; SMP has no equivalent."""
 
 MAX_PICKLE_BYTES = 1 << 20
-"""What is looked through of a file of torch.save, whose tensors lie behind its pickle, for a mark in that (bytes)."""
+"""Number of bytes of a torch.save file that are searched for a marker key. The pickle precedes the tensors."""
 
 MAX_NEWEST_BYTES = 1 << 20
-"""A longer list is not read to its end (bytes)."""
+"""Maximum number of bytes that are read of the list."""
 
 _THREE_PT, _TWO_PT, _THREE, _TWO, _ONE = _FORMS = tuple(
     RankFileName(f"{{set}}_{numbers}")
     for numbers in ("{pp}_{tp}_{dp}.pt", "{pp}_{tp}.pt", "{pp}_{tp}_{dp}", "{pp}_{tp}", "{mp}")
 )
-"""The names of parts that versions of SMP have written. No version wrote one number with ``.pt``, which is how other
-programs number their files."""
+"""Names of parts written by versions of SMP. No version wrote one number with ``.pt``, which other programs use to
+number their files."""
 
 _SHARDED_DATA_NAME = RankFileName("{set}_{mp}.pt")
-"""But for files of sharded data parallelism in a directory of `save_checkpoint`."""
+"""Exception: name of a sharded data parallelism file in a directory written by `save_checkpoint`."""
 
 MODEL_SET = "model"
 OPTIMIZER_SETS = ("optimizer", "optimizer_states")
 FP16_SET = "fp16_states"
-"""What the sets in such a directory are called: the model; the optimizer, the second as SMP writes it now; and what an
-optimizer of half precision keeps besides."""
+"""Names of the sets in such a directory: the model; the optimizer (the second is the current SMP name); and other state
+of a half-precision optimizer."""
 
 _TEMPORARY_MARK = ".sagemaker-"
-"""In the names of files that SageMaker is just copying."""
+"""Part of the names of files that SageMaker is copying."""
 
 _TORCH_SAVE_PREFIXES = (b"PK\3\4", b"\x80\2")
-"""With which a file of torch.save begins; the second is that of torch before 1.6."""
+"""First bytes of a torch.save file; the second is the prefix of torch before 1.6."""
 
 
 PartNumbers = tuple[int, ...]
-"""The numbers in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
+"""Numbers in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
 
 FilesByPattern = dict[RankFileName, dict[PartNumbers, str]]
-"""Files by what their names are like, and by the numbers in them."""
+"""Files by the pattern of their names, and by the numbers in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
-    """The parts of a set, by the form of their names.
+    """Parts of a set, by the form of their names.
 
-    A root in which sets of several versions of SMP lie, or of other names, may have parts of several forms.
+    A root with sets from several versions of SMP, or with similar names, may have parts of several forms.
     """
 
     name: str
-    """What the names of all parts begin with."""
+    """Common prefix of the names of all parts."""
 
     by_pattern: FilesByPattern
 
@@ -126,19 +129,19 @@ class FileSet:
 
     @property
     def complete(self) -> bool:
-        """Whether there is one form, and no part of it is missing, as far as names tell."""
+        """True if all names have one form, and no part is missing, as far as the names show."""
         return len(self.by_pattern) == 1 and all(map(is_full_grid, self.by_pattern.values()))
 
     def format_part_name(self, numbers: PartNumbers) -> str:
-        """The name of a part, which need not be there."""
+        """Return the name of a part, which may not exist."""
         ((form, _),) = self.by_pattern.items()
         return f"{self.name}_{'_'.join(map(str, numbers))}{'.pt' * form.template.endswith('.pt')}"
 
     def get_parts(self) -> Mapping[PartNumbers, str]:
-        """The parts, by their numbers.
+        """Return the parts, by their numbers.
 
         Raises:
-            CorruptCheckpointError: There are parts of several forms, so that nobody can tell which are meant.
+            CorruptCheckpointError: There are parts of several forms, and the choice is ambiguous.
         """
         if len(self.by_pattern) > 1:
             raise CorruptCheckpointError(
@@ -154,16 +157,17 @@ class FileSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmpTag(RankTag):
-    """A directory of `save_checkpoint`, or a set of files that `save` left."""
+    """A directory written by `save_checkpoint`, or a set of files written by `save`."""
 
     directory: str
-    """The directory in the root in which its files lie; empty for the root itself."""
+    """Directory of its files in the root; empty for the root itself."""
 
     sets: Mapping[str, FileSet]
-    """By the part of the state (``model``, ``optimizer_states``...); a set that is named itself has no such name."""
+    """Sets by part of the state (``model``, ``optimizer_states``...). The key of a set that is itself the tag is empty.
+    """
 
     others: tuple[str, ...] = ()
-    """Further files that belong to it."""
+    """Further files of the tag."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -171,7 +175,7 @@ class SmpTag(RankTag):
         return tuple(sorted([*(file for file_set in self.sets.values() for file in file_set.files), *self.others]))
 
     def open_directory(self, store: Store) -> Directory:
-        # A set that lies in a root among other things is not locked: nothing of this library's removes its files.
+        # A set in a root with other files is not locked: this library never removes its files.
         return open_without_links(store, self.directory) if self.directory else store.open("", lock=False, links=True)
 
     def to_entry(self) -> TagEntry:
@@ -180,7 +184,7 @@ class SmpTag(RankTag):
 
 
 def is_full_grid(numbers: Iterable[PartNumbers]) -> bool:
-    """Whether these are all numbers from 0 on along each axis.
+    """Return True if these are all numbers from 0 along each axis.
 
     >>> is_full_grid([(0, 0), (0, 1)]), is_full_grid([(0, 0), (1, 1)]), is_full_grid([(1, 0)])
     (True, False, False)
@@ -193,10 +197,10 @@ def is_full_grid(numbers: Iterable[PartNumbers]) -> bool:
 
 
 def find_smp_tag(store: Store, tag: str) -> SmpTag | None:
-    """The directory, or the set, of this name; None if there is none.
+    """Return the directory, or the set, of this name; None if there is none.
 
-    A file of that name is no set: it is what ``smp.save(..., partial=False)`` wrote. With ``_*`` behind it, the name is
-    that of the set beside such a file.
+    A file of that name is not a set, but the result of ``smp.save(..., partial=False)``. With the suffix ``_*`` the
+    name refers to the set next to such a file.
     """
     try:
         if store.is_directory(tag):
@@ -209,16 +213,17 @@ def find_smp_tag(store: Store, tag: str) -> SmpTag | None:
 
 
 def list_complete_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
-    """The complete ones among some names, oldest first: directories in the order of `newest`, others by time stamps.
+    """Return the complete tags among some names, oldest first: directories in the order of `newest`, others by time.
 
     Raises:
         StorageError: The root cannot be read.
     """
     by_name = {name: tag for name in names if (tag := find_smp_tag(store, name)) is not None and tag.directory}
-    # The two files of a full checkpoint whose tag ends with _0 would be a set of one part each.
+    # The two files of a full checkpoint whose tag ends with _0 would look like a set of one part each.
     there = set(names)
     full = {file for name in names if (beside := get_user_content_name(name)) in there for file in (name, beside)}
-    # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
+    # The files in a directory written by `save_checkpoint` are not separate sets: the directory would be a root of
+    # tags.
     prefixes = find_complete_sets(
         n for n in names if n not in full and not group_sets([n]) and not store.is_directory(n)
     )
@@ -230,20 +235,20 @@ def list_complete_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
 
 
 def get_written_names(kind: str) -> Sequence[RankFileName]:
-    """What the parts of a set are called that are written here: each dp rank has one where its rows are its own."""
+    """Return the names of the parts of a written set: with ZeRO-1 each dp rank has one."""
     return [RankFileName(f"{kind}_{{pp}}_{{tp}}.pt"), RankFileName(f"{kind}_{{pp}}_{{tp}}_{{dp}}.pt")]
 
 
 def get_user_content_name(tag: str) -> str:
-    """The name of the file in the root that has the user content of a full checkpoint."""
+    """Return the name of the file in the root that contains the user content of a full checkpoint."""
     return f"user_content_{tag}"
 
 
 def find_user_content(store: Store, tag: str) -> str | None:
-    """The file that has the user content of a full checkpoint; None if there is none.
+    """Return the file that contains the user content of a full checkpoint; None if there is none.
 
-    A file of this name that torch.save did not write is somebody else's; one that is empty, or begins with zeros, was
-    cut off.
+    A file of this name that torch.save did not write belongs to another program. An empty file, or one that begins with
+    zeros, was truncated.
     """
     name = get_user_content_name(tag)
     if not store.has(name) or store.is_directory(name):
@@ -252,7 +257,7 @@ def find_user_content(store: Store, tag: str) -> str | None:
 
 
 def read_newest_lines(store: Store) -> list[str]:
-    """The lines of the file `newest`; none if there is no such file."""
+    """Return the lines of the file `newest`; empty if it does not exist."""
     if store.is_directory(NEWEST):
         return []
     try:
@@ -262,7 +267,7 @@ def read_newest_lines(store: Store) -> list[str]:
 
 
 def sort_newest_lines(lines: Sequence[str]) -> list[str]:
-    """The directories that `newest` lists, oldest first. SMP appends a name again if its tag is saved again.
+    """Return the directories listed in `newest`, oldest first. SMP appends a name again if its tag is saved again.
 
     >>> sort_newest_lines(["a_partial", "b_partial", "a_partial", ""])
     ['b_partial', 'a_partial']
@@ -272,10 +277,10 @@ def sort_newest_lines(lines: Sequence[str]) -> list[str]:
 
 
 def find_complete_sets(files: Iterable[str]) -> list[str]:
-    """The names of the complete sets among some files. A file is in one of them only.
+    """Return the names of the complete sets among some files. A file belongs to only one of them.
 
-    ``step_0_0.pt`` may be a part of ``step`` as well as of ``step_0``. The form that SMP writes without being asked
-    counts first, and a set of one number only if it has no ``.pt``: others number their files so, too.
+    ``step_0_0.pt`` may be a part of ``step`` or of ``step_0``. SMP's default form takes precedence. A set with one
+    number is accepted only without ``.pt``, because other programs number their files that way.
 
     >>> find_complete_sets(["a.pt_0_0", "a.pt_0_1", "b_10_0_0.pt", "b_20_0_0.pt", "c_0_1.pt", "d_0.pt", "e.pt_0"])
     ['a.pt', 'b_10', 'b_20', 'e.pt']
@@ -295,7 +300,7 @@ def find_complete_sets(files: Iterable[str]) -> list[str]:
 
 
 def parse_part_name(file: str, pattern: RankFileName) -> tuple[str, PartNumbers] | None:
-    """(name of the set, numbers) of a part with a name of this form; None if it is none.
+    """Return (name of the set, numbers) of a part with a name of this form; None if it does not match.
 
     >>> form = RankFileName("{set}_{pp}_{tp}.pt")
     >>> [parse_part_name(name, form) for name in ("a.pt_0_12.pt", "a.pt_0_1.pt.tmp", ".a_0_0.pt")]
@@ -305,7 +310,7 @@ def parse_part_name(file: str, pattern: RankFileName) -> tuple[str, PartNumbers]
 
 
 def group_sets(files: Iterable[str]) -> dict[str, FileSet]:
-    """The sets of a directory of `save_checkpoint`, by the part of the state."""
+    """Group the files of a directory written by `save_checkpoint` into sets, by the part of the state."""
     sets: dict[str, FilesByPattern] = {}
     for file in files:
         for form in (_THREE_PT, _TWO_PT, _SHARDED_DATA_NAME):
@@ -326,7 +331,8 @@ def _find_set(store: Store, tag: str, prefix: str) -> SmpTag | None:
                 forms.setdefault(form, {})[part[1]] = name
                 break
     if len(forms) > 1:
-        # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
+        # Exclude parts of other sets, whose names begin with this name and a number: they have no part 0 on the first
+        # axis.
         forms = {form: of_form for form, of_form in forms.items() if any(n[0] == 0 for n in of_form)} or forms
     files = FileSet(prefix, forms)
     if not any(_may_be_torch_save(store, file) for file in files.files):
@@ -337,7 +343,7 @@ def _find_set(store: Store, tag: str, prefix: str) -> SmpTag | None:
 
 
 def _may_be_torch_save(store: Store, file: str) -> bool:
-    """Whether torch.save may have written a file. One that cannot be read may be, and its opening will tell."""
+    """Return True if torch.save may have written a file, or if it cannot be read: opening it raises the error."""
     try:
         return store.read_start(file, 4).startswith(_TORCH_SAVE_PREFIXES)
     except OSError:
@@ -345,16 +351,16 @@ def _may_be_torch_save(store: Store, file: str) -> bool:
 
 
 def _find_listed_set(store: Store, prefix: str) -> SmpTag | None:
-    """A set that a root lists. One that lies beside a full file of its name is called with ``_*``."""
+    """Return a set for the listing of a root. If a full file has its name, it is listed with the suffix ``_*``."""
     tag = find_smp_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
     return None if tag is None or _is_full_checkpoint_set(store, tag) else tag
 
 
 def _is_full_checkpoint_set(store: Store, tag: SmpTag) -> bool:
-    """Whether the files of a set are full checkpoints, whose tags end with numbers: ``step_0``, ``step_1``, ...
+    """Return True if the files of a set are full checkpoints, whose tags end with numbers: ``step_0``, ``step_1``, ...
 
-    Names with one number are those of SMP 1.6 and 1.7, which marked each part of a model. With the ending of a file
-    before the number a name is that of a part in any case.
+    SMP 1.6 and 1.7 wrote names with one number, and marked each part of a model. A name with a file extension before
+    the number is always a part.
     """
     ((form, parts), *_) = tag.sets[""].by_pattern.items()
     if form is not _ONE or "." in tag.tag:
@@ -362,7 +368,7 @@ def _is_full_checkpoint_set(store: Store, tag: SmpTag) -> bool:
     try:
         return IS_PARTIAL.encode() not in store.read_start(min(parts.items())[1], MAX_PICKLE_BYTES)
     except OSError:
-        return False  # its opening will tell
+        return False  # opening it raises the error
 
 
 def _find_directory(store: Store, tag: str) -> SmpTag | None:
@@ -374,7 +380,7 @@ def _find_directory(store: Store, tag: str) -> SmpTag | None:
     files = [*(file for file_set in sets.values() for file in file_set.files), *others]
     ended = JOB_CONFIG in others or tag in sort_newest_lines(read_newest_lines(store))
     if not ended and not tag.endswith(PARTIAL):
-        ended = all(file_set.complete for file_set in sets.values())  # a program made it with calls of its own
+        ended = all(file_set.complete for file_set in sets.values())  # a program wrote it with its own calls
     return SmpTag(
         tag=tag, directory=tag, sets=sets, others=others, complete=ended, time=_get_newest_time(store, f"{tag}/", files)
     )
@@ -388,5 +394,5 @@ def _is_tag_directory(tag: str, sets: Mapping[str, FileSet]) -> bool:
 
 
 def _get_newest_time(store: Store, prefix: str, files: Sequence[str]) -> int:
-    """The newest time stamp of some files."""
+    """Return the newest modification time of some files in ns."""
     return max((store.get_modified_time(f"{prefix}{file}") or 0 for file in files), default=0)

@@ -1,10 +1,10 @@
 """Plan SMP checkpoint directories, for saves and conversions, and build the contents of each file.
 
-SMP 1.12 keeps a module's own names, with two entries of its own beside them, and torch's own optimizer state. Unlike in
-NxD files, the optimizer's numbers run through the parameters of the whole model, in the order of its groups: all
-pipeline stages have the same groups, and each has the states of its own parameters. Our additions are below the key
-``xla_ckpt``, and in ``param_names`` of the groups: they make the files readable without a program that knows names and
-shardings.
+SMP 1.12 keeps a module's own names, adds two entries to them, and keeps torch's own optimizer state. Unlike in NxD
+files, the optimizer's numbers run through the parameters of the whole model, in the order of its groups: all pipeline
+stages have the same groups, and each has the states of its own parameters. Our additions are stored under the key
+``xla_ckpt``, and in ``param_names`` of the groups: with them the files are readable without a program that knows names
+and shardings.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ from xla_ckpt.formats.torch_save.pickler import LeafPlaceholder, iterate_leaf_pa
 from xla_ckpt.state.describe import StateDescription
 
 SMP_VERSION = "1.12.1"
-"""Version of SMP whose files these are."""
+"""Version of SMP whose file format is written."""
 
 NUMBERS_KEY = "numbers"
-"""Key of the numbers of the parameters whose master weights a file has, group by group."""
+"""Key of the numbers of the parameters whose master weights are in a file, by group."""
 
 PARTITIONS_KEY = "partition_info"
-"""SMP's key for the pipeline stage of each module; a program gives it in a member of `extras` of this name."""
+"""SMP key of the pipeline stage of each module; a program passes it as a member of `extras` with this name."""
 
 _ROOT_MODULE = "main"
 _WRAPPED_MODULE = "main/module/module"
-"""SMP's names for the model and, in it, for the module that the program made (of a job with ``ddp``)."""
+"""SMP names of the model and of the user's module in it (for a job with ``ddp``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDescription:
-    """What the files of a rank say of the whole job."""
+    """Description of the whole job in the files of a rank."""
 
     groups: tuple[tuple[Any, ...], ...] = ()
-    """Names of the parameters in each group of the optimizer; none if it is not kept by name."""
+    """Names of the parameters in each group of the optimizer; empty if its state is not keyed by name."""
 
     partitions: Mapping[str, int]
-    """Module -> pipeline stage, under SMP's names."""
+    """Pipeline stage of each module, by SMP name."""
 
     @property
     def parameter_numbers(self) -> dict[Any, int]:
-        """The number of each parameter of the optimizer."""
+        """Number of each parameter of the optimizer."""
         return {name: i for i, name in enumerate(name for group in self.groups for name in group)}
 
 
 def describe_stage(parts: Mapping[str, Any], modules: Iterable[str] = ()) -> dict[str, Any]:
-    """What the other pipeline stages have to know of one, as plain JSON."""
+    """Return the description of a pipeline stage for the other stages, as plain JSON."""
     model = parts.get(schema.MODEL)
     return {
         "names": [str(name) for name in model] if isinstance(model, Mapping) else [],
@@ -82,11 +82,11 @@ def describe_stage(parts: Mapping[str, Any], modules: Iterable[str] = ()) -> dic
 
 
 def merge_stages(stages: Sequence[Mapping[str, Any]], partitions: Mapping[str, int] | None = None) -> JobDescription:
-    """What all stages together know of the job.
+    """Merge the descriptions of all stages.
 
     Args:
-        stages: What each of them has told, in their order.
-        partitions: Module -> stage, where the program says so.
+        stages: The descriptions, in the order of the stages.
+        partitions: Pipeline stage of each module, if the program provides it.
     """
     groups = [
         tuple(dict.fromkeys(name for part in parts for name in part))
@@ -98,7 +98,7 @@ def merge_stages(stages: Sequence[Mapping[str, Any]], partitions: Mapping[str, i
 
 
 def get_group_names(optimizer: Any) -> list[list[Any]]:
-    """The names of the parameters in each group of an optimizer; none if it is not kept by parameter name."""
+    """Return the names of the parameters in each group of an optimizer; empty if its state is not keyed by name."""
     groups = schema.get_groups(optimizer)
     if groups is None or not isinstance(optimizer.get(schema.STATE), Mapping):
         return []
@@ -107,13 +107,13 @@ def get_group_names(optimizer: Any) -> list[list[Any]]:
 
 
 def build_partition_info(names: Sequence[Sequence[str]], modules: Sequence[Iterable[str]] = ()) -> dict[str, int]:
-    """The pipeline stage of each module, under SMP's names: the first one that has a parameter or buffer in it.
+    """Build the pipeline stage of each module, by SMP name: the first stage that has a parameter or buffer in it.
 
-    A module that has none is where the module is that it belongs to.
+    A module without parameters and buffers is in the stage of its parent module.
 
     Args:
         names: Names of the parameters and buffers of each stage.
-        modules: Names of further modules, likewise.
+        modules: Names of further modules of each stage.
 
     >>> build_partition_info([["a.w"], ["b.w"]], [["a"], ["b", "b.drop"]])["main/module/module/b/drop"]
     1
@@ -131,16 +131,16 @@ def build_partition_info(names: Sequence[Sequence[str]], modules: Sequence[Itera
 
 
 def build_model_file(state: RankState, job: JobDescription, mesh: Mesh) -> dict[Any, Any]:
-    """What ``model_{pp}_{tp}.pt`` holds.
+    """Build the content of ``model_{pp}_{tp}.pt``.
 
     Raises:
-        UnsupportedStateError: The model is no dict.
+        UnsupportedStateError: The model is not a dict.
     """
     tree = state.get_members(schema.MODEL)
     tensors = {name: state.tensors[at.path] for name, at in tree.items() if isinstance(at, LeafPlaceholder)}
     ours = {
         SPECS_KEY: {name: tensor.spec for name, tensor in tensors.items()},
-        # Where a split has padded the tensors, their shapes do not say how large the whole is.
+        # If tensors are padded, their shapes do not determine the global shape.
         SHAPES_KEY: {name: tensor.global_shape for name, tensor in tensors.items()},
     }
     info = {
@@ -153,13 +153,13 @@ def build_model_file(state: RankState, job: JobDescription, mesh: Mesh) -> dict[
 
 
 def build_optimizer_file(state: RankState, job: JobDescription) -> dict[Any, Any]:
-    """What ``optimizer_states_{pp}_{tp}.pt`` holds, or, for rows that ZeRO-1 dealt out, a file of each dp rank.
+    """Build the content of ``optimizer_states_{pp}_{tp}.pt``, or with ZeRO-1 of the file of each dp rank.
 
-    All tensor-parallel ranks have the states of parameters that are not split, too: 1.12 loads each file as it is, and
-    asks no other rank.
+    All tensor-parallel ranks also store the states of replicated parameters, because 1.12 loads each file as it is,
+    without communication between ranks.
 
     Raises:
-        UnsupportedStateError: The optimizer's state is no dict.
+        UnsupportedStateError: The optimizer's state is not a dict.
     """
     tree = state.get_members(schema.OPTIMIZER)
     if not job.groups:
@@ -181,17 +181,17 @@ def build_optimizer_file(state: RankState, job: JobDescription) -> dict[Any, Any
 
 
 def _build_group(group: Mapping[str, Any], names: Sequence[Any], number: Mapping[Any, int]) -> dict[str, Any]:
-    """A group of the optimizer, with the parameters of all stages."""
+    """Build a group of the optimizer with the parameters of all stages."""
     options = {key: value for key, value in group.items() if key != schema.PARAMS}
     named = {} if any(name.startswith("#") for name in names) else {PARAM_NAMES_KEY: list(names)}
     return {**options, schema.PARAMS: [number[name] for name in names], **named}
 
 
 def build_masters_file(state: RankState, job: JobDescription, fp16_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``fp16_states_{pp}_{tp}.pt`` holds: the master weights of this stage, group by group.
+    """Build the content of ``fp16_states_{pp}_{tp}.pt``: the master weights of this stage, by group.
 
-    SMP also has its loss scaler there, an object of a class of its own. Where nobody gives one (`fp16_state`), the
-    values are those of a job that scales no loss.
+    SMP also stores its loss scaler there, an object of an SMP class. Without one in `fp16_state`, the values are those
+    of a job without loss scaling.
     """
     masters = state.parts[schema.OPTIMIZER][schema.MASTER]
     names = [[name for name in group if name in masters] for group in job.groups]
@@ -207,17 +207,17 @@ def build_masters_file(state: RankState, job: JobDescription, fp16_state: Mappin
 
 
 def has_masters(state: RankState) -> bool:
-    """Whether an optimizer keeps master weights by parameter name."""
+    """Return True if an optimizer has master weights that are keyed by parameter name."""
     optimizer = state.parts.get(schema.OPTIMIZER)
     return isinstance(optimizer, Mapping) and schema.MASTER in optimizer and bool(get_group_names(optimizer))
 
 
 def build_config_file(config: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> dict[str, Any]:
-    """What ``smp_config.pt`` holds: the configuration of the job, of which the degrees have to be those of the files.
+    """Build the content of ``smp_config.pt``: the configuration of the job, with the degrees of the files.
 
     Args:
-        config: What the program says of it.
-        zero1: Whether the rows of the optimizer's states are dealt out.
+        config: Configuration from the program.
+        zero1: True if the rows of the optimizer's states are sharded.
     """
     return {
         "ddp": True,
@@ -232,20 +232,20 @@ def build_config_file(config: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """What a program says of its job, in members of `extras` that are called as SMP calls them."""
+    """Job settings from the program: members of `extras` with SMP names."""
 
     config: Mapping[str, Any]
-    """Its configuration: ``extras={"smp_config": {...}}``."""
+    """Configuration of the job: ``extras={"smp_config": {...}}``."""
 
     partitions: Mapping[str, int] | None
-    """Module -> pipeline stage: ``extras={"partition_info": {...}}``."""
+    """Pipeline stage of each module: ``extras={"partition_info": {...}}``."""
 
     fp16: Mapping[str, Any]
-    """What an optimizer of half precision keeps beside master weights: ``extras={"fp16_states": {...}}``."""
+    """State of a half-precision optimizer other than master weights: ``extras={"fp16_states": {...}}``."""
 
 
 def read_job_settings(extras: Any) -> JobSettings:
-    """What a program says of its job. What has arrays in it is left where it is."""
+    """Read the job settings from the program's extras. Members with arrays are ignored."""
     members = extras if isinstance(extras, Mapping) else {}
     config, partitions, fp16 = (
         {key: value for key, value in member.items() if not any(iterate_leaf_paths(value))}
@@ -258,10 +258,10 @@ def read_job_settings(extras: Any) -> JobSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SmpWritePlanner(RankWritePlanner):
-    """What one rank writes: SMP's files for what it has a place for, native ones for the rest."""
+    """Planner of one rank's writes: SMP files for the state that SMP supports, native files for the rest."""
 
     job_settings: JobSettings
-    """What the program says of its job."""
+    """Job settings from the program."""
 
     @property
     def _stage_description(self) -> dict[str, Any]:
@@ -279,9 +279,9 @@ class SmpWritePlanner(RankWritePlanner):
 
     @cached_property
     def plan(self) -> SavePlan:
-        """See `xla_ckpt.saving.finalize.WritePlanner`.
+        """Plan of the files (see `xla_ckpt.saving.finalize.WritePlanner`).
 
-        In a job of several pipeline stages only its sources are final.
+        In a job with several pipeline stages only its sources are final.
         """
         return self._plan_stages([self._stage_description])
 
@@ -296,10 +296,11 @@ class SmpWritePlanner(RankWritePlanner):
 
 
 def list_module_names(model: Any, entries: Any) -> list[str]:
-    """Names of a model's modules, if those are the names to which its entries belong; of a wrapped one the inner's.
+    """Return the names of a model's modules if its entries belong to them; for a wrapped model, those of the inner
+    module.
 
     Args:
-        model: A module; or what else a program saves as one.
+        model: A module, or another object that a program saves as a model.
         entries: Its parameters and buffers, by name.
     """
     homes = {str(name).rpartition(".")[0] for name in entries} if isinstance(entries, Mapping) else set()
@@ -312,17 +313,17 @@ def list_module_names(model: Any, entries: Any) -> list[str]:
 
 
 def make_write_planner(layout: RankLayout, description: StateDescription) -> SmpWritePlanner:
-    """How a rank writes its state (see `xla_ckpt.formats.base.Layout.writing`)."""
+    """Return the planner of a rank's writes (see `xla_ckpt.formats.base.Layout.writing`)."""
     has_extras = schema.EXTRAS in (description.structure or {})
     extras = description.build_tree(schema.EXTRAS, lambda path, _: LeafPlaceholder(path)) if has_extras else {}
     return SmpWritePlanner.from_description(layout, description, job_settings=read_job_settings(extras))
 
 
 def plan_rank_files(job: JobDescription, planner: RankFilePlanner, job_settings: JobSettings) -> list[FilePlan]:
-    """The files of SMP's that one rank writes.
+    """Plan the SMP files that one rank writes.
 
     Raises:
-        UnsupportedStateError: Something cannot be pickled, or is no dict.
+        UnsupportedStateError: Something cannot be pickled, or is not a dict.
     """
     mesh, state, zero1 = planner.mesh, planner.state, planner.state.zero1
     plans: list[FilePlan] = []
@@ -344,10 +345,9 @@ def plan_rank_files(job: JobDescription, planner: RankFilePlanner, job_settings:
 
 
 def plan_smp_conversion(layout: RankLayout, stored: StoredState, to: TargetTopology) -> ConversionPlan:
-    """The files of a stored state, for another job (see `xla_ckpt.formats.base.Layout.rewriting`).
+    """Plan the files of a stored state for another job (see `xla_ckpt.formats.base.Layout.rewriting`).
 
-    The rows of an optimizer's states are put together, unless it is asked for that they are dealt out: SMP reads whole
-    states only.
+    The rows of an optimizer's states are gathered unless ZeRO-1 is requested, because SMP reads only whole states.
     """
     target = reshard_state(layout, stored, to)
     has_extras = schema.EXTRAS in stored.manifest.skeleton
@@ -357,7 +357,7 @@ def plan_smp_conversion(layout: RankLayout, stored: StoredState, to: TargetTopol
 
 
 def _describe_target_job(target: ReshardedState) -> JobDescription:
-    """What the files of a new job say of all of it. Its optimizer's parameters stay in the order of the old one."""
+    """Describe the target job. Its optimizer's parameters keep the order of the source."""
     stages: list[dict[str, Any]] = [
         {"names": [name for name, of in target.stages.items() if of == stage], "modules": [], "groups": []}
         for stage in range(target.mesh.pp)
