@@ -374,7 +374,7 @@ class FolderFiles(TensorFiles):
     # Overridable methods for files and metadata outside the folders.
 
     def build_hints(self, model: Mapping[int, StageModel], mesh: Mesh, hints: LoadHints) -> LoadHints:
-        """Return the hints for the arrays: here only those of the loading program.
+        """Return the hints for the arrays: here only the hints of the loading program.
 
         Args:
             model: Stored models of the ranks, by pipeline stage.

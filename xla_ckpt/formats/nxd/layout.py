@@ -98,7 +98,7 @@ def _parse_content(tree: Mapping[Any, Any], _: RankCoords) -> RankContent:
 
 
 def _pop_state_dict(tree: dict[Any, Any], names: Sequence[str]) -> Mapping[Any, Any] | None:
-    """Remove and return the state dict with the first of these names; None if there is none."""
+    """Remove and return the state dict with the first of these names; None if none exists."""
     name = next((name for name in names if isinstance(tree.get(name), Mapping)), None)
     return None if name is None else tree.pop(name)
 

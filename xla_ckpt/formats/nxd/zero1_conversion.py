@@ -106,7 +106,7 @@ def scan_zero1_optimizer(files: FolderFiles, tag: str) -> Zero1Files:
     """Scan the ZeRO-1 optimizer under ``optim`` in a checkpoint directory. No tensor data is read.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The directory does not contain an optimizer, or not one of ZeRO-1.
         CorruptCheckpointError: Files are missing, or do not fit together.
         UnsupportedStateError: It is the optimizer of an expert-parallel job.
     """

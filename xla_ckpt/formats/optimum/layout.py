@@ -80,7 +80,7 @@ class OptimumNeuronLayout(RankLayout):
 
 
 def _find_checkpoint(store: Store, tag: str) -> RankTag | None:
-    """Return a checkpoint of the trainer: its rank files, or those of its first adapter."""
+    """Return a checkpoint of the trainer: its rank files, or the rank files of its first adapter."""
     adapters = _find_adapters(store, tag)
     of_ranks = find_marked_tag(store, tag, f"{_SHARDS}/") or next(iter(adapters), None)
     return (

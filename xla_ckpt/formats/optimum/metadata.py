@@ -46,8 +46,7 @@ class ParameterSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLinear:
-    """Several linear layers in one (`FusedLinearsSpec`): each rank has its part of the first, then of the second, ...
-    """
+    """Several linear layers fused into one (`FusedLinearsSpec`): each rank stores its parts one after the other."""
 
     module: str
     """Path of the module that contains the layer."""
@@ -157,7 +156,7 @@ class StageMetadata:
         return {f"{layer.module}.{layer.name}".lstrip("."): layer for layer in self.layers}
 
     def find_layer(self, name: str) -> tuple[FusedLinear | GroupedQueryAttention, str] | None:
-        """Return the fused layer that contains a parameter, and the parameter's name in it; None if there is none."""
+        """Return the fused layer that contains a parameter, and the parameter's name in it; None if it is not fused."""
         text = _ADAPTER_PART.sub("", name)
         for at in (m.start() for m in re.finditer(r"\.", text)):
             if (layer := self._layers_by_path.get(text[:at])) is not None:

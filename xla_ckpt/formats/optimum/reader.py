@@ -262,8 +262,7 @@ class _HintBuilder:
     wanted: LoadHints
 
     def build(self) -> dict[str, ArrayHint]:
-        """Build the hints by name. If several pipeline stages have an array, the metadata of the first stage are used.
-        """
+        """Build the hints by name. If several pipeline stages have an array, the first stage's metadata are used."""
         by_name: dict[str, ArrayHint] = {}
         for pp, stage in sorted(self.model.items()):
             for name, copies in stage.copies.items():
@@ -307,7 +306,7 @@ class _HintBuilder:
         Only arrays that differ between ranks are searched for: buffers are equal on all ranks.
 
         Returns:
-            (pipeline stage, parameter); None if there is none.
+            (pipeline stage, parameter); None if the array is not tied.
         """
         first = next(iter(copies.values()))
         if all(self.files.is_same(first, tensor) for tensor in copies.values()):

@@ -324,7 +324,7 @@ def merge_common_value(files: RankFiles, by_rank: Mapping[RankCoords, Any], key:
     """Return the value that all ranks have under a key, with an `UnreadableArray` for each part that differs.
 
     It is used for values that are not parameter tensors and therefore not parts of a larger array: plain values, and
-    containers with tensors in them. Without the comparison, every rank would silently get those of the first.
+    containers with tensors in them. Without the comparison, every rank would silently get the first rank's values.
 
     Raises:
         CorruptCheckpointError: A file is missing, or contains another tensor.

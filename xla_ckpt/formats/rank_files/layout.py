@@ -101,7 +101,7 @@ class RankContent:
     """State of an optimizer, as stored in the file."""
 
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Other members of the state (``scheduler``, ``user_content``, ``extras``). Only those of the first rank are used.
+    """Other members of the state (``scheduler``, ``user_content``, ``extras``). Only the first rank's are used.
     """
 
 

@@ -43,7 +43,7 @@ class StageModel:
 
 
 def read_trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[RankCoords, Any]:
-    """Read the files of a grid, or only those of one dp rank.
+    """Read the files of a grid, optionally of only one dp rank.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or does not contain a dict.

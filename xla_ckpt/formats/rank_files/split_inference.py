@@ -81,7 +81,7 @@ def resolve_sharding(
 
 
 def _suggest_rule(name: str, ndim: int, fitting: Sequence[Sharding]) -> str:
-    """Return a hint with the first sharding that produces the shape of the model, or an example rule if there is none.
+    """Return a hint with the first sharding that produces the shape of the model, or an example rule if none fits.
 
     For fused queries, keys and values the rule has no numbers: three parts of equal size would also fit other sizes,
     and mix their rows without an error.
@@ -159,7 +159,7 @@ def _is_consistent(split: DimSharding, n: int, ranks: int, total: int) -> bool:
 
 
 def _fit_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, hint: ArrayHint) -> Sharding:
-    """Set the number of replicas to that of the job that wrote the tensors; the program may use another one."""
+    """Set the number of replicas that the writing job used; the program may use another one."""
     if hint.shape is None or len(hint.shape) != len(local) or hint.shape_excludes_padding:
         return sharding
     dims = list(sharding.pad_dims(len(local)))

@@ -82,7 +82,7 @@ def get_member(tree: Any, path: KeyPath, file: str) -> Mapping[Any, Any]:
     """Return the dict at a path.
 
     Raises:
-        CorruptCheckpointError: There is none, although another part of the set has one.
+        CorruptCheckpointError: It does not exist, although another part of the set has one.
     """
     for key in path:
         tree = tree.get(key) if isinstance(tree, Mapping) else None

@@ -233,7 +233,7 @@ def get_masters_by_number(tree: Mapping[Any, Any]) -> dict[int, Any] | None:
 
 
 def _get_extension(tree: Mapping[Any, Any], key: str) -> Any:
-    """Return a value that this library added to a file; None if there is none."""
+    """Return a value that this library added to a file; None if it does not exist."""
     added = tree.get(EXTENSION_KEY)
     return added.get(key) if isinstance(added, Mapping) else None
 
@@ -445,7 +445,7 @@ def _merge_pipeline_stages(
 def _relabel_groups(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str], model: MergedModel, tp: int
 ) -> tuple[dict[int, int], list[Mapping[str, Any]]] | None:
-    """Map a tp rank's numbers to those of tp rank 0, and relabel its groups; None if its parameters are unknown.
+    """Map a tp rank's numbers to the numbers on tp rank 0, and relabel its groups; None if its parameters are unknown.
 
     A parameter that SMP stores only on tp rank 0 has no number on other ranks, and later parameters have smaller ones.
     """

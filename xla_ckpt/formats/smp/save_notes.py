@@ -146,7 +146,7 @@ def update_notes(saves: Sequence[SaveNote], present: SaveNote | None, fresh: Sav
 
     Args:
         saves: The existing entries.
-        present: The entry of the current file; None if there is none.
+        present: The entry of the current file; None if the file does not exist or match one.
         fresh: The entry of the new file.
     """
     kept = saves[-1:] if present is None else (present,)
@@ -215,7 +215,7 @@ def exclude_other_saves(directory: Directory, tag: SmpTag) -> SmpTag:
 
 
 def read_set_part(directory: Directory, file: str) -> SetPart:
-    """Read the note of a file of a set. If there is none, the file itself is not opened."""
+    """Read the note of a file of a set. Without a note, the file itself is not opened."""
     if not (saves := read_save_notes(directory, file)):
         return SetPart(file=file, digest="", saves=(), saved=None)
     with closing(directory.open(file)) as source:

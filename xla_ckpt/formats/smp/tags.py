@@ -197,7 +197,7 @@ def is_full_grid(numbers: Iterable[PartNumbers]) -> bool:
 
 
 def find_smp_tag(store: Store, tag: str) -> SmpTag | None:
-    """Return the directory, or the set, of this name; None if there is none.
+    """Return the directory, or the set, of this name; None if neither exists.
 
     A file of that name is not a set, but the result of ``smp.save(..., partial=False)``. With the suffix ``_*`` the
     name refers to the set next to such a file.
@@ -245,7 +245,7 @@ def get_user_content_name(tag: str) -> str:
 
 
 def find_user_content(store: Store, tag: str) -> str | None:
-    """Return the file that contains the user content of a full checkpoint; None if there is none.
+    """Return the file that contains the user content of a full checkpoint; None if it does not exist.
 
     A file of this name that torch.save did not write belongs to another program. An empty file, or one that begins with
     zeros, was truncated.
