@@ -1,7 +1,7 @@
 """neuronx-distributed (NxD) layouts ``xser`` and ``pt`` (with and without ``use_xser``), file names, and tags in a
 root.
 
-Checkpoints that NxD wrote itself are found, scanned and verified, including those of its legacy format, in which each
+Checkpoints that NxD wrote itself are found, scanned and verified, including the legacy format, in which each
 rank has one file. Saves and conversions write NxD files and add our manifest. `files` reads and writes them, and
 imports torch.
 """

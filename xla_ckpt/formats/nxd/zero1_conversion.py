@@ -298,7 +298,7 @@ def convert_zero_checkpoints(
         progress: Show a progress bar: True, False, or None to show it only on a terminal if the conversion takes long.
 
     Raises:
-        NoCheckpointError: There is no such directory.
+        NoCheckpointError: `input_dir` does not exist.
         UsageError: It has no ZeRO-1 optimizer, or already in the requested form; or the output exists.
         CorruptCheckpointError: Files are missing, damaged, or do not fit together.
         UnsupportedStateError: It is the optimizer of an expert-parallel job.

@@ -125,8 +125,8 @@ class RankStateBuilder:
         The program declares which parameters are tied. Their copies are compared, because a tie may be broken.
 
         Returns:
-            The names whose tensors equal those of the first name, and the names whose tensors differ; each with the
-            first name.
+            The names with the same tensors as the first name, and the names with other tensors; each with the first
+            name.
 
         Raises:
             CorruptCheckpointError: A file is missing, or contains another tensor.

@@ -284,7 +284,7 @@ def find_uneven_dim(shapes: list[tuple[int, ...]]) -> int | None:
 
 
 def join_uneven_parts(files: RankFiles, array: StoredArray) -> ArrayRecord | None:
-    """Concatenate parts along the only dim in which their sizes differ; None if there is no such dim.
+    """Concatenate parts along the only dim in which their sizes differ; None if they do not.
 
     SMP tp ranks may have parts of different sizes: the first ranks have larger parts.
     """

@@ -49,7 +49,8 @@ _FIELD_TYPES = {"size": int, "directory": str, "save": str, "rank": dict, "sizes
 class SaveNote:
     """A save of a file.
 
-    Raises (on construction):     FormatError: A field has another type, or a coordinate is missing or invalid.
+    Raises (on construction):
+        FormatError: A field has another type, or a coordinate is missing or invalid.
     """
 
     size: int
@@ -171,7 +172,7 @@ class SetPart:
     """Digest of its zip's directory, which identifies the content; empty if it was not computed, or is not a zip."""
 
     saves: tuple[SaveNote, ...]
-    """Entries of its note, including those of earlier files of its name."""
+    """Entries of its note, including entries of earlier files of its name."""
 
     saved: SaveNote | None
     """Entry of the current file; None if there is none."""

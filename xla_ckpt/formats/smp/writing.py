@@ -296,8 +296,7 @@ class SmpWritePlanner(RankWritePlanner):
 
 
 def list_module_names(model: Any, entries: Any) -> list[str]:
-    """Return the names of a model's modules if its entries belong to them; for a wrapped model, those of the inner
-    module.
+    """Return the names of a model's modules if its entries belong to them; for a wrapped model, the inner module's.
 
     Args:
         model: A module, or another object that a program saves as a model.
