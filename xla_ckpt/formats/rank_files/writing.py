@@ -370,8 +370,7 @@ class RankWritePlanner(WritePlanner):
 
 
 def _check_zero1_axes(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> None:
-    """Check that ZeRO-1 rows are sharded only over axes in the file names. Otherwise ranks would overwrite each other's
-    files.
+    """Check that ZeRO-1 rows are sharded only over axes in the file names. Other rows would be lost.
 
     Raises:
         UnsupportedStateError: The rows are sharded over other axes, or not over dp.
@@ -389,9 +388,7 @@ def _check_zero1_axes(axes: Sequence[str] | None, mesh: Mesh, layout: str) -> No
 
 
 def _is_rank_specific(tensor: RankTensor, mesh: Mesh) -> bool:
-    """Return True if a value differs by rank. Ranks share rank files, so native files store all of these values as
-    well.
-    """
+    """Return True if a value differs by rank. Native files store all such values, because ranks share rank files."""
     if schema.get_member(tensor.leaf) != schema.MODEL or tensor.global_shape is None:
         return False
     return bool(find_rank_axes(tensor.dtype, tensor.global_shape, tensor.spec, mesh))

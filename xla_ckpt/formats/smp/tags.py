@@ -64,8 +64,7 @@ PARTIAL = "_partial"
 """Suffix that SMP appends to a tag for the name of its directory."""
 
 ALL_PARTS = "_*"
-"""Suffix of a set's name that selects its parts, even if a full file has the same name. SMP uses the same glob pattern.
-"""
+"""Suffix of a set's name that selects its parts, even if a full file has the same name. SMP uses the same glob."""
 
 JOB_CONFIG = "smp_config.pt"
 """Name of the file with the configuration of the job, written after all parts."""
@@ -88,7 +87,7 @@ _THREE_PT, _TWO_PT, _THREE, _TWO, _ONE = _FORMS = tuple(
 number their files."""
 
 _SHARDED_DATA_NAME = RankFileName("{set}_{mp}.pt")
-"""Exception: name of a sharded data parallelism file in a directory written by `save_checkpoint`."""
+"""Name of a sharded data parallelism file in a directory of `save_checkpoint`, an exception from the forms above."""
 
 MODEL_SET = "model"
 OPTIMIZER_SETS = ("optimizer", "optimizer_states")
@@ -163,8 +162,7 @@ class SmpTag(RankTag):
     """Directory of its files in the root; empty for the root itself."""
 
     sets: Mapping[str, FileSet]
-    """Sets by part of the state (``model``, ``optimizer_states``...). The key of a set that is itself the tag is empty.
-    """
+    """Sets by part of the state (``model``, ``optimizer_states``...). The key is empty if the set itself is the tag."""
 
     others: tuple[str, ...] = ()
     """Further files of the tag."""
@@ -222,8 +220,8 @@ def list_complete_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
     # The two files of a full checkpoint whose tag ends with _0 would look like a set of one part each.
     there = set(names)
     full = {file for name in names if (beside := get_user_content_name(name)) in there for file in (name, beside)}
-    # The files in a directory written by `save_checkpoint` are not separate sets: the directory would be a root of
-    # tags.
+    # The files in a directory written by `save_checkpoint` are not separate sets: otherwise it would count as a
+    # root of tags.
     prefixes = find_complete_sets(
         n for n in names if n not in full and not group_sets([n]) and not store.is_directory(n)
     )
