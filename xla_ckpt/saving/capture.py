@@ -36,14 +36,19 @@ from xla_ckpt.state.objects import CapturedState
 logger = get_logger(__name__)
 
 BLOCKING_BUDGET_BYTES = 128 * 1024 * 1024
-"""Host memory at most for what comes from a device while the caller waits for its last byte: nothing is gained by
-copying far ahead of the writers, and fresh memory costs more than the copy."""
+"""Maximum number of bytes of host memory for copies from a device in a blocking save: copying far ahead of the writers
+gains nothing, and allocating memory costs more than the copy."""
 
 
 def prepare_save(
     state: CapturedState, placement: RankInfo, phases: PhaseRecorder, request: SaveRequest
 ) -> PreparedSave:
-    """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
+    """Describe the state and take its snapshot; the caller of an asynchronous save waits for this.
+
+    Raises:
+        UsageError: `SaveOptions.share` is set, and a layout does not support it.
+        UnsupportedStateError: None of the layouts supports the state.
+    """
     for layout in request.layouts:
         if request.options.share and not layout.shares:
             raise UsageError(
@@ -82,12 +87,12 @@ def prepare_save(
 
 
 def _find_untrained_parameters(description: StateDescription) -> dict[str, FrozenParameter]:
-    """What the program says that it does not train. Its values have been computed: a snapshot was taken of them."""
+    """Return the parameters with `requires_grad=False`; the snapshot ensures that their values are computed."""
     parameters = get_stored_parameters(description.state.model).items()
     names = {schema.get_weight_path(name) for name, parameter in parameters if not parameter.requires_grad}
     if not names:
         return {}
-    from xla_ckpt.arrays.torch_tensor import WholeTensorAdapter  # torch, which is loaded where there are parameters
+    from xla_ckpt.arrays.torch_tensor import WholeTensorAdapter  # needs torch, loaded if there are parameters
 
     arrays = description.arrays
     return {
@@ -104,7 +109,11 @@ def _find_untrained_parameters(description: StateDescription) -> dict[str, Froze
 
 
 def _select_layout(layouts: Sequence[Layout], description: StateDescription) -> tuple[Layout, WritePlanner]:
-    """The first of the layouts that can hold the state, and how it writes it."""
+    """Return the first layout that supports the state, and its planner.
+
+    Raises:
+        UnsupportedStateError: None of the layouts supports the state; the error of the first one.
+    """
     problem: UnsupportedStateError | None = None
     for layout in layouts:
         try:
@@ -123,20 +132,20 @@ def _select_layout(layouts: Sequence[Layout], description: StateDescription) -> 
 def _take_snapshot(
     description: StateDescription, planner: WritePlanner, options: SaveOptions, phases: PhaseRecorder, *, blocking: bool
 ) -> Snapshot:
-    """Take the snapshot of a state. Whoever writes to what is copied later waits for that from now on.
+    """Take the snapshot of a state. Later writes to memory that is not copied yet wait for the copy.
 
     Args:
-        description: The state, described.
-        planner: How it will be written.
-        options: How memory is frozen, and how much may be taken for that.
-        phases: Where the time goes.
-        blocking: Whether the caller waits until all is written.
+        description: The described state.
+        planner: Planner of the layout in which the state is written.
+        options: Snapshot mode and memory budget.
+        phases: Recorder of the time spent.
+        blocking: True if the caller waits until everything is written.
     """
     state, shards = description.state, collect_local_shards(description.arrays, planner.unsplit_leaves)
     many = description.placement.world_size > 1
     written = None
     if many and not all(is_stable(shard, blocking=blocking) for shard in shards.other_shards.values()):
-        # What another rank writes is not copied here, so it has to be known now who writes what.
+        # Shards that another rank writes are not copied here, so the assignment must be known now.
         with phases.measure("plan"):
             written = planner.plan.shard_ranges
     guarded = {}

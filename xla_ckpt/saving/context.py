@@ -1,7 +1,7 @@
 """The state of one save on one rank: its context, prepared state and cancellation.
 
-`SaveContext` contains where and how a tag is saved, `SaveTiming` what is measured, `PreparedSave` the described and
-snapshotted state, and `Cancellation` lets a signal handler abort the save until its commit begins.
+`SaveContext` contains where and how a tag is saved, `SaveTiming` the measurements, `PreparedSave` the described and
+snapshotted state. `Cancellation` lets a signal handler abort the save until its commit begins.
 """
 
 from __future__ import annotations
@@ -31,97 +31,97 @@ from xla_ckpt.tags.root import Root
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveContext:
-    """What a program wants saved where, as far as it concerns the writing."""
+    """Destination and settings of a save, as needed to write it."""
 
     root: Root
     tag: str
     call: CallSignature
-    """What the program called, for the other ranks to compare."""
+    """Call signature of this rank, which is compared with the other ranks' signatures."""
 
     options: SaveOptions = field(default_factory=SaveOptions)
     pinned: bool | None = None
     num_kept: int | None = None
-    """How many of the newest tags are kept, if `options` do not say it."""
+    """Number of the newest tags to keep, if `options` do not contain a retention policy."""
 
     uploader: Uploader | None = None
-    """What brings the tag to an object store from the directory in which it is committed."""
+    """Uploader from the directory in which the tag is committed to an object store, if any."""
 
     check_destination: Callable[[], object] | None = None
-    """Is called on rank 0 before anything is written, and raises what refuses the save; None if that was looked at
-    before the save was begun."""
+    """Function that rank 0 calls before anything is written, and that raises an error if the destination is not
+    acceptable; None if it was checked before the save began."""
 
     on_commit: Callable[[int], object] = lambda number: None
-    """Is called on rank 0 after the commit, with its number. What it raises is logged."""
+    """Callback that rank 0 runs after the commit, with the sequence number. Errors that it raises are logged."""
 
     workers: int = WRITER_THREADS
     show_progress: bool | None = None
-    """Whether this rank shows a progress bar; None decides by itself."""
+    """True if this rank shows a progress bar; None decides automatically."""
 
     @property
     def retention(self) -> Retention | None:
-        """Which tags are kept after the commit; None keeps all.
+        """Retention policy that is applied after the commit; None keeps all tags.
 
         Raises:
-            UsageError: `num_kept` makes no sense, or `options` say it, too.
+            UsageError: `num_kept` is invalid, or `options` contain a policy, too.
         """
         return resolve_policy(self.num_kept, self.options.retention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
-    """What is measured of a save."""
+    """Measurements of a save."""
 
     phases: PhaseRecorder = field(default_factory=PhaseRecorder)
     stall: float = 0.0
-    """Seconds that the caller waited before the save was begun."""
+    """Seconds that the caller waited before the save began."""
 
     trace: Trace | None = None
-    """Where a trace goes, if one is wanted."""
+    """Trace to write, if requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSave:
-    """What one rank has of the state that is saved: frozen, and described."""
+    """One rank's prepared save: the described state, its plan and its snapshot."""
 
     leaves: LeafTable
 
     layout: str
-    """The name of the layout in which it is written."""
+    """Name of the layout in which the state is written."""
 
     planner: WritePlanner
     snapshot: Snapshot
     skeleton: Any
-    """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
+    """Structure of the state, if this rank reports for its stage; otherwise only its rank-local part, or None."""
 
     module_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """As `Manifest.module_metadata`, of the state dicts in `skeleton`."""
+    """Module metadata of the state dicts in `skeleton`, as in `Manifest.module_metadata`."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     objects: Sequence[bytes] = ()
     """Pickled objects, by their index in the skeleton."""
 
     is_reporting_rank: bool = True
-    """Whether this rank reports type and shape of its leaves for its whole pipeline stage."""
+    """True if this rank reports dtype and shape of its leaves for its whole pipeline stage."""
 
     rank_local_prefixes: tuple[str, ...] = ()
-    """Prefixes of the leaf paths that this rank reports in any case: nobody else has them."""
+    """Prefixes of the leaf paths that this rank always reports, because no other rank has them."""
 
     structure_fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Part of the state -> fingerprint of its plain values, which all ranks have in common."""
+    """Part of the state -> fingerprint of its plain values, which must be the same on all ranks."""
 
     untrained_parameters: Mapping[str, FrozenParameter] = field(default_factory=dict)
-    """Parameters that are not trained, by leaf path; known only where `SaveOptions.share` asks for it."""
+    """Parameters that are not trained, by leaf path; filled only if `SaveOptions.share` is set."""
 
     def is_reported_here(self, path: str) -> bool:
-        """Whether this rank reports type and shape of a leaf."""
+        """Return True if this rank reports dtype and shape of a leaf."""
         return self.is_reporting_rank or path.startswith(self.rank_local_prefixes)
 
     def is_shared_leaf(self, path: str) -> bool:
-        """Whether all ranks of this pipeline stage have a leaf."""
+        """Return True if all ranks of this pipeline stage have a leaf."""
         return not path.startswith(self.rank_local_prefixes)
 
     def collect_array_facts(self, predicate: Callable[[str], bool]) -> dict[str, ArrayInfo]:
-        """What the manifest says of some leaves, by leaf path."""
+        """Return dtype, shape, spec and weak type of the leaves that satisfy `predicate`, by leaf path."""
         with pause_gc():
             leaves = self.leaves
             facts = [(dtype.name, holding.shape, holding.spec, holding.weak_type) for dtype, holding in leaves.kinds]
@@ -130,10 +130,10 @@ class PreparedSave:
 
 
 class Cancellation:
-    """Whether one rank's part of a save is to end without a tag. The first word counts: a request, or `begin_commit`.
+    """Cancellation of one rank's part of a save. The first of `cancel` and `begin_commit` decides.
 
-    The caller of a save may write to its memory once it has an exception in its hands. So the save says when it reads
-    that memory, and a request waits for the end of that.
+    The caller of a save may write to its memory as soon as it receives an exception. Therefore the save marks when it
+    reads that memory, and `cancel` waits for the end of the read.
     """
 
     def __init__(self) -> None:
@@ -144,9 +144,9 @@ class Cancellation:
         self._is_reading = False
 
     def cancel(self, cause: BaseException) -> bool:
-        """Have the save end without a tag; whether it does. A second request is the same as the first.
+        """Request that the save ends without a tag, and return True if it will. Repeated calls have no further effect.
 
-        When it returns, the save reads no memory of the program's, and will read none any more.
+        When this method returns, the save does not read the program's memory and will not read it again.
         """
         with self._lock:
             if not self._is_committing:
@@ -155,10 +155,10 @@ class Cancellation:
         return self._cause is not None
 
     def raise_if_cancelled(self) -> None:
-        """Go on only if nobody has given the save up.
+        """Raise an error if the save was cancelled.
 
         Raises:
-            SaveError: Somebody has.
+            SaveError: The save was cancelled.
         """
         if self._cause is not None:
             raise SaveError(
@@ -168,10 +168,10 @@ class Cancellation:
 
     @contextmanager
     def track_memory_reads(self) -> Iterator[None]:
-        """A block that reads the program's memory, and calls `raise_if_cancelled` from time to time.
+        """Mark a block that reads the program's memory; the block calls `raise_if_cancelled` from time to time.
 
         Raises:
-            SaveError: The save was given up before it began to read.
+            SaveError: The save was cancelled before the read began.
         """
         with self._lock:
             self.raise_if_cancelled()
@@ -183,10 +183,10 @@ class Cancellation:
             self._changed.notify()
 
     def begin_commit(self) -> None:
-        """From here on it is too late to give the save up: it is about to be committed.
+        """Mark the start of the commit, after which the save cannot be cancelled.
 
         Raises:
-            SaveError: Somebody has given it up before.
+            SaveError: The save was cancelled before.
         """
         with self._lock:
             self.raise_if_cancelled()

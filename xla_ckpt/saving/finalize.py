@@ -1,7 +1,7 @@
 """Finalize a checkpoint directory: index files, manifest, parity and marker files, in this order.
 
-A layout takes part through a `WritePlanner`, which says which files a rank writes, and through an `IndexBuilder`,
-which makes files of other libraries from the manifest. Marker files are written when everything else is durable.
+A layout takes part through a `WritePlanner`, which plans the files of a rank, and through an `IndexBuilder`, which
+builds index files of other libraries from the manifest. Marker files are written when everything else is durable.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from xla_ckpt.tags.entry import MANIFEST_FILE
 from xla_ckpt.tags.root import Transaction
 
 IndexBuilder = Callable[[TagReader], Mapping[str, bytes]]
-"""Name -> bytes of small files that are made from a manifest when all others are written, and that it then lists.
+"""Function that builds small files, name -> bytes, from a manifest when all other files are written.
 
-Such are the indexes of other libraries, which name all files of a tag.
+The manifest then lists them. They are the index files of other libraries, which name all files of a tag.
 """
 
 
 def build_no_index(reader: TagReader) -> Mapping[str, bytes]:  # noqa: ARG001  # every `IndexBuilder` gets one
-    """For layouts that have no such files."""
+    """Return no index files, for layouts that need none."""
     return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalFiles:
-    """What a tag has besides payload and manifest."""
+    """Files of a tag other than payload and manifest."""
 
     index: IndexBuilder
-    """What is made from the manifest for other libraries' readers."""
+    """Builder of the index files for readers of other libraries."""
 
     marks: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files by which readers of another library know a finished tag: they come when all else is durable."""
+    """Marker files by which other libraries recognise a finished tag: written when everything else is durable."""
 
     write_parity: Callable[[Manifest, bytes], None] | None = None
-    """Writes the parity, given the manifest and its bytes; None if the tag has none."""
+    """Function that writes the parity, given the manifest and its bytes; None if the tag has no parity."""
 
 
 def finalize(transaction: Transaction, path: str, manifest: Manifest, final_files: FinalFiles) -> Manifest:
-    """Complete a tag whose payload is written: after this it needs nothing but its name.
+    """Complete a tag whose payload is written, so that only its rename to the final name is left.
 
     Args:
-        transaction: The tag.
-        path: Its root directory.
-        manifest: What the payload holds.
-        final_files: What the tag has besides.
+        transaction: Transaction of the tag.
+        path: Root directory of the tag.
+        manifest: Manifest of the payload.
+        final_files: Files to write in addition.
 
     Returns:
-        The manifest as it was written: the files of the index are among its files.
+        The manifest as written, which lists the index files, too.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     manifest = _write_index(transaction.directory, path, manifest, final_files.index)
     with pause_gc():
@@ -72,47 +72,47 @@ def finalize(transaction: Transaction, path: str, manifest: Manifest, final_file
 
 
 def _write_index(directory: Directory, root: str, manifest: Manifest, index: IndexBuilder) -> Manifest:
-    """The manifest, with the files that a layout makes from it, once they are written."""
+    """Write the index files of a layout, and return the manifest with them."""
     with borrow_reader(directory, root, manifest.header.tag, manifest) as reader:
         files = index(reader)
     return replace(manifest, files=(*manifest.files, *write_records(directory, [*files.items()])))
 
 
 class WritePlanner(Protocol):
-    """How one rank writes its state in a layout (`xla_ckpt.formats.base.Layout.writing` makes it).
+    """Planner of the files that one rank writes in a layout (created by `xla_ckpt.formats.base.Layout.writing`).
 
-    A class that is derived from it says what its `plan` is, and what else it has. Where the files of a rank depend on
-    what other ranks have, all of them tell that before any of them writes.
+    Subclasses define `plan`, and override other members as needed. If the files of a rank depend on the state of other
+    ranks, all ranks publish `shared_info` before any of them writes.
     """
 
     @property
     def unsplit_leaves(self) -> frozenset[str]:
-        """Leaves that are stored as the whole tensor that a rank has in memory, padding included."""
+        """Leaves that are stored as the whole tensor in the rank's memory, including padding."""
         return frozenset()
 
     @property
     def plan(self) -> SavePlan:
-        """What this rank writes, if no other pipeline stage stores it. Decided once, when it is first asked for."""
+        """Files that this rank writes, if no other pipeline stage stores them. Computed once, on first access."""
 
     @property
     def marks(self) -> Mapping[str, bytes]:
-        """Small files that rank 0 writes when all else is durable."""
+        """Marker files that rank 0 writes when everything else is durable."""
         return {}
 
     @property
     def index(self) -> IndexBuilder:
-        """What rank 0 makes from the manifest."""
+        """Builder of the index files, which rank 0 runs."""
         return build_no_index
 
     @property
     def shared_info(self) -> Any:
-        """What the files of other ranks depend on, as plain JSON; None if that is nothing."""
+        """Information on which the files of other ranks depend, as plain JSON; None if there is no such information."""
         return None
 
     def combine_infos(self, infos: Sequence[Any]) -> Any:
-        """What rank 0 makes of what all ranks have told, in their order, as plain JSON. All ranks get it."""
+        """Combine the `shared_info` of all ranks, in rank order, on rank 0; the plain JSON result is sent to all."""
         return None
 
     def plan_with(self, combined: Any) -> SavePlan:
-        """What this rank writes, now that all have told: from the sources that `plan` has."""
+        """Return the plan of this rank given the combined information, with the same sources as `plan`."""
         return self.plan

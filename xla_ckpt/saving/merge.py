@@ -1,7 +1,7 @@
 """Merge the records of all ranks into the manifest of a checkpoint.
 
-Rank 0 checks that the records fit together: the files are there, the arrays agree, replicas are equal. Then it
-compares the model with that of the tag before, and finalizes the draft.
+Rank 0 checks that the records are consistent: the files exist, the arrays agree, replicas are equal. Then it compares
+the model with the previous tag, and finalizes the draft.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ def finalize_manifest(
     disks: HostDisks,
     final_files: FinalFiles,
 ) -> Manifest:
-    """The manifest of what all ranks have written; with it, the tag needs nothing but its name.
+    """Build and write the manifest of the files of all ranks; after this, only the rename of the tag is left.
 
     Args:
-        context: The save.
-        transaction: The tag.
-        records: What each rank has written.
-        mismatched_ranks: The ranks that have other arrays than the first of their pipeline stage.
-        mesh: How the ranks are arranged.
-        disks: Which disks they see.
-        final_files: What the tag has besides.
+        context: Context of the save.
+        transaction: Transaction of the tag.
+        records: Records of all ranks, in rank order.
+        mismatched_ranks: Ranks whose arrays differ from the first rank of their pipeline stage.
+        mesh: Arrangement of the ranks.
+        disks: Disks of the hosts.
+        final_files: Files to write in addition.
 
     Raises:
-        CheckpointError: The records do not fit together, or the tag repeats the one before it and must not.
-        OSError: The storage refused.
+        CheckpointError: The records are inconsistent, or the tag repeats the previous one and `SaveOptions.stale` is
+            ``"raise"``.
+        OSError: The storage failed.
     """
     directory = transaction.directory
-    if directory.streaming is None:  # else all hosts have one store
+    if directory.streaming is None:  # otherwise all hosts use one store
         for record in (record for record in records if disks.get_leader(record.rank) == 0):
             check_written_files(directory, record.rank, record.files)
     check_same_arrays([record.arrays for record in records], mismatched_ranks, mesh)
@@ -74,10 +75,10 @@ def finalize_manifest(
 
 
 def build_head(root: Root, tag: str, sequence: int, *, pinned: bool | None = None) -> ManifestHeader:
-    """The head of a tag that is committed now. If nobody says whether it is pinned, it is as the one that it replaces.
+    """Build the manifest header of a new tag. `pinned=None` inherits the value of the tag that it replaces.
 
     Raises:
-        CheckpointError: The storage refused to say how that is.
+        CheckpointError: The storage failed to read the existing tag.
     """
     if pinned is None:
         replaced = root.get_entry(tag)
@@ -94,11 +95,11 @@ def build_manifest(
     directory: Directory,
     path: str,
 ) -> Manifest:
-    """The manifest of what all ranks have written into a directory of the root at `path`.
+    """Build the manifest of the files that all ranks have written to `directory`, in the root at `path`.
 
     Raises:
-        CheckpointError: The records do not fit together.
-        DivergentReplicasError: Two ranks wrote different copies of a region, and replicas have to be equal.
+        CheckpointError: The records are inconsistent.
+        DivergentReplicasError: Two ranks wrote different copies of a region, and replicas must be equal.
     """
     with pause_gc():
         merged = merge_records(records, mesh, replicas)
@@ -116,7 +117,7 @@ def build_manifest(
 
 
 def _find_different_copies(reader: TagReader, duplicates: Sequence[DuplicateRegion]) -> list[DuplicateRegion]:
-    """Those regions of which ranks that did not know of each other wrote different bytes."""
+    """Return the regions of which ranks without knowledge of each other wrote different bytes."""
     return [
         twice
         for twice in duplicates
@@ -125,7 +126,7 @@ def _find_different_copies(reader: TagReader, duplicates: Sequence[DuplicateRegi
 
 
 def _mark_divergent(manifest: Manifest, different: Sequence[DuplicateRegion]) -> Manifest:
-    """The manifest, in which arrays are marked of which two ranks wrote different copies. It has the first one."""
+    """Return the manifest with divergent arrays marked; it refers to the first of their two copies."""
     ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
     lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
     logger.warning("tag %s: %s", manifest.header.tag, join_lines([describe_divergence(len(lines)), *lines]))
@@ -143,7 +144,7 @@ def _make_divergence_error(twice: DuplicateRegion) -> DivergentReplicasError:
 
 
 def detect_stale_model(root: Root, transaction: Transaction, manifest: Manifest) -> SaveError | None:
-    """The error for a tag whose model is that of the tag before it, although training went on; None for any other."""
+    """Return an error if the model is unchanged since the previous tag although training continued; otherwise None."""
     with borrow_reader(transaction.directory, root.path, manifest.header.tag, manifest) as reader:
         evidence = find_stale_evidence(root, transaction.newest, reader)
     if evidence is None:

@@ -30,42 +30,42 @@ from xla_ckpt.saving.finalize import WritePlanner
 
 @dataclass(frozen=True, slots=True)
 class RankHello(Message):
-    """What each rank says of what it saves."""
+    """Handshake message of a rank, which describes its state."""
 
     layout: str
-    """The layout in which it can be written."""
+    """Layout in which the state can be written."""
 
     arrays_fingerprint: str
-    """A fingerprint of the arrays that all of its pipeline stage has."""
+    """Fingerprint of the arrays that all ranks of its pipeline stage have."""
 
     leaves: tuple[str, ...]
-    """Their leaf paths, if it speaks for one of several stages."""
+    """Leaf paths of the arrays, if this rank reports for one of several stages."""
 
     planner_info: Any
-    """What the files of other ranks depend on (`WritePlanner.told`)."""
+    """Information on which the files of other ranks depend (`WritePlanner.shared_info`)."""
 
     disk: DiskInfo
-    """Which disk it sees."""
+    """Disk of this rank's host."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveAgreement(Message):
-    """What all ranks know when a save has begun."""
+    """Result of the handshake, known to all ranks."""
 
     mismatched_ranks: tuple[int, ...]
-    """Those that have other arrays than the first of their pipeline stage."""
+    """Ranks whose arrays differ from the first rank of their pipeline stage."""
 
     first_stages: dict[str, int]
-    """The first pipeline stage of each leaf that several hold, such as a tied parameter."""
+    """First pipeline stage of each leaf that several stages have, such as a tied parameter."""
 
     planner_info: Any
-    """What rank 0 has made of what each of them told (`WritePlanner.combine_infos`)."""
+    """Combined information of all ranks (`WritePlanner.combine_infos`)."""
 
     disks: HostDisks
-    """Which disks they see."""
+    """Disks of the hosts."""
 
     def plan_rank(self, planner: WritePlanner, stage: int) -> SavePlan:
-        """What a rank of a pipeline stage writes: without what an earlier stage stores, so that it is stored once."""
+        """Return the plan of a rank of a stage, without the leaves of earlier stages, so that each is stored once."""
         earlier = frozenset(leaf for leaf, first in self.first_stages.items() if first < stage)
         plan = planner.plan_with(self.planner_info)
         return plan.exclude_leaves(earlier) if earlier else plan
@@ -74,10 +74,10 @@ class SaveAgreement(Message):
 def negotiate_save(
     context: SaveContext, job: Job, get_prepared: Callable[[], PreparedSave], phases: PhaseRecorder
 ) -> SaveAgreement:
-    """Begin together with all ranks.
+    """Run the handshake of a save with all ranks.
 
     Raises:
-        CheckpointError: A rank could not prepare what it saves, or did not come; the same on all ranks.
+        CheckpointError: A rank could not prepare its state, or did not join in time; the same on all ranks.
     """
     uploader, placement = context.uploader, job.placement
 
@@ -106,12 +106,12 @@ def negotiate_save(
         ).to_json()
 
     if job.exchange.rank == 0:
-        context.root.prepare_commit()  # only now: the caller no longer waits
+        context.root.prepare_commit()  # on this thread, because the caller does not wait for it
     with phases.measure("meet"):
         try:
             agreed = SaveAgreement.from_json(job.begin_call(context.call, word, united))
         except RankFailedError as lost:
-            # Other errors are about calls that differ, perhaps in path and tag: all ranks say the same of them.
+            # Other errors are about calls that differ, perhaps in path and tag, and must be the same on all ranks.
             lost.at(path=context.root.path, tag=context.tag)
             raise
     if uploader is not None:
@@ -120,7 +120,11 @@ def negotiate_save(
 
 
 def _check_same_layout(layouts: Sequence[str]) -> None:
-    """Refuse a save whose ranks fell back to different layouts: each of them would have a part of the files alone."""
+    """Raise an error if ranks fell back to different layouts, because each layout would contain only part of the files.
+
+    Raises:
+        UnsupportedStateError: The layouts differ.
+    """
     difference = RankMismatch.find(dict(enumerate(layouts)))
     if difference is not None:
         raise UnsupportedStateError(
@@ -134,51 +138,51 @@ def _check_same_layout(layouts: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BaseTag(Message):
-    """The tag whose files a save may share."""
+    """Tag whose files a save may reuse."""
 
     directory: str
-    """Its name in the root directory."""
+    """Name of the tag's directory in the root directory."""
 
     tag: str
     sequence: int
-    """Its commit number."""
+    """Sequence number of its commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginSave(Message):
-    """Rank 0 tells all others that they may write."""
+    """Message of rank 0 that lets all other ranks write."""
 
     draft: str
-    """Name of the directory that is filled."""
+    """Name of the draft directory."""
 
     sequence: int
-    """Number that the tag will have."""
+    """Sequence number that the tag will have."""
 
     base: BaseTag | None
-    """With what they share; None if they do not."""
+    """Tag whose files are reused; None if no files are reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankResult(Message):
-    """Any other rank tells rank 0 what it has written, durably."""
+    """Message to rank 0 of the files that another rank has written durably."""
 
     record: RankRecord
     timings: RankTimings
 
 
 def wait_for_outcome(exchange: Exchange) -> int:
-    """The commit number of the tag, which rank 0 says when all is done.
+    """Wait for the outcome, and return the sequence number that rank 0 publishes after the commit.
 
     Raises:
         CheckpointError: The save did not commit; the same error on every rank.
-        RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows whether the tag is there.
+        RankFailedError: A rank failed; or rank 0 was lost during the commit, and it is unknown if the tag exists.
     """
     try:
         return int(exchange.receive("verdict", 0))
     except RankFailedError as error:
         if error.rank != 0 or exchange.decide_outcome(error) is not None:
             raise
-    # Rank 0 began to commit before this rank gave up on it. What became of that, rank 0 alone can say.
+    # Rank 0 began the commit before this rank timed out. Only rank 0 knows the result.
     try:
         return int(exchange.receive("verdict", 0, Deadline(exchange.timeout * (1 - LEADER_TIMEOUT_FRACTION))))
     except RankFailedError as error:

@@ -1,7 +1,7 @@
 """Save and load requests: the validated arguments of a call, and the check of a save's destination.
 
-A `SaveRequest` becomes a `SaveContext`. A destination is refused if something other than a tag of this library has the
-tag's name, or if the root directory is itself a checkpoint.
+A `SaveRequest` becomes a `SaveContext`. A destination is rejected if something other than a tag of this library has
+the tag's name, or if the root directory is itself a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from xla_ckpt.tags.root import Root, check_not_a_tag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What a caller asks of a save."""
+    """Validated arguments of a save."""
 
     layouts: Sequence[Layout]
     workers: int
     num_kept: int | None
     blocking: bool
-    """Whether the caller waits until all is written."""
+    """True if the caller waits until everything is written."""
 
     mesh: Mesh | str | None
     sharding_rules: ShardingRules | None
@@ -58,7 +58,7 @@ class SaveRequest:
         root: Root,
         uploader: Uploader | None,
     ) -> SaveContext:
-        """What is asked of the ranks of a job: to commit a tag in `root`, and to upload it from there."""
+        """Build the save context for the ranks of a job, which commit a tag in `root` and upload it from there."""
         options = self.options
         call = CallSignature.create(
             "save_checkpoint" if isinstance(content, TrainingObjects) else "save",
@@ -80,7 +80,7 @@ class SaveRequest:
             pinned=self.pinned,
             num_kept=self.num_kept,
             uploader=uploader,
-            # A look at a bucket takes requests: the thread of the save makes them.
+            # Checking a bucket takes requests, so the thread of the save does it.
             check_destination=None if root.store.object_store is None else partial(check_destination, root.store, tag),
             on_commit=make_product_callback(root, tag, options.products),
             workers=max(1, self.workers),
@@ -92,7 +92,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What a caller asks of a load."""
+    """Validated arguments of a load."""
 
     mesh: Mesh | str | None
     sharding_rules: ParsedRules
@@ -102,12 +102,12 @@ class LoadRequest:
     trust_pickle: bool
     options: LoadOptions
     single_process: bool = False
-    """Whether this process reads by itself, whatever other ranks of its job do."""
+    """True if this process reads independently of the other ranks of its job."""
 
     def build_call_signature(
         self, path: str, tag: str | None, content: TrainingObjects | Template, job: Job
     ) -> CallSignature:
-        """The load as far as all ranks have to ask for the same."""
+        """Return the call signature: the arguments that must be the same on all ranks."""
         return CallSignature.create(
             "load_checkpoint" if isinstance(content, TrainingObjects) else "restore",
             path=path,
@@ -122,10 +122,10 @@ class LoadRequest:
 
 
 def parse_layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tuple[Layout, ...]:
-    """The layouts that a caller wants, in order of preference.
+    """Return the requested layouts, in order of preference.
 
     Raises:
-        UsageError: There is no such layout, or `use_xser` contradicts it.
+        UsageError: A layout does not exist, or `use_xser` contradicts it.
     """
     wanted = ("xser" if use_xser else "native",) if layout is None else layout
     names = parse_texts("layout", wanted, f"one of {', '.join(list_saveable_layouts())}")
@@ -137,15 +137,16 @@ def parse_layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tupl
 logger = get_logger(__name__)
 
 MAX_SHOWN_NAMES = 5
-"""Names of what lies there that an error has."""
+"""Maximum number of existing names that an error lists."""
 
 
 def check_destination(store: Store, tag: str) -> None:
-    """Refuse a tag whose name something else has than a tag of ours, and a root that is a checkpoint itself.
+    """Raise an error if saving would replace something other than a tag, or the root is itself a checkpoint.
 
     Raises:
-        UsageError: Something else has it; or the root is a tag, or is not there, and the tag's name is that of a root.
-        StorageError: It cannot be looked at.
+        UsageError: The name is in use; or the root is itself a tag; or the root does not exist, and the tag's name is
+            an existing root.
+        StorageError: The destination cannot be read.
     """
     if store.object_store is not None:
         _check_in_object_store(store.snapshot_view(), tag)
@@ -185,9 +186,9 @@ def check_destination(store: Store, tag: str) -> None:
 
 
 def _check_in_object_store(store: Store, tag: str) -> None:
-    """Where tags lie under names of their own: a checkpoint of another library's is not lost there, but hidden.
+    """Check a destination in an object store, where a checkpoint of another library is not overwritten but hidden.
 
-    One listing answers it for most saves. `LedgerRoot.hold` looks whether the root is a tag of ours.
+    One listing is enough for most saves. `LedgerRoot.acquire_lease` checks if the root is itself a tag of this library.
     """
     try:
         names = list_names(store)
@@ -200,18 +201,21 @@ def _check_in_object_store(store: Store, tag: str) -> None:
         ):
             _check_unfinished(store, tag, *foreign)
     except StorageError as error:
-        # Who may only write there can save all the same, and what is wrong with the storage a save meets next.
+        # A user with write permission only can still save; the save itself will raise other storage errors.
         logger.debug("%s: what lies there cannot be listed: %s", store.path, error)
 
 
 def _find_foreign_tag(store: Store, name: str) -> tuple[Layout, TagEntry] | None:
-    """What another library has saved as a tag of this name, or has begun to save; None if it is none."""
+    """Return the layout and entry of another library's checkpoint of this name, even if unfinished; otherwise None."""
     foreign = find_foreign_tag(store, name)
     return foreign if foreign is not None and foreign[0].tagged else None
 
 
 def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -> None:
-    """Refuse to replace a checkpoint of another library that is complete, or was so once: a part may be left."""
+    """Raise an error instead of replacing another library's checkpoint that is complete or damaged.
+
+    A damaged checkpoint was complete once, and part of it may be left.
+    """
     if entry.complete or entry.damage is not None:
         raise UsageError(
             "a checkpoint of another library has the name of the new tag",
@@ -223,14 +227,14 @@ def _check_unfinished(store: Store, tag: str, layout: Layout, entry: TagEntry) -
 
 
 def _check_is_root(store: Store) -> None:
-    """Refuse a root that is itself a tag: retention would remove the tags in it with it."""
+    """Raise an error if the root is itself a tag, because retention would remove the tags in it with it."""
     check_not_a_tag(store.path, open_root)
-    if not store.is_directory("") or not open_root(store).is_root(""):  # most saves go to a root that is one
+    if not store.is_directory("") or not open_root(store).is_root(""):  # most saves go to an existing root
         _check_is_no_other_checkpoint(store)
 
 
 def _check_is_no_other_checkpoint(store: Store) -> None:
-    """Refuse a root that is a checkpoint of another library, which the tags in it would hide."""
+    """Raise an error if the root is another library's checkpoint, which the tags in it would hide."""
     if (itself := find_tag_at_root(store)) is None:
         return
     above, name = itself

@@ -1,7 +1,7 @@
 """Run a save in the background: write files, collect rank results, finalize and commit.
 
-Each rank runs a `SaveTask` on a thread of its own. Rank 0 is the leader: it begins the transaction, tells the other
-ranks where the draft directory is, waits for their results, finalizes the checkpoint, and commits. Every rank receives
+Each rank runs a `SaveTask` on its own thread. Rank 0 is the leader: it begins the transaction, sends the name of the
+draft directory to the other ranks, waits for their results, finalizes the checkpoint, and commits. Every rank receives
 the same outcome, whether the save succeeds or fails.
 """
 
@@ -55,42 +55,42 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTask:
-    """One rank's part of one save, from the frozen state to the verdict."""
+    """One rank's part of a save, from the prepared state to the outcome."""
 
     context: SaveContext
     job: Job
     prepared: PreparedSave | CheckpointError
-    """What is saved, or why this rank could not prepare it: then the others hear of that."""
+    """The prepared state, or the error that prevented it, which is sent to the other ranks."""
 
     timing: SaveTiming = field(default_factory=SaveTiming)
     cancellation: Cancellation = field(default_factory=Cancellation)
-    """How the caller gives it up."""
+    """Lets the caller cancel the save."""
 
     on_begin: Callable[[], None] = lambda: None
-    """Is called when all ranks have begun it."""
+    """Callback for when all ranks have begun the save."""
 
     @property
     def snapshot_progress(self) -> SnapshotProgress | None:
-        """When the program may write to what is saved; None if it could not be prepared."""
+        """Progress of the snapshot; the program may write to the state when it is done. None if preparing failed."""
         return self.prepared.snapshot.progress if isinstance(self.prepared, PreparedSave) else None
 
     @property
     def exchange(self) -> Exchange:
-        """Where this rank talks with the others."""
+        """Message exchange with the other ranks."""
         return self.job.exchange
 
     @property
     def mesh(self) -> Mesh:
-        """How the ranks are arranged."""
+        """Arrangement of the ranks."""
         return self.job.placement.mesh
 
     @property
     def phases(self) -> PhaseRecorder:
-        """Where the time goes."""
+        """Recorder of the time spent in each phase."""
         return self.timing.phases
 
     def run(self) -> SaveReport:
-        """Write this rank's part, meet the others, and wait for the verdict.
+        """Write this rank's part, wait for the other ranks, and return the report of the save.
 
         Raises:
             CheckpointError: The save did not commit; the same error on every rank.
@@ -107,7 +107,7 @@ class SaveTask:
                         self._run_leader(agreed) if self.exchange.rank == 0 else self._run_follower(agreed)
                     )
         except Exception as error:
-            # Raised to who waits for the save; those who watch saves hear of it here.
+            # The error is raised to the caller that waits for the save; listeners are notified here.
             self._finish_report(began, 0, SharedPlan(SavePlan(())), error)
             raise
         else:
@@ -120,13 +120,13 @@ class SaveTask:
         return self._finish_report(began, sequence, written)
 
     def report_refusal(self, error: BaseException) -> None:
-        """Report that it was not run: this rank is alone, and its caller is told why."""
+        """Report a save that was not run because its only rank could not prepare it; its caller gets the error."""
         self._finish_report(time.perf_counter(), 0, SharedPlan(SavePlan(())), error)
 
     def _finish_report(
         self, began: float, sequence: int, written: SharedPlan, error: BaseException | None = None
     ) -> SaveReport:
-        """The report of this save, which is done now; the trace and the program's functions have it, too."""
+        """Build the report of this finished save, and publish it to the trace and the program's callbacks."""
         ended = time.perf_counter()
         self.phases.record_interval(SAVE, began, ended, written.plan.nbytes, about=self.context.tag)
         report = SaveReport(
@@ -151,19 +151,19 @@ class SaveTask:
         return report
 
     def _log_errors_after_commit(self) -> AbstractContextManager[None]:
-        """Around what follows the commit, and must not make an error of the save."""
+        """Return a context that logs errors of the work after the commit, because they must not fail the save."""
         return log_errors_after_commit(self.context.root.path, self.context.tag)
 
     def release(self) -> None:
-        """Let go of what is saved: the program may write to it."""
+        """Release the state, so that the program may write to it."""
         if isinstance(self.prepared, PreparedSave):
             self.prepared.snapshot.release()
 
     def clean_up(self, *, failed: bool) -> None:
-        """Remove what this save and earlier ones left behind; called when the outcome is known.
+        """Remove leftovers of this save and of earlier ones; called when the outcome is known.
 
-        That it cannot be removed is logged, unless the save failed, too: then its error has said why, most often. The
-        next save tries it again.
+        If removal fails, a warning is logged, or a debug message if the save failed, too, because its error usually
+        explains why. The next save tries again.
         """
         if self.exchange.rank == 0:
             root = self.context.root
@@ -179,7 +179,7 @@ class SaveTask:
         return self.prepared
 
     def _run_leader(self, agreed: SaveAgreement) -> tuple[int, SharedPlan]:
-        """Rank 0's part: the transaction, the records of all, the commit."""
+        """Run rank 0's part: begin the transaction, collect all records, finalize and commit."""
         exchange, transaction = self.exchange, Transaction(self.context.root, self.context.tag)
         try:
             with self._fail_all_ranks():
@@ -193,7 +193,7 @@ class SaveTask:
                     )
                     transaction.begin()
                 earlier = find_base_tag(self.context, transaction.newest)
-                if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
+                if exchange.size > 1:  # a job of one rank would keep the messages of all its saves in memory
                     begun = BeginSave(transaction.directory.name, transaction.sequence, earlier)
                     exchange.publish("begin", begun.to_json())
                 sharing = self._reuse_files(frozen, earlier, transaction.directory, agreed)
@@ -223,7 +223,7 @@ class SaveTask:
 
     @contextlib.contextmanager
     def _fail_all_ranks(self) -> Iterator[None]:
-        """Tell all others of an error: whatever it is, no rank may wait for a verdict that never comes."""
+        """Send an error of any kind to all other ranks, so that no rank waits for an outcome that never comes."""
         try:
             yield
         except BaseException as error:
@@ -250,7 +250,7 @@ class SaveTask:
         self.cancellation.begin_commit()
         given_up = self.exchange.decide_outcome() if self.exchange.size > 1 else None
         if given_up is not None:
-            raise given_up  # another rank, which has told its caller so
+            raise given_up  # from another rank, which has already reported it to its caller
         began = time.perf_counter()
         commit_other_disks(self.exchange, disks)
         report = select_slowest_ranks([part.timings for part in results])
@@ -260,7 +260,7 @@ class SaveTask:
         self.phases.add("retain", retained, ended=ended)
 
     def _run_follower(self, agreed: SaveAgreement) -> tuple[int, SharedPlan]:
-        """The part of any other rank: write, report, hear the verdict."""
+        """Run any other rank's part: write, send the result, and wait for the outcome."""
         exchange, root, sharing = self.exchange, self.context.root, SharedPlan(SavePlan(()))
         draft: str | None = None
         disk = HostLocalCommit(self.context, exchange, agreed.disks.get_leader(exchange.rank))
@@ -276,13 +276,13 @@ class SaveTask:
             self.cancellation.begin_commit()  # rank 0 may commit as soon as it has this
             exchange.publish(f"record/{exchange.rank}", RankResult(record, self._get_timings(sharing.plan)).to_json())
         except BaseException as error:
-            # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
+            # Rank 0 must receive the error; all ranks then raise the outcome that rank 0 publishes.
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.publish(f"record/{exchange.rank}", error=problem)
             disk.abort(problem)
-            draft = None  # rank 0 does not ask this rank for parity any more
+            draft = None  # rank 0 no longer asks this rank for parity
             if isinstance(error, RankFailedError):
-                raise  # it is decided for all, rank 0 included: to wait for its verdict would take the timeout again
+                raise  # decided for all ranks, including rank 0: waiting for its outcome would take the timeout again
         if self._parity_exchange is not None and draft is not None:
             self._parity_exchange.run_follower(root, draft)
         disk.finish(failed=draft is None)
@@ -300,12 +300,12 @@ class SaveTask:
     def _reuse_files(
         self, prepared: PreparedSave, base: BaseTag | None, directory: Directory, agreed: SaveAgreement
     ) -> SharedPlan:
-        """Decide what this rank writes, and share what need not be written."""
+        """Plan this rank's files, and reuse files of the base tag that need not be written again."""
         root, stage = self.context.root, self.mesh.coordinates(self.exchange.rank)["pp"]
         with self.phases.measure("plan"), pause_gc():
             plan = agreed.plan_rank(prepared.planner, stage)
         if root.store.object_store is not None or agreed.disks.is_multi_disk:
-            plan = plan.to_streaming()  # the digests stand in the manifest: nobody there can read all files
+            plan = plan.to_streaming()  # digests go into the manifest, because no single rank can read all files there
         if not self.context.options.share:
             return SharedPlan(plan)
         crew = self._make_io_context(lambda _: self.cancellation.raise_if_cancelled())
@@ -316,7 +316,7 @@ class SaveTask:
     def _write_rank_files(
         self, prepared: PreparedSave, shared_plan: SharedPlan, directory: Directory, *, report_all: bool = False
     ) -> RankRecord:
-        """Write this rank's files; the record of what is in them, and with `report_all` of all arrays."""
+        """Write this rank's files, and return the record of their contents; with `report_all`, of all arrays."""
         rank, world, snapshot, plan = self.exchange.rank, self.exchange.size, prepared.snapshot, shared_plan.plan
         check_space(directory, plan)
         with (
@@ -352,7 +352,7 @@ class SaveTask:
         )
 
     def _warn_torn(self, snapshot: Snapshot) -> None:
-        """Say which arrays another thread of the program wrote to meanwhile."""
+        """Log a warning that names the arrays that another thread of the program modified during the save."""
         snapshot.detect_torn_writes()
         if snapshot.torn:
             logger.warning(
@@ -363,7 +363,7 @@ class SaveTask:
             )
 
     def _collect_results(self, own: RankRecord, plan: SavePlan) -> list[RankResult]:
-        """What all ranks have written, this one included."""
+        """Receive the results of all ranks, and return them with this rank's own."""
         parts = [RankResult(own, self._get_timings(plan))]
         with self.phases.measure("meet"):
             for rank, said in enumerate(self.exchange.receive_each("record", range(1, self.exchange.size)), 1):
@@ -375,7 +375,7 @@ class SaveTask:
             return parts
 
     def _get_timings(self, plan: SavePlan) -> RankTimings:
-        """What this rank has measured so far, for the tag."""
+        """Return this rank's timings so far, to be stored in the tag."""
         return RankTimings(
             rank=self.exchange.rank,
             stall=self.timing.stall,

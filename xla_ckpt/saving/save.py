@@ -1,7 +1,7 @@
 """Save a checkpoint: the public functions `save_checkpoint`, `save` and `finalize_checkpoint`.
 
-`_save` is the whole save on the caller's thread: it waits for the previous save on the same path, finds the job,
-prepares the state and its snapshot, and starts the thread that runs a `SaveTask`.
+`_save` is the part of a save that runs on the caller's thread: it waits for the previous save on the same path, finds
+the job, prepares the state and its snapshot, and starts the thread that runs a `SaveTask`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from xla_ckpt.tags.root import Root
 logger = get_logger(__name__)
 
 ONLY_PATTERNS = '"adapters", or patterns of leaf paths such as ["model/*.lora_*", "model/head"]'
-"""What ``only=`` takes, for messages."""
+"""Accepted values of ``only=``, for error messages."""
 
 
 @check_arguments_and_fields(options=SaveOptions)
@@ -68,58 +68,59 @@ def save_checkpoint(
     only: str | Sequence[str] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveHandle:
-    """Save a training state as one tag, completely or not at all.
+    """Save a training state as one tag, atomically.
 
-    All ranks of a job call it with the same arguments. An existing tag of the same name is replaced; the old one stays
-    until the new one is committed.
+    All ranks of a job call this function with the same arguments. An existing tag of the same name is replaced; it is
+    kept until the new one is committed.
 
     Args:
-        path: Root directory; made if absent.
+        path: Root directory; created if it does not exist.
         tag: Name of the checkpoint: any string that is a safe file name, such as ``step_10``.
         model: A module, or a dict of arrays.
         optimizer: An optimizer, a dict of optimizers of this model, or a dict of arrays and plain values. Its state is
             stored by parameter *name*, taken from `model`; the names of several optimizers are not stored.
         scheduler: A learning rate scheduler, or a dict.
-        user_content: Any Python value; rank 0's is stored. Plain values are stored as typed JSON, arrays as arrays;
-            other objects are pickled, with a warning, and need ``trust_pickle=True`` to load.
-        num_workers: Threads that write, at most.
-        use_xser: Write neuronx-distributed's xser layout, with a manifest beside it: short for ``layout="xser"``.
-        num_kept_ckpts: Keep this many of the newest tags that are not pinned, and delete older ones after the commit;
-            None and -1 keep all. `SaveOptions.retention` has other policies.
-        async_save: Return as soon as the state is frozen, and write in the background.
-        zero1_optimizer: Accepted for compatibility with neuronx-distributed; a ZeRO-1 optimizer is recognised.
-        extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts. One
-            that differs from rank to rank is wrapped in `PerRank`.
-        mesh: How the ranks are arranged; by default taken from an initialised ``parallel_state``, else pure data
+        user_content: Any Python value; the value of rank 0 is stored. Plain values are stored as typed JSON, arrays as
+            arrays; other objects are pickled, with a warning, and need ``trust_pickle=True`` to load.
+        num_workers: Maximum number of writer threads.
+        use_xser: Write neuronx-distributed's xser layout and a manifest; short for ``layout="xser"``.
+        num_kept_ckpts: Number of the newest unpinned tags to keep; older ones are deleted after the commit. None and -1
+            keep all. `SaveOptions.retention` has other policies.
+        async_save: Return as soon as the snapshot is taken, and write in the background.
+        zero1_optimizer: Accepted for compatibility with neuronx-distributed; a ZeRO-1 optimizer is detected
+            automatically.
+        extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts. Wrap an
+            object that differs between ranks in `PerRank`.
+        mesh: Arrangement of the ranks; by default taken from an initialised ``parallel_state``, otherwise pure data
             parallelism.
-        shardings: Rules ``(regular expression, spec)`` for arrays that do not say themselves how they are split:
-            ``(r"up_proj", ("tp", None))`` splits dim 0 over the mesh axis ``tp``. The first expression that is found
-            in a leaf path or parameter name counts; optimizer state follows its parameter.
-        pinned: Whether this tag is exempt from retention, now and later. None leaves it as it is: a tag that is saved
-            anew stays pinned, and a new one is not.
+        shardings: Rules ``(regular expression, spec)`` for arrays that do not declare their own sharding:
+            ``(r"up_proj", ("tp", None))`` splits dim 0 over the mesh axis ``tp``. The first expression that matches
+            anywhere in a leaf path or parameter name is used; optimizer state is sharded like its parameter.
+        pinned: True if this tag is exempt from retention, now and later. None keeps the current setting: a tag that is
+            saved again stays pinned, and a new tag is not pinned.
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
             under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and ``"orbax-v1"``, steps of
-            orbax's own managers of checkpoints; ``"torch_checkpointing"``, which torch_checkpointing reads; or several
-            of them, of which the first that can hold the state is written.
+            orbax's checkpoint managers; ``"torch_checkpointing"``, which torch_checkpointing reads; or a sequence of
+            layouts, of which the first that supports the state is written.
         only: ``"adapters"`` leaves out the parameters of the model that have ``requires_grad=False`` and no ``lora_``
-            in their names. Patterns of a shell leave out those whose leaf paths are like none of them:
-            ``["model/*.lora_*", "model/head"]``. The tag names what is left out, with digests, and a load is refused if
-            the model has others (docs/objects.md). None saves all.
-        options: How the save goes about its work; by default those of `default_options`.
+            in their names. Glob patterns, such as ``["model/*.lora_*", "model/head"]``, leave out the parameters whose
+            leaf paths match none of them. The tag records the parameters that are left out, with digests, and a load
+            raises an error if the model has different ones (docs/objects.md). None saves all.
+        options: Settings of the save; by default those of `default_options`.
 
     Returns:
-        The save; finished already unless `async_save`.
+        The handle of the save; already finished unless `async_save`.
 
     Raises:
-        UsageError: There is nothing to save, or an argument is not what its place is for. Nothing was written.
-        DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is as it was before.
-        ChangedStateError: The program wrote to a tensor that ``"overlap"`` had not copied yet, and nothing had it wait.
-            The tag is as it was before.
-        NotDurableError: The tag is committed, and a loss of power may undo that: the storage refused to make its name
-            durable, and to take it back.
-        CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
-            path did, and this call has saved nothing for that: make it again. The tag is as it was before.
+        UsageError: There is nothing to save, or an argument is invalid. Nothing was written.
+        DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is unchanged.
+        ChangedStateError: The program wrote to a tensor that ``"overlap"`` had not copied yet, and nothing made it
+            wait. The tag is unchanged.
+        NotDurableError: The tag is committed, but a power failure may undo the commit: the storage failed to make its
+            name durable, and also to remove it.
+        CheckpointError: The save failed (the same error on all ranks), or an earlier asynchronous save on the same path
+            failed and this call saved nothing because of that: call again. The tag is unchanged.
     """
     return _save(
         path,
@@ -163,8 +164,8 @@ def save(
 ) -> SaveHandle:
     """Save any tree of containers, arrays (torch, XLA, numpy, jax) and plain values as one tag.
 
-    The arguments, the result and the errors are those of `save_checkpoint`, which makes such a tree of its arguments.
-    In a job of several ranks the plain values are the same on all of them.
+    The arguments, the result and the errors are the same as for `save_checkpoint`, which builds such a tree from its
+    arguments. In a job of several ranks the plain values must be the same on all of them.
 
     Raises:
         UnsupportedStateError: Something in the tree cannot be stored; nothing was written.
@@ -188,17 +189,16 @@ def save(
 
 
 def _save(path: PathLike, tag: str, content: TrainingObjects | PyTree, request: SaveRequest) -> SaveHandle:
-    """A save, from the call to the thread that writes.
+    """Run a save from the call until its writer thread is started.
 
-    It has its turn among those on the same path, learns which ranks make it together, says what is asked of them,
-    freezes the state, and starts the thread that does the rest.
+    Wait for earlier saves on the same path, find the ranks that take part, build the save context, prepare the state,
+    and start the thread that does the rest.
 
-    If this rank cannot freeze its state: one alone starts no thread, and the caller is told at once; one of several
-    starts it all the same, because the others wait for what it says, and its caller hears of it as theirs do. What a
-    signal handler raises is raised at once in both cases.
+    If this rank cannot prepare its state: a job of one rank starts no thread and raises the error at once. A rank of a
+    larger job starts the thread nevertheless, because the other ranks wait for its message; its caller gets the error
+    in the same way as theirs. An exception from a signal handler is raised at once in both cases.
 
-    Whatever is raised from here, by this library or by a signal handler, the save has ended or is given up, and reads
-    none of the program's memory.
+    If an exception leaves this function, the save has ended or is cancelled, and does not read the program's memory.
     """
     options, file = request.options, resolve_trace_file(request.options.trace)
     phases, cancellation = PhaseRecorder(keep_intervals=file is not None), Cancellation()
@@ -230,23 +230,23 @@ def _save(path: PathLike, tag: str, content: TrainingObjects | PyTree, request: 
                 handle.mark_told()
             if refused is None or job.exchange.size > 1:
                 SAVES.start(handle, save, options.on_error)
-                frozen = save = None  # the state is in memory as long as its thread needs it
+                frozen = save = None  # the state is kept in memory only as long as its thread needs it
         if save is not None and refused is not None:
             save.report_refusal(
                 refused
-            )  # only now: a function of the program that hears of it may save on the same path
+            )  # only now, because a callback that receives the report may save on the same path
         if refused is not None:
             raise refused
         if request.blocking or is_interpreter_ending():
             handle.finish()
         elif failed is not None and job.exchange.size > 1:
-            handle.finish_beginning()  # another rank may have the error to tell that was told to this one
+            handle.finish_beginning()  # another rank may still have to raise the error that was raised here
         return handle
     except BaseException as error:
         handle.give_up(error)
         raise
     finally:
-        del frozen, save, refused  # or this frame and the error's traceback would keep each other, and the state
+        del frozen, save, refused  # otherwise a cycle of this frame and the traceback keeps the state alive
 
 
 def _try_prepare(
@@ -257,7 +257,10 @@ def _try_prepare(
     request: SaveRequest,
     earlier: CheckpointError | None,
 ) -> tuple[PreparedSave | CheckpointError, BaseException | None]:
-    """What this rank saves; or why it cannot (see `_as_rank_error`). `base` is the error of the save before."""
+    """Return this rank's prepared save, or the error that prevents it (see `_as_rank_error`).
+
+    `earlier` is the error of the previous save.
+    """
     if earlier is not None:
         return earlier, earlier
     try:
@@ -269,9 +272,10 @@ def _try_prepare(
 def _as_rank_error(
     error: BaseException, context: SaveContext, placement: RankInfo
 ) -> tuple[CheckpointError, BaseException | None]:
-    """What all ranks hear of an error of this one; and the error itself, if the caller is told at once.
+    """Return the error to send to all ranks, and the original error if it is raised to the caller at once.
 
-    The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller in most cases.
+    The other ranks wait for this one: they receive the error with the outcome of the save, and in most cases so does
+    the caller.
     """
     problem = as_checkpoint_error(error, "preparing", placement.rank, path=context.root.path, tag=context.tag)
     is_told = context.options.on_error == "raise" or isinstance(problem, PROGRAM_ERRORS)
@@ -280,7 +284,7 @@ def _as_rank_error(
 
 
 def _resolve_root(path: PathLike, options: SaveOptions) -> tuple[Root, Uploader | None]:
-    """Where a save commits, and what brings its tag to where the caller wants it, if that is another place."""
+    """Return the root in which a save commits, and the uploader that copies the tag to the remote root, if any."""
     if options.local is None:
         return open_root(open_store(path)), None
     uploader = UPLOADS.get_uploader(*resolve_local_and_remote(path, options.local))
@@ -288,14 +292,14 @@ def _resolve_root(path: PathLike, options: SaveOptions) -> tuple[Root, Uploader 
 
 
 def _record_stall(phases: PhaseRecorder) -> float:
-    """Seconds that the caller has waited by now."""
+    """Record the stall and return the seconds that the caller has waited so far."""
     now = time.perf_counter()
     phases.record_interval(STALL, phases.origin, now)
     return now - phases.origin
 
 
 def _check_root(context: SaveContext) -> None:
-    """Fail early where a save could not even begin."""
+    """Raise an error early if the save could not even begin."""
     context.root.check_can_commit()
     store = context.root.store
     if context.check_destination is None:
@@ -312,7 +316,7 @@ def _prepare_state(
     phases: PhaseRecorder,
     request: SaveRequest,
 ) -> PreparedSave:
-    """What this rank saves. Mistakes of the program are found before the root directory is made."""
+    """Prepare this rank's save. Invalid arguments raise an error before the root directory is created."""
     check_tag(context.tag, context.root.path)
     for layout in request.layouts:
         layout.check_findable(context.root.store, context.tag)
@@ -328,14 +332,14 @@ def _prepare_state(
 
 
 def finalize_checkpoint() -> None:
-    """Wait for all saves in flight, those of `xla_ckpt.dcp` too, and free the memory that was kept for snapshots.
+    """Wait for all saves in flight, including saves of `xla_ckpt.dcp`, and free the memory kept for snapshots.
 
-    It waits for uploads of this process, too (`SaveOptions.local`), and repeats those that failed; and on rank 0 for
+    Also wait for uploads of this process (`SaveOptions.local`), and repeat those that failed; on rank 0, also wait for
     products (`SaveOptions.products`).
 
     Raises:
-        CheckpointError: A save failed, and nobody has been told yet; or a tag was not uploaded, or a product
-            not made. (Futures tell of the saves of `xla_ckpt.dcp`.)
+        CheckpointError: A save failed, and its error has not been reported yet; or a tag was not uploaded, or a product
+            was not made. (Saves of `xla_ckpt.dcp` report their errors through their futures.)
     """
     try:
         SAVES.wait()
