@@ -1,32 +1,32 @@
-"""Checkpoints for PyTorch/XLA training: any topology in, any topology out, nothing lost.
+"""Checkpoints for PyTorch/XLA training that can be loaded on any topology.
 
 >>> import torch, xla_ckpt
 >>> model = torch.nn.Linear(4, 4)
 >>> handle = xla_ckpt.save_checkpoint("memory://runs", "step_10", model, user_content={"step": 10}, async_save=True)
->>> xla_ckpt.load_checkpoint("memory://runs", model=model).user_content  # waits for the save, takes the newest tag
+>>> xla_ckpt.load_checkpoint("memory://runs", model=model).user_content  # waits for the save, loads the newest tag
 {'step': 10}
 
-- `save_checkpoint`, `load_checkpoint`: model, optimizer, scheduler and whatever else a training run has.
-- `save`, `restore`: any tree of arrays and plain values; `ArraySpec` says what is wanted of an array.
-- `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
-- `repair`: gives a tag that was saved with parity back the bytes that it has lost.
-- `Checkpoints`: a root directory as an object, which lists tags, shows what they hold, reads single leaves, pins and
+- `save_checkpoint`, `load_checkpoint`: save and load model, optimizer, scheduler and other objects of a training run.
+- `save`, `restore`: save and restore any tree of arrays and plain values; `ArraySpec` describes an array to restore.
+- `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: list the tags of a directory, and verify their checksums.
+- `repair`: restore lost bytes of a tag that was saved with parity.
+- `Checkpoints`: a root directory as an object, which lists tags, inspects their contents, reads single leaves, pins and
   deletes.
-- `SaveOptions`, `LoadOptions`, `ConvertOptions`: how such a call goes about its work; `default_options` says it for a
-  block. `LlamaJob`: a Llama-like model, and how a job has it.
-- `LatestN`, `BestN`, `EveryNSteps`, `EveryNSeconds`, `LatestDuration`, `AnyOf`: which tags a save keeps.
-- `Product`: what is made of a tag after its commit, such as a directory of Hugging Face's.
-- `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
-- `register_layout`, `Layout`: a layout of one's own (docs/adding-a-layout.md).
-- `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
-- `PreemptionGuard`: the step at which all ranks save when the job is told to end.
+- `SaveOptions`, `LoadOptions`, `ConvertOptions`: settings of such a call; `default_options` sets them for a block.
+- `LlamaJob`: a Llama-like model and its parallelism in a job.
+- `LatestN`, `BestN`, `EveryNSteps`, `EveryNSeconds`, `LatestDuration`, `AnyOf`: retention policies.
+- `Product`: background export of a tag after its commit, such as a Hugging Face folder.
+- `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: differences between two tags.
+- `register_layout`, `Layout`: custom layouts (docs/adding-a-layout.md).
+- `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and state that differs between ranks.
+- `PreemptionGuard`: the step at which all ranks save when the job is preempted.
 - `SaveHandle` (`handle.result()`, `handle.report`) and `finalize_checkpoint`: saves in flight.
-- `on_report`: a function of the program that hears of each save and load, with its `SaveReport` or `LoadReport`.
-- Every error is a `CheckpointError`, and says where, what was expected, what was found, and what to do.
+- `on_report`: register a callback that receives the `SaveReport` or `LoadReport` of each save and load.
+- Every error is a `CheckpointError`, which contains the location, the expected and found values, and a hint.
 
-`dir(xla_ckpt)` lists all names. A name is loaded when it is first used, and none of them loads a framework. The first
-name that takes a program's objects loads what a save needs, for torch, too, if the program has imported it, so that the
-first save does not pay for it.
+`dir(xla_ckpt)` lists all names. A name is loaded on first use, and none of them imports a framework. The first name
+that accepts objects of the program also loads the modules that a save needs, for torch, too, if the program has
+imported it, so that the first save is not delayed.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'xla_ckpt' has no attribute {name!r}")
     home = _MODULE_OF[name]
     collector = importlib.import_module("xla_ckpt.garbage_collection")
-    # Modules make no garbage, and a look through all objects of torch takes as long as to load them.
+    # Modules create no garbage, and a collection over all objects of torch takes as long as importing them.
     with collector.pause_gc():
         if home.startswith(("arrays", "state")) or home in ("loading.load", "saving.save"):
             importlib.import_module("xla_ckpt.saving.save")
@@ -252,14 +252,14 @@ def __dir__() -> list[str]:
 
 
 def _shut_down_job(imported_by: int) -> None:
-    """At the end of a program that may be a rank of a job, even if it made no call: others may wait for it."""
+    """Leave the job at the exit of a program that may be a rank, even without any call: other ranks may wait for it."""
     if "torch.distributed" in sys.modules or "jax" in sys.modules:
         channel = importlib.import_module("xla_ckpt.distributed.current_job").get_communicator
-        # A worker that a rank forks is not that rank.
+        # A worker process that a rank forks is not that rank.
         importlib.import_module("xla_ckpt.distributed.job").shut_down(channel() if os.getpid() == imported_by else None)
 
 
 try:
     register_shutdown(partial(_shut_down_job, os.getpid()))
 except RuntimeError:
-    pass  # the program is at its end, and imports this to look into a directory: it makes no call that others wait for
+    pass  # the interpreter is exiting, and imports this to inspect a directory: no other rank waits for it

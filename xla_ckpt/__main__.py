@@ -1,4 +1,4 @@
-"""The command ``xla-ckpt``, and ``python -m xla_ckpt``."""
+"""Entry point of the command ``xla-ckpt`` and of ``python -m xla_ckpt``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import sys
 
 EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C: what a shell says of a program that SIGINT has ended."""
+"""Exit code after Ctrl-C: the code that shells use for a process ended by SIGINT."""
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     open_closed_streams()
     try:
-        # Here, because Ctrl-C may come while it is imported, which takes longer than most commands.
+        # Imported here, because Ctrl-C may arrive during the import, which takes longer than most commands.
         from xla_ckpt.cli.main import main as run
 
         return run()
@@ -25,18 +25,18 @@ def main() -> int:
 
 
 def open_closed_streams() -> None:
-    """Prepare the standard streams of a process that is only for the command line.
+    """Prepare the standard streams of a process that only runs the command line.
 
-    Streams that are closed (``2>&-``; Python has None for them) are opened at /dev/null, or a file of a checkpoint
-    would get their descriptor, and with it what libraries print. The standard output is an exception: an answer that
-    nobody gets is an error. Characters that the encoding of a stream lacks are escaped.
+    Closed streams (``2>&-``; Python sets them to None) are opened at /dev/null, because otherwise a file of a
+    checkpoint would get their descriptor, and with it the output of libraries. Standard output is an exception: output
+    that cannot be written is an error. Characters that the encoding of a stream does not support are escaped.
     """
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # as long as the process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # open as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # its descriptor was a file, and is a pipe now: it has no position
+            with contextlib.suppress(OSError):  # the descriptor was a file and is now a pipe, which has no position
                 stream.reconfigure(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""Escape text for terminals: names in a checkpoint may have characters that control a terminal."""
+"""Escape text for terminals: names in a checkpoint may contain characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ class PrintableLines(str):
 
 
 def make_printable(text: str) -> str:
-    r"""Return the text with all characters escaped that display nothing themselves.
+    r"""Return the text with all non-printing characters escaped.
 
-    These are control characters (C0, DEL, C1), line breaks, format characters (Unicode's bidirectional controls among
-    them) and lone surrogates. Terminals interpret some of them, and others reverse the order of the text behind them.
+    These are control characters (C0, DEL, C1), line breaks, format characters (including Unicode's bidirectional
+    controls) and lone surrogates. Terminals interpret some of them, and others reverse the order of the text behind
+    them.
 
     >>> make_printable("a b"), make_printable("\x1b[2J"), make_printable("a\nb"), make_printable("a\u202eb\udcff")
     ('a b', '\\u001b[2J', 'a\\nb', 'a\\u202eb\\udcff')
     """
-    if text.isprintable():  # which is almost always so, and looked for in one call
+    if text.isprintable():  # true for almost all texts, and checked in one call
         return text
     return "".join(
         _escape_character(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in text
@@ -37,7 +38,7 @@ def _escape_character(character: str) -> str:
 
 
 def join_lines(texts: Iterable[str]) -> PrintableLines:
-    r"""Return texts as the lines of one text, each of them printable.
+    r"""Return texts as the lines of one text, with non-printing characters escaped.
 
     >>> join_lines(["a\nb", "c"])
     'a\\nb\nc'
@@ -46,7 +47,7 @@ def join_lines(texts: Iterable[str]) -> PrintableLines:
 
 
 def make_lines_printable(text: str) -> PrintableLines:
-    r"""Return a text of several lines with everything escaped in it that `make_printable` escapes, but its line feeds.
+    r"""Return a text of several lines escaped as by `make_printable`, except for its line feeds.
 
     >>> make_lines_printable("a\n\x1b[2J")
     'a\n\\u001b[2J'
@@ -55,8 +56,7 @@ def make_lines_printable(text: str) -> PrintableLines:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal: not one that is closed (Python has None then), or of a class without
-    `isatty`.
+    """Return True if a stream is a terminal; False if it is closed (None in Python) or has no `isatty`.
 
     >>> is_terminal(None)
     False
@@ -64,5 +64,5 @@ def is_terminal(stream: Any) -> bool:
     isatty = getattr(stream, "isatty", None)
     try:
         return isatty is not None and bool(isatty())
-    except (OSError, ValueError):  # ValueError: it was closed
+    except (OSError, ValueError):  # ValueError: the stream is closed
         return False

@@ -1,8 +1,8 @@
-"""The errors of this library: one closed tree, each also the builtin that a caller would expect.
+"""Exceptions of this library: one closed hierarchy, each also a subclass of the matching builtin exception.
 
-An error is an address, a comparison and a way out: where (path, tag, leaf, rank, file), what was expected and what was
-found, and what to do. The same facts are attributes, and an error survives a trip through JSON unchanged, so that
-every rank of a job can raise the one that a single rank met.
+An error contains its location (path, tag, leaf, rank, file), the expected and found values, and a hint. The same facts
+are attributes, and an error is serialized to JSON and back without loss, so that every rank of a job can raise the
+error of a single rank.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from xla_ckpt.display import PrintableLines, make_lines_printable, make_printabl
 
 
 class CheckpointError(Exception):
-    """Base of everything that this library raises on purpose.
+    """Base class of all errors that this library raises deliberately.
 
     Attributes:
-        problem: What went wrong, in one sentence without the address.
-        path: Checkpoint root directory, where known.
+        problem: Description of the problem, in one sentence without the location.
+        path: Checkpoint root directory, if known.
         tag: Tag inside `path`.
         leaf: Leaf path inside the tag, such as ``model/layers.0.weight``.
         file: File inside the tag, relative to it.
-        rank: Rank that met the error.
-        expected: What should have been there.
-        found: What was there.
-        hint: What to do about it.
-        details: Further findings, one a line.
+        rank: Rank on which the error occurred.
+        expected: Expected value.
+        found: Actual value.
+        hint: Suggested fix.
+        details: Further findings, one per line.
 
     The attributes contain names (leaf paths, tags, files) unchanged. In the text of the error, the characters of names
     that control a terminal are escaped (`xla_ckpt.display.make_printable`).
@@ -77,7 +77,11 @@ class CheckpointError(Exception):
         return f"{text}\n{make_lines_printable(self.details)}" if self.details else text
 
     def at(self, **facts: Any) -> CheckpointError:
-        """This error with the facts that it did not know yet; what it knew stays. Returns itself."""
+        """Set the facts that are not set yet, and return this error.
+
+        Raises:
+            TypeError: A fact has an unknown name.
+        """
         for name, value in facts.items():
             if name not in self.FACTS:
                 raise TypeError(f"{name!r} is not a fact of a CheckpointError")
@@ -86,28 +90,28 @@ class CheckpointError(Exception):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """The error as plain JSON, for the way to other ranks."""
+        """Return the error as plain JSON, to be sent to other ranks."""
         facts = {name: getattr(self, name) for name in self.FACTS}
         plain = {k: v if isinstance(v, int | str) else str(v) for k, v in facts.items() if v is not None}
         return {"kind": type(self).__name__, "problem": self.problem, **plain}
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError, RuntimeError):
-    """There is no such tag, or no tag at all. A `RuntimeError` too, because neuronx-distributed raises that."""
+    """The tag does not exist, or there are no tags. Also a `RuntimeError`, because neuronx-distributed raises that."""
 
     __str__ = CheckpointError.__str__
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes are not the bytes that were saved: wrong digest, size or structure."""
+    """Stored bytes differ from the bytes that were saved: wrong digest, size or structure."""
 
 
 class FormatError(CorruptCheckpointError, ValueError):
-    """A manifest or payload header that no version of this library writes."""
+    """A manifest or payload header is invalid in every version of the format."""
 
 
 class IncompatibleCheckpointError(CheckpointError, ValueError):
-    """The checkpoint is sound, but the target wants other names, shapes or dtypes."""
+    """The checkpoint is valid, but the target has other names, shapes or dtypes."""
 
 
 class UnsupportedVersionError(IncompatibleCheckpointError):
@@ -115,33 +119,33 @@ class UnsupportedVersionError(IncompatibleCheckpointError):
 
 
 class InvalidTagError(CheckpointError, ValueError):
-    """A tag that is not a safe file name."""
+    """A tag is not a safe file name."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
-    """State that cannot be described: an unknown dtype, a cycle, a sparse tensor."""
+    """The state cannot be described: an unknown dtype, a cycle, a sparse tensor."""
 
 
 class NotAFileError(CorruptCheckpointError, OSError):
-    """Something else lies where a file of a checkpoint should be: a pipe, a device, a directory, a link."""
+    """A path that should be a file of a checkpoint is something else: a pipe, a device, a directory, a link."""
 
     __str__ = CheckpointError.__str__
 
 
 class UntrustedObjectError(CheckpointError, PermissionError):
-    """A pickled object that would be loaded only with ``trust_pickle=True``."""
+    """A pickled object is loaded only with ``trust_pickle=True``."""
 
     __str__ = CheckpointError.__str__
 
 
 class StorageError(CheckpointError, OSError):
-    """The operating system refused: no space, no permission, an I/O error. `errno` is kept."""
+    """The operating system reported an error: no space, no permission, an I/O error. `errno` is kept."""
 
     __str__ = CheckpointError.__str__
 
     @classmethod
     def of(cls, error: OSError, operation: str, **facts: Any) -> StorageError:
-        """`error` as a `StorageError` that says what was being done."""
+        """Return `error` as a `StorageError` that names the operation."""
         storage_error = cls(f"{operation} failed: {error.strerror or error}", **facts)
         storage_error.errno = error.errno
         storage_error.strerror = error.strerror
@@ -156,30 +160,31 @@ class ChangedTagError(StorageError):
 
 
 class SaveError(CheckpointError, RuntimeError):
-    """A save did not commit; the tag is as it was before, unless the error is an `UnknownOutcomeError`."""
+    """A save did not commit; the tag is unchanged, unless the error is an `UnknownOutcomeError`."""
 
 
 class NotDurableError(CheckpointError, RuntimeError):
-    """What was written is in place and complete, but a loss of power may take it away: the storage refused to make its
-    name durable, and refused to take it back, too.
+    """The files are complete, but a power failure may remove them: the storage did not make their name durable.
+
+    It also failed to remove the name again.
 
     Attributes:
-        committed: Always True: whoever looks finds the new tag, and not what was there before.
+        committed: Always True: readers find the new tag, and not the one that it replaced.
     """
 
     committed = True
 
 
 class UnknownOutcomeError(SaveError):
-    """The storage did not answer whether it has committed, pinned or deleted the tag: it has, or all is as before."""
+    """The storage did not answer if the tag was committed, pinned or deleted: either it was, or nothing has changed."""
 
 
 class RootInUseError(SaveError):
-    """Another process saves to the same root directory, or has taken it over from this one. `found` names it."""
+    """Another process saves to the same root directory, or has taken over its lease. `found` names the process."""
 
 
 class DivergentReplicasError(SaveError):
-    """Ranks that should hold equal copies hold different values. `leaf` names one of them."""
+    """Ranks that should have equal copies have different values. `leaf` names one of the arrays."""
 
 
 class ChangedStateError(SaveError):
@@ -191,30 +196,30 @@ class RankFailedError(SaveError):
 
 
 class LoadError(CheckpointError, RuntimeError):
-    """The stored state is sound and fits, but an object of the program did not take it. `leaf` names the object."""
+    """The stored state is valid and fits, but an object of the program rejected it. `leaf` names the object."""
 
 
 class UnprovenLoadError(LoadError):
-    """After a load with ``prove=True``, memory of the program has other bytes than the tag. `leaf` names the array."""
+    """After a load with ``prove=True``, memory of the program differs from the tag. `leaf` names the array."""
 
 
 class UsageError(CheckpointError, ValueError):
-    """An argument that makes no sense, or that ranks disagree about."""
+    """An argument is invalid, or differs between ranks."""
 
 
 class MissingPackageError(UsageError, ImportError):
-    """What was asked for needs a package that is not installed, or a newer one. `hint` says how to install it."""
+    """A required package is not installed, or is too old. `hint` contains the install command."""
 
 
 class RemoteError(CheckpointError, RuntimeError):
-    """Another rank met an error of a kind that this process does not know."""
+    """Another rank raised an error of a type that is unknown to this process."""
 
 
 @contextlib.contextmanager
 def annotate_errors(**facts: Any) -> Iterator[None]:
-    """Add facts to the errors of this library that the block raises: the tag that they are about, for instance.
+    """Add facts, such as the tag, to errors of this library that the block raises.
 
-    What an error knows already stays as it is.
+    Facts that are already set are kept.
     """
     try:
         yield
@@ -225,9 +230,12 @@ def annotate_errors(**facts: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_os_errors(operation: str, **facts: Any) -> Iterator[None]:
-    """Raise the errors of the operating system as a `StorageError`, which says what was being done.
+    """Raise errors of the operating system as a `StorageError` that names the operation.
 
     Errors of this library pass unchanged, although some of them are OSErrors, too.
+
+    Raises:
+        StorageError: The block raised an `OSError`.
     """
     try:
         yield
@@ -240,19 +248,20 @@ def wrap_os_errors(operation: str, **facts: Any) -> Iterator[None]:
 ERROR_TYPES: dict[str, type[CheckpointError]] = {
     name: kind for name, kind in [*globals().items()] if isinstance(kind, type) and issubclass(kind, CheckpointError)
 }
-"""Every kind of error that can travel between ranks, by name."""
+"""Types of errors that can be sent between ranks, by name."""
 
 
 def register_error_types(*kinds: type[CheckpointError]) -> None:
-    """Have further kinds of error, such as those of a facade, arrive on other ranks as what they are.
+    """Register further error types, such as those of a facade, so that other ranks raise the same type.
 
-    A kind is made from its problem and facts, as `CheckpointError` is. All ranks add it before one of them raises it.
+    A type is constructed from its problem and facts, as `CheckpointError` is. All ranks register it before one raises
+    it.
     """
     ERROR_TYPES.update({kind.__name__: kind for kind in kinds})
 
 
 def from_json(facts: dict[str, Any]) -> CheckpointError:
-    """The error that `CheckpointError.to_json` described on another rank."""
+    """Return the error that `CheckpointError.to_json` serialized on another rank."""
     kind = ERROR_TYPES.get(str(facts.get("kind")), RemoteError)
     known = {name: facts[name] for name in CheckpointError.FACTS if name in facts}
     error = kind(str(facts.get("problem", "unknown problem")), **known)

@@ -1,8 +1,7 @@
 """The registry of background work in this process: saves in flight, and tasks that run after them.
 
-At most one save is in flight for each root directory, on a thread of its own, and the interpreter waits for all of
-them at exit. `BackgroundTasks` runs post-save tasks one after the other on one thread; their failures never fail the
-save.
+At most one save is in flight for each root directory, on its own thread, and the interpreter waits for all of them at
+exit. `BackgroundTasks` runs post-save tasks sequentially on one thread; their failures never fail the save.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ logger = get_logger(__name__)
 
 
 class BackgroundSave(Protocol):
-    """What the thread of a save runs."""
+    """Save that a background thread runs."""
 
     @property
     def snapshot_progress(self) -> SnapshotProgress | None:
-        """When the program may write to what is saved; None if it may at once."""
+        """Progress of the snapshot; the program may write to the state when it is done. None if it may at once."""
 
     def run(self) -> SaveReport:
-        """Do all of it.
+        """Run the save to its end.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
 
     def release(self) -> None:
-        """Let go of what is saved. It was not run."""
+        """Release the state of a save that was not run."""
 
     def clean_up(self, *, failed: bool) -> None:
-        """Remove what it left behind, now that the outcome is known."""
+        """Remove the leftovers of the save, after the outcome is known."""
 
 
 class SaveHandle:
-    """A save that may still be in flight."""
+    """Handle of a save that may still be in flight."""
 
     def __init__(
         self,
@@ -73,21 +72,21 @@ class SaveHandle:
         """Root directory."""
         self.tag = tag
         self._begun = Latch()
-        """All ranks have begun the save, or the outcome is known."""
+        """Set when all ranks have begun the save, or the outcome is known."""
         self._is_begun = False
-        """Whether all ranks have begun it."""
+        """True if all ranks have begun the save."""
         self._finished = Latch()
-        """The outcome is known."""
+        """Set when the outcome is known."""
         self._cleaned_up = Latch()
-        """What the save left behind is removed."""
+        """Set when the leftovers of the save are removed."""
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._error_reported = error_reported
-        """Whether somebody has heard of the error, or will hear of it elsewhere."""
+        """True if the error was reported to the caller, or will be reported elsewhere."""
         self._is_raised_by_next_save = in_background and not error_reported
-        """Whether the next save may have to raise the error, on this rank or on another one."""
+        """True if the next save may have to raise the error, on this rank or on another one."""
         self._traceback: TracebackType | None = None
-        """Where the error was raised first: each further raise would add to it."""
+        """Traceback of the first raise; without resetting it, each further raise would extend it."""
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -95,14 +94,17 @@ class SaveHandle:
         return f"<SaveHandle {self.tag!r} in {self.path!r}: {state}>"
 
     def done(self) -> bool:
-        """Whether the save has committed or failed; never waits, never raises."""
+        """Return True if the save has committed or failed. Never waits, never raises."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save has committed or failed, at most so many seconds; whether it has. Never raises.
+        """Wait until the save has committed or failed, and return True if it has. Never raises.
 
-        The thread of the save, which calls the functions of `on_report`, does not wait: it would do so for itself. Nor
-        does a process that was forked during the save, which its parent makes.
+        Does not wait on the thread of the save, which calls the functions of `on_report` and would wait for itself, or
+        in a process that was forked during the save, which only its parent runs.
+
+        Args:
+            timeout: Maximum number of seconds to wait; None waits without limit.
         """
         if threading.current_thread() is self._thread:
             return self.done()
@@ -110,32 +112,32 @@ class SaveHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the save failed; None if it did not, or is in flight. Asking counts as being told."""
+        """Error of a failed save; None if it has not failed or is in flight. Reading it marks the error as reported."""
         self._error_reported = self._error_reported or self._error is not None
         return self._error
 
     def frozen(self, timeout: float | None = None) -> bool:
-        """Wait until the program may write to whatever is saved, even where no guard sees it; whether it may.
+        """Wait until the program may write to all saved memory, even without a guard, and return True if it may.
 
-        That is so at once, unless the save was told ``snapshot="overlap"``. It is so, too, when the save has failed.
+        This is true at once, unless the save uses ``snapshot="overlap"``. It is also true if the save has failed.
 
         Args:
-            timeout: Seconds to wait at most; None waits for as long as it takes, 0 only asks.
+            timeout: Maximum number of seconds to wait; None waits without limit, 0 does not wait.
         """
         return self._snapshot_progress is None or self._snapshot_progress.wait(timeout)
 
     @check_arguments
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the save, and say what it did.
+        """Wait for the save, and return its report.
 
         Args:
-            timeout: Seconds to wait at most; None waits for as long as it takes.
+            timeout: Maximum number of seconds to wait; None waits without limit.
 
         Raises:
             CheckpointError: The save failed; the same error on every rank.
-            TimeoutError: It is still in flight.
-            UsageError: The thread of the save asks, in a function that `on_report` was given: it would wait for itself.
-                Or this process was forked during the save, which its parent makes.
+            TimeoutError: The save is still in flight.
+            UsageError: Called on the thread of the save, in a callback of `on_report`, which would wait for itself; or
+                this process was forked during the save, which only its parent runs.
         """
         if threading.current_thread() is self._thread and not self.done():
             raise UsageError("a function that on_report was given waits for the save that calls it", tag=self.tag)
@@ -156,18 +158,18 @@ class SaveHandle:
 
     @check_arguments
     def uploaded(self, timeout: float | None = None) -> SaveReport:
-        """As `result`; and wait until the tag is in the object store, too, if it was saved with ``local=``.
+        """Wait as `result` does, and also until the tag is in the object store, if it was saved with ``local=``.
 
         The first rank of each disk uploads. On other ranks, and after a save without ``local=``, there is nothing more
         to wait for.
 
         Args:
-            timeout: Seconds to wait at most; None waits for as long as it takes.
+            timeout: Maximum number of seconds to wait; None waits without limit.
 
         Raises:
-            CheckpointError: The save failed, or the tag did not go up. The next save tries that again, and so does
-                `finalize_checkpoint`.
-            TimeoutError: It is still on its way.
+            CheckpointError: The save failed, or the tag was not uploaded. The next save and `finalize_checkpoint` retry
+                the upload.
+            TimeoutError: The save or the upload is still in flight.
         """
         began, report = time.monotonic(), self.result(timeout)
         if self._uploader is not None:
@@ -179,14 +181,14 @@ class SaveHandle:
         """Wait until the save has committed or failed.
 
         Raises:
-            CheckpointError: It failed, and nobody has been told yet; the same error on every rank.
+            CheckpointError: The save failed, and its error has not been reported yet; the same error on every rank.
         """
         self.wait()
         if not self._error_reported:
             self.result()
 
     def began(self) -> None:
-        """Note that all ranks have begun this save."""
+        """Mark this save as begun by all ranks."""
         self._is_begun = True
         self._begun.set()
 
@@ -194,7 +196,8 @@ class SaveHandle:
         """Wait until all ranks have begun this save.
 
         Raises:
-            CheckpointError: They did not, and nobody has been told yet; the same error on every rank.
+            CheckpointError: The ranks did not begin the save, and the error has not been reported yet; the same error
+                on every rank.
         """
         self.wait_until_begun()
         if not self._is_begun:
@@ -205,11 +208,14 @@ class SaveHandle:
         self._begun.wait(unless=lambda: self._is_orphaned)
 
     def mark_told(self) -> None:
-        """Note that the caller is told why the save fails."""
+        """Mark the error as reported to the caller."""
         self._error_reported = True
 
     def take_error(self, tag: str) -> CheckpointError | None:
-        """Return the error if nobody has been told yet, for a call to raise that does not save `tag` because of it."""
+        """Return the error if it has not been reported yet, and mark it as reported.
+
+        The caller raises the error instead of saving `tag`.
+        """
         if not self._is_unreported:
             return None
         assert self._error is not None
@@ -217,7 +223,7 @@ class SaveHandle:
         return make_deferred_error(self._error, f", and this call has not saved tag {tag}")
 
     def _fail(self, error: BaseException, on_error: OnError) -> None:
-        """Keep the error, which `handle.result()` raises, or the next call; and log it if no caller waits."""
+        """Store the error, which `result` or the next call raises, and log it if no caller waits."""
         self._error, self._traceback = error, error.__traceback__
         if self._error_reported:
             return
@@ -228,26 +234,26 @@ class SaveHandle:
             logger.error("the asynchronous save of tag %s in %s failed: %s", self.tag, self.path, error)
 
     def give_up(self, cause: BaseException) -> None:
-        """End the save without a tag, because its caller met an exception, which it raises next.
+        """End the save without a tag, because its caller received an exception, which it raises next.
 
-        If it is too late for that, this waits until the save has ended. A second exception from outside ends the wait
+        If the commit has begun, wait until the save has ended. A second exception from a signal handler ends the wait
         only when the save no longer reads the program's memory. Does nothing if the save has ended.
         """
         too_late = False
         while not (self.done() or self._is_orphaned):
             try:
                 if self._cancellation.cancel(cause):
-                    self._error_reported = True  # the caller has the cause, and nobody else is to be told of it
+                    self._error_reported = True  # the caller raises the cause, so the error needs no further report
                     return
                 too_late = True
                 self.wait()
             except BaseException:
-                # Somebody presses Ctrl-C once more. As long as its memory is read, the program must not go on.
+                # A second Ctrl-C. The program must not continue while its memory is read.
                 if too_late:
                     raise
 
     def tidied(self) -> SaveReport:
-        """As `result`; and wait until the older tags are deleted that the save has given up.
+        """Wait as `result` does, and also until the older tags are deleted that the retention policy does not keep.
 
         Raises:
             CheckpointError: The save failed; the same error on every rank.
@@ -262,31 +268,31 @@ class SaveHandle:
 
     @property
     def _is_failed(self) -> bool:
-        """Whether it failed, and the next save may have to raise its error."""
+        """True if the save failed, and the next save may have to raise its error."""
         return self._error is not None and self._is_raised_by_next_save
 
     @property
     def _is_orphaned(self) -> bool:
-        """Whether nobody will ever know the outcome here."""
+        """True if the outcome will never be known in this process."""
         return self._thread is not None and not is_thread_running(self._thread) and not self.done()
 
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
         thread = self._thread
-        if thread is None or thread is threading.current_thread():  # it was made in the foreground
+        if thread is None or thread is threading.current_thread():  # a save in the foreground
             return
         self._cleaned_up.wait(unless=lambda: not is_thread_running(thread))
-        with defer_signals():  # Python takes a thread for ended when a signal handler interrupts who joins it
+        with defer_signals():  # Python marks a thread as ended when a signal handler interrupts the joining thread
             thread.join()
 
     @property
     def report(self) -> SaveReport | None:
-        """What the save did, phase by phase; None while it is in flight, or if it failed. Never waits, never raises."""
+        """Report of the save; None while it is in flight, or if it failed. Never waits, never raises."""
         return self._report
 
 
 class SaveRegistry:
-    """The saves of one process."""
+    """Registry of the saves of one process."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
@@ -294,18 +300,19 @@ class SaveRegistry:
         self._locks: dict[str, threading.RLock] = {}
 
     def lock_for(self, path: str) -> threading.RLock:
-        """The lock of who begins a save on `path`."""
-        # A lock itself, which is taken and given back in one instruction each: an exception of a signal handler that
-        # arrived between a context manager of ours and its `with` would keep it for ever. And one that a thread may
-        # take again: a save in the foreground calls functions of the program, which may save.
+        """Return the lock that serializes the start of saves on `path`."""
+        # A plain lock, which is acquired and released in one instruction each: an exception of a signal handler between
+        # a context manager of this library and its `with` would leave the lock held. It is reentrant because a save in
+        # the foreground calls functions of the program, which may save.
         with self._lock:
             return self._locks.setdefault(path, threading.RLock())
 
     def wait_for_previous(self, path: str) -> SaveHandle | None:
         """Return the last save on `path` if it failed; wait until that save has an outcome.
 
-        What it deletes afterwards is left to the thread of the next save to wait for. The next save raises its error on
-        all ranks if one of them has not been told: so the ranks whose callers were told wait until all have begun.
+        Deletions after its commit are not waited for here, but by the thread of the next save. The next save raises the
+        error on all ranks if it was not reported on one of them; therefore the ranks that reported it wait until all
+        have begun.
         """
         with self._lock:
             last = self._latest.get(path)
@@ -314,7 +321,7 @@ class SaveRegistry:
         return last if last is not None and last._is_failed else None
 
     def wait_until_begun(self) -> None:
-        """Wait until all ranks have begun all saves in flight: then it is known which of their calls differed."""
+        """Wait until all ranks have begun all saves in flight, so that mismatched calls are detected."""
         with self._lock:
             handles = list(self._latest.values())
         for handle in handles:
@@ -322,26 +329,26 @@ class SaveRegistry:
                 handle.wait_until_begun()
 
     def start(self, handle: SaveHandle, save: BackgroundSave, on_error: OnError = "raise") -> None:
-        """Run a save in the background, after all that the last one on the same path has left to do.
+        """Run a save in the background, after the last save on the same path has ended.
 
-        What a signal handler raises meanwhile is raised when it has begun. Where no further thread is to be had, and at
-        the end of the program, which waits for no thread any more that starts then, it is done when this returns.
+        Exceptions of signal handlers are deferred until the save has started. If no thread can be started, or at
+        interpreter exit, which does not wait for new threads, the save runs on this thread before the call returns.
 
         Args:
-            handle: Of the save, which has not begun.
-            save: Is run.
-            on_error: Hears of its error before all others.
+            handle: Handle of the save, which has not begun.
+            save: Save to run.
+            on_error: Callback that receives the error of the save first, or ``"raise"``.
         """
         go = Latch()
         with self._lock:
             last = self._latest.get(handle.path)
 
         def work() -> None:
-            # A fresh thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller go first.
+            # A new thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller run first.
             go.wait()
             try:
                 if last is not None:
-                    last._join()  # what it deletes may be the room that this save needs
+                    last._join()  # its deletions may free the space that this save needs
                 handle._report = save.run()
             except BaseException as error:
                 handle._fail(error, on_error)
@@ -356,7 +363,7 @@ class SaveRegistry:
         with defer_signals():
             thread = None
             if not is_interpreter_ending():
-                # Not a daemon: the interpreter must not end under a save.
+                # Not a daemon, so that the interpreter does not exit during a save.
                 thread = start_thread(work, f"xla_ckpt-save-{handle.tag}", daemon=False)
             handle._thread, handle._snapshot_progress = thread or threading.current_thread(), save.snapshot_progress
             with self._lock:
@@ -369,14 +376,14 @@ class SaveRegistry:
                     _finish_background_work()
 
     def reset_after_fork(self) -> None:
-        """In a forked process: the saves are made by its parent, and the memory that they read is the parent's."""
+        """Reset the registry in a forked process; saves continue in the parent, and read the parent's memory."""
         for handle in self._latest.values():
             if handle._snapshot_progress is not None:
                 handle._snapshot_progress.finish()
         self.__init__()  # type: ignore[misc]
 
     def drain(self, path: str | None = None) -> list[SaveHandle]:
-        """Wait for the save in flight on `path` (None: on all paths); those that failed, and nobody has been told."""
+        """Wait for the save in flight on `path` (None: all paths), and return failed saves that were not reported."""
         with self._lock:
             handles = [h for p, h in self._latest.items() if path is None or p == path]
         for handle in handles:
@@ -387,38 +394,39 @@ class SaveRegistry:
         return [handle for handle in handles if handle._is_unreported]
 
     def wait(self, path: str | None = None) -> None:
-        """As `drain`.
+        """Wait for the saves in flight on `path` (None: on all paths).
 
         Raises:
-            CheckpointError: One of them failed, and nobody has been told yet. The errors of others were logged.
+            CheckpointError: A save failed, and its error has not been reported yet. Errors of further saves were
+                logged.
         """
         untold = self.drain(path)
         if untold and (error := untold[0].error) is not None:
             raise make_deferred_error(error)
 
     def finish_at_exit(self) -> None:
-        """Wait for all saves, and log what failed: nobody is left to raise to."""
+        """Wait for all saves at interpreter exit, and log failures, because there is no caller to raise to."""
         try:
             self.wait()
         except CheckpointError as error:
-            # The exit code is that of a program that ended well: no hook of the interpreter can change it.
+            # The exit code does not show the failure: no hook of the interpreter can change it.
             text = (
                 "a save in flight at exit failed, which the exit code does not show (finalize_checkpoint() would): %s"
             )
             logger.error(text, error)  # noqa: TRY400  # the message says all
         except BaseException:
-            # The interpreter is going down; a traceback is the best that can be left behind.
+            # The interpreter is exiting, so logging the traceback is the only option left.
             logger.exception("a save in flight at exit failed")
 
 
 SAVES = register_fork_reset(SaveRegistry(), SaveRegistry.reset_after_fork)
-"""The saves of this process."""
+"""Saves of this process."""
 
 
 @functools.cache
 def _install_exit_hook() -> None:
-    # Hooks run newest first, and none can be added once the first runs: whatever a save in flight may still import
-    # has to have its hooks in place before ours.
+    # Hooks run newest first, and none can be added once the first runs: modules that a save in flight may still import
+    # must register their hooks before this one.
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 
@@ -426,9 +434,9 @@ def _install_exit_hook() -> None:
 
 
 def install_exit_hook() -> None:
-    """Have the interpreter wait for saves in flight, before it leaves the other ranks (`job.shut_down`). Does it once.
+    """Register the hook that waits for saves in flight at exit, before the rank leaves the job (`job.shut_down`).
 
-    At the end of the program there are none: saves are made in the foreground then.
+    The hook is registered once. At interpreter exit it is not needed, because saves then run in the foreground.
     """
     if not is_interpreter_ending():
         _install_exit_hook()
@@ -440,34 +448,34 @@ def _finish_at_exit() -> None:
 
 
 def _finish_background_work() -> None:
-    """Wait for what saves of this process have left to do, and give the leases back."""
+    """Wait for the remaining background work of saves in this process, and release the leases."""
     UPLOADS.finish_at_exit()
     BACKGROUND_TASKS.finish_at_exit()
     LEASES.release_all()
 
 
 class BackgroundTasks:
-    """The pieces of work of one process. Its thread runs while there are some."""
+    """Post-save tasks of one process, run sequentially on a thread that exists while there are tasks."""
 
     def __init__(self) -> None:
-        # Not a daemon: the interpreter must not end under a thread that writes.
+        # Not a daemon, so that the interpreter does not exit while the thread writes.
         self._worker = Worker("xla_ckpt-errands", daemon=False)
         self._errors: list[CheckpointError] = []
 
     def add(self, description: str, task: Callable[[], object]) -> None:
-        """Have something done in the background. Never fails: an error is logged, and raised by `wait`."""
+        """Run a task in the background. Never raises: an error is logged, and raised by `wait`."""
         self._worker.submit(task, partial(self._record_failure, description))
 
     def _record_failure(self, description: str, error: BaseException) -> None:
-        problem = as_checkpoint_error(error, description, 0)  # the save has long returned
+        problem = as_checkpoint_error(error, description, 0)  # the save returned long ago
         logger.warning("%s failed: %s", description, problem)
         self._errors.append(problem)
 
     def wait(self) -> None:
-        """Wait until all is done. Where no thread was to be had, do it.
+        """Wait until all tasks are done. If no thread could be started, run them here.
 
         Raises:
-            CheckpointError: Something failed, and nobody has been told yet. The errors of others are logged.
+            CheckpointError: A task failed, and its error has not been reported yet. Errors of further tasks are logged.
         """
         self._worker.wait()
         self._worker.run_here()
@@ -476,7 +484,7 @@ class BackgroundTasks:
             raise from_json(errors[0].to_json()) from errors[0]
 
     def finish_at_exit(self) -> None:
-        """Wait for all that was begun, unless somebody interrupts that: then nothing else is begun."""
+        """Wait for all tasks at exit. If the wait is interrupted, the remaining tasks are dropped."""
         try:
             self.wait()
         except CheckpointError as error:
@@ -487,4 +495,4 @@ class BackgroundTasks:
 
 
 BACKGROUND_TASKS = register_fork_reset(BackgroundTasks(), BackgroundTasks.__init__)
-"""The work of this process."""
+"""Post-save tasks of this process."""

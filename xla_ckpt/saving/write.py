@@ -1,15 +1,15 @@
-"""Write the payload files of a rank: gather, digest and write segments with a pool of threads.
+"""Write the payload files of a rank: gather, digest and write segments with a thread pool.
 
 Files are split into segments. A worker gathers the regions of a segment into its aligned buffer, digests their blocks,
 and writes the segment; the worker that completes the last segment of a file adds the bytes between the regions and
-makes the file durable. Where files are written in the order of their bytes, a worker writes a whole file. The memory
-is one buffer for each worker, whatever the size of the state.
+makes the file durable. If the storage streams files sequentially, one worker writes a whole file. Memory use is one
+buffer per worker, independent of the size of the state.
 
 If the snapshot is still in the program's memory or on a device, a `Prefetcher` copies the segments ahead of the
 writers into an arena of host memory, in the order in which they are written. The program may write to that memory
 again as soon as it is copied.
 
-All ranks write into one draft directory, which rank 0 creates. A host that does not see it gets an error that says so.
+All ranks write to one draft directory, which rank 0 creates. A host that does not see the directory raises an error.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from xla_ckpt.storage.threads import WORKER_BUFFER_BYTES, Worker, get_worker_cou
 from xla_ckpt.tags.root import Root
 
 WRITER_THREADS = 8
-"""Threads that write, if the machine has the cores."""
+"""Maximum number of writer threads; fewer if the machine has fewer cores."""
 
 MAX_INTERLEAVED_FILES = 64
-"""Files that are written place by place, at most: as many as one process has devices, and few enough to have open."""
+"""Maximum number of files written interleaved: as many as one process has devices, and few enough to keep open."""
 
 
 def write_files(
@@ -65,12 +65,12 @@ def write_files(
 ) -> WriteResult:
     """Write the payload files of a plan.
 
-    Returns when every file is durable; the names in `directory` are not yet (`Directory.sync`). What is `LazyShard` is
-    copied ahead of the writers, into `budget` bytes of host memory at most.
+    Returns when every file is durable; their names in `directory` are not durable until `Directory.sync`. Each
+    `LazyShard` is copied ahead of the writers, into at most `budget` bytes of host memory.
 
     Raises:
         SaveError: A copy from the program's memory failed, or came too late.
-        OSError: The storage refused. Files that were begun are left for the owner of the directory to remove.
+        OSError: The storage failed. Incomplete files are left for the owner of the directory to remove.
     """
     with pause_gc():
         files = [PayloadFile(plan, memory, segment_bytes) for plan in plan.files]
@@ -81,8 +81,8 @@ def write_files(
 
     deferred = [source for source in memory.values() if isinstance(source, LazyShard)]
     if deferred and directory.streaming is None:
-        # The shards of an array lie at about the same places of several files. Where they can only be copied together,
-        # the copy would be needed until the last file is written.
+        # The shards of an array have similar offsets in several files. Without this order, shards that can only be
+        # copied together would stay in memory until the last file is written.
         segments.sort(key=lambda segment: (segment.file // MAX_INTERLEAVED_FILES, segment.start))
     feed = Prefetcher(_plan_copies(files, segments) if deferred else {}, deferred, budget)
 
@@ -91,7 +91,7 @@ def write_files(
 
     @contextlib.contextmanager
     def image(segment: Segment, buffer: memoryview) -> Iterator[tuple[memoryview, SegmentParts]]:
-        """The bytes of a segment but for its glue, and what of the regions they are."""
+        """Yield the bytes of a segment without its framing, and the parts of regions that it contains."""
         file, began = files[segment.file], time.perf_counter()
         if segment not in feed:
             parts = gather(file, segment, buffer)
@@ -107,7 +107,7 @@ def write_files(
             piece.release()
 
     def chunks(task: Sequence[Segment], buffer: memoryview) -> Iterator[memoryview]:
-        """The bytes of a file, segment after segment."""
+        """Yield the bytes of a file, segment by segment."""
         for segment in task:
             file, nbytes = files[segment.file], segment.stop - segment.start
             with image(segment, buffer) as (data, parts):
@@ -148,12 +148,12 @@ def write_files(
 
 
 def check_space(directory: Directory, plan: SavePlan) -> None:
-    """Find out whether the files of a plan have room, before the first byte of them is written.
+    """Check that the files of a plan fit into the free space, before the first byte is written.
 
-    Quotas are not known to it. They are found out when the first file is made, which reserves its blocks.
+    Quotas are not visible here. They are detected when the first file is created, which reserves its blocks.
 
     Raises:
-        StorageError: They have not.
+        StorageError: The free space is not sufficient.
     """
     needed, free = sum(file.layout.size for file in plan.files), directory.get_free_bytes()
     if free is not None and needed > free:
@@ -168,22 +168,22 @@ def check_space(directory: Directory, plan: SavePlan) -> None:
 
 
 def write_objects(directory: Directory, objects: Sequence[bytes], rank: int, world: int) -> list[FileRecord]:
-    """Write a rank's pickled objects, a durable file each; their records, in order.
+    """Write each pickled object of a rank to a durable file, and return the records, in order.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     called = (f"objects/{rank + 1:05d}-of-{world:05d}-{i + 1:05d}.pickle" for i in range(len(objects)))
     return write_records(directory, [*zip(called, objects, strict=True)])
 
 
 def write_records(directory: Directory, files: Sequence[tuple[str, bytes]]) -> list[FileRecord]:
-    """Write small files by path, as `write_record` does; their records, in order.
+    """Write small files by path, as `write_record` does, and return their records, in order.
 
-    Several at a time: each waits for the disk, which makes many files durable in one go.
+    Files are written in parallel: each write waits for the disk, which makes many files durable in one flush.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     records: list[FileRecord | None] = [None] * len(files)
 
@@ -196,10 +196,10 @@ def write_records(directory: Directory, files: Sequence[tuple[str, bytes]]) -> l
 
 
 def write_record(directory: Directory, path: str, data: bytes) -> FileRecord:
-    """Write a small file, durably; the record by which it is verified as a whole.
+    """Write a small file durably, and return a record that verifies it as a whole.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     write_file(directory, path, data)
     return FileRecord(path=path, size=len(data), framing_bytes=len(data), framing_digest=digests.compute_digest(data))
@@ -211,7 +211,7 @@ def _record_copy(phases: PhaseRecorder, file: PayloadFile, began: float, parts: 
 
 
 def _plan_copies(files: Sequence[PayloadFile], segments: Sequence[Segment]) -> dict[Hashable, SegmentCopies]:
-    """What is in the image of each segment that has bytes of deferred shards."""
+    """Return the copies that build the image of each segment with bytes of deferred shards."""
     images: dict[Hashable, SegmentCopies] = {}
     for segment in segments:
         file = files[segment.file]
@@ -233,9 +233,9 @@ def _write_segment(
     parts: SegmentParts,
     phases: PhaseRecorder,
 ) -> int:
-    """Write one segment of a file, which is in `buffer`; returns how many bytes of regions are in it."""
+    """Write one segment of a file from `buffer`, and return the number of region bytes in it."""
     nbytes, path = segment.stop - segment.start, file.plan.path
-    with phases.measure("write", about=path):  # making the file
+    with phases.measure("write", about=path):  # the time to create the file
         sink = file.open_sink(directory)
     complete_segment(file, segment, buffer, parts, phases)
     with phases.measure("write", nbytes, about=path):
@@ -253,14 +253,15 @@ def _write_segment(
 
 
 NUMPY_COPY_MIN_BYTES = 64 * 1024
-"""From this size on a copy goes through numpy, which releases the interpreter lock."""
+"""Minimum number of bytes for copies through numpy, which releases the interpreter lock."""
 
 ShardBytes = Mapping[tuple[str, int], memoryview | LazyShard]
-"""(leaf path, local shard) -> its bytes in C order, unchanging until the save is done; or what they are copied from."""
+"""(leaf path, local shard) -> its bytes in C order, unchanged until the save is done, or the source of a deferred copy.
+"""
 
 
 class PayloadFile:
-    """A payload file on its way to the disk."""
+    """Payload file that is being written."""
 
     def __init__(self, plan: FilePlan, memory: ShardBytes, segment_bytes: int) -> None:
         self.plan = plan
@@ -272,31 +273,31 @@ class PayloadFile:
         self.regions = np.flatnonzero(places[:, 1])
         """Index of each non-empty region."""
         self.starts, self.lengths = places[self.regions].T
-        """File offset of each non-empty region, ascending; and its bytes."""
+        """File offset of each non-empty region, ascending, and its size in bytes."""
         keys = zip(sources.leaf, sources.shard_index.tolist(), sources.nbytes.tolist(), strict=True)
         self.sources = [memory[leaf, shard] for leaf, shard, nbytes in keys if nbytes]
-        """The shard that each non-empty region is a part of."""
+        """Shard that contains each non-empty region."""
         self.offsets: list[int] = sources.offset[self.regions].tolist()
-        """Where each non-empty region begins in its shard."""
+        """Byte offset of each non-empty region in its shard."""
         *self.first_block, blocks = itertools.accumulate(map(digests.count_blocks, self.lengths.tolist()), initial=0)
         """Index of the first digest of each non-empty region."""
         self.digests = [0] * blocks
         self.partial_digests: dict[int, OutOfOrderDigest] = {}
-        """Index of a digest -> what is digested of its block so far, where several segments have a part of it."""
+        """Index of a digest -> partial digest of its block, if several segments contain parts of the block."""
         self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
-        """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
+        """(non-empty region, file offset) -> (CRC-32, number of bytes) of a part, if the file layout needs CRC-32."""
         self.remaining_segments = max(-(-self.size // segment_bytes), 1)
-        """Segments that are still to be written."""
+        """Number of segments that are not written yet."""
         self.glue: Framing | None = get_static_framing(plan.layout)
-        """What stands between the regions, in file order; None until the digests that it is made of are known."""
+        """Bytes between the regions, in file order; None until the digests that they contain are known."""
         self.is_streamable = self.glue is not None or self.remaining_segments == 1
-        """Whether it can be written in the order of its bytes: its glue is known before they are written."""
+        """True if the file can be written sequentially, because its framing is known in advance."""
         self.sink: FileWriter | None = None
         self.record: FileRecord | None = None
         self.lock = threading.Lock()
 
     def open_sink(self, directory: Directory) -> FileWriter:
-        """The file, created when its first segment is written: a layout may have thousands of them."""
+        """Return the open file, created with its first segment, because a layout may have thousands of files."""
         with self.lock:
             if self.sink is None:
                 if self.plan.directory is not None:
@@ -305,7 +306,7 @@ class PayloadFile:
             return self.sink
 
     def add_partial_digest(self, number: int, at: int, nbytes: int, data: memoryview) -> None:
-        """Digest a part of a block of `nbytes` bytes, of which other segments have the rest. It begins at `at`."""
+        """Digest the part at offset `at` of a block of `nbytes` bytes, of which other segments contain the rest."""
         with self.lock:
             joined = self.partial_digests.setdefault(number, OutOfOrderDigest())
             joined.add(at, data)
@@ -313,7 +314,7 @@ class PayloadFile:
                 self.digests[number] = self.partial_digests.pop(number).value
 
     def finish(self) -> Framing:
-        """Make the record, once all regions have been digested; the glue, if it was not known before."""
+        """Create the record when all regions are digested, and return the framing if it was not known before."""
         late: Framing = ()
         if self.glue is None:
             crcs = [0] * len(self.plan.layout.region_ranges)
@@ -327,7 +328,7 @@ class PayloadFile:
         return late
 
     def put_glue(self, segment: Segment, buffer: memoryview) -> None:
-        """Put what a segment has of the glue into its buffer, if the glue is known: it needs no write of its own."""
+        """Copy the framing bytes of a segment into its buffer, if they are known, which saves a separate write."""
         glue = self.glue or ()
         for i in range(max(bisect_right(glue, segment.start, key=itemgetter(0)) - 1, 0), len(glue)):
             at, text = glue[i]
@@ -340,44 +341,44 @@ class PayloadFile:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a writer has in its buffer at a time."""
+    """Segment of a file: the range of bytes that a writer buffers at a time."""
 
     file: int
-    """Index of its file."""
+    """Index of the file."""
 
     start: int
-    """File offset of its first byte."""
+    """File offset of the first byte."""
 
     stop: int
-    """File offset of one past the last."""
+    """File offset of the end, exclusive."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentParts:
-    """What a segment has of the regions of its file: a row for each."""
+    """Parts of regions that a segment contains: one row per region."""
 
     first: int
-    """Index of the first of these non-empty regions. The others are those behind it."""
+    """Index of the first of these non-empty regions, which are consecutive."""
 
     at: IntArray
-    """Offset in the segment."""
+    """Byte offset in the segment."""
 
     low: IntArray
     high: IntArray
-    """First byte of the region in the segment, and the one behind the last."""
+    """Byte range of the part in its region, end exclusive."""
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        """(index of the non-empty region, offset in the segment, first byte, one behind the last) of each."""
+        """Iterate over (index of the non-empty region, offset in the segment, first byte, end exclusive)."""
         return zip(itertools.count(self.first), self.at.tolist(), self.low.tolist(), self.high.tolist(), strict=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total number of bytes."""
         return int((self.high - self.low).sum())
 
 
 def split_into_segments(files: Sequence[PayloadFile], segment_bytes: int) -> Iterator[Segment]:
-    """The segments of all files. A file without a byte has one, too: somebody has to make it."""
+    """Yield the segments of all files. An empty file has one segment, too, because it must be created."""
     for number, file in enumerate(files):
         for start in range(0, max(file.size, 1), segment_bytes):
             yield Segment(number, start, min(start + segment_bytes, file.size))
@@ -386,7 +387,7 @@ def split_into_segments(files: Sequence[PayloadFile], segment_bytes: int) -> Ite
 def group_into_tasks(
     files: Sequence[PayloadFile], segments: Sequence[Segment], *, streamed: bool
 ) -> list[Sequence[Segment]]:
-    """What one worker does at a time: a segment; where files are streamed, all segments of one."""
+    """Group segments into worker tasks: one segment each, or all segments of a file if it is streamed."""
     if not streamed:
         return [[segment] for segment in segments]
     tasks: list[Sequence[Segment]] = []
@@ -399,23 +400,23 @@ def group_into_tasks(
 def complete_segment(
     file: PayloadFile, segment: Segment, data: memoryview, parts: SegmentParts, phases: PhaseRecorder
 ) -> None:
-    """Digest what a segment has of the regions, and put what it has of the glue into it."""
+    """Digest the region parts of a segment, and copy its framing bytes into it."""
     began = time.perf_counter()
     for region, at, low, high in parts:
-        # Of what is written, not of where it came from: a program may write to its memory meanwhile.
+        # Digest the written copy, not its source, because the program may modify its memory in the meantime.
         _digest(file, region, low, high, data[at : at + high - low])
     if segment.stop - segment.start == file.size:
-        file.finish()  # all digests are known already: the glue of a small file goes out with the same write
+        file.finish()  # all digests are known: the framing of a small file is part of the same write
     file.put_glue(segment, data)
     ended = time.perf_counter()
     phases.add("digest", ended - began, parts.nbytes, ended=ended, about=file.plan.path)
 
 
 def find_segment_parts(file: PayloadFile, segment: Segment) -> SegmentParts:
-    """What a segment has of the regions of its file."""
+    """Return the parts of regions that a segment contains."""
     first, last = np.searchsorted(file.starts, (segment.start, segment.stop)).tolist()
     if first and file.starts[first - 1] + file.lengths[first - 1] > segment.start:
-        first -= 1  # the region that the segment begins in
+        first -= 1  # the region in which the segment begins
     starts = file.starts[first:last]
     low = np.maximum(segment.start - starts, 0)
     high = np.minimum(segment.stop - starts, file.lengths[first:last])
@@ -423,7 +424,7 @@ def find_segment_parts(file: PayloadFile, segment: Segment) -> SegmentParts:
 
 
 def gather(file: PayloadFile, segment: Segment, buffer: memoryview) -> SegmentParts:
-    """Copy what lies in a segment into the buffer; the parts of it."""
+    """Copy the region parts of a segment into the buffer, and return them."""
     parts = find_segment_parts(file, segment)
     for region, at, low, high in parts:
         source, begin = file.sources[region], file.offsets[region]
@@ -437,10 +438,10 @@ def gather(file: PayloadFile, segment: Segment, buffer: memoryview) -> SegmentPa
 
 
 def _digest(file: PayloadFile, region: int, low: int, high: int, data: memoryview) -> None:
-    """Digest what a part has of the blocks of its region."""
+    """Digest a part of a region, block by block."""
     first, length = file.first_block[region], int(file.lengths[region])
     if low == 0 and high == length <= digests.MIN_BLOCK and not file.plan.layout.needs_crc32:
-        file.digests[first] = digests.compute_digest(data)  # one block, as of many small arrays
+        file.digests[first] = digests.compute_digest(data)  # one block, as for many small arrays
         return
     if file.plan.layout.needs_crc32:
         file.crcs[region, int(file.starts[region]) + low] = compute_crc32(data), high - low
@@ -456,35 +457,35 @@ def _digest(file: PayloadFile, region: int, low: int, high: int, data: memoryvie
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """Bytes of a region, and where they stand in the image of a segment."""
+    """Range of bytes to copy from a region into the image of a segment."""
 
     image_offset: int
-    """Offset in the image."""
+    """Byte offset in the image."""
 
     source: memoryview | LazyShard
     source_offset: int
-    """Of the first byte in `source`."""
+    """Byte offset of the range in `source`."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopies:
-    """What makes the image of a segment."""
+    """Copies that build the image of a segment."""
 
     nbytes: int
-    """Bytes of the segment."""
+    """Size of the segment in bytes."""
 
     ranges: Sequence[CopyRange]
 
 
 class Prefetcher:
-    """Images of segments, made in the background. A context: nothing is copied any more when it is left.
+    """Background copies of segments ahead of the writers. A context manager: copying stops when it exits.
 
     Args:
-        wanted: What is in each segment, in the order in which they are asked for.
-        deferred: All shards that are still in the program's memory. Those that no segment has are let go of at once.
-        budget: Bytes of host memory at most.
+        copies: Copies for each segment, in the order in which the segments are fetched.
+        deferred: All shards that are still in the program's memory. Those that no segment needs are released at once.
+        budget: Maximum number of bytes of host memory.
     """
 
     def __init__(self, copies: Mapping[Hashable, SegmentCopies], deferred: Iterable[LazyShard], budget: int) -> None:
@@ -499,11 +500,12 @@ class Prefetcher:
         self._images: dict[Hashable, ArenaBlock] = {}
         self._error: BaseException | None = None
         self._runs_ahead = any(source.is_mutable or source.engine is not HOST_COPY_ENGINE for source in self._pending)
-        """Whether somebody gains by copies that are made ahead of the writers: the program, or a device."""
+        """True if copying ahead of the writers helps: the program is to write to a source, or a device is copied from.
+        """
         self._worker = Worker("xla_ckpt-feed", daemon=True)
         self._has_thread = False
-        """Not so before it is entered, and where nobody gains by it or none is to be had: then whoever asks for a
-        segment copies it."""
+        """False if not started, if prefetching would not help, or if no thread is available; the writer then copies the
+        segment itself."""
 
     def __contains__(self, segment: Hashable) -> bool:
         return segment in self._copies
@@ -523,10 +525,10 @@ class Prefetcher:
         self._arena.close()
 
     def fetch(self, segment: Hashable, buffer: memoryview) -> ArenaBlock:
-        """The image of a segment, to be given back. Waits until it is there, or makes it in `buffer`.
+        """Return the image of a segment, prefetched or copied into `buffer`; the caller releases it.
 
         Raises:
-            CheckpointError: The bytes could not be copied, or were written to before.
+            CheckpointError: The bytes could not be copied, or were modified before.
         """
         if not self._has_thread:
             memory = np.frombuffer(buffer, np.uint8)
@@ -538,20 +540,20 @@ class Prefetcher:
         raise self._error or SaveError("the thread that copies to host memory has ended")
 
     def _wait_for_copies(self) -> None:
-        """Wait for all copies: the arena's memory must not be lent to others while one into it is on its way."""
+        """Wait for all copies, because the arena's memory must not be reused while a copy into it is in flight."""
         for link in {source.engine for source in self._pending}:
             link.record_event()()
 
     def _copy_segments(self) -> None:
-        """Copy one segment after the other. While one is on its way, the one before it is handed out."""
+        """Copy one segment after the other. While one copy is in flight, the previous one is published."""
         under_way: Callable[[], None] | None = None
         for segment, wanted in self._copies.items():
             room = self._arena.allocate(wanted.nbytes, wait=False)
             if room is None and under_way is not None:
-                under_way()  # the writers can give memory back only after they have had it
+                under_way()  # the writers can release memory only after they have received it
                 under_way = None
             room = room or self._arena.allocate(wanted.nbytes, wait=True)
-            if room is None:  # left before all was written: the save has failed
+            if room is None:  # stopped before everything was written: the save has failed
                 return
             begun = partial(self._publish_image, segment, room, self._begin_copies(wanted.ranges, room.memory))
             if under_way is not None:
@@ -561,18 +563,18 @@ class Prefetcher:
             under_way()
 
     def _record_error(self, error: BaseException) -> None:
-        """Have the writers raise an error, where they wait for an image."""
+        """Store an error, which is raised in writers that wait for an image."""
         self._error = self._error or error
         self._worker.notify()
 
     def _publish_image(self, segment: Hashable, image: ArenaBlock, complete: Callable[[], None]) -> None:
-        """Let the writers have an image, when its copies are complete."""
+        """Publish an image to the writers when its copies are complete."""
         complete()
         self._images[segment] = image
         self._worker.notify()
 
     def _begin_copies(self, ranges: Sequence[CopyRange], memory: ByteArray) -> Callable[[], None]:
-        """Begin the copies of one segment; how to wait for them, and settle what is complete."""
+        """Begin the copies of one segment, and return a function that waits for them and finishes completed shards."""
         moved: list[LazyShard] = []
         for extract in ranges:
             target = memory[extract.image_offset : extract.image_offset + extract.nbytes]
@@ -600,23 +602,27 @@ class Prefetcher:
 
 
 def _release_nothing() -> None:
-    """A writer's own buffer: nothing is to be given back."""
+    """Do nothing, because a writer's own buffer needs no release."""
 
 
 def _select_copy_engine(sources: Iterable[LazyShard]) -> CopyEngine:
-    """What the arena's memory is for: a device's copies run in the background only into memory of its own making."""
+    """Return the engine that allocates the arena: a device copies asynchronously only into memory that it allocated."""
     return next((source.engine for source in sources if source.engine is not HOST_COPY_ENGINE), HOST_COPY_ENGINE)
 
 
 @contextlib.contextmanager
 def _wrap_copy_errors(source: LazyShard) -> Iterator[None]:
-    """Say which leaf it was whose copy failed."""
+    """Raise other errors of a copy as a `SaveError` with the leaf.
+
+    Raises:
+        SaveError: The copy failed.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except BaseException as error:
-        # A driver raises what it likes.
+        # A driver may raise any type of exception.
         raise SaveError(
             f"a copy to host memory failed: {type(error).__name__}: {error}",
             leaf=source.leaf,
@@ -625,14 +631,14 @@ def _wrap_copy_errors(source: LazyShard) -> Iterator[None]:
 
 
 SHARED_DIRECTORY_HINT = "All hosts must see the same directory under the checkpoint path, such as a shared file system."
-"""What to do about hosts that do not."""
+"""Hint for hosts that do not see the same directory."""
 
 
 def open_shared_draft(root: Root, draft: str) -> Directory:
-    """The directory that rank 0 made, which holds the lock on it.
+    """Open the draft directory that rank 0 created, and on which rank 0 holds the lock.
 
     Raises:
-        StorageError: This process does not see it.
+        StorageError: This process does not see the directory.
     """
     try:
         return root.open_draft(draft)
@@ -643,7 +649,7 @@ def open_shared_draft(root: Root, draft: str) -> Directory:
 
 
 def check_written_files(directory: Directory, rank: int, files: Iterable[FileRecord]) -> None:
-    """Check that what a rank has written is there.
+    """Check that the files that a rank has written exist.
 
     Raises:
         StorageError: A file is missing, or has another size.
