@@ -1,4 +1,4 @@
-"""Optional packages: whether they are installed, and the error that names the extra to install."""
+"""Optional packages: check if they are installed, and raise an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PACKAGE_EXTRAS = {
     "tensorstore": "orbax",
     "obstore": "objects",
 }
-"""Package -> the extra that installs it."""
+"""Package -> extra that installs it."""
 
 MIN_VERSIONS = {"orbax": ("orbax-checkpoint", "0.12.5")}
-"""Package -> the name under which it is installed, and the oldest version that works.
+"""Package -> its distribution and the oldest version that works.
 
-pip sees to that, but a machine's image may have an older one, and the library be a clone beside it.
+pip enforces this, but an image may contain an older version and a clone of this library.
 """
 
 _INSTALLED: set[str] = set()
-"""Packages that can be imported. To look for one takes 0.1 ms, and each save asks while its caller waits."""
+"""Packages that can be imported. Looking up a package takes 0.1 ms, and each save does so while its caller waits."""
 
 
 def get_install_hint(package: str) -> str:
-    """What to do where a package is needed, and is not there.
+    """Return the hint for a package that is not installed.
 
     >>> get_install_hint("obstore")
     "Install it: pip install 'xla-ckpt[objects]'."
@@ -42,7 +42,7 @@ def get_install_hint(package: str) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; it is not imported to find that out."""
+    """Return True if a package can be imported, without importing it."""
     if package in sys.modules:
         return sys.modules[package] is not None
     if package not in _INSTALLED and importlib.util.find_spec(package) is not None:
@@ -51,10 +51,10 @@ def is_installed(package: str) -> bool:
 
 
 def check_installed(package: str, feature: str) -> None:
-    """Refuse what cannot be done without a package.
+    """Raise an error if a package that a feature needs is not installed.
 
     Raises:
-        MissingPackageError: It is not installed, or is too old.
+        MissingPackageError: The package is not installed, or is too old.
     """
     if not is_installed(package):
         raise _make_missing_error(package, feature)
@@ -66,19 +66,19 @@ def check_installed(package: str, feature: str) -> None:
 
 @functools.cache
 def _find_outdated_version(package: str) -> str | None:
-    """The version of an installed package, if it is older than those that work."""
+    """Return the version of an installed package if it is too old; otherwise None."""
     if package not in MIN_VERSIONS:
         return None
     distribution, oldest = MIN_VERSIONS[package]
     try:
         version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # a copy that nobody has installed
+    except importlib.metadata.PackageNotFoundError:  # a copy that was not installed as a distribution
         return None
     return version if _parse_version(version) < _parse_version(oldest) else None
 
 
 def _parse_version(version: str) -> list[int]:
-    """The numbers of a version, which are in the order of versions.
+    """Return the numbers of a version, which compare in version order.
 
     >>> _parse_version("0.12.5rc1") < _parse_version("0.13")
     True
@@ -88,10 +88,10 @@ def _parse_version(version: str) -> list[int]:
 
 @contextlib.contextmanager
 def wrap_missing_packages(feature: str) -> Iterator[None]:
-    """Around what imports packages of extras.
+    """Raise a failed import of an optional package as an error that names the extra to install.
 
     Raises:
-        MissingPackageError: One of them is not installed.
+        MissingPackageError: A package that the block imports is not installed.
     """
     try:
         yield
@@ -99,7 +99,7 @@ def wrap_missing_packages(feature: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in PACKAGE_EXTRAS or is_installed(
             package
-        ):  # a module of its own that it lacks is another problem
+        ):  # a missing module of an installed package is another problem
             raise
         raise _make_missing_error(package, feature) from error
 

@@ -1,14 +1,14 @@
-"""The interface that the compatibility packages (facades) use, in addition to the names of `xla_ckpt`.
+"""The interface for the compatibility packages (facades), in addition to the names of `xla_ckpt`.
 
-- Placement of arrays over ranks: `Sharding`, `Section`, `LocalArray`, rules, the sharding that a parameter declares,
-  the current mesh, and views of a model in a save.
-- The values in nested containers.
-- Files of torch.save, parts of SMP file sets, and ZeRO-1 files.
-- File names and entries of SMP: the names in capital letters.
-- The writers of the checkpoints at a path, and the path that was probably meant.
+- Placement of arrays on ranks: `Sharding`, `Section`, `LocalArray`, rules, the sharding that a parameter declares, the
+  current mesh, and views of a model in a save.
+- Leaves of nested containers.
+- torch.save files, parts of SMP file sets, and ZeRO-1 files.
+- File names and entries of SMP: the constants in capital letters.
+- Detection of the library that wrote the checkpoints at a path, and suggestions for a wrong path.
 - Exchanges between ranks without a collective.
 
-It is public, and changes as `xla_ckpt` does: a release note says so.
+The interface is public, and changes together with `xla_ckpt`; release notes list changes.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ __all__ = [
 
 
 def move_to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values on the CPU. Those of XLA are computed in one graph, and brought there in one batch."""
+    """Return the values on the CPU. XLA tensors are computed in one graph, and transferred in one batch."""
     of_xla = [v for v in values if v.device.type == "xla"]
     if of_xla:
         from xla_ckpt.arrays.xla_tensor import to_host
@@ -146,7 +146,7 @@ def move_to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def compute(values: Sequence[torch.Tensor]) -> None:
-    """Have XLA tensors computed. All ranks make the same call, because what is pending may hold collectives."""
+    """Compute XLA tensors. All ranks must make the same call, because pending graphs may contain collectives."""
     if values:
         from xla_ckpt.arrays.xla_tensor import materialize
 
@@ -154,11 +154,12 @@ def compute(values: Sequence[torch.Tensor]) -> None:
 
 
 def remove_directories(root: str, names: Sequence[str]) -> None:
-    """Have directories of a root disappear, each in one step, durably; their files are deleted then, unless somebody
-    reads them. One that cannot be moved is told of once, and stays.
+    """Remove directories of a root, each atomically and durably; files that are not in use are deleted afterwards.
+
+    A warning is logged once for each directory that cannot be moved, and the directory is left in place.
 
     Raises:
-        OSError: The storage refused to clean up.
+        OSError: The storage failed to clean up.
     """
     tags = open_root(open_store(root))
     retire_each(tags.store, names, tags.retire)
@@ -166,7 +167,7 @@ def remove_directories(root: str, names: Sequence[str]) -> None:
 
 
 def assemble_array(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
-    """A global array of the parts of all ranks that it is split over, on the CPU. Padding is left out."""
+    """Assemble a global array on the CPU from the parts of all ranks over which it is sharded, without padding."""
     first, place = parts[0]
     if len(parts) == 1 and place.shape == tuple(first.shape) and len(place.pieces) == 1:
         return first
@@ -178,7 +179,7 @@ def assemble_array(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Te
 
 
 def slice_rank_part(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) -> torch.Tensor:
-    """A rank's part, of this local shape, of a global array; its padding is zero."""
+    """Return a rank's part of a global array, with the given local shape; padding is zero."""
     if place.shape == tuple(shape) and len(place.pieces) == 1:
         return whole
     part = whole.new_zeros(tuple(shape))

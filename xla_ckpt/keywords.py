@@ -1,4 +1,4 @@
-"""Check the arguments of public functions, and suggest the keyword, choice or leaf that was probably meant."""
+"""Check the arguments of public functions, and suggest the closest keyword, choice or leaf for a misspelt one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 MIN_SIMILARITY = 0.7
-"""How much of two words is equal if one may be meant by the other (1: all). Below, ``step`` would be like ``stale``."""
+"""Minimum similarity of a suggestion (1: identical). With less, ``step`` would be suggested for ``stale``."""
 
 MIN_WORD_LENGTH = 3
-"""Letters of the shortest word that may be meant by one with another letter, or with its letters in another order: of
-two, too many words are like it."""
+"""Minimum length of a word for suggestions with one other letter or a transposition: shorter words are similar to too
+many others."""
 
 
 def check_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The same function, which says of an unknown keyword which one was probably meant, and refuses ``strict="no"``.
+    """Wrap a function to suggest the closest keyword for an unknown one, and to reject arguments of a wrong type.
 
-    It refuses what is no number in the place of one, too.
+    For example, ``strict="no"`` is rejected, because any string is true in Python.
 
     >>> check_arguments(check_choice)(nam="a")
     Traceback (most recent call last):
@@ -43,12 +43,12 @@ def check_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, 
 def check_arguments_and_fields(
     **values: type[Any],
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """`check_arguments` for a function with arguments that are values of several fields.
+    """Wrap a function as `check_arguments` does, if some of its arguments are dataclasses.
 
-    A keyword that is such a field is answered with the value that it belongs into.
+    For a keyword that is a field of such a dataclass, the error names the argument that accepts it.
 
     Args:
-        values: Dataclasses, by the names of the arguments that take them.
+        values: Dataclasses, by the names of the arguments that accept them.
     """
     return lambda call: _wrap_call(call, _map_fields(values))
 
@@ -56,13 +56,14 @@ def check_arguments_and_fields(
 def check_deferred_arguments(
     *later: Callable[..., Any], without: Collection[str] = (), **values: type[Any]
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Check a function that keeps its ``**more`` for calls of `later`, hours of training away, as
-    `check_arguments_and_fields` does.
+    """Wrap a function that keeps its keyword arguments for later calls, so that they are checked immediately.
+
+    The later calls may happen hours into training. The checks are the same as in `check_arguments_and_fields`.
 
     Args:
-        later: The functions that will be called with the keywords.
-        without: Names of their arguments that the function does not take: it passes these itself.
-        values: Dataclasses, by the names of the arguments that take them.
+        later: Functions that will be called with the keywords.
+        without: Names of their arguments that the wrapped function does not accept, because it passes them itself.
+        values: Dataclasses, by the names of the arguments that accept them.
 
     >>> check_deferred_arguments(check_choice)(suggest_leaf)(laef="a")
     Traceback (most recent call last):
@@ -78,18 +79,18 @@ def check_deferred_arguments(
 
 
 def _map_fields(values: Mapping[str, type[Any]]) -> dict[str, tuple[str, type[Any]]]:
-    """Name of each field -> the argument whose value has it, and that one's class."""
+    """Return field name -> (argument name, dataclass of the argument)."""
     return {field.name: (name, kind) for name, kind in values.items() for field in dataclasses.fields(kind)}
 
 
 def check_argument_names(
     *forwarded_to: Callable[..., Any],
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """`check_arguments` for a function of another library's, which refuses a value of another kind itself.
+    """Wrap a function of another library's interface, which checks the types of its arguments itself.
 
     Args:
-        behind: The functions that get, as ``**more``, the keywords that it does not have. What is like no argument of
-            its own goes on to them, who know their own.
+        forwarded_to: Functions that receive, as ``**more``, the keywords that the function does not have. A keyword
+            that is not similar to one of its own arguments is forwarded unchecked.
 
     >>> check_argument_names()(check_choice)(nam="a")
     Traceback (most recent call last):
@@ -100,9 +101,9 @@ def check_argument_names(
 
 
 def check_fields(kind: type[Value], more: str = "") -> type[Value]:
-    """The same dataclass, whose constructor says of an unknown keyword which field was probably meant.
+    """Return the dataclass with a constructor that suggests the closest field for an unknown keyword.
 
-    `more` is said behind the names of all fields, where none is like it.
+    If no field is similar, the error lists the names of all fields, followed by `more`.
     """
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in names:
@@ -114,15 +115,15 @@ def check_fields(kind: type[Value], more: str = "") -> type[Value]:
 
 
 def check_option_fields(kind: type[Value]) -> type[Value]:
-    """`check_fields` for what is passed to calls that have further arguments of their own."""
+    """Apply `check_fields` to a dataclass of options for calls that have further arguments."""
     return check_fields(kind, "; others are arguments of the call itself")
 
 
 _FIELD_OWNERS: dict[str, str] = {}
-"""Name of a field -> the class that has it: a keyword of another call's options is told where it belongs."""
+"""Field name -> name of its dataclass, for errors about a keyword that belongs to the options of another call."""
 
 _FLAG_CHOICES: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | None": (None, True, False)}
-"""Annotation of an argument that is no more than yes or no -> its choices. Any text counts as true in Python."""
+"""Annotation of a boolean argument -> its choices. Any string is true in Python."""
 
 
 _KIND_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -139,19 +140,20 @@ _KIND_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "Callable": (callable, "a function"),
     "Reshard": (callable, "a function of (states, rank, world)"),
 }
-"""Annotation of an argument, without what is in brackets -> whether a value is of that kind, and what is expected.
+"""Annotation of an argument, without its type parameters -> (check of the type, description of the expected type).
 
-Without this check a value of another kind fails from deep inside, with an error of Python's that names no argument."""
+Without this check a value of another type fails deep inside, with a Python error that names no argument.
+"""
 
 
 def parse_texts(name: str, value: Any, expected: str) -> tuple[str, ...]:
-    """The texts that an argument gives: one, or a list of several.
+    """Return the strings of an argument that accepts one string or a list of strings.
 
     >>> parse_texts("layout", "native", "a layout"), parse_texts("layout", ["xser", "native"], "layouts")
     (('native',), ('xser', 'native'))
 
     Raises:
-        UsageError: There are none, or something else.
+        UsageError: The value is empty or of another type.
     """
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
     if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -160,11 +162,15 @@ def parse_texts(name: str, value: Any, expected: str) -> tuple[str, ...]:
 
 
 _SELF_CHECKED = {"tag", "tag_a", "tag_b", "as_tag", "num_kept_ckpts"}
-"""Arguments whose functions refuse a value of another kind with an error of their own."""
+"""Arguments whose functions check the type with an error of their own."""
 
 
 def _check_kind(name: str, value: Any, annotation: str) -> None:
-    """Refuse a value that is not of the kind that an argument takes."""
+    """Raise an error if a value is not of the type that an argument accepts.
+
+    Raises:
+        UsageError: The value is of another type.
+    """
     kind = annotation.removesuffix(" | None")
     check, expected = _KIND_CHECKS.get(kind.partition("[")[0], (None, ""))
     if check is None or name in _SELF_CHECKED or (value is None and kind != annotation):
@@ -184,7 +190,7 @@ def _wrap_call(
     call: Callable[Parameters, Result],
     fields: dict[str, tuple[str, type[Any]]],
     *,
-    kinds: bool = True,  # a dataclass knows more of its fields than their kinds, and checks them itself
+    kinds: bool = True,  # False for dataclasses, which check the types of their fields themselves
     otherwise: str = "",
     further: Sequence[str] = (),
     kept: Mapping[str, inspect.Parameter] = MappingProxyType({}),
@@ -229,9 +235,9 @@ def _wrap_call(
 
 
 def _disable_tracing(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The same function, which torch.compile runs as it is where a compiled function calls it.
+    """Exclude a function from torch.compile if a compiled function calls it.
 
-    Dynamo would trace all that it calls. It is loaded wherever a function is compiled.
+    Dynamo, which would trace all code that it calls, is loaded whenever a function is compiled.
     """
     disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
     return call if disable is None else cast("Callable[Parameters, Result]", disable(call))
@@ -240,7 +246,8 @@ def _disable_tracing(call: Callable[Parameters, Result]) -> Callable[Parameters,
 def suggest(word: Any, known: Sequence[Any]) -> str:
     """Return the end of a sentence that names the known word closest to `word`, or an empty string.
 
-    The string is also empty if `word` itself is known: then the caller refuses it for another reason than its spelling.
+    The string is also empty if `word` itself is known, because the caller then rejects it for a reason other than its
+    spelling.
 
     >>> suggest("async_safe", ["async_save", "mesh"]), suggest("x", ["mesh"]), suggest("mesh", ["mesh"])
     (": did you mean 'async_save'?", '', '')
@@ -250,8 +257,10 @@ def suggest(word: Any, known: Sequence[Any]) -> str:
 
 
 def find_closest(word: str, known: Sequence[str]) -> str:
-    """The known word that is most like this one, or the only one of the same letters but for one, in whatever order, or
-    of three of which one is another, or the only one that has more behind an underscore; nothing if there is none.
+    """Return the closest known word, or an empty string if there is none.
+
+    A word is close by similarity, or if it is the only one with the given word before an underscore, or the only one
+    with a single typo or transposed letters.
 
     >>> find_closest("runz", ["notes", "runs"]), find_closest("x", ["runs"])
     ('runs', '')
@@ -268,7 +277,7 @@ def find_closest(word: str, known: Sequence[str]) -> str:
         return longer[0]
     if len(word) < MIN_WORD_LENGTH:
         return ""
-    # Of longer words with one other letter more than `MIN_SIMILARITY` is equal.
+    # Longer words with one different letter have more than `MIN_SIMILARITY`.
     nearly = [
         k
         for k in known
@@ -279,22 +288,21 @@ def find_closest(word: str, known: Sequence[str]) -> str:
 
 
 def _has_one_substitution(word: str, other: str) -> bool:
-    """Whether one of two words of a length has another letter in one place alone."""
+    """Return True if two words of the same length differ in exactly one letter."""
     return sum(a != b for a, b in zip(word, other, strict=True)) == 1
 
 
 def _count_different_letters(word: str, other: str) -> int:
-    """How many letters one of two words has and the other one has not."""
+    """Return the number of letters that only one of two words contains."""
     a, b = Counter(word), Counter(other)
     return ((a - b) + (b - a)).total()
 
 
 def suggest_leaf(leaf: str, leaves: Sequence[str]) -> str:
-    """The end of a sentence, as `suggest` says it, of a leaf path that is none: a leaf, or a part that leaves lie
-    below.
+    """Return the end of a sentence, as `suggest` does, for an unknown leaf path: a leaf, or a prefix of leaves.
 
-    Where none is like it, one is named that ends like it, after a slash or a dot. A pattern is answered with one that
-    fits leaves, or not at all: a part that is like it in letters would have all the rest, too.
+    If none is similar, a path with a similar end, after a slash or a dot, is suggested. For a glob pattern, only a
+    pattern that matches leaves is suggested, because a similar prefix would match other leaves, too.
 
     >>> suggest_leaf("modle", ["model/a/w", "step"]), suggest_leaf("model/a/v", ["model/a/w"])
     (": did you mean 'model'?", ": did you mean 'model/a/w'?")
@@ -310,10 +318,10 @@ def suggest_leaf(leaf: str, leaves: Sequence[str]) -> str:
         fitting = (f"{top}/{leaf}" for top in tops if fnmatch.filter(leaves, f"{top}/{leaf}"))
         return next((f": did you mean {pattern!r}?" for pattern in fitting), "")
     if any(path == leaf or path.startswith((f"{leaf}/", f"{leaf}.")) for path in leaves):
-        return ""  # the path is known, and refused for another reason
+        return ""  # the path is known, and rejected for another reason
     longest = 2 * len(
         leaf
-    )  # less than `MIN_SIMILARITY` of a longer word is equal; all parts of a long path take its square
+    )  # a longer word has less than `MIN_SIMILARITY`; checking all parts of a long path is quadratic
     parts = {path[:end] for path in leaves for end, letter in enumerate(path[: longest + 1]) if letter == "/"}
     if whole := suggest(leaf, [*leaves, *sorted(parts)]):
         return whole
@@ -333,10 +341,10 @@ def suggest_leaf(leaf: str, leaves: Sequence[str]) -> str:
 
 
 def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = "") -> None:
-    """Refuse a value that is none of the choices of an option. `besides` says what else it may be.
+    """Raise an error if a value is not one of the choices of an option. `besides` names further accepted values.
 
     Raises:
-        UsageError: It is none.
+        UsageError: The value is not one of the choices.
     """
     if choice not in choices:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Loggers that escape characters which control a terminal."""
+"""Loggers that escape characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from xla_ckpt.display import PrintableLines, make_lines_printable, make_printabl
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module. What its records name, such as leaf paths, tags and files, is escaped."""
+    """Return the logger of a module. Names in its records, such as leaf paths, tags and files, are escaped."""
     logger = logging.getLogger(name)
-    logger.addFilter(_escape)  # the same one a second time is ignored
+    logger.addFilter(_escape)  # adding the same filter again has no effect
     return logger
 
 

@@ -1,6 +1,6 @@
 """Options of saves, loads and conversions: one dataclass for each, validated on construction.
 
-A new option takes a field of one of these classes, its use, and its documentation.
+A new option needs a field in one of these classes, the code that uses it, and documentation.
 """
 
 from __future__ import annotations
@@ -24,69 +24,69 @@ from xla_ckpt.tags.entry import check_tag
 from xla_ckpt.tags.retention import Retention, check_policy
 
 DEFAULT_MAX_MEMORY = 1 << 30
-"""Bytes of array data in memory at a time while tags are converted or compared, by default."""
+"""Default maximum number of bytes of array data in memory while tags are converted or compared."""
 
 OnError = Literal["raise", "warn"] | Callable[[CheckpointError], object]
-"""What happens to the error of a save that failed: it is raised, or logged, or handed to a function of the program."""
+"""Handling of the error of a failed save: raise it, log it, or pass it to a callback of the program."""
 
 Stale = Literal["warn", "raise", "ignore"]
-"""What a save does that has the model of the save before it, although training went on."""
+"""Action of a save whose model is unchanged since the previous save, although training continued."""
 
 ReplicaRead = Literal["each", "share"]
-"""Whether each rank reads all that it needs, or ranks that need the same bytes read a part each."""
+"""Read mode: each rank reads everything it needs, or ranks that need the same bytes each read a part of them."""
 
 
 @check_option_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How a save goes about its work, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
+    """Settings of a save, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
 
     Args:
-        replicas: ``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error.
-            ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
-            and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
-            array that nobody declared as such look like drifted replicas, and all but the first would be lost.
-        on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
-            that can wait for its next save; or a function, which is called with the error, on a thread of this
-            library. With the last two nothing is raised but by ``handle.result()``, and
-            ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
-            `InvalidTagError`) are raised in any case. All ranks say the same.
-        stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
-            state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a `SaveError`;
-            nothing is committed) or ``"ignore"``.
-        share: Whether a tag shares files with the one before it (docs/sharing.md): a file of that tag of which all
-            bytes are still the same appears in the new one, too, and is not written again. True compares with the
-            newest tag, and a name with that tag of the same root directory. Only the native layout does it. Each tag
-            stays whole by itself: what is shared is there as long as one of the tags is.
-        parity: What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files,
-            or ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more
-            for ``"block"``, and twice more for ``"file"``, which takes as much room as the largest file.
-        snapshot: How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"``
-            copies it to host memory before the call returns; ``"device"`` clones what is on an accelerator there, and
-            transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
-            background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
-        snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
+        replicas: ``"equal"``: replicas on several ranks are compared, by samples, and a difference is an error.
+            ``"first"``, for a job whose replicas have diverged: the first replica of each array is stored completely by
+            its rank. Differences are logged, and recorded in the tag. With ``"first"``, parts of an array whose
+            sharding is not declared look like diverged replicas, and all but the first would be lost.
+        on_error: Handling of a failed save: ``"raise"``; ``"warn"``, which logs a warning, for runs that can wait for
+            the next save; or a callback, which is called with the error on a thread of this library. With the last two,
+            only ``handle.result()`` raises the error, and ``handle.error`` contains it. Errors of the program
+            (`UsageError`, `UnsupportedStateError`, `InvalidTagError`) are always raised. Must be the same on all ranks.
+        stale: Action if all arrays of the model have the same bytes as in the newest tag, although other state, or the
+            number in the tag's name, shows that training continued: ``"warn"``, ``"raise"`` (a `SaveError`; nothing is
+            committed) or ``"ignore"``.
+        share: Share unchanged files with an earlier tag (docs/sharing.md): a file of that tag whose bytes are all
+            unchanged becomes part of the new tag, too, and is not written again. True compares with the newest tag, and
+            a name with that tag of the same root directory. Only the native layout supports this. Each tag remains
+            complete: a shared file exists as long as one of its tags does.
+        parity: Damage that the tag can be repaired from (docs/repair.md): ``"block"``, one damaged block of 1 MiB in
+            each of its files, or ``"file"``, which also covers the loss of one file. `repair` restores the bytes. The
+            files are read once more for ``"block"``, and twice more for ``"file"``, which needs as much space as the
+            largest file.
+        snapshot: Handling of memory that the program modifies during an asynchronous save (docs/snapshots.md):
+            ``"host"`` copies it to host memory before the call returns; ``"device"`` clones arrays on the accelerator,
+            and transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
+            background, and makes the next optimizer step wait for the copy. Arrays of XLA and jax are never copied.
+        snapshot_budget: Maximum host memory for background copies, in bytes; the state may be larger.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
-        trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there or ends with
-            ``/``, in which each rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in
-            the environment, if it does (docs/reports.md).
-        timeout: Seconds that a rank which is done waits for the others before all that are left give up.
-        retention: Which tags are kept after the commit, in place of ``num_kept_ckpts`` (docs/retention.md):
+        trace: Path of a trace of the save for Perfetto: a file, or a directory that exists or ends with ``/``, in which
+            each rank writes its own file. By default the directory in the environment variable ``XLA_CKPT_TRACE``, if
+            set (docs/reports.md).
+        timeout: Seconds that a finished rank waits for the others before all remaining ranks fail.
+        retention: Retention policy that is applied after the commit, instead of ``num_kept_ckpts`` (docs/retention.md):
             ``LatestN(3)``, ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``,
-            ``LatestDuration(timedelta(days=7))``, or what one of several keeps: ``LatestN(3) | BestN("loss")``. None
-            keeps all. The newest tag and pinned ones are kept in any case.
-        products: `Product`s: what is made of the tag after its commit, in the background on rank 0, for other readers:
-            a directory of Hugging Face's, another layout (docs/products.md). An error is logged, does not fail the
+            ``LatestDuration(timedelta(days=7))``, or a combination that keeps what any of them keeps: ``LatestN(3) |
+            BestN("loss")``. None keeps all. The newest tag and pinned tags are always kept.
+        products: Tuple of `Product`s: exports of the tag for other readers, made after its commit, in the background on
+            rank 0: a Hugging Face folder, another layout (docs/products.md). An error is logged, does not fail the
             save, and is raised by `finalize_checkpoint`, which waits for products.
-        local: Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, on
-            a disk that all hosts of the job see, or on one of each host's own. The save commits there, and the first
-            rank of each disk uploads what the disk has in the background, after the tags before it. An upload that
-            fails is logged, does not fail the save, and is repeated with the next one, in this process or a later one;
-            `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. Retention counts in both
-            places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md).
+        local: Local directory for saves to an address such as ``s3://bucket/run``, on a disk that all hosts of the job
+            share, or on a disk of each host. The save commits there, and the first rank of each disk uploads the files
+            on that disk in the background, after earlier tags. A failed upload is logged, does not fail the save, and
+            is retried with the next one, in this process or a later one; `SaveHandle.uploaded` and
+            `finalize_checkpoint` wait for it, and raise its error. Retention applies to both places; the directory
+            keeps tags beyond it until they are in the bucket (docs/object-stores.md).
 
     Raises (on construction):
-        UsageError: There is no such choice, or a number makes no sense.
+        UsageError: A choice or a number is invalid.
 
     Example:
         ``xla_ckpt.save_checkpoint("runs/lm", "step_10", model, options=xla_ckpt.SaveOptions(parity="file"))``
@@ -129,7 +129,7 @@ class SaveOptions:
         _check_timeout(self.timeout)
 
     def in_common(self) -> dict[str, Any]:
-        """What all ranks of a job have to say alike, by name."""
+        """Return the options that must be the same on all ranks of a job, by name."""
         return {
             "replicas": self.replicas,
             "share": self.share,
@@ -138,30 +138,30 @@ class SaveOptions:
             "on_error": "a function" if callable(self.on_error) else self.on_error,
             "retention": self.retention,
             "products": self.products,
-            "local": self.local is not None,  # each host may have one of its own
+            "local": self.local is not None,  # each host may have a different directory
         }
 
 
 @check_option_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a load goes about its work, for `load_checkpoint` and `restore`.
+    """Settings of a load, for `load_checkpoint` and `restore`.
 
     Args:
-        replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
-            columns of the same rows, read a part each and send it to the others, so that the storage is read once. Each
-            rank reads itself what goes through a `load_state_dict` of an object.
-        prove: Read back what was loaded, when everything is installed, from the device where it is: the bytes have to
-            be those of the tag, block by block, or the load raises an `UnprovenLoadError` on all ranks.
-            ``report.unproven`` names arrays whose bytes cannot be compared (docs/reports.md).
+        replica_read: ``"each"``: every rank reads the bytes it needs. ``"share"``: ranks that need the same bytes, or
+            columns of the same rows, each read a part and send it to the others, so that the storage is read once.
+            State that goes through an object's `load_state_dict` is always read by each rank itself.
+        prove: Read back the loaded arrays, after everything is installed, from their devices, and compare them with the
+            tag block by block; a difference raises an `UnprovenLoadError` on all ranks. ``report.unproven`` names
+            arrays whose bytes cannot be compared (docs/reports.md).
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
-        trace: Where a trace of the load goes (see `SaveOptions`).
+        trace: Path of a trace of the load (see `SaveOptions`).
         timeout: Seconds that a rank waits for another one.
-        local: The directory of `SaveOptions.local`. The newest tag of both places is loaded, by the number of its
-            commit; a tag that is in both is read from the directory, and from the bucket if it is damaged there.
+        local: Directory of `SaveOptions.local`. The newest tag of both places is loaded, by its commit number; a tag
+            that is in both is read from the directory, and from the bucket if it is damaged there.
 
     Raises (on construction):
-        UsageError: There is no such choice, or a number makes no sense.
+        UsageError: A choice or a number is invalid.
 
     Example:
         ``xla_ckpt.load_checkpoint("runs/lm", model=model, options=xla_ckpt.LoadOptions(replica_read="share"))``
@@ -179,27 +179,27 @@ class LoadOptions:
         _check_timeout(self.timeout)
 
     def in_common(self) -> dict[str, Any]:
-        """What all ranks of a job have to say alike, by name."""
+        """Return the options that must be the same on all ranks of a job, by name."""
         return {
             "replica_read": self.replica_read,
             "prove": self.prove,
-            "local": self.local is not None,  # each host may have one of its own
+            "local": self.local is not None,  # each host may have a different directory
         }
 
 
 @check_option_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How tags are read and written anew without a job, for `convert`, `export_hf` and `diff`.
+    """Settings for reading and rewriting tags without a job, for `convert`, `export_hf` and `diff`.
 
     Args:
-        max_memory: Bytes of array data in memory at a time, beside the readers' own buffers.
-        num_workers: Threads that read, at most.
+        max_memory: Maximum number of bytes of array data in memory, in addition to the readers' own buffers.
+        num_workers: Maximum number of reader threads.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal or in a notebook.
             `diff` never shows one.
 
     Raises (on construction):
-        UsageError: A number makes no sense.
+        UsageError: A number is invalid.
 
     Example:
         ``xla_ckpt.convert("runs/lm", "out", to="dcp", options=xla_ckpt.ConvertOptions(max_memory=256 * 1024**2))``
@@ -221,20 +221,20 @@ _DEFAULTS: ContextVar[Mapping[type[Any], Any]] = ContextVar("xla_ckpt.options", 
 
 @contextmanager
 def default_options(*options: SaveOptions | LoadOptions | ConvertOptions) -> Iterator[None]:
-    """For a block, the options of calls that say no ``options=`` themselves.
+    """Set the default options of calls in a block, for calls without ``options=``.
 
-    An explicit ``options=`` counts as a whole: its fields are not mixed with those of a block. Of blocks inside of each
-    other the innermost counts that has options of the call's class, likewise as a whole. An asynchronous save keeps the
-    options that it began with.
+    An explicit ``options=`` replaces the defaults completely: fields are not merged. In nested blocks, the innermost
+    block with options of the call's class is used, also without merging. An asynchronous save keeps the options with
+    which it began.
 
-    The options are bound to the context (`contextvars`): tasks of asyncio that are begun in the block have them, and
-    other threads have not.
+    The options are bound to the context (`contextvars`): asyncio tasks that are started in the block inherit them,
+    other threads do not.
 
     Args:
         options: At most one of each class.
 
     Raises:
-        UsageError: Something is no such value, or two are of one class.
+        UsageError: A value is not an options object, or two are of the same class.
 
     Example:
         ``with xla_ckpt.default_options(SaveOptions(parity="block"), LoadOptions(replica_read="share")): train()``
@@ -258,10 +258,10 @@ def default_options(*options: SaveOptions | LoadOptions | ConvertOptions) -> Ite
 
 
 def resolve_options(kind: type[Options], options: Options | None) -> Options:
-    """The options of a call: its own, or those of the block that it is in, or the usual ones.
+    """Return the options of a call: its own, the defaults of the enclosing block, or the defaults of the class.
 
     Raises:
-        UsageError: They are none of this kind.
+        UsageError: The options are of another class.
     """
     if options is None:
         of_block: Options | None = _DEFAULTS.get().get(kind)
@@ -274,15 +274,15 @@ def resolve_options(kind: type[Options], options: Options | None) -> Options:
 
 
 def _is_product(value: Any) -> bool:
-    """Whether a value is a `Product`, whose class knows the layouts, which lie above this module."""
+    """Return True if a value is a `Product`, without an import of its class, which belongs to a higher layer."""
     return hasattr(value, "every_n_steps") and not isinstance(value, type)
 
 
 def check_positive_int(name: str, number: Any, unit: str) -> None:
-    """Refuse what is no number of so many.
+    """Raise an error if a number is not a positive int.
 
     Raises:
-        UsageError: It is none, or not positive.
+        UsageError: The number is not a positive int.
     """
     if type(number) is not int or number <= 0:
         raise UsageError(f"{name} is no number of {unit}", expected="a positive int", found=repr(number))

@@ -21,15 +21,15 @@ from xla_ckpt.storage.signals import defer_signals
 
 
 def dump(value: Any, leaf: str) -> bytes:
-    """`value` as a pickle.
+    """Return `value` as a pickle.
 
     Raises:
-        UnsupportedStateError: It cannot be pickled.
+        UnsupportedStateError: The value cannot be pickled.
     """
     try:
         return pickle.dumps(value, protocol=5)
     except Exception as error:
-        # pickle calls the object's own code, which may raise anything.
+        # pickle calls the object's own code, which may raise any exception.
         raise UnsupportedStateError(
             f"a {type(value).__name__} cannot be stored, not even by pickle: {error}",
             leaf=leaf,
@@ -52,10 +52,11 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def wrap_missing_classes() -> Iterator[None]:
-    """Around code that finds modules and classes by name, which a program may not have, or not any more.
+    """Raise a failed lookup of a module or class as an `IncompatibleCheckpointError`.
 
     Raises:
-        IncompatibleCheckpointError: It does not. (Not FormatError: the stored bytes are as they were saved.)
+        IncompatibleCheckpointError: The program does not have the module or class. (Not a `FormatError`, because the
+            stored bytes are intact.)
     """
     try:
         yield
@@ -70,13 +71,13 @@ def wrap_missing_classes() -> Iterator[None]:
 
 
 def load(data: bytes, leaf: str, *, trust: bool) -> Any:
-    """The object in a pickle whose bytes are verified.
+    """Load the object of a pickle whose bytes are verified.
 
     Raises:
-        UntrustedObjectError: It needs a class, and `trust` is False. Nothing of it has run.
-        CorruptCheckpointError: It is no pickle, or one that stands for many times its size; `trust` is False.
-        IncompatibleCheckpointError: This program does not have its class; `trust` is True.
-        LoadError: Its own code raised an exception; `trust` is True.
+        UntrustedObjectError: The object needs a class, and `trust` is False. None of its code has run.
+        CorruptCheckpointError: The bytes are not a pickle, or expand to many times their size; `trust` is False.
+        IncompatibleCheckpointError: This program does not have the class; `trust` is True.
+        LoadError: The object's own code raised an exception; `trust` is True.
     """
     if trust:
         try:
@@ -85,15 +86,15 @@ def load(data: bytes, leaf: str, *, trust: bool) -> Any:
         except CheckpointError:
             raise
         except Exception as error:
-            # Code of the object's class, which may raise anything. A FormatError, which the caller would make of some
-            # of it, would have a load pass the tag over as damaged.
+            # Code of the object's class, which may raise any exception. The caller would turn some of them into a
+            # FormatError, and the load would skip the tag as damaged.
             raise LoadError(f"a pickled object refuses its stored state: {type(error).__name__}: {error}") from error
-    with defer_signals():  # what a signal handler raises would be taken for damage
+    with defer_signals():  # an exception of a signal handler would be mistaken for damage
         try:
             check_pickle(data)
             return _RestrictedUnpickler(data, leaf).load()
         except CheckpointError:
             raise
         except Exception as error:
-            # Damaged pickles raise whatever the operation that they describe by accident raises.
+            # Damaged pickles raise arbitrary exceptions.
             raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], leaf=leaf) from error

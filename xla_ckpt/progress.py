@@ -20,16 +20,16 @@ from xla_ckpt.storage.threads import READ_THREADS
 logger = get_logger(__name__)
 
 DELAY_SECONDS = 1.0
-"""Seconds before a bar appears."""
+"""Delay before a bar appears, in seconds."""
 
 _NOTEBOOK = "ipykernel"
-"""The module that is loaded where a notebook runs the program. Its standard error is no terminal, and shows bars."""
+"""Module that is loaded when a notebook runs the program. Its standard error is not a terminal, but can show bars."""
 
 
 class _BarStream:
-    """The standard error, as a bar is written to it: a failure ends the bar, and not the call.
+    """Standard error as the stream of a bar: a failed write ends the bar, and not the call.
 
-    tqdm keeps its locks for ever if its stream fails.
+    tqdm never releases its locks if its stream fails.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -37,11 +37,11 @@ class _BarStream:
         self.encoding = getattr(stream, "encoding", None) or "ascii"
 
     def fileno(self) -> int:
-        """Its descriptor, which says how wide a terminal is."""
+        """Return the file descriptor, from which the width of the terminal is determined."""
         return int(self._stream.fileno())
 
     def write(self, text: str) -> None:
-        """Write to it, unless it has failed before."""
+        """Write to the stream, unless a write has failed before."""
         if self._failed:
             return
         try:
@@ -52,22 +52,22 @@ class _BarStream:
             logger.warning("a progress bar cannot be shown: %s: %s", type(error).__name__, error)
 
     def flush(self) -> None:
-        """Do nothing: `write` does it."""
+        """Do nothing, because `write` flushes."""
 
 
 class ProgressBar:
-    """Counts bytes, and shows a bar when that takes longer than a second on a terminal or in a notebook.
+    """Progress bar for bytes, shown if the work takes longer than a second on a terminal or in a notebook.
 
     Args:
-        what: Label of the bar.
-        total: Bytes to come.
-        wanted: True shows a bar from the start, False never; None decides by itself.
+        label: Label of the bar.
+        total: Total number of bytes.
+        enabled: True shows a bar from the start, False never; None decides automatically.
     """
 
     def __init__(self, label: str, total: int, enabled: bool | None) -> None:
         self._label, self._total = make_printable(label), total
         shown = is_terminal(sys.stderr) or _NOTEBOOK in sys.modules if enabled is None else enabled
-        self._enabled = shown and sys.stderr is not None  # Python has None for a closed one
+        self._enabled = shown and sys.stderr is not None  # closed streams are None in Python
         self._show_after = time.monotonic() + (DELAY_SECONDS if enabled is None else 0.0)
         self._lock = threading.Lock()
         self._bar: Any = None
@@ -85,7 +85,7 @@ class ProgressBar:
 
     def _create_bar(self, done: int) -> Any:
         about = {"desc": self._label, "total": self._total, "unit": "B", "unit_scale": True, "initial": done}
-        # tqdm.auto would warn in a notebook without ipywidgets, and take a bar of text then.
+        # tqdm.auto would warn in a notebook without ipywidgets, and use a text bar then.
         if _NOTEBOOK in sys.modules and importlib.util.find_spec("ipywidgets") is not None:
             return importlib.import_module("tqdm.notebook").tqdm(**about)
         return importlib.import_module("tqdm").tqdm(**about, file=_BarStream(sys.stderr))
@@ -102,13 +102,13 @@ class ProgressBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoContext:
-    """How many threads there are, at most, and what hears of their work."""
+    """Context of an I/O operation: its worker threads, progress callback and phase recorder."""
 
     workers: int = READ_THREADS
-    """Threads that read or write, at most."""
+    """Maximum number of threads that read or write."""
 
     progress: Callable[[int], None] = lambda _: None
-    """Called with the number of bytes that have just been dealt with, from any thread."""
+    """Callback for the number of bytes that were just processed, called from any thread."""
 
     phases: PhaseRecorder = field(default_factory=PhaseRecorder)
-    """Receives what is measured."""
+    """Recorder of the time spent."""

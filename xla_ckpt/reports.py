@@ -1,9 +1,9 @@
 """Reports of saves and loads: phase timings, rank timings, trace files and report listeners.
 
-A `PhaseRecorder` collects how long each phase takes and how many bytes it moves. A finished call makes a `SaveReport`
-or a `LoadReport` of it, writes a trace file if one was requested, and notifies the listeners of `on_report`. A tag
-keeps the timings of its slowest ranks (`RankTimings`). Errors of background saves are reported here as well, because
-the caller chooses with `on_error` who receives them.
+A `PhaseRecorder` collects how long each phase takes and how many bytes it moves. A finished call creates a
+`SaveReport` or a `LoadReport` from it, writes a trace file if one was requested, and notifies the listeners of
+`on_report`. A tag stores the timings of its slowest ranks (`RankTimings`). Errors of background saves are reported
+here as well, because the caller chooses with `on_error` who receives them.
 """
 
 from __future__ import annotations
@@ -50,52 +50,52 @@ SAVE_PHASES = (
     "commit",
     "retain",
 )
-"""Phases of a save, in their order. `copy`, `digest`, `write` and `fsync` happen side by side on several threads."""
+"""Phases of a save, in order. `copy`, `digest`, `write` and `fsync` run concurrently on several threads."""
 
 COLLECTIVE_PHASES = frozenset({"meet", "helper", "commit", "retain"})
-"""Phases of a save in which a rank waits, or that rank 0 alone has: how slow a rank is does not show in them."""
+"""Phases of a save in which a rank waits, or that only rank 0 runs; they do not show how slow a rank is."""
 
 LOAD_PHASES = ("open", "check", "plan", "read", "verify", "install", "prove")
-"""Phases of a load, in their order. `read` and `verify` happen side by side on several threads; `prove` on several."""
+"""Phases of a load, in order. `read` and `verify` run concurrently on several threads; `prove` on several."""
 
 STALL, SAVE, LOAD, WAIT = "stall", "save", "load", "wait"
-"""Intervals of a trace that are no phase: the time for which the caller of a save waited; all that the save did in the
-background; a whole load; a wait for another rank, or for the save before."""
+"""Intervals of a trace that are not phases: the time that the caller of a save waited; the whole background part of a
+save; a whole load; a wait for another rank, or for the previous save."""
 
 
 @dataclass(slots=True)
 class Phase:
-    """One phase of a save or a load, on this rank."""
+    """Timing of one phase of a save or a load, on this rank."""
 
     seconds: float = 0.0
-    """Time spent in it. Where several threads work at once, the sum over them: it may exceed the time on the clock."""
+    """Seconds spent in the phase, summed over threads; the sum may exceed the elapsed time."""
 
     nbytes: int = 0
-    """Bytes that it moved, read or digested; 0 for phases that do none of it."""
+    """Bytes moved, read or digested in the phase; 0 for other phases."""
 
     files: int = 0
-    """Files that it finished."""
+    """Number of files finished in the phase."""
 
     began: float = field(default=0.0, compare=False)
-    """When the first thread began with it (s after the call)."""
+    """Start time on the first thread (s after the call)."""
 
     ended: float = field(default=0.0, compare=False)
-    """When the last thread ended it (s after the call)."""
+    """End time on the last thread (s after the call)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """What one thread did without a break: a bar of a trace."""
+    """Uninterrupted work of one thread: a bar of a trace."""
 
     name: str
-    """A phase, or `STALL`, `SAVE`, `LOAD` or `WAIT`."""
+    """Name of a phase, or `STALL`, `SAVE`, `LOAD` or `WAIT`."""
 
     thread: int
-    """The identifier that the operating system has for the thread."""
+    """Identifier of the thread in the operating system."""
 
     thread_name: str
     began: float
-    """Begin (s of `time.perf_counter`)."""
+    """Start (s of `time.perf_counter`)."""
 
     ended: float
     """End (s of `time.perf_counter`)."""
@@ -103,23 +103,23 @@ class Interval:
     nbytes: int = 0
     files: int = 0
     about: str = ""
-    """The file or the leaf that it is about, if it is about one."""
+    """File or leaf that the interval is about, if any."""
 
 
 class PhaseRecorder:
-    """Collects the phases of one save or load, which begins now. Safe for several threads.
+    """Recorder of the phases of one save or load, which begins now. Thread-safe.
 
     Args:
-        order: Names of the phases in the order in which `report` gives them.
-        keep: Whether intervals are kept, too, for a trace. They take memory: some 300 bytes for each 8 MiB of a save
+        order: Names of the phases in the order of `report`.
+        keep_intervals: Keep intervals, too, for a trace. They take about 300 bytes of memory for each 8 MiB of a save
             and each 2 MiB of a load, and for each small file.
     """
 
     def __init__(self, order: Sequence[str] = SAVE_PHASES, *, keep_intervals: bool = False) -> None:
         self.origin = time.perf_counter()
-        """When the call began (s of `time.perf_counter`)."""
+        """Time of the call (s of `time.perf_counter`)."""
         self.wall = time.time()
-        """The same instant (s since 1970)."""
+        """Time of the call (s since 1970)."""
         self._lock = threading.Lock()
         self._order = {name: i for i, name in enumerate(order)}
         self._phases: dict[str, Phase] = {}
@@ -135,7 +135,7 @@ class PhaseRecorder:
         ended: float | None = None,
         about: str = "",
     ) -> None:
-        """Add to a phase what this thread did of it, until `ended` (s of `time.perf_counter`), by default until now."""
+        """Add work of this thread to a phase, which ended at `ended` (s of `time.perf_counter`), by default now."""
         end = time.perf_counter() if ended is None else ended
         begin = end - seconds - self.origin
         with self._lock:
@@ -153,7 +153,7 @@ class PhaseRecorder:
     def record_interval(
         self, name: str, began: float, ended: float, nbytes: int = 0, files: int = 0, about: str = ""
     ) -> None:
-        """Keep an interval of this thread for the trace, if there will be one; no phase gets longer by it."""
+        """Record an interval of this thread for the trace, if one is kept; it does not count for any phase."""
         if self._intervals is None:
             return
         interval = Interval(
@@ -171,7 +171,7 @@ class PhaseRecorder:
 
     @contextlib.contextmanager
     def measure(self, name: str, nbytes: int = 0, files: int = 0, about: str = "") -> Iterator[None]:
-        """Add the time that the block takes to a phase, whether it ends well or not."""
+        """Measure the time of the block as part of a phase, even if the block raises an exception."""
         began = time.perf_counter()
         try:
             yield
@@ -180,24 +180,24 @@ class PhaseRecorder:
             self.add(name, ended - began, nbytes, files, ended=ended, about=about)
 
     def record_wait(self, rank: int, began: float) -> None:
-        """Keep an interval in which this thread waited, until now, for what rank `rank` says."""
+        """Record an interval in which this thread waited, until now, for a message of rank `rank`."""
         self.record_interval(WAIT, began, time.perf_counter(), about=f"for rank {rank}")
 
     def report(self) -> dict[str, Phase]:
-        """What was measured so far, in the order of the phases."""
+        """Return the phases measured so far, in order."""
         with self._lock:
             phases = sorted(self._phases.items(), key=lambda item: self._order.get(item[0], len(self._order)))
             return {name: replace(phase) for name, phase in phases}
 
     @property
     def intervals(self) -> Sequence[Interval] | None:
-        """What was kept so far; None if nothing is kept."""
+        """Intervals recorded so far; None if intervals are not kept."""
         with self._lock:
             return None if self._intervals is None else list(self._intervals)
 
 
 def format_rate(nbytes: int, seconds: float) -> str:
-    """Bytes and their rate, as a part of a line of log.
+    """Format bytes and their rate for a log line.
 
     >>> format_rate(1_500_000_000, 0.75), format_rate(80_000, 0.01)
     ('1.500 GB, 2.00 GB/s', '0.1 MB')
@@ -208,7 +208,7 @@ def format_rate(nbytes: int, seconds: float) -> str:
 
 
 def format_phases(phases: dict[str, Phase]) -> str:
-    """The phases as a part of one line of log.
+    """Format the phases for a log line.
 
     >>> format_phases({"plan": Phase(0.0004), "write": Phase(0.25, 50_000_000, 2)})
     'plan 0.4 ms, write 250.0 ms (50.0 MB, 2 files)'
@@ -223,7 +223,7 @@ def _format_amount(phase: Phase) -> str:
 
 
 def _render_html(report: SaveReport | LoadReport) -> str:
-    """What a notebook shows of a report."""
+    """Render a report as HTML for a notebook."""
     from xla_ckpt.rendering import html, reports
 
     facts = {name: getattr(report, name) for name in type(report).__slots__}
@@ -233,7 +233,7 @@ def _render_html(report: SaveReport | LoadReport) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a finished save did, on this rank."""
+    """Report of a finished save, on this rank."""
 
     path: str
     tag: str
@@ -247,26 +247,27 @@ class SaveReport:
     """Payload files that this rank wrote."""
 
     shared: int = 0
-    """Array bytes that this rank did not write, since an earlier tag has a file of them (`SaveOptions.share`)."""
+    """Array bytes that this rank did not write, because an earlier tag contains a file with them (`SaveOptions.share`).
+    """
 
     seconds: float
-    """From the start of the background work to the commit."""
+    """Seconds from the start of the background work to the commit."""
 
     stall: float = 0.0
-    """Seconds that the caller waited for the snapshot, and the program's writers for it afterwards."""
+    """Seconds that the caller waited for the snapshot, and that later writes of the program waited for it."""
 
     phases: Mapping[str, Phase] = field(default_factory=dict, repr=False)
-    """Where the time went (see `xla_ckpt.reports.SAVE_PHASES`); `repr` leaves it out."""
+    """Time per phase (see `xla_ckpt.reports.SAVE_PHASES`); not part of the `repr`."""
 
     error: BaseException | None = None
-    """Why the save failed, in the report that `on_report` has of it. Then `sequence` is 0."""
+    """Error of a failed save, in the report that listeners of `on_report` receive. `sequence` is 0 then."""
 
     def _repr_html_(self) -> str:
         return _render_html(self)
 
     @property
     def in_words(self) -> str:
-        """What the log says of it."""
+        """Summary of the report for the log."""
         speed, phases, waited = (
             format_rate(self.nbytes, self.seconds),
             format_phases(dict(self.phases)),
@@ -278,75 +279,76 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a finished load did, on this rank."""
+    """Report of a finished load, on this rank."""
 
     path: str
     tag: str
-    """The tag that was loaded. Empty where a load failed that was to take the newest."""
+    """Name of the loaded tag. Empty for a failed load of the newest tag."""
 
     skipped: tuple[str, ...] = ()
-    """With ``strict=False``: what did not fit and was left alone, with the reason."""
+    """With ``strict=False``: state that did not fit and was not loaded, with the reason."""
 
     corrupt_tags: tuple[str, ...] = ()
-    """Newer tags that were passed over because they are damaged."""
+    """Newer tags that were skipped because they are damaged."""
 
     arrays: int = 0
-    """Arrays that were restored."""
+    """Number of arrays that were restored."""
 
     needed_bytes: int = 0
-    """Bytes of those."""
+    """Size of these arrays in bytes."""
 
     read_bytes: int = 0
-    """Bytes that were read for them. Those of large tensors of the CPU, which are overwritten in place, count twice:
-    they are read first to verify them, and then again, out of the page cache, into their places."""
+    """Bytes read for these arrays. Large CPU tensors that are overwritten in place count twice: they are read first to
+    be verified, and then again, from the page cache, into their memory."""
 
     proven_bytes: int = 0
-    """With ``prove=True``: bytes that were read back from memory, and compared with the tag. Copies on several local
-    devices count each."""
+    """With ``prove=True``: bytes that were read back from memory and compared with the tag. Copies on several local
+    devices count separately."""
 
     unproven: tuple[str, ...] = ()
     """With ``prove=True``: arrays whose bytes cannot be compared, with the reason."""
 
     seconds: float = 0.0
-    """From the call to its end."""
+    """Seconds from the call to its end."""
 
     phases: Mapping[str, Phase] = field(default_factory=dict, repr=False)
-    """Where the time went (see `xla_ckpt.reports.LOAD_PHASES`); `repr` leaves it out."""
+    """Time per phase (see `xla_ckpt.reports.LOAD_PHASES`); not part of the `repr`."""
 
     error: Exception | None = None
-    """Why the load failed, in the report that `on_report` has of it."""
+    """Error of a failed load, in the report that listeners of `on_report` receive."""
 
     def _repr_html_(self) -> str:
         return _render_html(self)
 
 
 MAX_RECORDED_RANKS = 64
-"""Ranks of which a tag keeps what they measured, the slowest: of thousands of ranks it would be a megabyte."""
+"""Maximum number of ranks whose timings a tag stores, the slowest: for thousands of ranks they would take a megabyte.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimings:
-    """What one rank measured of its part of a save."""
+    """Timings of one rank's part of a save."""
 
     rank: int
     stall: float
     """Seconds that the caller waited."""
 
     nbytes: int
-    """Array bytes that it wrote."""
+    """Array bytes that the rank wrote."""
 
     files: int
-    """Payload files that it wrote."""
+    """Payload files that the rank wrote."""
 
     phases: Mapping[str, Phase]
 
     @property
     def finished(self) -> float:
-        """When it had done its own part (s after the call)."""
+        """Time at which the rank finished its own part (s after the call)."""
         return max((phase.ended for name, phase in self.phases.items() if name not in COLLECTIVE_PHASES), default=0.0)
 
     def to_json(self) -> list[Any]:
-        """As plain JSON, and short: a tag may keep it of many ranks."""
+        """Return the timings as plain JSON, in short form, because a tag may store them for many ranks."""
         phases = [
             [name, *(round(s, 5) for s in (p.began, p.ended, p.seconds)), p.nbytes, p.files]
             for name, p in self.phases.items()
@@ -355,10 +357,10 @@ class RankTimings:
 
     @classmethod
     def from_json(cls, json: Any) -> RankTimings:
-        """What `to_json` gave.
+        """Return the timings that `to_json` serialized.
 
         Raises:
-            TypeError, ValueError: It is something else.
+            TypeError, ValueError: The value has another form.
         """
         rank, stall, nbytes, files, phases = json
         by_name = {}
@@ -371,7 +373,7 @@ class RankTimings:
 
 
 def select_slowest_ranks(timings: Sequence[RankTimings]) -> dict[str, Any]:
-    """What a tag keeps of it, as plain JSON.
+    """Return the timings of the slowest ranks, which a tag stores, as plain JSON.
 
     >>> phases = {"write": Phase(1.5, 8, 1, 0.25, 1.75)}
     >>> select_slowest_ranks([RankTimings(rank=0, stall=0.5, nbytes=8, files=1, phases=phases)])
@@ -382,16 +384,16 @@ def select_slowest_ranks(timings: Sequence[RankTimings]) -> dict[str, Any]:
 
 
 def parse_rank_timings(report: Any, path: str, tag: str) -> tuple[int, list[RankTimings]]:
-    """Number of ranks that saved a tag, and what the slowest of them measured, the slowest first.
+    """Return the number of ranks that saved a tag, and the timings of the slowest, slowest first.
 
     Args:
-        report: What the commit was given to keep (`Root.report_of`).
+        report: Report that was stored with the commit (`Root.read_report`).
         path: Root directory.
-        tag: Which tag.
+        tag: Name of the tag.
 
     Raises:
-        UsageError: The tag keeps none of it.
-        FormatError: What it keeps is damaged.
+        UsageError: The tag contains no report.
+        FormatError: The report is damaged.
     """
     if report is None:
         raise UsageError(
@@ -409,7 +411,7 @@ def parse_rank_timings(report: Any, path: str, tag: str) -> tuple[int, list[Rank
 
 
 def describe_timings(report: Any, path: str, tag: str) -> dict[str, Any]:
-    """The same as plain JSON that says what each number is.
+    """Return the timings of a save as plain JSON with named fields.
 
     Raises:
         CheckpointError: As `parse_rank_timings`.
@@ -441,7 +443,7 @@ _NON_PHASES = frozenset({SAVE, LOAD, STALL, WAIT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A trace that is wanted of a call."""
+    """Requested trace of a call."""
 
     file: TraceFile
     doing: str
@@ -451,7 +453,7 @@ class Trace:
     world: int
 
     def write(self, phases: PhaseRecorder, tag: str | None, error: BaseException | None) -> None:
-        """Write the trace of a call that is done. That it cannot be written is logged: the call is what counts."""
+        """Write the trace of a finished call. A failure is logged and does not fail the call."""
         trace = build_trace_json(phases, doing=self.doing, tag=tag, rank=self.rank, error=error)
         try:
             path = self.file.write(
@@ -464,16 +466,16 @@ class Trace:
 
 
 def create_trace(file: TraceFile | None, doing: str, exchange: Exchange) -> Trace | None:
-    """The trace of a call of this rank, if one is wanted."""
+    """Return the trace of a call of this rank, if requested."""
     return None if file is None else Trace(file=file, doing=doing, rank=exchange.rank, world=exchange.size)
 
 
 def build_trace_json(
     phases: PhaseRecorder, *, doing: str, tag: str | None, rank: int, error: BaseException | None
 ) -> dict[str, Any]:
-    """What the file of a trace holds."""
+    """Return the contents of a trace file."""
     intervals = sorted(phases.intervals or (), key=lambda i: (i.began, -i.ended))
-    shift = phases.wall - phases.origin  # from the clock of the intervals to seconds since 1970
+    shift = phases.wall - phases.origin  # converts from the clock of the intervals to seconds since 1970
     threads = {i.thread: i.thread_name for i in intervals}
     names = [_make_name_event("process_name", rank, 0, f"{doing} {tag}, rank {rank}")]
     names += [_make_name_event("thread_name", rank, thread, name) for thread, name in threads.items()]
@@ -517,19 +519,19 @@ Report = SaveReport | LoadReport
 Listener = Callable[[Report], object]
 
 PROGRAM_ERRORS = (UsageError, UnsupportedStateError, InvalidTagError)
-"""Errors of the program, which fail every save and not this one alone. They are raised in any case."""
+"""Errors of the program, which would fail every save. They are always raised."""
 
 
 class ListenerRegistry:
-    """The functions that hear of each report of this process. Safe for several threads."""
+    """Registry of the callbacks that receive each report of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._functions: dict[object, Listener] = {}
 
     def add(self, function: Listener) -> Callable[[], None]:
-        """Have a function hear of each report from now on; returns what removes it again."""
-        key = object()  # the same function may be added twice, and is removed once then
+        """Register a callback for all following reports, and return a function that removes it."""
+        key = object()  # the same function may be added twice; each registration is removed separately
         with self._lock:
             self._functions[key] = function
 
@@ -540,40 +542,40 @@ class ListenerRegistry:
         return remove
 
     def notify(self, report: Report) -> None:
-        """Call all functions, in the order in which they were added."""
+        """Call all callbacks, in the order in which they were added."""
         with self._lock:
             functions = list(self._functions.values())
         for function in functions:
             try:
                 function(report)
             except BaseException as error:
-                # It is the program's own code, and may raise anything; the save or load is done, and stays what it is.
+                # A callback may raise any exception; the save or load has finished and is not affected.
                 if is_from_signal_handler(error):
                     raise
                 logger.exception("a function that on_report was given failed for the tag %s", report.tag)
 
 
 LISTENERS = ListenerRegistry()
-"""Those of this process."""
+"""Listeners of this process."""
 
 
 @check_arguments
 def on_report(function: Callable[[SaveReport | LoadReport], object]) -> Callable[[], None]:
-    """Have a function called with the report of each save and each load of this process, when it is done.
+    """Register a callback that is called with the report of each finished save and load of this process.
 
-    Saves by `xla_ckpt.dcp` are told, too: their `path` is the directory above the checkpoint, and `tag` is its name.
-    Loads by it, conversions and exports have no reports.
+    Saves by `xla_ckpt.dcp` are reported, too: `path` is the directory above the checkpoint, and `tag` is its name.
+    Loads by `xla_ckpt.dcp`, conversions and exports are not reported.
 
     A `SaveReport` comes from the thread of the save, before `handle.result()` returns; a `LoadReport` from the thread
-    that loads. What failed is reported, too: then `report.error` says why. Each rank hears of its own part. What the
-    function raises is logged, and changes nothing. The next save of the same path waits until it has returned; it must
-    not wait for saves itself.
+    that loads. Failures are reported, too, with `report.error` set. Each rank reports its own part. Exceptions of the
+    callback are logged and have no other effect. The next save of the same path waits until the callback has returned;
+    the callback must not wait for saves itself.
 
     Args:
-        function: Called with the report as its only argument. What it returns is ignored.
+        function: Called with the report as its only argument. Its return value is ignored.
 
     Returns:
-        A function without arguments that removes it. A second call of that does nothing.
+        A function without arguments that removes the callback. Calling it again has no effect.
 
     >>> import torch, xla_ckpt
     >>> remove = xla_ckpt.on_report(lambda report: print(type(report).__name__, report.tag, report.nbytes, "bytes"))
@@ -585,14 +587,14 @@ def on_report(function: Callable[[SaveReport | LoadReport], object]) -> Callable
 
 
 def publish_report(report: Report, phases: PhaseRecorder, trace: Trace | None) -> None:
-    """Write the trace of a call that is done, if one is wanted, and tell the program's functions."""
+    """Write the trace of a finished call, if requested, and notify the listeners."""
     if trace is not None:
         trace.write(phases, report.tag, report.error)
     LISTENERS.notify(report)
 
 
 def report_error(on_error: OnError, error: BaseException) -> bool:
-    """Tell of the error of a save as its caller wishes; whether that is enough."""
+    """Report the error of a save according to `on_error`, and return True if it need not be raised."""
     if on_error == "raise" or not isinstance(error, CheckpointError) or isinstance(error, PROGRAM_ERRORS):
         return False
     if on_error == "warn":
@@ -604,20 +606,19 @@ def report_error(on_error: OnError, error: BaseException) -> bool:
         if is_from_signal_handler(raised):
             raise
         logger.exception("the function that hears of failed saves has failed itself")
-        return False  # the error is raised, as if there were no such function
+        return False  # the error is raised as if there were no callback
     return True
 
 
 def make_deferred_error(error: BaseException, consequence: str = "") -> CheckpointError:
-    """Return the error of a save for a later call to raise. That of the save's handle stays what it was.
+    """Return the error of a save for a later call to raise. The error of the save's handle is not changed.
 
     Args:
         error: The error of the save.
-        consequence: What the later call has not done for it.
+        consequence: Clause about the work that the later call skips because of the error.
     """
     problem = error if isinstance(error, CheckpointError) else SaveError(f"{type(error).__name__}: {error}")
-    # Its tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
-    # save out.
+    # The tag of the error is the same on all ranks. The tag of the handle may differ on a rank that skipped a save.
     text = f"an asynchronous save before this call has failed{consequence}: {problem.problem}"
     later = from_json(problem.to_json() | {"problem": text})
     later.__cause__ = error
