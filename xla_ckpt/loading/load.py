@@ -1,7 +1,7 @@
 """Load a checkpoint: the public functions `load_checkpoint` and `restore`, and the steps of a load.
 
-`_load` waits for the saves of this process, finds the job, and runs a `LoadTask`. All ranks take each step of it
-together, and an error of one rank is raised on all of them. If the newest tag is damaged, the newest valid one is
+`_load` waits for the saves of this process, finds the job, and runs a `LoadTask`. All ranks run each of its steps
+together, and an error on one rank is raised on all of them. If the newest tag is damaged, the newest valid one is
 loaded instead.
 """
 
@@ -85,18 +85,18 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What `load_checkpoint` returns; the objects that it was given have their state by then."""
+    """Result of `load_checkpoint`; the objects that it was given have been loaded."""
 
     user_content: Any
-    """The `user_content` of the save. Where none was saved, a dict of the plain values beside the objects, such as the
-    step in another library's checkpoint; None if there is neither."""
+    """The `user_content` of the save. If none was saved, a dict of the stored plain values that belong to no object,
+    such as the step in another library's checkpoint; None if there are no such values."""
 
     report: LoadReport
-    """Which tag it was, what was left out, and where the time went."""
+    """Report of the load: its tag, skipped state, and timing."""
 
     @property
     def tag(self) -> str:
-        """Which tag it was: that of the report."""
+        """Name of the loaded tag."""
         return self.report.tag
 
     def _repr_html_(self) -> str:
@@ -105,17 +105,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What `restore` returns."""
+    """Result of `restore`."""
 
     tree: Any
     """The restored tree."""
 
     report: LoadReport
-    """Which tag it was, and where the time went."""
+    """Report of the load: its tag and timing."""
 
     @property
     def tag(self) -> str:
-        """Which tag it was: that of the report."""
+        """Name of the restored tag."""
         return self.report.tag
 
     def _repr_html_(self) -> str:
@@ -123,7 +123,7 @@ class Restored:
 
 
 def _render_html(name: str, value: Any, report: LoadReport) -> str:
-    """What a notebook shows of a load: the outline of a value that may be large, and the report."""
+    """Render a load as HTML for a notebook: the outline of a value, which may be large, and the report."""
     from xla_ckpt.rendering import html, reports
 
     return f"{html.render_html(reports.render_outline(name, value))}\n{report._repr_html_()}"
@@ -146,53 +146,55 @@ def load_checkpoint(
     trust_pickle: bool = False,
     options: LoadOptions | None = None,
 ) -> Loaded:
-    """Load a tag into the given objects, each of them optional: with none it gives the user content back, as
-    neuronx-distributed's does, and logs a warning if there is none (`restore` makes all that is stored anew).
+    """Load a tag into the given objects.
+
+    All objects are optional. Without any, only the user content is loaded, as in neuronx-distributed, and a warning is
+    logged if there is none (use `restore` to load everything as a new tree).
 
     Everything is checked before anything is changed: names, shapes and dtypes first, then the digests of all bytes
     that would be overwritten in place.
 
     Args:
-        path: Root directory; one that neuronx-distributed, optimum-neuron, torch.distributed.checkpoint or SageMaker
-            model parallel wrote to will do, too (docs/from-nxd.md, docs/from-dcp.md). Without a tag it may be the path
-            of a tag itself (DCP's `checkpoint_id`); of a file that torch.save wrote (docs/torch-files.md); or what a
-            program gave to ``smp.save``, which names all parts: ``checkpoint.pt`` for ``checkpoint.pt_0_0`` and its
-            peers (``checkpoint.pt_*`` if there is a full file of that name, too).
-        tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
-            and the newest good one is taken instead. If another job replaces or removes it meanwhile, the newest is
-            looked for again.
-        model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
+        path: Root directory, also one written by neuronx-distributed, optimum-neuron, torch.distributed.checkpoint or
+            SageMaker model parallel (docs/from-nxd.md, docs/from-dcp.md). Without a tag it may be the path of a tag
+            itself (DCP's `checkpoint_id`); of a torch.save file (docs/torch-files.md); or a path that was passed to
+            ``smp.save``, which names all parts: ``checkpoint.pt`` for ``checkpoint.pt_0_0`` and its peers
+            (``checkpoint.pt_*`` if there is a full file of that name, too).
+        tag: Name of the checkpoint; None loads the newest. If the newest is damaged, an error is logged, and the newest
+            valid one is loaded instead. If another job replaces or removes the tag during the load, the newest is
+            searched for again.
+        model: A module, or a dict: its arrays are overwritten; an empty dict receives all arrays.
         optimizer: An optimizer (state is matched by parameter name), or a dict of optimizers of this model, or a dict.
         scheduler: A learning rate scheduler, or a dict.
-        num_workers: Threads that read, at most.
-        strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank. A user
-            content with a class that this program does not have is an error, or left out and None.
-        cast: Round floating-point values to the element types of the given objects, where those differ from what is
-            stored, as torch does. Such an array takes host memory for its stored values, too, until the load is done.
-            Optimizer state that the optimizer does not have yet keeps its stored type.
+        num_workers: Maximum number of reader threads.
+        strict: False loads the state that fits, and logs the rest. It is an error if no array fits on any rank. User
+            content with a class that this program does not have is an error if True, and None if False.
+        cast: Round floating-point values to the dtypes of the given objects if they differ from the stored dtypes, as
+            torch does. Such an array needs host memory for its stored values, too, until the load is done. Optimizer
+            state that the optimizer does not have yet keeps its stored dtype.
         extras: Named objects with ``load_state_dict``, as given to `save_checkpoint`.
-        mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
-        shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
+        mesh: Arrangement of the ranks of this job, which may differ from the save; detected by default.
+        shardings: Rules for arrays that do not declare their own current sharding (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code. Plain values never need it.
-        options: How the load goes about its work; by default those of `default_options`.
+        options: Settings of the load; by default those of `default_options`.
 
     Returns:
-        The `user_content` of the save, and a report: which tag was loaded, and what that took. Where none was saved, it
-        is a dict of the plain values in `extras` that `extras=` does not ask for, such as the step in a directory of
-        DCP's or in a file of torch.save; None if there are none. What has arrays in it is not among them.
+        The `user_content` of the save, and a report of the loaded tag and the timing. If no user content was saved, it
+        is a dict of the plain values that belong to none of the objects in `extras=`, such as the step in a DCP
+        directory or in a torch.save file; None if there are none. Values with arrays are not included.
 
     Raises:
-        NoCheckpointError: There is no such tag, or none at all.
+        NoCheckpointError: The tag does not exist, or there are no tags.
         IncompatibleCheckpointError: Something does not fit (and `strict`). Nothing was changed.
         CorruptCheckpointError: The tag is damaged. Nothing was changed.
-        ChangedTagError: Another job replaced or removed the tag meanwhile. Nothing was changed.
-        LoadError: The `load_state_dict` of an object raised an exception, on some rank. Nothing was changed, but for a
-            module that is loaded through code of its own, and what its `details` name.
-        UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False. Nothing was changed.
-        UsageError: An argument is not what its place is for, or is on the meta device. Nothing was changed.
+        ChangedTagError: Another job replaced or removed the tag during the load. Nothing was changed.
+        LoadError: The `load_state_dict` of an object raised an exception, on some rank. Nothing was changed, except a
+            module that is loaded through code of its own, and the objects that `details` names.
+        UntrustedObjectError: The tag contains pickled objects, and `trust_pickle` is False. Nothing was changed.
+        UsageError: An argument is invalid, or is on the meta device. Nothing was changed.
     """
     content = TrainingObjects(model=model, optimizer=optimizer, scheduler=scheduler, extras=extras or {})
-    clear_saved_buffers()  # or buffers that are replaced now would be held beside the new ones
+    clear_saved_buffers()  # otherwise replaced buffers would be kept in addition to the new ones
     value, report = _load(
         path,
         tag,
@@ -223,32 +225,32 @@ def restore(
     trust_pickle: bool = False,
     options: LoadOptions | None = None,
 ) -> Restored:
-    """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
+    """Restore a tag, or a part of it, as a new tree. No existing object is changed.
 
     Args:
-        path: Root directory; or, as for `load_checkpoint`, the path of a tag itself, a file of torch.save, or the
-            name of a set of SageMaker model parallel's files.
-        tag: Which checkpoint; None takes the newest good one.
-        like: A tree whose arrays (or `ArraySpec`, `jax.ShapeDtypeStruct`) say what the arrays become: same kind,
-            device and layout. It may name a part of what is stored: ``{"model": {"w": spec}}`` reads only ``w``. Its
-            other leaves are placeholders, for which the stored value comes back. None restores everything, torch
+        path: Root directory; or, as for `load_checkpoint`, the path of a tag itself, of a torch.save file, or of a set
+            of SageMaker model parallel files.
+        tag: Name of the checkpoint; None restores the newest valid one.
+        like: A tree whose arrays (or `ArraySpec`, `jax.ShapeDtypeStruct`) define the restored arrays: same type, device
+            and layout. It may contain only a part of the stored tree: ``{"model": {"w": spec}}`` reads only ``w``. Its
+            other leaves are placeholders, which are replaced by the stored values. None restores everything, torch
             arrays as CPU tensors, numpy and jax arrays as such.
-        cast: Round floating-point values to the element types of `like` (see `load_checkpoint`).
-        num_workers: Threads that read, at most.
-        mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
-        shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
+        cast: Round floating-point values to the dtypes of `like` (see `load_checkpoint`).
+        num_workers: Maximum number of reader threads.
+        mesh: Arrangement of the ranks of this job, which may differ from the save; detected by default.
+        shardings: Rules for arrays that do not declare their own current sharding (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code.
-        options: How the load goes about its work; by default those of `default_options`.
+        options: Settings of the load; by default those of `default_options`.
 
     Returns:
-        The restored tree, and a report: which tag was restored, and what that took.
+        The restored tree, and a report of the restored tag and the timing.
 
     Raises:
-        NoCheckpointError: There is no such tag, or none at all.
-        IncompatibleCheckpointError: `like` names something that is not stored, or has another shape or dtype.
+        NoCheckpointError: The tag does not exist, or there are no tags.
+        IncompatibleCheckpointError: `like` contains a leaf that is not stored, or has another shape or dtype.
         CorruptCheckpointError: The tag is damaged.
-        ChangedTagError: Another job replaced or removed the tag meanwhile.
-        UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
+        ChangedTagError: Another job replaced or removed the tag during the load.
+        UntrustedObjectError: The tag contains pickled objects, and `trust_pickle` is False.
     """
     wish = LoadRequest(
         mesh=mesh,
@@ -265,7 +267,7 @@ def restore(
 
 
 def read_part(path: PathLike, tag: str | None, leaf: str, *, shardings: ShardingRules | None, trust: bool) -> Any:
-    """Read a part of a tag, as `restore` would read all of it, by this process alone (see `Checkpoints.read`)."""
+    """Read a part of a tag in this process only, with the result of `restore` (see `Checkpoints.read`)."""
     wish = LoadRequest(
         mesh=None,
         sharding_rules=parse_rules(shardings),
@@ -283,14 +285,14 @@ def read_part(path: PathLike, tag: str | None, leaf: str, *, shardings: Sharding
 def _load(
     path: PathLike, tag: str | None, content: TrainingObjects | Template, request: LoadRequest
 ) -> tuple[Any, LoadReport]:
-    """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did.
+    """Load the given tag, or the newest valid one, and return its value and the report.
 
-    It waits for the saves of this process on the same path, learns which ranks make it together, begins with all of
-    them, and takes the steps of a `LoadTask`.
+    Wait for the saves of this process on the same path, find the ranks that take part, begin the load with all of them,
+    and run the steps of a `LoadTask`.
     """
     options, file = request.options, resolve_trace_file(request.options.trace)
     phases = PhaseRecorder(LOAD_PHASES, keep_intervals=file is not None)
-    SAVES.drain(normalize_path(path))  # what this process saves there is a tag before anybody looks
+    SAVES.drain(normalize_path(path))  # a save of this process must be a tag before any rank lists the tags
     store, tag = locate_checkpoint(path, tag)
     uploader = None if options.local is None else UPLOADS.get_uploader(*resolve_local_and_remote(path, options.local))
     near = None if uploader is None else uploader.root
@@ -308,7 +310,7 @@ def _load(
         with annotate_errors(path=store.path), job.participate(), disable_inference_mode():
             several = _begin_load(job, call, store.path, uploader)
             if job.exchange.size > 1 or store.path != normalize_path(path):
-                store = store.snapshot_view()  # what others saved meanwhile was not there yet
+                store = store.snapshot_view()  # tags that others saved meanwhile were not visible yet
             load = LoadTask(
                 store=store,
                 local=near,
@@ -320,7 +322,7 @@ def _load(
             )
             value, report = load.load_latest() if tag is None else load.load_named(tag)
     except Exception as error:
-        # Raised to the caller; those who watch loads hear of it here.
+        # The error is raised to the caller; listeners are notified here.
         _finish_load(LoadReport(path=store.path, tag=tag or "", error=error), phases, trace)
         raise
     if job.exchange.rank == 0:
@@ -335,15 +337,15 @@ def _load(
 
 
 def _begin_load(job: Job, call: CallSignature, path: str, uploader: Uploader | None) -> bool:
-    """Begin together with all ranks, when what they save is there; whether their hosts have disks of their own.
+    """Begin the load with all ranks, after their saves have finished, and return True if the hosts have separate disks.
 
-    Then each uploads what no other host can read yet.
+    With separate disks, each disk's leader uploads the files that no other host can read yet.
     """
 
     def word() -> Any:
         for place in (path,) if uploader is None else (path, uploader.root.path):
-            SAVES.wait(place)  # a load may not overtake them
-        WRITE_BARRIER.wait()  # a save to another directory may not have copied yet what is overwritten now
+            SAVES.wait(place)  # a load must not overtake them
+        WRITE_BARRIER.wait()  # a save to another directory may not have copied memory yet that is overwritten now
         alone = uploader is None or job.exchange.size == 1
         return (DiskInfo("") if alone or uploader is None else uploader.get_disk_info(saves=False)).to_json()
 
@@ -360,7 +362,7 @@ def _begin_load(job: Job, call: CallSignature, path: str, uploader: Uploader | N
 
 
 def _finish_load(report: LoadReport, phases: PhaseRecorder, trace: Trace | None) -> LoadReport:
-    """The report of a load that is done now; the log, the trace and the program's functions have it, too."""
+    """Return the report of a finished load, and publish it to the log, the trace and the program's callbacks."""
     ended = time.perf_counter()
     phases.record_interval(LOAD, phases.origin, ended, report.needed_bytes, about=report.tag)
     report = replace(report, seconds=ended - phases.origin, phases=phases.report())
@@ -379,22 +381,22 @@ def _finish_load(report: LoadReport, phases: PhaseRecorder, trace: Trace | None)
 Answer = TypeVar("Answer")
 
 Candidate = tuple[str, bool]
-"""A tag that may be read, and whether that is the one in the directory of ``local=``."""
+"""(tag, True if the copy in the directory of ``local=`` is meant)."""
 
 MAX_SEARCHES = 8
-"""How often the newest tag is looked for, if the one that was found is always replaced or removed meanwhile."""
+"""Maximum number of searches for the newest tag, if each found tag is replaced or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTask:
-    """One load on one rank, and what it needs."""
+    """One load on one rank."""
 
     store: Store
     local: LocalFirstRoot | None
-    """The directory of ``local=``, if there is one."""
+    """Root in the directory of ``local=``, if set."""
 
     is_multi_disk: bool
-    """Whether hosts have disks of their own there. Then all tags are in the object store, and a disk has parts."""
+    """True if hosts have separate local disks. Then all tags are in the object store, and each disk contains parts."""
 
     job: Job
     content: TrainingObjects | Template
@@ -402,11 +404,11 @@ class LoadTask:
     phases: PhaseRecorder
 
     def load_latest(self) -> tuple[Any, LoadReport]:
-        """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
+        """Load the newest valid tag. Other jobs may replace and remove tags meanwhile."""
         return self._load_first_valid(None)
 
     def load_named(self, tag: str) -> tuple[Any, LoadReport]:
-        """Load a tag by its name: if it is in both places, from the nearer one, unless it is damaged there."""
+        """Load a tag by its name, if possible from the local directory, unless it is damaged there."""
         return (
             self._load_first_valid(tag)
             if self.local
@@ -424,7 +426,7 @@ class LoadTask:
                     is_near, tag, self.job.exchange.create_nested(f"{len(changed)}/{tag}/{is_near}")
                 )
             except CorruptCheckpointError as error:
-                if todo:  # else the error itself is raised
+                if todo:  # otherwise the error itself is raised
                     passed = "read from the other place" if todo[0][0] == tag else "passed over"
                     logger.error("tag %s is damaged and %s: %s", tag, passed, error)  # noqa: TRY400
                 damaged[tag, is_near] = error
@@ -487,7 +489,7 @@ class LoadTask:
             left = [problem for part in loadings.parts for problem in part.not_loaded]
             for problem in left:
                 logger.warning("tag %s: not loaded: %s", reader.tag, problem)
-            self._log_warnings(reader, loadings)  # only now: a tag that turns out to be damaged is passed over
+            self._log_warnings(reader, loadings)  # only now, because a damaged tag is skipped
             proof = (
                 self._verify_loaded(reader, loadings, exchange) if self.request.options.prove else LoadVerification()
             )
@@ -504,16 +506,16 @@ class LoadTask:
         return value, report
 
     def _get_cooperative_reader(self, exchange: Exchange) -> CooperativeReader | None:
-        """How ranks read together, if they do."""
+        """Return the reader for cooperative reads, if they are enabled."""
         if self.request.options.replica_read != "share" or exchange.size == 1:
             return None
         check_cooperative_reads()
-        from xla_ckpt.distributed.cooperative_reads import TorchCooperativeReader  # this loads torch
+        from xla_ckpt.distributed.cooperative_reads import TorchCooperativeReader  # imports torch
 
         return TorchCooperativeReader()
 
     def _verify_loaded(self, reader: TagReader, loadings: LoadPlan, exchange: Exchange) -> LoadVerification:
-        """Compare what is installed with the tag."""
+        """Compare the installed arrays with the tag."""
         crew = IoContext(workers=self.request.workers, phases=self.phases)
         naming_tag = wrap_os_errors("reading a tag", path=reader.root, tag=reader.tag)
         with raise_on_all_ranks(exchange, "proving"), naming_tag, pause_gc():
@@ -523,7 +525,7 @@ class LoadTask:
         return proof
 
     def _list_candidates(self, key: str, name: str | None) -> list[Candidate]:
-        """All tags, newest first, or those of one name, as rank 0 sees them: another rank may look a moment later."""
+        """Return all tags, newest first, or those of one name, as rank 0 lists them; other ranks may list later."""
         return [
             (tag, is_near)
             for tag, is_near in broadcast_from_leader(self.job.exchange, key, lambda: self._find_candidates(name))
@@ -532,14 +534,15 @@ class LoadTask:
     def _find_candidates(self, name: str | None) -> list[Candidate]:
         near = [] if self.local is None else self.local.list_complete_entries()
         far = list_tags_newest_last(self.store)
-        # Where each disk has a part: first what the disks have, then all from the object store, if that is damaged.
+        # With separate disks: first the parts on the disks, then everything from the object store, if a disk is
+        # damaged.
         parts = [(entry, is_near) for entry in reversed(far) for is_near in (True, False)]
         both = parts if self.is_multi_disk else order_newest_first(near, far)
         return [(entry.tag, is_near) for entry, is_near in both if name in (None, entry.tag)]
 
     def _open_tag(self, store: Store, tag: str, exchange: Exchange) -> tuple[TagReader, LoadHints | None]:
-        """A reader of the tag. Files of some layouts do not say everything: the targets say the rest, in hints."""
-        # Ranks that look at different moments may see different tags, and would wait for different messages.
+        """Open the tag. If its layout is not self-describing, the targets supply the missing information as hints."""
+        # Ranks that look at different times may find different tags, and would wait for different messages.
         hints: LoadHints | None = None
         if broadcast_from_leader(exchange, "asks", lambda: _needs_hints(store, tag)):
             hints = self._merge_stage_hints(self._collect_hints(exchange), exchange)
@@ -547,22 +550,26 @@ class LoadTask:
             with raise_on_all_ranks(exchange, "opening"):
                 reader = unless_all_have.enter_context(open_tag(store, tag, hints))
             unless_all_have.pop_all()
-        # Where another rank could not open it, it is closed: retention leaves a tag alone that is open.
+        # If another rank could not open the tag, close it, because retention keeps a tag that is open.
         return reader, hints
 
     def _collect_hints(self, exchange: Exchange) -> LoadHints:
-        """What the targets of this rank say."""
+        """Return the hints of the targets of this rank."""
         with raise_on_all_ranks(exchange, "describing"):
             return self.content.get_hints(StateShardings(self.job.placement, self.request.sharding_rules))
 
     def _with_masters(self, reader: TagReader, hints: LoadHints | None, exchange: Exchange) -> TagReader:
-        """The same tag with master weights in the place of weights, where the targets are of their type."""
+        """Return the tag with master weights instead of weights, if the targets have the master weights' dtype."""
         if not has_master_weights(reader.manifest):
             return reader
         return reader.with_manifest(use_master_weights(reader.manifest, hints or self._collect_hints(exchange)))
 
     def _check_version(self, reader: TagReader, exchange: Exchange) -> None:
-        """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded."""
+        """Raise an error if this rank and rank 0 have opened different versions, of which parts would be mixed.
+
+        Raises:
+            ChangedTagError: The versions differ.
+        """
         if exchange.size == 1:
             return
         if exchange.rank == 0:
@@ -577,7 +584,7 @@ class LoadTask:
                 )
 
     def _merge_stage_hints(self, hints: LoadHints, exchange: Exchange) -> LoadHints:
-        """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""
+        """Merge the optimizer groups of all pipeline stages, because foreign optimizers number their parameters."""
         mesh = self.job.placement.mesh
         if mesh.pp == 1:
             return hints
@@ -598,7 +605,7 @@ class LoadTask:
         )
 
     def _find_unexpected_keys(self, loadings: LoadPlan, exchange: Exchange) -> list[LoadProblem]:
-        """What is stored and not wanted here; over pipeline stages, what none of them wants."""
+        """Return stored keys that are not wanted; with pipeline stages, only those that no stage wants."""
         own = {p.leaf: p for part in loadings.parts for p in part.unexpected}
         if self.job.placement.mesh.pp == 1:
             return list(own.values())
@@ -611,23 +618,23 @@ class LoadTask:
         return [LoadProblem(leaf, text) for leaf, text in common]
 
     def _check_any_fits(self, loadings: LoadPlan, exchange: Exchange) -> bool:
-        """Whether an array of some rank fits."""
+        """Return True if an array of some rank fits."""
         fits = bool(loadings.targets)
         return (
             fits if self.request.strict else bool(gather_and_combine(exchange, "fits", fits, any, range(exchange.size)))
         )
 
     def _compare_base(self, loadings: LoadPlan, exchange: Exchange) -> list[LoadProblem]:
-        """That the ranks have another base than the tag names, if it names one."""
+        """Return the problems if the base weights of the ranks differ from the base that the tag records, if any."""
         if loadings.base is None:
             return []
         here = gather_and_combine(exchange, "base", loadings.base.local_digests, merge_digests, range(exchange.size))
         return loadings.base.find_problems(here)
 
     def _log_warnings(self, reader: TagReader, loadings: LoadPlan) -> None:
-        """Say once for each pipeline stage which of its arrays were stored from replicas that differed.
+        """Log a warning about arrays that were stored from diverged replicas, once per pipeline stage.
 
-        And once for the job that it leaves a scheduler or an optimizer behind.
+        Also log a warning, once per job, about a stored scheduler or optimizer that is not loaded.
         """
         divergence = reader.describe_divergence(loadings.targets)
         if divergence is not None and self.job.placement.is_stage_leader:
@@ -643,13 +650,17 @@ class LoadTask:
     def _check_compatibility(
         self, reader: TagReader, loadings: LoadPlan, unexpected: Sequence[LoadProblem], *, fits: bool
     ) -> tuple[str, ...]:
-        """What does not fit, and is left alone."""
+        """Return descriptions of the state that does not fit and is not loaded.
+
+        Raises:
+            IncompatibleCheckpointError: The state does not fit, and `strict` is True or no array fits.
+        """
         problems = [*(p for part in loadings.parts for p in part.problems), *unexpected]
         refused = [problem for problem in problems if not problem.is_ignorable]
         if refused and (self.request.strict or (not fits and reader.manifest.arrays)):
             objects = self.content if isinstance(self.content, TrainingObjects) else None
             ranks = self.job.placement.world_size
-            # Of another library's tag the optimizer is looked at only if it is asked for.
+            # The optimizer of another library's tag is read only if an optimizer is loaded.
             may_store = reader.foreign_objects is not None or has_master_weights(reader.manifest)
             masters = objects is not None and objects.optimizer is None and may_store
             error = create_incompatible_error(
@@ -671,13 +682,13 @@ class LoadTask:
 
 
 def _needs_hints(store: Store, tag: str) -> bool:
-    """Whether the files of a tag do not say everything."""
+    """Return True if the files of a tag are not self-describing."""
     foreign = find_foreign_tag(store, tag)
     return foreign is not None and foreign[0].asks
 
 
 def _make_all_damaged_error(damaged: Mapping[Candidate, CorruptCheckpointError]) -> CorruptCheckpointError:
-    """The error for a root in which no tag is good: that of the newest one, which names the others."""
+    """Return the error for a root without a valid tag: the error of the newest tag, with the others in its details."""
     (_, newest), *others = damaged.items()
     if others:
         lines = [f"  tag {tag}: {error.problem}" for (tag, _), error in others]
@@ -687,7 +698,7 @@ def _make_all_damaged_error(damaged: Mapping[Candidate, CorruptCheckpointError])
 
 
 def _make_lost_rank_error(lost: RankFailedError, reader: TagReader) -> RankFailedError:
-    """The error for a rank that was lost when this one had all that it needs: its objects are not left in between."""
+    """Return the error for a rank that was lost after this rank had verified and loaded everything it needs."""
     return RankFailedError(
         f"{lost.problem}; this rank's objects have the values of tag {reader.tag}, all of them verified",
         path=reader.root,
@@ -703,16 +714,16 @@ _MODEL_AND_OPTIMIZER_HINT = "model= and optimizer= (--like)"
 
 @contextlib.contextmanager
 def replace_model_hints(replacement: str = "xla_ckpt.restore(like=...) (--like)") -> Iterator[None]:
-    """For a call that takes no model, have the hints of its errors name what it takes instead.
+    """Rewrite the hints of errors that the block raises for a call that has no `model` argument.
 
     Args:
-        replacement: What says how the arrays were: an argument of the call, or another call that has one.
+        replacement: Argument of the call, or another call, that describes the expected arrays.
     """
     try:
         yield
     except CheckpointError as error:
         if error.hint is not None:
-            # Numbers get names from a program's model and optimizer alone, and no tree of arrays has those.
+            # Parameter names for numbered state come only from a model and an optimizer, not from a tree of arrays.
             both = error.hint.replace(
                 _MODEL_AND_OPTIMIZER_HINT, "xla_ckpt.load_checkpoint(model=..., optimizer=...) (--like)"
             )

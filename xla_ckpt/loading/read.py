@@ -1,4 +1,4 @@
-"""Read and verify the blocks of a restore plan, with a pool of threads.
+"""Read and verify the blocks of a restore plan, with a thread pool.
 
 Bytes that go directly into their destination are verified there; all others are staged in the buffer of a worker,
 verified, and copied. Every digest block is compared with its digest.
@@ -26,7 +26,7 @@ from xla_ckpt.snapshot.memory import SlabAllocator
 from xla_ckpt.storage.threads import HUGE_PAGE_BYTES, get_worker_count, run_tasks
 
 SCRATCH_BYTES = HUGE_PAGE_BYTES
-"""What a thread reads at a time where it goes around the cache of the storage: into one huge page (see `run_tasks`)."""
+"""Number of bytes of each uncached read of a thread: into one huge page (see `run_tasks`)."""
 
 _MISMATCH_HINT = (
     "Load again, into new memory or on another device; if the error returns, the device, or the program that writes to "
@@ -34,7 +34,7 @@ _MISMATCH_HINT = (
 )
 
 Buffers = Sequence[memoryview]
-"""Memory of the wanted boxes: writable bytes in C order, by `ReadRequest.slot`."""
+"""Memory of the requested boxes: writable bytes in C order, by `ReadRequest.slot`."""
 
 
 def read_into(
@@ -47,11 +47,11 @@ def read_into(
 ) -> None:
     """Fill the slots from the tag, verifying every block.
 
-    `slabs` is where slots of new memory come from.
+    `slabs` is the allocator of slots in new memory.
 
     Raises:
-        CorruptCheckpointError: A block is not what was saved. Slots may be partly filled by then.
-        OSError: The storage refused.
+        CorruptCheckpointError: A block differs from the saved bytes. Slots may be partly filled then.
+        OSError: The storage failed.
     """
     io = IoContext() if io is None else io
 
@@ -73,11 +73,11 @@ def verify_reads(
     *,
     on_problem: Callable[[CorruptCheckpointError], None] | None = None,
 ) -> None:
-    """Verify everything that the plan would read, and keep none of it.
+    """Verify everything that the plan would read, without keeping the bytes.
 
     Raises:
-        CorruptCheckpointError: A block is not what was saved; with `on_problem`, that is called instead.
-        OSError: The storage refused.
+        CorruptCheckpointError: A block differs from the saved bytes; with `on_problem`, that is called instead.
+        OSError: The storage failed.
     """
     io = IoContext() if io is None else io
 
@@ -94,17 +94,17 @@ def verify_reads(
 
 
 def verify_loaded(tag: TagReader, plan: RestorePlan, buffers: Buffers, io: IoContext) -> None:
-    """Compare memory with what the plan would read into it.
+    """Compare memory with the bytes that the plan would read into it.
 
-    Each stored block has to have its digest when the bytes of the slots are in it.
+    Each stored block must have its digest when it is filled with the bytes of the slots.
 
-    No two reads of the plan may want the same stored bytes. Blocks that are wanted in part are read again for the rest
-    of them, and those of foreign files that have no digests are read whole.
+    No two reads of the plan may request the same stored bytes. The rest of partly requested blocks is read again, and
+    blocks of foreign files without digests are read completely.
 
     Raises:
-        UnprovenLoadError: A slot holds other bytes.
-        CorruptCheckpointError: What is read again is not what was saved.
-        OSError: The storage refused.
+        UnprovenLoadError: The bytes in a slot differ.
+        CorruptCheckpointError: Bytes that are read again differ from the saved bytes.
+        OSError: The storage failed.
     """
 
     def work(batch: ReadBatch, buffer: memoryview) -> None:
@@ -133,7 +133,7 @@ def _run_batches(
     direct: bool,
     scratch: int = 0,
 ) -> None:
-    """Work off what is read, each worker with `scratch` bytes and a buffer that the largest batch fits into."""
+    """Run the read batches, each worker with `scratch` bytes and a buffer for the largest batch."""
     costs = tag.directory.costs
     with pause_gc():
         batches = plan_read_batches(plan, direct=direct, costs=costs)
@@ -170,7 +170,7 @@ def _read_direct(
 def _read_staged(
     tag: TagReader, batch: ReadBatch, buffer: memoryview, buffers: Buffers, scratch: memoryview, phases: PhaseRecorder
 ) -> None:
-    """Read a batch into the buffer, verify it, and copy what is wanted to its destinations."""
+    """Read a batch into the buffer, verify it, and copy the requested parts to their destinations."""
     data = buffer[: batch.stop - batch.start]
     _read_blocks(tag, batch, data, scratch, phases)
     with phases.measure("read"):
@@ -189,15 +189,15 @@ def _read_blocks(
 ) -> None:
     """Read the blocks of a batch, and compare each with its digest. Some foreign files have no digests.
 
-    They come in pieces: a digest that is taken just after a read finds the bytes in the processor's cache.
+    Blocks are read in pieces, so that the bytes are still in the processor's cache when they are digested.
 
     Args:
-        tag: What is read.
-        batch: What of it.
-        memory: For the bytes of the batch; if they are not kept, at least for one piece.
-        scratch: As `Source.read_once` has it. Without it, the bytes will be read again.
-        phases: Receives what is measured.
-        keep: Whether all bytes are in the memory in the end. If not, each piece overwrites the one before it.
+        tag: Reader of the tag.
+        batch: Batch to read.
+        memory: Memory for the bytes of the batch; if they are not kept, at least for one piece.
+        scratch: Scratch memory for `FileReader.read_once`. None if the bytes will be read again.
+        phases: Recorder of the time spent.
+        keep: Keep all bytes in the memory. If False, each piece overwrites the previous one.
     """
     blocks, about = (
         DigestBlocks.from_batch(batch),
@@ -222,7 +222,7 @@ def _fill_memory(tag: TagReader, batch: ReadBatch, into: memoryview, offset: int
     try:
         got = source.read_into(into, offset) if scratch is None else source.read_once(into, offset, scratch)
     except FileNotFoundError:
-        raise tag.make_missing_error(batch.file) from None  # a store that was not asked for it when it was opened
+        raise tag.make_missing_error(batch.file) from None  # a store that did not check the file when it was opened
     if got < len(into):
         raise CorruptCheckpointError(
             "a payload file ends too early",
@@ -236,7 +236,7 @@ def _fill_memory(tag: TagReader, batch: ReadBatch, into: memoryview, offset: int
 
 
 def _match_copies(batch: ReadBatch, data: memoryview, buffers: Buffers) -> Iterator[tuple[Any, Any]]:
-    """What the reads of a batch want, in the slots and in `data`, the bytes of the batch: memory of the same shape."""
+    """Yield the requested parts of a batch, as memory of the same shape in the slots and in `data`."""
     plan, read = batch.plan, batch.extents.plan_row
     low, high = batch.wanted_ranges
     in_slot, in_file = plan.slot_offset[read] + low - plan.shard_offset[read], low + plan.offset[read] - batch.start
@@ -249,12 +249,12 @@ def _match_copies(batch: ReadBatch, data: memoryview, buffers: Buffers) -> Itera
 
 
 def _map_scattered(part: ScatteredPart, slot: memoryview, data: memoryview) -> tuple[Any, Any]:
-    """A part that is no run of bytes, in its slot and in the bytes of its shard from its first to its last."""
+    """Return views of a non-contiguous part, in its slot and in the bytes of its shard from first to last."""
     stored, target = (
         compute_runs(part.part_box, part.stored_box, part.itemsize),
         compute_runs(part.part_box, part.memory_box, part.itemsize),
     )
-    # Both sides as arrays of runs of bytes, with the same shape and each side's own strides: numpy copies them.
+    # Both sides are arrays of runs of bytes, of the same shape with different strides: numpy copies them.
     outer, run = _compute_common_runs(part, min(stored.run_bytes, target.run_bytes))
     shape = (*part.part_box.shape[:outer], run)
     file_steps = (*compute_strides(part.stored_box.shape, part.itemsize)[:outer], 1)
@@ -264,10 +264,9 @@ def _map_scattered(part: ScatteredPart, slot: memoryview, data: memoryview) -> t
 
 
 def _compute_common_runs(part: ScatteredPart, nbytes: int) -> tuple[int, int]:
-    """(outer dims, bytes of a run) of a part that has runs of at least `nbytes` bytes on both sides.
+    """Return (outer dims, bytes of a run) of a part that has runs of at least `nbytes` bytes on both sides.
 
-    The inner dims, as many as make up that many bytes, are one run in the shard and in the slot. The outer dims say how
-    many runs there are.
+    The inner dims that make up these bytes are one run in the shard and in the slot. The outer dims count the runs.
     """
     outer, run = len(part.part_box.shape), part.itemsize
     while outer > 0 and run < nbytes:
@@ -278,20 +277,20 @@ def _compute_common_runs(part: ScatteredPart, nbytes: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestBlocks:
-    """The digest blocks of a batch: a row for each."""
+    """Digest blocks of a batch, one row per block."""
 
     batch: ReadBatch
     extent: IntArray
-    """Row of the extent that it belongs to."""
+    """Row of the extent that contains the block."""
 
     block: IntArray
-    """Which of the blocks of its shard it is."""
+    """Index of the block in its shard."""
 
     begin: IntArray
     """File offset of the first byte."""
 
     end: IntArray
-    """File offset of one past the last byte."""
+    """File offset of the end, exclusive."""
 
     @classmethod
     def from_batch(cls, batch: ReadBatch) -> DigestBlocks:
@@ -310,7 +309,7 @@ class DigestBlocks:
         return len(self.extent)
 
     def get_stored_digests(self, tag: TagReader) -> list[int] | None:
-        """Their digests, as the tag has them; None if it has none."""
+        """Return the digests that the tag contains; None if it contains none."""
         table = tag.get_digest_table(self.batch.file)
         if table is None:
             return None
@@ -320,19 +319,19 @@ class DigestBlocks:
         return digests
 
     def split_into_pieces(self, nbytes: int) -> Iterator[tuple[range, int, int]]:
-        """(rows, file offset of their first byte and of one past their last) of blocks that are read together.
+        """Yield (rows, file offset of their first byte, file offset of their end) of blocks that are read together.
 
-        They are of about so many bytes, and of more where single blocks are larger.
+        A piece has about `nbytes` bytes, or more if single blocks are larger.
         """
         ahead, behind = np.minimum.accumulate(self.begin[::-1])[::-1], np.maximum.accumulate(self.end)
         number = (self.begin - self.batch.start) // nbytes
-        # Several reads may want the same block: it is in the piece of all of them.
+        # Several reads may request the same block: it is in the piece of all of them.
         cuts = np.flatnonzero((ahead[1:] >= behind[:-1]) & (number[1:] != number[:-1])) + 1
         for first, last in pairwise([0, *cuts.tolist(), len(number)]):
             yield range(first, last), int(self.begin[first]), int(behind[last - 1])
 
     def compute_digests(self, data: memoryview, rows: range) -> list[int]:
-        """The digests of some of them, whose bytes `data` are: from the first byte of the first of them on."""
+        """Return the digests of some blocks, whose bytes, from the first byte of the first block on, are `data`."""
         start = int(self.begin[rows.start])
         begin, end = self.begin[rows.start : rows.stop].tolist(), self.end[rows.start : rows.stop].tolist()
         return [compute_digest(data[a - start : b - start]) for a, b in zip(begin, end, strict=True)]
@@ -347,9 +346,10 @@ class DigestBlocks:
         hint: Callable[[], str],
         rows: range,
     ) -> None:
-        """Raise an error if some of them, whose bytes `data` are, have other digests than are expected of all.
+        """Raise an error if the digests of some blocks, whose bytes are `data`, differ from `expected`.
 
-        The hint is asked for only then: whether there is a parity is a question to the storage.
+        `expected` contains the digests of all blocks. The hint is computed only for an error, because finding the
+        parity takes a request to the storage.
         """
         for bad, actual in zip(rows, self.compute_digests(data, rows), strict=True):
             if actual != expected[bad]:

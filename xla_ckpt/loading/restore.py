@@ -1,7 +1,7 @@
 """Restore arrays: fill the memory of all targets from a checkpoint, verifying every byte.
 
-Nothing that the program uses is overwritten before all ranks have verified their part. Targets that share memory are
-filled only if the checkpoint has the same values for all of them.
+No memory that the program uses is overwritten before all ranks have verified their part. Targets that share memory
+are filled only if the checkpoint contains the same values for all of them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from xla_ckpt.snapshot.memory import ByteArray, SlabAllocator
 from xla_ckpt.storage.threads import READ_THREADS, get_worker_count
 
 MAX_STAGED_BYTES = 128 * 1024 * 1024
-"""Bytes of small arrays in the program's memory, at most, that are read into other memory and copied, in place of being
-read twice. Of a large one the pages of that memory would cost more than a second read from the page cache."""
+"""Maximum number of bytes of small arrays in the program's memory that are staged and copied instead of being read
+twice. For a large array, page faults of the staging memory would cost more than a second read from the page cache."""
 
 MAX_UNCACHED_STAGED_BYTES = 4 << 30
-"""The same of arrays of any size, where no cache keeps what was read: a second read would be a second transfer."""
+"""The same limit for storage without a page cache, for arrays of any size: a second read would be a second transfer."""
 
 
 MAX_UNCHECKED_BYTES = 1 << 30
-"""Bytes of new memory that are taken without a look at the files that are to fill it."""
+"""Maximum number of bytes of new memory that are allocated before the sizes of the files are checked."""
 
 
 class CooperativeReader(Protocol):
-    """How ranks that need the same bytes read them together (`xla_ckpt.distributed.cooperative_reads`)."""
+    """Cooperative reads by ranks that need the same bytes (`xla_ckpt.distributed.cooperative_reads`)."""
 
     def agree(self, exchange: Exchange, wants: Sequence[ReadRequest]) -> ReadShare:
-        """Find out which ranks want the same, and deal the reading out among them."""
+        """Find the ranks that need the same bytes, and assign the reads to them."""
 
     def exchange(
         self,
@@ -57,67 +57,67 @@ class CooperativeReader(Protocol):
         rows: Sequence[tuple[OverlappingReads, ReadRequest]],
         itemsize: Mapping[str, int],
     ) -> None:
-        """Send on what this rank read for others, and receive what they read for it. All ranks of the job call it.
+        """Send bytes that this rank read for others, and receive bytes that they read for it. All ranks call this.
 
-        `rows` are the reads for mixed boxes, whose memory is in `buffers`, too; `itemsize` is in bytes, by leaf path.
+        `rows` are the reads of overlapping boxes, whose memory is also in `buffers`; `itemsize` is in bytes, by leaf
+        path.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TargetMemory:
-    """The memory of all wanted boxes."""
+    """Memory of all requested boxes."""
 
     buffers: list[memoryview]
     requests: list[ReadRequest]
     live: frozenset[int]
-    """Slots that are memory of the program. They are written only after all their bytes have been verified."""
+    """Slots in memory of the program. They are written only after all their bytes have been verified."""
 
     slabs: SlabAllocator
-    """Where the new memory among them comes from."""
+    """Allocator of the new memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreContext:
-    """How targets are filled, and with whom."""
+    """Settings of a restore, and its connection to the other ranks."""
 
     exchange: Exchange
-    """Where the ranks meet."""
+    """Message exchange with the other ranks."""
 
     phases: PhaseRecorder
-    """Receives what is measured."""
+    """Recorder of the time spent."""
 
     on_verified: Callable[[], None] = lambda: None
-    """Called on all ranks when everything is verified, and no memory that the program uses is overwritten."""
+    """Callback on all ranks when everything is verified, and before memory of the program is overwritten."""
 
     unshared_leaves: Collection[str] = ()
-    """Leaf paths of targets of new memory that have to be filled by then: this rank reads them itself."""
+    """Leaf paths of targets in new memory that must be filled before `on_verified`: this rank reads them itself."""
 
     cooperative_reader: CooperativeReader | None = None
-    """Ranks that need the same bytes read them together; None if each reads its own."""
+    """Cooperative reads by ranks that need the same bytes; None if each rank reads its own."""
 
     late_loss: LatePeerLoss | None = None
-    """Keeps the error if a rank is lost after all ranks have verified their part, and this one does not depend on it:
-    the memory of this rank is filled all the same. None raises it."""
+    """Receiver of the error if a rank is lost after all ranks have verified their part, and this rank does not depend
+    on it: the memory of this rank is filled nevertheless. None raises the error."""
 
     workers: int = READ_THREADS
-    """Threads that read, at most."""
+    """Maximum number of reader threads."""
 
     show_progress: bool | None = False
-    """Whether a progress bar is shown; None decides by itself."""
+    """True if a progress bar is shown; None decides automatically."""
 
 
 def restore_targets(reader: TagReader, targets: Mapping[str, Target], context: RestoreContext) -> tuple[int, int]:
-    """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
+    """Fill the memory of all targets. All ranks of the job call this; all raise the same error.
 
-    What goes into memory that the program uses is read twice: once to verify it, and once to overwrite the memory.
-    Small arrays are read once, and wait in other memory; from an object store large ones, too
-    (`MAX_UNCACHED_STAGED_BYTES`). No rank overwrites before all ranks have verified their part, so a damaged tag
-    changes nothing anywhere.
+    Bytes for memory that the program uses are read twice: once to verify them, and once to overwrite the memory. Small
+    arrays are read once into staging memory; from an object store large ones, too (`MAX_UNCACHED_STAGED_BYTES`). No
+    rank overwrites memory before all ranks have verified their part, so a damaged tag changes nothing on any rank.
 
     Args:
-        reader: The tag.
-        targets: Leaf path -> where the array goes.
-        context: How they are filled, and with whom.
+        reader: Reader of the tag.
+        targets: Leaf path -> target of the array.
+        context: Settings of the restore.
 
     Returns:
         Bytes that the targets need, and bytes that were read for them.
@@ -125,7 +125,7 @@ def restore_targets(reader: TagReader, targets: Mapping[str, Target], context: R
     Raises:
         CorruptCheckpointError: The tag is damaged.
         IncompatibleCheckpointError: Targets share memory, and different values are stored for them.
-        StorageError: The storage refused.
+        StorageError: The storage failed.
         RankFailedError: Another rank was lost.
     """
     exchange, phases, sharing = context.exchange, context.phases, context.cooperative_reader
@@ -141,7 +141,7 @@ def restore_targets(reader: TagReader, targets: Mapping[str, Target], context: R
             shared = _plan_shared_reads(reader, memory, plan, itemsize, context)
         slots = memory.buffers if shared is None else shared.buffers
         reads = plan if shared is None else shared.reads
-        # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
+        # No staging with cooperative reads: bytes from other ranks arrive after the staged bytes are in place.
         with pause_gc():
             staged = {} if shared is not None else _allocate_staging(memory, cached=reader.directory.costs.is_cached)
             slots = [staged.get(i, slot) for i, slot in enumerate(slots)]
@@ -149,7 +149,7 @@ def restore_targets(reader: TagReader, targets: Mapping[str, Target], context: R
             to_live = reads.match_slots(twice)
             in_use, fresh = reads.select(to_live), reads.select(~to_live)
             total = fresh.read_bytes + 2 * in_use.read_bytes
-    # The bytes of `is_in_use` count twice: they are verified before anything is overwritten, and then read again.
+    # The bytes of `in_use` count twice: they are verified before anything is overwritten, and then read again.
     what = f"load {reader.tag} (verify, then read)" if len(in_use) else f"load {reader.tag}"
     with ProgressBar(what, total, context.show_progress) as bar:
         crew = IoContext(workers=context.workers, progress=bar, phases=phases)
@@ -158,15 +158,15 @@ def restore_targets(reader: TagReader, targets: Mapping[str, Target], context: R
             verify_reads(reader, in_use, crew)
         with phases.measure("install"):
             context.on_verified()
-        # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
-        # Who has to send on what it read depends on the others to the end.
+        # From here on memory of the program changes: every byte to be written there has been verified, on every rank. A
+        # rank that sends bytes to others depends on them until the end.
         ending = raise_on_all_ranks(exchange, "overwriting")
         if context.late_loss is not None and shared is None:
             ending = context.late_loss.raise_on_all_ranks("overwriting")
         with ending, wrap_os_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, in_use, slots, replace(crew, workers=get_worker_count(context.workers, 3)))
             with phases.measure("install"):
-                for slot, data in staged.items():  # what is verified goes into the memory of the program
+                for slot, data in staged.items():  # verified bytes go into the memory of the program
                     memory.buffers[slot][:] = data
     if sharing is not None and shared is not None:
         with phases.measure("read"):
@@ -175,7 +175,7 @@ def restore_targets(reader: TagReader, targets: Mapping[str, Target], context: R
 
 
 def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
-    """Look at the sizes of the files before much memory is taken for them: a manifest may claim any size.
+    """Check the sizes of the files before much memory is allocated for them, because a manifest may contain any size.
 
     Raises:
         CorruptCheckpointError: A file is missing, or has another size.
@@ -191,7 +191,7 @@ def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
 
 
 def _allocate_staging(memory: TargetMemory, *, cached: bool) -> dict[int, memoryview]:
-    """Other memory for slots of the program's that are not read twice, in their order, as many as may be; by slot."""
+    """Allocate staging memory for slots in the program's memory, in order, up to the limit; returned by slot."""
     small = [slot for slot in sorted(memory.live) if not cached or len(memory.buffers[slot]) < DIRECT_BYTES]
     sizes = [len(memory.buffers[slot]) for slot in small]
     fitting = bisect_right(list(accumulate(sizes)), MAX_STAGED_BYTES if cached else MAX_UNCACHED_STAGED_BYTES)
@@ -200,14 +200,14 @@ def _allocate_staging(memory: TargetMemory, *, cached: bool) -> dict[int, memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedReadPlan:
-    """What this rank reads when ranks read together."""
+    """Reads of this rank in a cooperative read."""
 
     share: ReadShare
     rows: list[tuple[OverlappingReads, ReadRequest]]
-    """What this rank reads of boxes that lie in the same rows, on behalf of all ranks that want one of them."""
+    """Reads of boxes in the same rows, which this rank performs for all ranks that need one of them."""
 
     buffers: list[memoryview]
-    """The memory of all wanted boxes, and behind it that of `rows`."""
+    """Memory of all requested boxes, followed by the memory of `rows`."""
 
     reads: RestorePlan
 
@@ -215,12 +215,12 @@ class _SharedReadPlan:
 def _plan_shared_reads(
     reader: TagReader, memory: TargetMemory, plan: RestorePlan, itemsize: Mapping[str, int], context: RestoreContext
 ) -> _SharedReadPlan:
-    """Agree with the other ranks on who reads what; `plan` is what this rank would read without them."""
+    """Agree with the other ranks on the assignment of reads; `plan` contains this rank's reads without cooperation."""
     assert context.cooperative_reader is not None
     common, alone = [], frozenset(context.unshared_leaves)
     for want in memory.requests:
         record = reader.manifest.find_array(want.leaf)
-        # What each rank has of its own is not the same bytes, although leaf path and box are the same.
+        # Rank-local arrays are not the same bytes, although leaf path and box are the same.
         if record is not None and not record.is_rank_local and want.leaf not in alone:
             common.append(want)
     share = context.cooperative_reader.agree(context.exchange, common)
@@ -237,7 +237,7 @@ def _plan_shared_reads(
 
 
 def allocate_memory(targets: Mapping[str, Target]) -> TargetMemory:
-    """The memory of the boxes of all targets, numbered."""
+    """Allocate the memory of the boxes of all targets, as numbered slots."""
     slots: list[memoryview] = []
     wants: list[ReadRequest] = []
     live: set[int] = set()
@@ -255,7 +255,7 @@ def allocate_memory(targets: Mapping[str, Target]) -> TargetMemory:
 
 @dataclass(frozen=True, slots=True)
 class _TargetRegion:
-    """A box of a target, and the memory of the program that it goes into."""
+    """Box of a target, and the memory of the program into which it is written."""
 
     leaf: str
     box: Box
@@ -263,13 +263,14 @@ class _TargetRegion:
 
 
 def check_overlaps(reader: TagReader, targets: Mapping[str, Target]) -> None:
-    """Find out whether targets that share memory get the same values, before anything is overwritten.
+    """Check that targets that share memory get the same values, before anything is overwritten.
 
-    What is stored for them is read for that, into other memory. Names of one stored array need no look.
+    The stored values are read into other memory for this check. Aliases of one stored array need no check.
 
     Raises:
-        IncompatibleCheckpointError: They do not: the load would leave those of the target that is filled last.
-        CorruptCheckpointError: What is read for that is damaged.
+        IncompatibleCheckpointError: The values differ; the load would leave the values of the target that is filled
+            last.
+        CorruptCheckpointError: The bytes that are read for this check are damaged.
     """
     for places in _find_overlaps(targets):
         aliases = reader.manifest.aliases
@@ -279,13 +280,13 @@ def check_overlaps(reader: TagReader, targets: Mapping[str, Target]) -> None:
 
 
 def _find_overlaps(targets: Mapping[str, Target]) -> Iterator[list[_TargetRegion]]:
-    """Places whose spans of memory meet."""
+    """Yield groups of regions whose spans of memory overlap."""
     spans: dict[Hashable, list[tuple[int, int, str]]] = {}
     of_each = apply_by_kind(targets.values(), lambda kind, some: kind.list_spans(some))
     for leaf, of_target in zip(targets, of_each, strict=True):
         for space, low, high in of_target:
             spans.setdefault(space, []).append((low, high, leaf))
-    # Nearly every target has memory of its own: only of the others is looked at each box.
+    # Nearly every target has memory of its own; boxes are compared only for the others.
     for meeting in spans.values():
         if len(meeting) > 1:
             near = _find_overlapping_leaves(meeting)
@@ -295,7 +296,7 @@ def _find_overlaps(targets: Mapping[str, Target]) -> Iterator[list[_TargetRegion
 
 
 def _find_overlapping_leaves(spans: Sequence[tuple[int, int, str]]) -> set[str]:
-    """The leaf paths whose span meets another one."""
+    """Return the leaf paths whose span overlaps another one."""
     low, high = np.array([span[:2] for span in spans], np.int64).T
     order = np.lexsort((high, low))
     reach = np.maximum.accumulate(high[order])
@@ -305,7 +306,7 @@ def _find_overlapping_leaves(spans: Sequence[tuple[int, int, str]]) -> set[str]:
 
 
 def _group_overlapping_regions(targets: Mapping[str, Target]) -> Iterator[list[_TargetRegion]]:
-    """Places of some targets whose spans of memory meet."""
+    """Yield groups of regions of some targets whose spans of memory overlap."""
     spaces: dict[object, list[tuple[int, int, _TargetRegion]]] = {}
     for leaf, target in targets.items():
         for box, memory in zip(target.boxes, target.get_aliased_memory(), strict=False):
@@ -327,7 +328,11 @@ def _group_overlapping_regions(targets: Mapping[str, Target]) -> Iterator[list[_
 
 
 def _check_values(reader: TagReader, targets: Mapping[str, Target], regions: list[_TargetRegion]) -> None:
-    """Write what is stored into memory that lies as the program's does: each place must keep what was written."""
+    """Write the stored values into a copy of the program's memory layout, and check that each region keeps its values.
+
+    Raises:
+        IncompatibleCheckpointError: Types or values differ.
+    """
     leaves = list(dict.fromkeys(place.leaf for place in regions))
     stored = {targets[leaf].dtype for leaf in leaves}
     if len(stored) > 1:
@@ -348,7 +353,7 @@ def _check_values(reader: TagReader, targets: Mapping[str, Target], regions: lis
 
 
 def _view_memory(memory: ByteArray, place: StridedMemory, low: int, itemsize: int) -> ByteArray:
-    """The bytes of a place, in memory whose first byte stands for `low`, for elements of another size (of a cast)."""
+    """Return a view of a region's bytes, in memory that starts at address `low`, for another item size (of a cast)."""
     first = (place.address - low) * itemsize // place.itemsize
     steps = (*(step * itemsize // place.itemsize for step in place.strides), 1)
     return np.lib.stride_tricks.as_strided(memory[first:], (*place.shape, itemsize), steps)

@@ -1,7 +1,7 @@
-"""Restore targets: the memory that a restore fills, and how the array is installed afterwards.
+"""Restore targets: the memory that a restore fills, and the installation of the array afterwards.
 
 Array adapters implement `Target`. `cast_target` wraps a target of another floating-point type; values are rounded as
-torch rounds them: to the nearest, ties to even.
+in torch: to the nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -19,79 +19,79 @@ from xla_ckpt.core.sharding.memory_layout import StridedMemory
 from xla_ckpt.snapshot.memory import SlabAllocator
 
 MemorySpan = tuple[Hashable, int, int]
-"""A memory, and in it the address of the lowest byte and of the one behind the highest."""
+"""(memory space, address of the lowest byte, address behind the highest byte)."""
 
 
 class Target(Protocol):
-    """Memory that a restore fills, and what becomes of it.
+    """Memory that a restore fills, and the array that it becomes.
 
-    A load has thousands of targets and few kinds of them. What is done with all of them is asked of the kind, which may
-    know a way that is faster than to ask each one.
+    A load has thousands of targets of few classes. Operations on all of them are class methods, which may be faster
+    than a loop over the targets.
     """
 
     dtype: DType
     local: LocalArray
-    """Where the array's elements lie in the global array. Of a region that several devices hold, each is a piece."""
+    """Placement of the array's elements in the global array. A region on several devices is one piece per device."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape that the target wants."""
+        """Global shape of the target."""
         return self.local.shape
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The regions of the global array that this process wants, each of them once."""
+        """Distinct regions of the global array that this process needs."""
         return self.local.boxes
 
     @property
     def live(self) -> bool:
-        """Whether the memory is the caller's own, so that a failed read would leave it half-written."""
+        """True if the memory belongs to the caller, so that a failed read would leave it partly overwritten."""
 
     def allocate(self, slabs: SlabAllocator) -> list[memoryview]:
-        """The memory of each box, in C order. Called once, when everything has been checked."""
+        """Return the memory of each box, in C order. Called once, after all checks."""
 
     def install(self) -> Any:
-        """Called when the memory is filled: puts it in place, and returns the array."""
+        """Put the filled memory in place, and return the array."""
 
     def get_aliased_memory(self) -> Sequence[StridedMemory]:
-        """The memory of the program that each box ends up in, however it gets there; none if the array is a new one."""
+        """Return the program's memory into which each box is written, directly or later; empty for a new array."""
         return ()
 
-    def with_weak_type(self, weak_type: bool) -> Target:  # only arrays of jax have one
-        """The same target for an array with a weak type, or without."""
+    def with_weak_type(self, weak_type: bool) -> Target:  # only jax arrays have one
+        """Return the target for an array with or without a weak type."""
         return self
 
     @classmethod
     def allocate_all(cls, targets: Sequence[Any], slabs: SlabAllocator) -> list[list[memoryview]]:
-        """`allocate` of some targets of this kind."""
+        """Call `allocate` for targets of this class."""
         return [target.allocate(slabs) for target in targets]
 
     @classmethod
     def install_all(cls, targets: Sequence[Any]) -> list[Any]:
-        """`install` of some targets of this kind."""
+        """Call `install` for targets of this class."""
         return [target.install() for target in targets]
 
     @classmethod
     def list_spans(cls, targets: Sequence[Any]) -> list[list[MemorySpan]]:
-        """Where the memory of `get_aliased_memory` lies, of some targets of this kind."""
+        """Return the spans of `get_aliased_memory` for targets of this class."""
         return [[(memory.memory_space, *memory.span) for memory in target.get_aliased_memory()] for target in targets]
 
 
 @dataclass(slots=True, kw_only=True)
 class ComposedTarget(Target):
-    """A target of any array, made of functions."""
+    """Target composed of functions."""
 
     dtype: DType
     local: LocalArray
     live: bool
     allocator: Callable[[SlabAllocator], list[memoryview]]
-    """Answers `allocate`."""
+    """Implementation of `allocate`."""
 
     installer: Callable[[], Any]
-    """Answers `install`."""
+    """Implementation of `install`."""
 
     aliases: Callable[[], Sequence[StridedMemory]] = tuple
-    """Answers `get_aliased_memory`."""
+    """Implementation of `get_aliased_memory`."""
 
     def allocate(self, slabs: SlabAllocator) -> list[memoryview]:
         return self.allocator(slabs)
@@ -106,7 +106,7 @@ class ComposedTarget(Target):
 def with_installer(
     target: Target, installer: Callable[[], Any], aliases: Callable[[], Sequence[StridedMemory]] | None = None
 ) -> Target:
-    """The same target with another `install`, and perhaps another `get_aliased_memory`."""
+    """Return the target with another `install`, and optionally another `get_aliased_memory`."""
     return ComposedTarget(
         dtype=target.dtype,
         local=target.local,
@@ -118,7 +118,7 @@ def with_installer(
 
 
 def install_all(targets: Mapping[str, Target]) -> dict[str, Any]:
-    """The arrays of filled targets, put in place."""
+    """Install filled targets, and return their arrays."""
     return dict(zip(targets, apply_by_kind(targets.values(), lambda kind, some: kind.install_all(some)), strict=True))
 
 
@@ -128,7 +128,7 @@ PerTarget = TypeVar("PerTarget")
 def apply_by_kind(
     targets: Iterable[Target], function: Callable[[type[Target], Sequence[Target]], Sequence[PerTarget]]
 ) -> list[PerTarget]:
-    """What the kind of each target answers for it, in the order of the targets; each kind is asked once."""
+    """Return the results of `function` in the order of the targets, calling it once per class of targets."""
     kinds: dict[type[Target], list[int]] = {}
     every = list(targets)
     for i, target in enumerate(every):
@@ -143,33 +143,33 @@ def apply_by_kind(
 
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Elements that are rounded in two steps at a time, through memory of their own."""
+"""Number of elements that are rounded in two steps at a time, through temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Makes elements of one floating-point type from elements of another."""
+    """Conversion of elements from one floating-point type to another."""
 
     stored: DType
     written: DType
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes in memory for each element, before and after."""
+        """Bytes in memory for each element, before and after the conversion."""
         return self.stored.itemsize + self.written.itemsize
 
     def compute_stored_bytes(self, nbytes: int) -> int:
-        """Bytes of the elements that make so many bytes."""
+        """Return the number of stored bytes that are converted to `nbytes` bytes."""
         return nbytes // self.written.itemsize * self.stored.itemsize
 
     def __call__(self, data: memoryview) -> memoryview:
-        """The elements of the other type, as bytes."""
+        """Return the converted elements, as bytes."""
         source = np.frombuffer(data, to_numpy_dtype(self.stored))
         array = np.empty(source.size, to_numpy_dtype(self.written))
-        # What is too large becomes infinite, as in torch. numpy would warn of it.
+        # Values that are too large become infinite, as in torch; numpy would warn about them.
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             if self.stored.itemsize > 4 and self.written.itemsize < 4:
-                # torch rounds a float64 to float32 first. That differs where the first step makes a tie.
+                # torch rounds a float64 to float32 first. The result differs if the first step creates a tie.
                 for at in range(0, source.size, _CHUNK_ELEMENTS):
                     np.copyto(
                         array[at : at + _CHUNK_ELEMENTS], source[at : at + _CHUNK_ELEMENTS].astype(np.float32), "unsafe"
@@ -180,12 +180,12 @@ class Cast:
 
 
 def can_cast(stored: DType, wanted: DType) -> bool:
-    """Whether values of a type are rounded to another one: floating-point numbers, both of them."""
+    """Return True if values of one type can be rounded to another one: both are floating-point types."""
     return stored.is_floating and wanted.is_floating
 
 
 def cast_target(target: Target, stored: DType) -> Target:
-    """The same target for values of another stored type; they are rounded when they are installed."""
+    """Return the target for values of another stored type, which are rounded when they are installed."""
     rounded = Cast(stored, target.dtype)
     pairs: list[tuple[memoryview, memoryview]] = []
 
