@@ -19,18 +19,18 @@ from xla_ckpt.progress import IoContext
 from xla_ckpt.storage.threads import READ_THREADS
 
 MEMORY_FACTOR = 16
-"""Bytes in memory for each byte of an array that is compared, both copies and their float64 values included."""
+"""Bytes of memory for each byte of a compared array, including both copies and their float64 values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayDiff:
-    """How far one array is from another one of its type and shape."""
+    """Difference of an array from another one of the same dtype and shape."""
 
     elements: int = 0
-    """Elements whose bytes differ."""
+    """Number of elements whose bytes differ."""
 
     max_abs: float = 0.0
-    """Largest absolute difference of two values; inf where one of them is NaN or infinite, and the other one is not."""
+    """Largest absolute difference of two values; inf if one of them is NaN or infinite, and the other one is not."""
 
     squares: float = 0.0
     """Sum of the squares of all differences."""
@@ -47,13 +47,13 @@ class ArrayDiff:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON, which has no infinity: there it is a text."""
+        """Return the difference as plain JSON, with infinity as a string."""
         numbers = {"max_abs": self.max_abs, "relative": self.relative}
         return {"elements": self.elements, **{k: v if math.isfinite(v) else str(v) for k, v in numbers.items()}}
 
     @property
     def relative(self) -> float:
-        """L2 norm of the difference, in units of the L2 norm of the first array."""
+        """L2 norm of the difference, relative to the L2 norm of the first array."""
         if not self.squares:
             return 0.0
         return float(np.sqrt(self.squares / self.base)) if self.base else float("inf")
@@ -62,14 +62,14 @@ class ArrayDiff:
 def compare_arrays(
     reader_a: TagReader, leaf_a: str, reader_b: TagReader, leaf_b: str, *, max_memory: int, workers: int = READ_THREADS
 ) -> ArrayDiff | None:
-    """How far a stored array is from another one of the same type and shape; None if all bytes are equal.
+    """Compare a stored array with another one of the same dtype and shape; None if all bytes are equal.
 
-    What is read is verified. Where the digests of both are known and equal, nothing is read.
+    All bytes that are read are verified. If the digests of both are known and equal, nothing is read.
 
     Raises:
         CorruptCheckpointError: A tag is damaged.
-        IncompatibleCheckpointError: An array is not stored, or nothing says how it was split.
-        OSError: The storage refused.
+        IncompatibleCheckpointError: An array is not stored, or its sharding is unknown.
+        OSError: The storage failed.
     """
     a, b = reader_a.manifest.get_array(leaf_a), reader_b.manifest.get_array(leaf_b)
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -90,7 +90,7 @@ def compare_arrays(
 def has_same_bytes(
     reader: TagReader, leaf_a: str, leaf_b: str, *, max_memory: int, workers: int = READ_THREADS
 ) -> bool:
-    """Whether two arrays of a tag have the same element type, shape and bytes. Errors are those of `compare_arrays`."""
+    """Return True if two arrays of a tag have the same dtype, shape and bytes. Raises errors as `compare_arrays`."""
     a, b = reader.manifest.find_array(leaf_a), reader.manifest.find_array(leaf_b)
     if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
@@ -98,13 +98,13 @@ def has_same_bytes(
 
 
 def has_same_digests(one: TagReader, a: ArrayRecord, other: TagReader, b: ArrayRecord) -> bool:
-    """Whether digests say that two arrays of the same type and shape have equal bytes: both are cut alike.
+    """Return True if two arrays of the same dtype and shape are split in the same way and have equal digests.
 
-    It ends at the first piece that says something else. Where a layout has no digests, nothing is known.
+    The comparison ends at the first shard that differs. Without digests, the result is False.
     """
     ours, theirs = list(a), list(b)
     if [(s.box, s.parent_box) for s in ours] != [(s.box, s.parent_box) for s in theirs]:
-        return False  # over other meshes: what would be compared is not the same elements
+        return False  # split over other meshes: the shards contain different elements
     for shard, twin in zip(ours, theirs, strict=True):
         nbytes = (shard.parent_box or shard.box).size * a.dtype.itemsize
         known = one.get_digests(shard.file, shard.offset, nbytes)
@@ -114,14 +114,14 @@ def has_same_digests(one: TagReader, a: ArrayRecord, other: TagReader, b: ArrayR
 
 
 def compare_bytes(one: memoryview, other: memoryview, dtype: DType) -> ArrayDiff:
-    """How far the values in some bytes are from those in others.
+    """Compare the values in two byte buffers.
 
     >>> import numpy as np
     >>> a, b = (memoryview(np.array(v, np.float32)).cast("B") for v in ([3, 4], [3, 4.5]))
     >>> compare_bytes(a, b, DType("float32", 4, "F32"))
     ArrayDiff(elements=1, max_abs=0.5, squares=0.25, base=25.0)
     """
-    if dtype.packed:  # their bytes are compared
+    if dtype.packed:  # packed values are compared as bytes
         a, b = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
     else:
         a, b = (np.frombuffer(data, to_numpy_dtype(dtype)) for data in (one, other))

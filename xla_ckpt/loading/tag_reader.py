@@ -1,6 +1,6 @@
 """A reader of one open checkpoint: its manifest, files, digests and pickled objects.
 
-The files stay open, so that the reader is valid even if the tag is replaced or deleted meanwhile.
+The files stay open, so that the reader remains valid even if the tag is replaced or deleted in the meantime.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from xla_ckpt.storage.process_state import fork_safe_lock
 from xla_ckpt.tags.entry import MANIFEST_FILE
 
 MAX_MANIFEST_BYTES = 1 << 30
-"""A larger manifest is not read."""
+"""Maximum size of a manifest that is read, in bytes."""
 
 FREE_OBJECT_BYTES = 1 << 26
 MAX_OBJECT_REPEATS = 64
-"""So many bytes of pickled objects are read in one load, and so many times the bytes that there are: a skeleton may
-name one object as often as it likes."""
+"""Limits of the pickled bytes that one load reads: `FREE_OBJECT_BYTES`, plus `MAX_OBJECT_REPEATS` times the stored
+bytes, because a skeleton may refer to one object any number of times."""
 
 DAMAGED_FILE_HINT = "Load another tag, or restore this file from a copy."
-"""What to do about a file that is not as it was saved."""
+"""Hint for a damaged file."""
 
 
 class ForeignObject(Protocol):
-    """An object that another library stored its own way."""
+    """Object that another library stored in its own format."""
 
     problem: str
-    """Why it is not read without trust: what it is, as far as that is known."""
+    """Reason why it is not read without trust, with its type, as far as that is known."""
 
     kind: str
-    """The name of its class, as far as that is known."""
+    """Name of its class, as far as that is known."""
 
     def load(self, leaf: str, *, trust: bool) -> Any:
-        """The object.
+        """Load the object.
 
         Raises:
-            UntrustedObjectError: `trust` is False, and loading it may run code. Nothing of it has run.
+            UntrustedObjectError: `trust` is False, and loading it may run code. None of its code has run.
         """
 
 
 class TagReader:
-    """Reads one tag. Safe for several threads. Use as a context manager.
+    """Reader of one tag. Thread-safe. Use it as a context manager.
 
     Raises (on construction):
         CorruptCheckpointError: The manifest is missing or damaged.
         ChangedTagError: The tag has been removed since its directory was opened.
-        UnsupportedVersionError: A newer version wrote it.
+        UnsupportedVersionError: The tag was written by a newer version.
     """
 
     def __init__(
@@ -80,18 +80,22 @@ class TagReader:
         self.root = root
         self.tag = tag
         self.foreign_objects = foreign_objects
-        """The objects of a tag that another library wrote, by their index in the skeleton; None in tags of ours."""
+        """Objects of a tag that another library wrote, by index in the skeleton; None for tags of this library."""
         self._object_bytes = 0
-        """Bytes of objects that were asked for."""
+        """Number of object bytes that were requested."""
         self.damage_hint = DAMAGED_FILE_HINT
-        """What to do about a file that is not as it was saved, if the tag has no parity."""
+        """Hint for a damaged file of a tag without parity."""
         self.mismatch_hint = ""
-        """Why it may not fit the objects of a load, and what to load then; empty for a whole checkpoint."""
+        """Explanation of why the tag may not fit the objects of a load, and what to load then; empty for a complete
+        tag.
+        """
         self.unmatched_rules = ""
-        """Which arrays the caller's rules of names are not for, if they make a model of others, as sentences say it."""
+        """Sentences that name the arrays that the caller's name rules do not cover, if they build a model of other
+        arrays.
+        """
         self.is_rank_part = False
-        """Whether one rank alone has it of a checkpoint: `mismatch_hint` names all of that, and conversions refuse
-        it."""
+        """True if the tag is one rank's part of a checkpoint: `mismatch_hint` names the complete one, and conversions
+        raise an error."""
         self._lock = fork_safe_lock()
         self._table_lock = fork_safe_lock()
         self._sources: dict[int, FileReader] = {}
@@ -99,7 +103,7 @@ class TagReader:
         self.manifest = manifest if manifest is not None else self._read_manifest()
 
     def with_manifest(self, manifest: Manifest) -> TagReader:
-        """The same open files, whose arrays have other names or other places in them. This reader closes them."""
+        """Return a reader of the same open files with other array names or locations. This reader closes the files."""
         reader = copy.copy(self)
         reader.manifest = manifest
         return reader
@@ -122,8 +126,9 @@ class TagReader:
         self._sources.clear()
 
     def describe_divergence(self, leaves: Iterable[str] | None = None) -> str | None:
-        """Which arrays have the bytes of a first replica (see `Manifest.describe_divergence`), and who called them
-        replicas.
+        """Describe the arrays that have the bytes of a first replica, and the rule that declared them replicas.
+
+        See `Manifest.describe_divergence`.
         """
         differing = self.manifest.describe_divergence(leaves)
         if differing is None or self.foreign_objects is None:
@@ -148,14 +153,14 @@ class TagReader:
 
     @property
     def hint(self) -> str:
-        """What errors say about a file that is not as it was saved. The parity is looked for only now."""
+        """Hint of errors about a damaged file. The parity is searched for only when the hint is needed."""
         return f"{REPAIR_HINT} {self.damage_hint}" if has_parity(self.directory) else self.damage_hint
 
     @property
     def version(self) -> str:
-        """Tells this tag from one that took its name later: the same on all ranks that have opened the same files.
+        """Fingerprint that distinguishes this tag from later ones of the same name, equal for equal files.
 
-        It is made of the digests that the manifest has. Where another library wrote the tag, there may be none.
+        It is computed from the digests in the manifest. Tags of other libraries may have none.
         """
         known = sorted(
             (f.path, f.size, f.framing_digest) for f in self.manifest.files if f.framing_digest != EMPTY_DIGEST
@@ -163,15 +168,15 @@ class TagReader:
         return compute_text_fingerprint(repr((self.manifest.header.sequence, known)))
 
     def get_file_name(self, file: int) -> str:
-        """Path of a file of the manifest, relative to the tag directory."""
+        """Return the path of a file of the manifest, relative to the tag directory."""
         return self.manifest.files[file].path
 
     def open_file(self, file: int) -> FileReader:
-        """A file of the manifest, opened once and checked for its size.
+        """Open a file of the manifest once, and check its size.
 
         Raises:
-            CorruptCheckpointError: It is missing, or has another size.
-            ChangedTagError: It is missing, since the tag has been removed.
+            CorruptCheckpointError: The file is missing, or has another size.
+            ChangedTagError: The file is missing, because the tag has been removed.
         """
         with self._lock:
             if (source := self._sources.get(file)) is not None:
@@ -197,29 +202,29 @@ class TagReader:
             return source
 
     def make_missing_error(self, file: int) -> CheckpointError:
-        """The error for a file of the manifest that is not there."""
+        """Return the error for a missing file of the manifest."""
         error = make_absent_error(self.directory, "a payload file is missing", hint=self.hint)
         return error.at(path=self.root, tag=self.tag, file=self.get_file_name(file))
 
     def read_head(self, file: int) -> bytes:
-        """The bytes of a file that no region holds, verified: its record has their digest.
+        """Read the bytes of a file that belong to no region, verified with the digest in its record.
 
         Raises:
-            CorruptCheckpointError: They are damaged.
+            CorruptCheckpointError: The bytes are damaged.
         """
         source = self.open_file(file)
         with annotate_errors(path=self.root, tag=self.tag):
             try:
                 return read_verified_head(source, self.manifest.files[file], lambda: self.hint)
             except FileNotFoundError:
-                raise self.make_missing_error(file) from None  # a store that was not asked for it when it was opened
+                raise self.make_missing_error(file) from None  # a store that did not check the file when it was opened
 
     def load_object(self, index: int, leaf: str, *, trust: bool) -> Any:
-        """The object of this number in the skeleton.
+        """Load the object with this index in the skeleton.
 
         Raises:
-            UntrustedObjectError: `trust` is False, and it is no plain value. Nothing of it has run.
-            FormatError: There is no such object.
+            UntrustedObjectError: `trust` is False, and the object is not a plain value. None of its code has run.
+            FormatError: The object does not exist.
             CorruptCheckpointError: Its bytes are damaged.
             IncompatibleCheckpointError: It needs a class that this program does not have.
             LoadError: Its own code raised an exception.
@@ -237,11 +242,11 @@ class TagReader:
         return pickled_objects.load(data, leaf, trust=trust)
 
     def read_pickle(self, index: int) -> bytes:
-        """The bytes of the object of this number, verified.
+        """Read the bytes of the object with this index, verified.
 
         Raises:
-            FormatError: There is no such object.
-            CorruptCheckpointError: They are damaged.
+            FormatError: The object does not exist.
+            CorruptCheckpointError: The bytes are damaged.
         """
         numbers = self.manifest.object_files
         if not 0 <= index < len(numbers):
@@ -249,12 +254,12 @@ class TagReader:
         return self.read_head(numbers[index])
 
     def get_digests(self, file: int, offset: int, nbytes: int) -> tuple[int, ...] | None:
-        """Digests of the blocks of a stored region; None where there are none (foreign files)."""
+        """Return the digests of the blocks of a stored region; None if there are none (foreign files)."""
         table = self.get_digest_table(file)
         return None if table is None else table.get_digests(offset, nbytes)
 
     def get_digest_table(self, file: int) -> BlockTable | None:
-        """The digests of all regions of a file; None where there are none (foreign files)."""
+        """Return the digests of all regions of a file; None if there are none (foreign files)."""
         if file not in self._tables:
             with self._table_lock:  # one thread reads a table, and the others wait for it
                 if file not in self._tables:
@@ -262,11 +267,11 @@ class TagReader:
         return self._tables[file]
 
     def _read_digests(self, file: int) -> BlockTable | None:
-        """The digests of a file: in its record, in its own header, or nowhere: other libraries' files have none."""
+        """Read the digests of a file from its record or its header; None for files of other libraries."""
         record = self.manifest.files[file]
         if record.regions:
             return record.build_block_table()
-        if self.foreign_objects is None:  # a payload file of ours, in the native layout
+        if self.foreign_objects is None:  # a native payload file of this library
             head = self.read_head(file)
             with annotate_errors(path=self.root, tag=self.tag, file=record.path), pause_gc():
                 return payload.parse_block_table(head)
@@ -275,7 +280,7 @@ class TagReader:
 
 @contextmanager
 def borrow_reader(directory: ReadDirectory, root: str, tag: str, manifest: Manifest) -> Iterator[TagReader]:
-    """A reader of a tag whose directory somebody else closes."""
+    """Yield a reader of a tag whose directory is closed by the caller."""
     reader = TagReader(directory, root, tag, manifest)
     try:
         yield reader
@@ -284,9 +289,9 @@ def borrow_reader(directory: ReadDirectory, root: str, tag: str, manifest: Manif
 
 
 def make_absent_error(directory: ReadDirectory, problem: str, **facts: Any) -> CheckpointError:
-    """The error for a file that is not in a directory of a checkpoint, which may have been removed meanwhile.
+    """Return the error for a missing file of a checkpoint directory, which may have been removed meanwhile.
 
-    Where there are no locks, another job does not see that somebody reads what it removes.
+    Without locks, another job that removes the directory cannot detect readers.
     """
     if not directory.is_at(directory.name):
         return ChangedTagError(
@@ -298,10 +303,10 @@ def make_absent_error(directory: ReadDirectory, problem: str, **facts: Any) -> C
 
 
 def read_verified_head(source: FileReader, record: FileRecord, hint: Callable[[], str]) -> bytes:
-    """The bytes of a file that no region holds, compared with the digest in its record.
+    """Read the bytes of a file that belong to no region, and compare them with the digest in its record.
 
     Raises:
-        CorruptCheckpointError: They are not what was saved; `hint` says what to do.
+        CorruptCheckpointError: The bytes differ from the saved bytes; `hint` returns the hint of the error.
     """
     try:
         data = bytearray(record.framing_bytes)

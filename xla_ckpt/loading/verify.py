@@ -22,37 +22,37 @@ from xla_ckpt.storage.threads import READ_THREADS
 from xla_ckpt.tags.entry import MANIFEST_FILE, ORBAX_COMMITTED_FILE, REPORT_FILE, UPLOAD_FILE
 
 COMMIT_FILES = frozenset({"_CHECKPOINT_METADATA", ORBAX_COMMITTED_FILE, REPORT_FILE, UPLOAD_FILE})
-"""What a commit leaves in a tag; nothing here depends on it."""
+"""Files that a commit leaves in a tag; nothing here depends on them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found."""
+    """Result of `verify`."""
 
     path: str
     tag: str
     problems: list[CheckpointError] = field(default_factory=list)
-    """Everything that is wrong, each with file and leaf."""
+    """All problems, each with file and leaf."""
 
     strangers: list[str] = field(default_factory=list)
-    """Files in the tag directory that neither the manifest nor the layout knows. They do no harm."""
+    """Files in the tag directory that neither the manifest nor the layout lists. They are ignored."""
 
     arrays: int = 0
     files: int = 0
     nbytes: int = 0
-    """Bytes that were read and compared with their digests."""
+    """Number of bytes that were read and compared with their digests."""
 
     seconds: float = 0.0
     digests: bool = True
-    """Whether there are digests. Tags of other libraries have none, and at most checksums of their own."""
+    """True if there are digests. Tags of other libraries have none, and at most checksums of their own."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if there are no problems."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return the report as plain JSON."""
         return {
             "path": self.path,
             "tag": self.tag,
@@ -73,7 +73,7 @@ class VerifyReport:
 
 
 def collect_problem(report: VerifyReport, action: Callable[[], object]) -> None:
-    """Do something, and add the error that it raises to the report."""
+    """Run an action, and add the error that it raises to the report."""
     try:
         with wrap_os_errors("reading a file"):
             action()
@@ -82,7 +82,7 @@ def collect_problem(report: VerifyReport, action: Callable[[], object]) -> None:
 
 
 def verify_tag(reader: TagReader, *, marks: frozenset[str] = frozenset(), workers: int = READ_THREADS) -> VerifyReport:
-    """Read everything that belongs to a tag. `marks` are files of its layout that the manifest does not list."""
+    """Verify all files of a tag. `marks` are marker files of its layout that the manifest does not list."""
     began = time.monotonic()
     report = verify_payload(reader, workers=workers)
     with wrap_os_errors("reading the parity", path=reader.root, tag=reader.tag):
@@ -96,7 +96,7 @@ def verify_tag(reader: TagReader, *, marks: frozenset[str] = frozenset(), worker
 
 
 def verify_payload(reader: TagReader, *, workers: int = READ_THREADS) -> VerifyReport:
-    """Read everything that the manifest lists."""
+    """Verify all files that the manifest lists."""
     manifest = reader.manifest
     report = VerifyReport(path=reader.root, tag=reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
     report.problems, report.nbytes = verify_files(reader, range(len(manifest.files)), IoContext(workers=workers))
@@ -108,10 +108,10 @@ def verify_payload(reader: TagReader, *, workers: int = READ_THREADS) -> VerifyR
 
 
 def verify_files(reader: TagReader, numbers: Iterable[int], io: IoContext) -> tuple[list[CheckpointError], int]:
-    """Read some files that the manifest lists, by their numbers there, and compare all bytes with their digests.
+    """Verify files of the manifest, given by index, and compare all bytes with their digests.
 
     Returns:
-        What is wrong, each with the `file`, and how many bytes of arrays were read.
+        The problems, each with its `file`, and the number of array bytes that were read.
     """
     problems: list[CheckpointError] = []
     sound: set[int] = set()
@@ -136,10 +136,10 @@ def verify_files(reader: TagReader, numbers: Iterable[int], io: IoContext) -> tu
 
 
 def _plan_reads(manifest: Manifest, files: set[int]) -> RestorePlan:
-    """A read of every region in some files. Some layouts have padding and copies, which no restore would read."""
+    """Plan a read of every region in some files, including padding and copies, which no restore would read."""
     arrays = manifest.arrays
     of_cell = np.repeat(np.arange(len(arrays)), np.diff(arrays.first_shard))
-    # Where files list their regions, they say all of them; else the cells of arrays are regions.
+    # If files list their regions, the list is complete; otherwise the shards of arrays are the regions.
     listed = np.array([bool(file.regions) for file in manifest.files], np.bool_)
     sound = np.isin(np.arange(len(manifest.files)), list(files))
     cells = np.flatnonzero(sound[arrays.file] & ~listed[arrays.file] & (arrays.compute_shard_bytes() > 0))

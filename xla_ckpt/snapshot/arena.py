@@ -1,4 +1,4 @@
-"""Bounded host memory for bytes on their way from a snapshot to storage.
+"""Bounded host memory for bytes in transit from a snapshot to storage.
 
 An `Arena` is the staging memory of one save: the copying thread allocates blocks, and writer threads release them.
 Slabs come from the process-wide `HOST_MEMORY_POOL`, which keeps them between saves.
@@ -18,31 +18,29 @@ from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
 from xla_ckpt.storage.synchronization import Notifier
 
 MAX_BLOCK_BYTES = 16 * 1024 * 1024
-"""Largest piece. A power of two, because allocators of pinned memory round up to one."""
+"""Maximum block size. A power of two, because allocators of pinned memory round up to one."""
 
 BUDGET_BYTES = 1024 * 1024 * 1024
-"""Host memory that a save takes at most for bytes that are copied in the background, unless it is told otherwise."""
+"""Default maximum of host memory that a save uses for background copies, in bytes."""
 
 
 class HostMemoryPool:
-    """Host memory that is kept between saves, by the name of its `CopyEngine`: slabs, and a region to stage snapshots
-    in.
-    """
+    """Host memory kept between saves, by the name of its `CopyEngine`: slabs, and a staging buffer for snapshots."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._free_slabs: dict[str, list[ByteArray]] = {}
         self._staging: dict[str, StagingBuffer] = {}
         self._inherited: list[object] = []
-        """The memory of the process from which this one was forked."""
+        """Memory of the parent process, kept after a fork."""
 
     def get_staging(self, engine: CopyEngine) -> StagingBuffer:
-        """The memory that snapshots are copied into which are complete before the program goes on."""
+        """Return the staging buffer for snapshots that are complete before the program continues."""
         with self._lock:
             return self._staging.setdefault(engine.name, StagingBuffer(engine.allocate))
 
     def borrow(self, engine: CopyEngine) -> ByteArray:
-        """A slab of host memory; give it back with `give_back`."""
+        """Return a slab of host memory; release it with `give_back`."""
         with self._lock:
             kept = self._free_slabs.get(engine.name)
             if kept:
@@ -50,25 +48,25 @@ class HostMemoryPool:
         return engine.allocate(MAX_BLOCK_BYTES)
 
     def give_back(self, engine: CopyEngine, slab: ByteArray) -> None:
-        """End the use of a slab."""
+        """Release a slab."""
         with self._lock:
             self._free_slabs.setdefault(engine.name, []).append(slab)
 
     def free(self) -> None:
-        """Free what no save uses."""
+        """Free memory that no save uses."""
         with self._lock:
             self._free_slabs.clear()
             for staging in self._staging.values():
                 staging.free()
 
     def reset_after_fork(self) -> None:
-        """In a forked process: begin anew. A device's driver frees memory in the process alone that got it."""
+        """Start with an empty pool in a forked process, because drivers free memory only in its own process."""
         self._inherited += [self._free_slabs, self._staging]
         self._free_slabs, self._staging = {}, {}
 
 
 HOST_MEMORY_POOL = register_fork_reset(HostMemoryPool(), HostMemoryPool.reset_after_fork)
-"""The pool of this process."""
+"""Pool of this process."""
 
 
 class _Slab:
@@ -80,19 +78,19 @@ class _Slab:
 
 @dataclass(frozen=True, slots=True)
 class ArenaBlock:
-    """Memory from an `Arena`."""
+    """Block of memory from an `Arena`."""
 
     memory: ByteArray
     release: Callable[[], None]
-    """Ends its use."""
+    """Function that releases the block."""
 
 
 class Arena:
-    """The host memory of one save, for one thread that takes and several that give back, about in the same order.
+    """Host memory of one save, allocated by one thread and released by several, in about the same order.
 
     Args:
-        link: What fills it.
-        budget: Bytes that it takes at most; one slab in any case.
+        engine: Copy engine that fills the memory.
+        budget: Maximum number of bytes; at least one slab is used.
     """
 
     def __init__(self, engine: CopyEngine, budget: int) -> None:
@@ -105,9 +103,9 @@ class Arena:
         self._stopped = False
 
     def allocate(self, nbytes: int, *, wait: bool) -> ArenaBlock | None:
-        """A piece of memory, aligned for files without page cache. None if stopped, or without `wait` if all is in use.
+        """Allocate a block aligned for direct I/O. None if stopped, or, without `wait`, if all memory is in use.
 
-        `nbytes` is `MAX_BLOCK_BYTES` at most.
+        `nbytes` is at most `MAX_BLOCK_BYTES`.
         """
         size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         assert size <= MAX_BLOCK_BYTES, "a piece is a segment at most"
@@ -129,12 +127,12 @@ class Arena:
             return True
 
     def stop(self) -> None:
-        """Give no more memory out: whoever waits for a piece gets None."""
+        """Stop allocating: waiting threads get None."""
         self._stopped = True
         self._changed.notify()
 
     def close(self) -> None:
-        """Hand the memory back to the pool. No copy into it may be on its way."""
+        """Return the memory to the pool. No copy into it may be in flight."""
         for slab in self._slabs:
             HOST_MEMORY_POOL.give_back(self._engine, slab.memory)
         self._slabs.clear()

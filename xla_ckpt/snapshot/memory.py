@@ -1,7 +1,7 @@
 """Aligned host memory: slab allocator, staging buffers, huge pages and parallel copies.
 
 Reused memory is preferred because page faults on fresh pages cost more than the copy into them. `HugePagePolicy`
-measures whether huge pages pay on this machine.
+measures if huge pages are faster on this machine.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from xla_ckpt.storage.process_state import fork_safe_rlock
 from xla_ckpt.storage.threads import HUGE_PAGE_BYTES, get_worker_count, run_tasks
 
 MEMORY_ALIGNMENT = 64
-"""What XLA asks of memory that it adopts (bytes)."""
+"""Alignment that XLA requires of memory that it aliases, in bytes."""
 
 SLAB_BYTES = 4 * 1024 * 1024
-"""Smaller requests share slabs of this size."""
+"""Size of the slabs that smaller requests share, in bytes."""
 
 SMALL_BUFFER_BYTES = 64 * 1024
-"""Of pieces that go together, those up to this size are cut out of one slab."""
+"""Maximum size of pieces that are allocated together from one slab, in bytes."""
 
 COPY_THREADS = 2
-"""Threads that copy within host memory."""
+"""Number of threads that copy within host memory."""
 
 COPY_CHUNK_BYTES = 16 * 1024 * 1024
-"""Largest single copy: so that the copiers finish together."""
+"""Maximum size of a single copy, so that the copying threads finish together."""
 
 PAGE_FAULT_THREADS = 4
-"""Threads that get pages, at most: more were no faster on 16 cores."""
+"""Maximum number of threads that populate pages: more were not faster on 16 cores."""
 
 MADV_POPULATE_WRITE = 23
-"""Get the pages now. Python has no name for it."""
+"""`madvise` option that populates pages, for which Python has no constant."""
 
 ByteArray = npt.NDArray[np.uint8]
 
 _PRIVATE_MAPPING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-"""Python's default is shared memory, which is slower to get and has no huge pages on most systems."""
+"""Flags for private memory: faster to populate than shared memory, Python's default, and supports huge pages."""
 
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -52,47 +52,47 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class PageRegion:
-    """The whole huge pages that there may be in some memory, which nobody has written yet."""
+    """Complete huge pages that fit into untouched memory."""
 
     def __init__(self, memory: ByteArray) -> None:
         skip = -memory.ctypes.data % HUGE_PAGE_BYTES
         self.memory = memory[skip : skip + max(len(memory) - skip, 0) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES]
         self.start = int(self.memory.ctypes.data)
         self.uses_huge_pages = False
-        """Whether huge pages are tried."""
+        """True if huge pages are used."""
 
     def advise(self, option: int) -> None:
-        """Tell the system what the memory is for.
+        """Call `madvise` for the memory.
 
         Raises:
-            OSError: It does not know that.
+            OSError: The system does not support the option.
         """
         if _libc.madvise(self.start, len(self.memory), option) != 0:
             raise OSError(ctypes.get_errno(), "madvise")
 
 
 class HugePagePolicy:
-    """Decides, region by region, whether huge pages pay.
+    """Policy that decides for each region if huge pages are used.
 
-    They make fresh memory several times cheaper, unless the machine is a virtual one whose host has to find each page
-    first: then the first touch of a huge page takes milliseconds, and ordinary pages (which the guest recycles) win.
-    So each page is touched by itself, and after one that took longer than ordinary pages the rest of the region stays
-    ordinary.
+    They make fresh memory several times cheaper, except on a virtual machine whose host must find each page first: then
+    the first touch of a huge page takes milliseconds, and ordinary pages (which the guest recycles) are faster.
+    Therefore each page is touched separately, and after one that took longer than ordinary pages the rest of the region
+    uses ordinary pages.
     """
 
     SKIPPED_REGIONS = 64
-    """Regions that stay ordinary after a slow page, before it is tried again."""
+    """Number of regions with ordinary pages after a slow huge page, before huge pages are tried again."""
 
     def __init__(self) -> None:
         self._regions_to_skip = 0
 
     @cached_property
     def slow_page_seconds(self) -> float:
-        """Seconds of a thread's time for one page beyond which ordinary pages are better."""
+        """Thread time per page, in seconds, above which ordinary pages are faster."""
         return min(_measure_ordinary_pages() for _ in range(3))
 
     def advise_region(self, region: PageRegion) -> None:
-        """Ask for huge pages, unless a recent region has shown that they do not pay."""
+        """Request huge pages, unless a recent region has shown that they are slow."""
         if self._regions_to_skip > 0:
             self._regions_to_skip -= 1
         elif len(region.memory) and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -100,31 +100,31 @@ class HugePagePolicy:
                 region.advise(mmap.MADV_HUGEPAGE)
                 region.uses_huge_pages = True
             except OSError:
-                self._regions_to_skip = self.SKIPPED_REGIONS  # a kernel without huge pages: ordinary ones do
+                self._regions_to_skip = self.SKIPPED_REGIONS  # a kernel without huge pages: use ordinary ones
 
     def touch(self, region: PageRegion, start: int, stop: int) -> None:
-        """Have the huge pages backed in which these bytes of a region lie. Several threads may do it at once.
+        """Populate the huge pages that contain a byte range of a region. Thread-safe.
 
         Args:
-            region: Which.
-            start: The first byte of what is about to be written.
-            stop: The byte behind it.
+            region: Region of the pages.
+            start: First byte to be written.
+            stop: End of the range, exclusive.
         """
         for at in range(start - start % HUGE_PAGE_BYTES, stop, HUGE_PAGE_BYTES):
-            if region.uses_huge_pages and self._regions_to_skip:  # another region was slow meanwhile
+            if region.uses_huge_pages and self._regions_to_skip:  # another region was slow in the meantime
                 region.uses_huge_pages = False
                 region.advise(mmap.MADV_NOHUGEPAGE)
             if not region.uses_huge_pages:
                 return
-            # Not by the clock: a thread that waits for its turn would look like a slow page.
+            # Thread time, because a thread that waits to be scheduled would look like a slow page.
             began = time.thread_time()
-            region.memory[max(at, start)] = 0  # another thread may have written what lies before
+            region.memory[max(at, start)] = 0  # another thread may have written the bytes before
             if time.thread_time() - began > self.slow_page_seconds:
                 self._regions_to_skip = self.SKIPPED_REGIONS
 
 
 def _measure_ordinary_pages() -> float:
-    """How long ordinary pages take that are as much memory as a huge one, by 32 of them; seconds of this thread."""
+    """Return the thread time, in seconds, to populate the size of a huge page, extrapolated from 32 ordinary pages."""
     pages = np.frombuffer(mmap.mmap(-1, 32 * mmap.PAGESIZE, flags=_PRIVATE_MAPPING), np.uint8)
     began = time.thread_time()
     pages[:: mmap.PAGESIZE] = 0
@@ -135,7 +135,7 @@ HUGE_PAGES = HugePagePolicy()
 
 
 def allocate(nbytes: int) -> ByteArray:
-    """Zeroed memory of its own, page-aligned; freed with the last array that refers to it."""
+    """Allocate zeroed, page-aligned memory, which is freed with the last array that refers to it."""
     room = _map_memory(nbytes)
     region = PageRegion(room)
     HUGE_PAGES.advise_region(region)
@@ -144,7 +144,7 @@ def allocate(nbytes: int) -> ByteArray:
 
 
 def allocate_touched(nbytes: int) -> ByteArray:
-    """As `allocate`, with all pages got by several threads at once: for memory that is going to be pinned."""
+    """Allocate memory whose pages are populated by several threads in parallel, for memory that will be pinned."""
     room = _map_memory(nbytes)
     pieces = [PageRegion(room[at : at + COPY_CHUNK_BYTES]) for at in range(0, len(room), COPY_CHUNK_BYTES)]
     try:
@@ -157,12 +157,12 @@ def allocate_touched(nbytes: int) -> ByteArray:
             name="xla_ckpt-pages",
         )
     except (OSError, AttributeError):
-        pass  # a system that does not know one of them: who pins the memory gets the pages
+        pass  # one of them is not supported: pinning the memory populates the pages
     return room[:nbytes]
 
 
 def _map_memory(nbytes: int) -> ByteArray:
-    """Zeroed memory of its own, none of it touched: at least so much, and aligned to huge pages if it is large."""
+    """Map at least `nbytes` of zeroed, untouched memory, aligned to huge pages if it is large."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
     if nbytes < HUGE_PAGE_BYTES:
@@ -172,9 +172,9 @@ def _map_memory(nbytes: int) -> ByteArray:
 
 
 class SlabAllocator:
-    """Hands out aligned memory; small pieces share a mapping, which lives as long as any of them.
+    """Allocator of aligned memory; small pieces share a mapping, which lives as long as any of them.
 
-    Large pieces are not touched before `touch_pages` is called: by the threads that fill them, while others wait for a
+    Large pieces are not populated before `touch_pages` is called by the threads that fill them, while others wait for a
     disk.
     """
 
@@ -185,7 +185,7 @@ class SlabAllocator:
         self._starts: list[int] = []
 
     def allocate(self, nbytes: int) -> ByteArray:
-        """`nbytes` bytes of memory, aligned to `MEMORY_ALIGNMENT`."""
+        """Allocate `nbytes` bytes of memory, aligned to `MEMORY_ALIGNMENT`."""
         if nbytes >= HUGE_PAGE_BYTES:
             room = _map_memory(nbytes)
             self.add_region(room)
@@ -197,7 +197,7 @@ class SlabAllocator:
         return piece
 
     def allocate_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        """As `allocate`, for several pieces, of which the small ones of one slab live as long as any of them."""
+        """Allocate several pieces; small pieces share slabs, each of which lives as long as any of its pieces."""
         views: list[memoryview] = []
         slab, at = self.allocate(0).data, 0
         for nbytes in sizes:
@@ -211,7 +211,7 @@ class SlabAllocator:
         return views
 
     def add_region(self, memory: ByteArray) -> None:
-        """Have `touch_pages` know of memory that comes from elsewhere, and that nobody has written yet."""
+        """Register untouched memory that was allocated elsewhere for `touch_pages`."""
         region = PageRegion(memory)
         HUGE_PAGES.advise_region(region)
         if region.uses_huge_pages:
@@ -219,7 +219,7 @@ class SlabAllocator:
             self._regions[region.start] = region
 
     def touch_pages(self, memory: memoryview) -> None:
-        """Get the pages of a piece that is about to be written for the first time, if it is memory from here."""
+        """Populate the pages of a piece before it is written for the first time, if it is memory of this allocator."""
         address = np.frombuffer(memory, np.uint8).ctypes.data
         place = bisect_right(self._starts, address) - 1
         if place >= 0:
@@ -229,19 +229,19 @@ class SlabAllocator:
 
 
 class StagingBuffer:
-    """Memory for snapshots, kept from one save to the next.
+    """Memory for snapshots that is kept between saves.
 
-    One region is lent at a time; a request while it is lent gets memory of its own.
+    One region is lent at a time; a request while it is lent allocates new memory.
     """
 
     def __init__(self, allocate: Callable[[int], ByteArray] = allocate) -> None:
         self._allocate = allocate
-        self._lock = fork_safe_rlock()  # again, where the garbage collector releases a snapshot meanwhile
+        self._lock = fork_safe_rlock()  # reentrant, because the garbage collector may release a snapshot meanwhile
         self._kept = allocate(0)
         self._is_lent = False
 
     def borrow(self, nbytes: int) -> ByteArray:
-        """At least `nbytes` bytes; give them back with `give_back`."""
+        """Return at least `nbytes` bytes; release them with `give_back`."""
         with self._lock:
             if self._is_lent:
                 return self._allocate(nbytes)
@@ -252,7 +252,7 @@ class StagingBuffer:
             return self._kept
 
     def give_back(self, memory: ByteArray) -> None:
-        """End the use of what `borrow` returned."""
+        """Release memory that `borrow` returned."""
         with self._lock:
             if memory is self._kept:
                 self._is_lent = False
@@ -265,12 +265,12 @@ class StagingBuffer:
 
 
 def copy_all(pairs: Iterable[tuple[ByteArray, ByteArray]]) -> None:
-    """Copy host memory: (target, source) of equal length each, which the caller keeps until then."""
+    """Copy host memory, as (target, source) pairs of equal length, which the caller keeps alive during the copy."""
     pieces = [
         (target[at : at + COPY_CHUNK_BYTES], source[at : at + COPY_CHUNK_BYTES])
         for target, source in pairs
         for at in range(0, len(source), COPY_CHUNK_BYTES)
     ]
-    # A thread takes longer to start than a few small copies.
+    # Starting a thread takes longer than a few small copies.
     workers = COPY_THREADS if sum(len(target) for target, _ in pieces) > COPY_CHUNK_BYTES else 1
     run_tasks(pieces, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")

@@ -1,6 +1,6 @@
-"""Local shards in host or device memory, and the copy engines that bring their bytes to the host.
+"""Local shards in host or device memory, and the copy engines that copy their bytes to the host.
 
-`HostShard` and `DeviceShard` describe one shard each; `LocalShards` holds all shards of a process. A `CopyEngine`
+`HostShard` and `DeviceShard` describe one shard each; `LocalShards` contains all shards of a process. A `CopyEngine`
 allocates host memory, orders copies behind a device's stream and waits for them. Sampled fingerprints compare
 replicas cheaply.
 """
@@ -18,32 +18,32 @@ from xla_ckpt.core.lightweight import ColumnarSequence, cached_property, slots_d
 from xla_ckpt.snapshot.memory import ByteArray, allocate
 
 SAMPLE_WINDOWS = 16
-"""Places in a shard that are looked at."""
+"""Number of sampled windows per shard."""
 
 SAMPLE_WINDOW_BYTES = 256
-"""Bytes that are looked at in each place; smaller shards are looked at whole."""
+"""Size of each window in bytes; smaller shards are sampled completely."""
 
 
 class CopyEngine(Protocol):
-    """How bytes come from one kind of memory to the host. Copies that are begun may be complete only later."""
+    """Copies from one kind of memory to the host, which may complete asynchronously."""
 
     @property
     def name(self) -> str:
-        """The kind of memory that it takes bytes from, and of the host memory that it fills: ``"host"``, ``"cuda"``."""
+        """Kind of the source memory, and of the host memory for its copies: ``"host"``, ``"cuda"``."""
 
     def allocate(self, nbytes: int) -> ByteArray:
-        """Host memory into which copies run fastest, page-aligned."""
+        """Allocate page-aligned host memory into which copies are fastest."""
 
     def wait_for_stream(self) -> None:
-        """Order the copies that are begun from now on after all that this thread has asked the device for so far."""
+        """Order the following copies behind all work that this thread has queued on the device so far."""
 
     def record_event(self) -> Callable[[], None]:
-        """A function that waits until all copies that this thread has begun so far are complete."""
+        """Return a function that waits until all copies that this thread has begun so far are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleWindows:
-    """Some bytes of a shard: `count` runs of `nbytes` bytes each, the first at `offset`, one every `stride` bytes."""
+    """Sampled bytes of a shard: `count` runs of `nbytes` bytes each, from `offset`, one every `stride` bytes."""
 
     offset: int
     count: int
@@ -51,13 +51,13 @@ class SampleWindows:
     nbytes: int
 
     def read(self, data: memoryview) -> bytes:
-        """These bytes of a shard in host memory."""
+        """Return these bytes of a shard in host memory."""
         starts = (self.offset + i * self.stride for i in range(self.count))
         return b"".join(data[start : start + self.nbytes] for start in starts)
 
 
 def choose_sample_windows(nbytes: int) -> SampleWindows:
-    """Where a shard is looked at."""
+    """Return the sampled windows of a shard of `nbytes` bytes."""
     if nbytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
         return SampleWindows(offset=0, count=1, stride=nbytes, nbytes=nbytes)
     return SampleWindows(
@@ -69,37 +69,37 @@ def choose_sample_windows(nbytes: int) -> SampleWindows:
 
 
 def compute_sample_fingerprint(shards: Sequence[memoryview]) -> int:
-    """Fingerprint of spread-out bytes of some shards; equal for equal contents.
+    """Compute a fingerprint of spread-out bytes of some shards; equal for equal contents.
 
-    In the place of a shard may be what is looked at of it: of that, all is looked at.
+    A shard may be replaced by its sampled bytes, all of which are used.
     """
     return compute_fingerprint(b"".join(choose_sample_windows(len(data)).read(data) for data in shards))
 
 
 @slots_dataclass()
 class HostShard:
-    """The bytes of one local shard in host memory."""
+    """Bytes of one local shard in host memory."""
 
     data: memoryview
-    """Its bytes in C order."""
+    """Bytes of the shard in C order."""
 
     owner: Any
-    """Whatever owns the memory."""
+    """Object that owns the memory."""
 
     immutable: bool
-    """Whether nobody will write to the memory while `owner` is held."""
+    """True if the memory cannot be modified while `owner` is kept alive."""
 
     version: Callable[[], Hashable] | None = None
-    """Says something else after the program has written to the memory; None where nobody counts the writes."""
+    """Version getter, whose value changes when the program writes to the memory; None if writes are not counted."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shard."""
+        """Size of the shard in bytes."""
         return len(self.data)
 
     @property
     def copy_engine(self) -> CopyEngine:
-        """How its bytes are copied."""
+        """Engine that copies the bytes."""
         return HOST_COPY_ENGINE
 
     def begin_copy(self, offset: int, target: ByteArray) -> None:
@@ -108,49 +108,48 @@ class HostShard:
 
 
 class DeviceShard(Protocol):
-    """The bytes of one local shard in memory of a device, which the host cannot read."""
+    """Bytes of one local shard in device memory, which the host cannot read."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shard."""
+        """Size of the shard in bytes."""
 
     @property
     def immutable(self) -> bool:
-        """Whether nobody will write to the memory while this is held."""
+        """True if the memory cannot be modified while this shard is kept alive."""
 
     @property
     def version(self) -> Callable[[], Hashable] | None:
-        """See `HostShard.version`."""
+        """Version getter, as `HostShard.version`."""
 
     @property
     def copy_engine(self) -> CopyEngine:
-        """How its bytes come to the host."""
+        """Engine that copies the bytes to the host."""
 
     def begin_copy(self, offset: int, target: ByteArray) -> None:
-        """Begin to copy the bytes from `offset` on, as many as fit into `target`; `CopyEngine.record_event` says when
-        they are there.
+        """Begin to copy the bytes from `offset` on, as many as fit into `target`.
 
-        The shard, and the target, are held until then.
+        Wait for the copy with `CopyEngine.record_event`. The shard and the target must be kept alive until then.
         """
 
     def make_contiguous(self) -> DeviceShard:
-        """The same bytes in C order: this shard, or a copy on the device if they are scattered there."""
+        """Return the same bytes in C order: this shard, or a copy on the device if it is not contiguous."""
 
     def clone(self) -> DeviceShard:
-        """A copy on the device that nobody writes to."""
+        """Return a copy on the device that is never modified."""
 
     def read_sample(self, windows: SampleWindows) -> bytes:
-        """Some of its bytes, joined. Waits for them."""
+        """Wait for the sampled bytes, and return them joined."""
 
 
 LocalShard = HostShard | DeviceShard
-"""One local shard, wherever it is."""
+"""Local shard, in host or device memory."""
 
 
 class ImmutableShards(ColumnarSequence[Sequence[HostShard]]):
-    """The local shards of many arrays, a row for each, in host memory that nobody writes to while this is held.
+    """Local shards of many arrays, one row per array, in host memory that is not modified while this exists.
 
-    A snapshot only holds them. The shards are made when their bytes are written.
+    A snapshot only keeps them alive. The shards are created when their bytes are written.
     """
 
     __slots__ = ()
@@ -162,18 +161,18 @@ ShardBatch = tuple[Sequence[str], Sequence[Sequence[LocalShard]]]
 
 @dataclass(frozen=True)
 class LocalShards:
-    """All local shards of a process, in a batch for each kind of array."""
+    """All local shards of a process, in one batch per kind of array."""
 
     batches: Sequence[ShardBatch]
 
     @property
     def immutable_shards(self) -> list[tuple[Sequence[str], ImmutableShards]]:
-        """Those that a snapshot only holds."""
+        """Shards that a snapshot only keeps alive."""
         return [(paths, shards) for paths, shards in self.batches if isinstance(shards, ImmutableShards)]
 
     @property
     def other_shards(self) -> dict[tuple[str, int], LocalShard]:
-        """The others, by (leaf path, index of the local shard)."""
+        """Other shards, by (leaf path, index of the local shard)."""
         return {
             (path, i): shard
             for paths, shards in self.batches
@@ -183,7 +182,7 @@ class LocalShards:
         }
 
     def get_shards(self, path: str) -> Sequence[LocalShard]:
-        """Those of one leaf."""
+        """Return the shards of one leaf."""
         batch, row = self._rows[path]
         return self.batches[batch][1][row]
 
@@ -193,7 +192,7 @@ class LocalShards:
 
 
 class HostCopyEngine:
-    """Copies within host memory: each is complete when it was begun."""
+    """Copy engine within host memory, which copies synchronously."""
 
     name = "host"
 
@@ -201,14 +200,14 @@ class HostCopyEngine:
         return allocate(nbytes)
 
     def wait_for_stream(self) -> None:
-        """Nothing is queued for the host."""
+        """Do nothing, because no work is queued for host memory."""
 
     def record_event(self) -> Callable[[], None]:
         return _wait_for_nothing
 
 
 def _wait_for_nothing() -> None:
-    """All copies are complete."""
+    """Do nothing, because all copies are complete."""
 
 
 HOST_COPY_ENGINE = HostCopyEngine()

@@ -1,6 +1,6 @@
 """Take a snapshot of a state: hold immutable memory, copy mutable memory, or defer the copy.
 
-Immutable memory (XLA buffers, jax arrays) is only held. Mutable memory is copied into staging buffers before the
+Immutable memory (XLA buffers, jax arrays) is only kept alive. Mutable memory is copied into staging buffers before the
 caller continues, or deferred as a `LazyShard` and copied in the background (see `SnapshotMode`). A blocking save
 copies nothing in host memory. `SnapshotProgress` counts the shards that are still only in the program's memory;
 once it is done, the program may write to that memory again.
@@ -37,10 +37,10 @@ from xla_ckpt.storage.synchronization import Latch
 
 
 class SnapshotProgress:
-    """How far a snapshot has come: it is frozen when nothing of it is only in the program's memory any more."""
+    """Progress of a snapshot, complete once all bytes have been copied out of memory that the program may modify."""
 
     def __init__(self) -> None:
-        self._lock = fork_safe_rlock()  # again, where the garbage collector releases a snapshot of this very save
+        self._lock = fork_safe_rlock()  # reentrant: the garbage collector may release a snapshot of this save
         self._pending = 0
         self._wait_starts: list[float] = []
         self._waited_seconds = 0.0
@@ -49,23 +49,23 @@ class SnapshotProgress:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the program may write to all of its memory."""
+        """True if the program may write to all of its memory."""
         return self._done.is_set()
 
     def add_pending(self) -> None:
-        """One more piece of memory that the program must not write to yet."""
+        """Add a piece of memory that the program must not write to yet."""
         with self._lock:
             self._pending += 1
 
     def seal(self) -> None:
-        """No piece comes on top of those that have begun."""
+        """Mark the set of pending pieces as complete."""
         with self._lock:
             none = self._pending == 0
         if none:
             self.finish()
 
     def mark_done(self) -> None:
-        """One such piece less."""
+        """Mark one pending piece as copied."""
         with self._lock:
             self._pending -= 1
             last = self._pending == 0
@@ -73,14 +73,14 @@ class SnapshotProgress:
             self.finish()
 
     def finish(self) -> None:
-        """Let everybody go on who waits: all is copied, or the save has failed."""
+        """Release all waiting threads, because everything is copied or the save has failed."""
         with self._lock:
             if not self._done.is_set():
                 self._done_at = time.monotonic()
                 self._done.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the program may write to its memory; False after `timeout` seconds. Counts as a stall."""
+        """Wait until the program may write to its memory; False after `timeout` seconds. The time counts as a stall."""
         began = time.monotonic()
         with self._lock:
             if self._done.is_set() or timeout == 0:
@@ -95,20 +95,20 @@ class SnapshotProgress:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that callers of `wait` have waited, all in all. Known when the snapshot is frozen."""
+        """Seconds that callers of `wait` have waited in total. Known when the snapshot is frozen."""
         with self._lock:
-            # Not measured by those who wait: the save may report before they have run again.
+            # Not measured by the waiting threads, because the save may report before they run again.
             return self._waited_seconds + sum(max(0.0, self._done_at - began) for began in self._wait_starts)
 
 
 class LazyShard:
-    """A shard whose bytes are copied when the writer has a use for them.
+    """Shard whose bytes are copied when the writer needs them.
 
     Args:
-        leaf: Its leaf path.
-        shard: Where the bytes are. It is held until they are copied.
-        freezing: The snapshot that has it.
-        changes: Whether the program may write to the memory as soon as the bytes are copied.
+        leaf: Leaf path.
+        shard: Source of the bytes, which is kept alive until they are copied.
+        progress: Progress of the snapshot that contains it.
+        is_mutable: True if the program may write to the memory as soon as the bytes are copied.
     """
 
     def __init__(self, leaf: str, shard: LocalShard, progress: SnapshotProgress, *, is_mutable: bool) -> None:
@@ -132,10 +132,10 @@ class LazyShard:
         self._shard.begin_copy(offset, target)
 
     def finish_copy(self) -> None:
-        """All copies are complete: let go of the memory.
+        """Release the memory after all copies are complete.
 
         Raises:
-            ChangedStateError: The program has written to the memory meanwhile.
+            ChangedStateError: The program has written to the memory in the meantime.
         """
         shard, self._shard = self._shard, None
         if shard is not None and self.is_mutable:
@@ -143,7 +143,7 @@ class LazyShard:
             self._progress.mark_done()
 
     def discard(self) -> None:
-        """Nobody needs the bytes, or needs them any more."""
+        """Release the memory without a copy, because the bytes are not needed."""
         shard, self._shard = self._shard, None
         if shard is not None and self.is_mutable:
             self._progress.mark_done()
@@ -159,11 +159,11 @@ class LazyShard:
 
 
 SMALL_COPY_BYTES = 16 * 1024
-"""Host memory up to this size is copied at once: to defer it would take longer."""
+"""Maximum size of host memory that is always copied at once, because deferring it would take longer."""
 
 SnapshotMode = Literal["host", "device", "overlap"]
-"""How the memory that a program writes to is frozen: in host memory, before the caller goes on; as clones on the
-device, which are copied later; or not at all, where somebody sees to it that it is not written to before it is copied.
+"""Handling of memory that the program modifies: copy it to host memory before the caller continues; clone it on the
+device and copy the clones later; or defer the copy, if a guard ensures that it is not modified before.
 """
 
 ShardKey = tuple[str, int]
@@ -172,43 +172,43 @@ ShardKey = tuple[str, int]
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A frozen state, or one that freezes while it is written. `release` it when it is written."""
+    """Snapshot of a state, possibly still being copied while it is written. Call `release` when it is written."""
 
     memory: dict[ShardKey, memoryview | LazyShard] = field(default_factory=dict)
-    """The bytes that this rank may have to write, but for those of `immutable_shards`."""
+    """Bytes that this rank may have to write, except those of `immutable_shards`."""
 
     immutable_shards: list[tuple[Sequence[str], ImmutableShards]] = field(default_factory=list)
-    """What is only held, and looked at when it is written."""
+    """Shards that are only kept alive, and read when they are written."""
 
     owners: list[Any] = field(default_factory=list)
     staging_buffers: list[tuple[StagingBuffer, ByteArray]] = field(default_factory=list)
     budget: int = BUDGET_BYTES
-    """Host memory for what is deferred (bytes)."""
+    """Host memory for deferred copies, in bytes."""
 
     progress: SnapshotProgress = field(default_factory=SnapshotProgress)
-    """When the program may write to its memory."""
+    """Progress of the copies, until whose end the program must not write to its memory."""
 
     computed_samples: dict[str, tuple[ReplicaSample, ...]] = field(default_factory=dict)
     """Samples of leaves whose memory may have changed since."""
 
     watched: list[tuple[str, Callable[[], Hashable], Hashable]] = field(default_factory=list)
-    """Leaf, what counts the writes to its memory, and what that said before. Nothing keeps the program from them."""
+    """(leaf, version getter, version at snapshot time) for memory that the program may still modify."""
 
     torn: dict[str, None] = field(default_factory=dict)
-    """Leaves that were written to while they were copied or held: their bytes may be of several instants."""
+    """Leaves that were modified while they were copied or kept alive: their bytes may mix several versions."""
 
     unsampled_leaves: list[tuple[ArrayLeaf, list[HostShard]]] = field(default_factory=list)
-    """Leaves of which samples can still be taken."""
+    """Leaves that can still be sampled."""
 
     unchecked_replicas: frozenset[str] = frozenset()
     """Leaves whose replicas need not be equal (buffers)."""
 
     def __del__(self) -> None:
-        # What a signal handler raises may take a snapshot from who has just made it, before anybody can release it.
+        # A signal handler's exception may interrupt the creator of a snapshot before it can be released.
         self.release()
 
     def materialize(self) -> dict[ShardKey, memoryview | LazyShard]:
-        """The bytes that this rank may have to write."""
+        """Return the bytes that this rank may have to write."""
         for paths, shards in self.immutable_shards:
             for path, pieces in zip(paths, shards, strict=True):
                 for i, shard in enumerate(pieces):
@@ -218,22 +218,22 @@ class Snapshot:
         return self.memory
 
     def compute_samples(self) -> dict[str, tuple[ReplicaSample, ...]]:
-        """Samples of the leaves that other ranks hold, too, by leaf path."""
+        """Compute samples of the leaves that other ranks have, too, by leaf path."""
         return self.computed_samples | _compute_samples(self.unsampled_leaves, self.unchecked_replicas)
 
     def watch_writes(self, leaf: str, shard: HostShard) -> None:
-        """Begin to watch memory that another thread may write to. What is small is copied in an instant."""
+        """Begin to watch memory that another thread may write to, except small shards, which are copied instantly."""
         if shard.nbytes > SMALL_COPY_BYTES and shard.version is not None and not shard.immutable:
             self.watched.append((leaf, shard.version, shard.version()))
 
     def detect_torn_writes(self) -> None:
-        """All bytes that were watched are copied or written: find out which of them are `torn`."""
+        """Add watched leaves that were modified to `torn`, after their bytes were copied or written."""
         self.torn |= {leaf: None for leaf, version, before in self.watched if version() != before}
         self.watched.clear()
 
     @contextlib.contextmanager
     def release_on_failure(self) -> Iterator[None]:
-        """Release it if the block raises: nobody may wait for a save that is not begun."""
+        """Release the snapshot if the block raises, so that no thread waits for a save that does not begin."""
         try:
             yield
         except BaseException:
@@ -241,7 +241,7 @@ class Snapshot:
             raise
 
     def release(self) -> None:
-        """Let go of all memory, and let the program write to its own."""
+        """Release all memory, and let the program write to its own."""
         self.progress.finish()
         self.memory.clear()
         self.immutable_shards.clear()
@@ -254,26 +254,29 @@ class Snapshot:
 
 
 def is_stable(shard: LocalShard, *, blocking: bool) -> bool:
-    """Whether a shard is in host memory that stays as it is until the save is done. `blocking`: the caller waits."""
+    """Return True if a shard is in host memory that cannot change until the save is done.
+
+    `blocking` is True if the caller waits for the save.
+    """
     return isinstance(shard, HostShard) and (shard.immutable or blocking)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPolicy:
-    """How memory is frozen that the program writes to."""
+    """Handling of memory that the program may modify."""
 
     blocking: bool
-    """The caller waits until the save is done, so nothing changes and nothing in host memory is copied."""
+    """True if the caller waits until the save is done, so that nothing changes and nothing in host memory is copied."""
 
     mode: SnapshotMode = "host"
     optimizer_written: Collection[str] = ()
-    """Leaves whose memory is written to only when `Snapshot.progress` says so. "overlap" defers these."""
+    """Leaves that are modified only when `Snapshot.progress` allows it. "overlap" defers these."""
 
     budget: int = BUDGET_BYTES
-    """Host memory for what is copied later (bytes)."""
+    """Host memory for deferred copies, in bytes."""
 
     def should_defer(self, shard: LocalShard, leaf: str) -> bool:
-        """Whether a shard that does not last in host memory is copied while the caller goes on."""
+        """Return True if a shard that is not stable in host memory is copied after the caller continues."""
         guarded = self.mode == "overlap" and leaf in self.optimizer_written and shard.version is not None
         if isinstance(shard, HostShard):
             return guarded and shard.nbytes > SMALL_COPY_BYTES
@@ -282,14 +285,14 @@ class SnapshotPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSampling:
-    """Of what samples are taken, for the sake of other ranks that hold it, too."""
+    """Selection of the leaves that are sampled, to compare them with other ranks."""
 
     leaves: Sequence[ArrayLeaf] = ()
     unchecked_replicas: frozenset[str] = frozenset()
     """Leaves whose replicas need not be equal."""
 
     per_holder_shards: Mapping[str, list[HostShard]] = field(default_factory=dict)
-    """The shards of leaves that a snapshot takes as one, where other ranks hold some of them and not the rest."""
+    """Shards of leaves that a snapshot captures as one, of which other ranks have only some."""
 
 
 def take_snapshot(
@@ -298,14 +301,14 @@ def take_snapshot(
     sampling: ReplicaSampling,
     written_ranges: Mapping[ShardKey, tuple[int, int]] | None = None,
 ) -> Snapshot:
-    """Freeze a state: hold its memory, or copy it where that is not enough, or see to it that it is copied later.
+    """Take a snapshot of a state: keep its memory alive, copy it if that is not sufficient, or defer the copy.
 
     Args:
         shards: All local shards.
-        policy: What is done with memory that the program writes to.
-        sampling: What other ranks hold, too.
-        written_ranges: First byte that this rank writes of each shard, and the one behind the last; None for all of
-            them. What others write is only sampled here.
+        policy: Handling of memory that the program may modify.
+        sampling: Leaves that other ranks have, too.
+        written_ranges: Byte range (start, end) of each shard that this rank writes; None if it writes all of them.
+            Shards that others write are only sampled here.
     """
     kept = {key: s for key, s in shards.other_shards.items() if written_ranges is None or key in written_ranges}
     snapshot = Snapshot(
@@ -318,9 +321,9 @@ def take_snapshot(
         pieces: Sequence[LocalShard] = sampling.per_holder_shards.get(leaf.path) or shards.get_shards(leaf.path)
         host_pieces = [_read_host_sample(shard) for shard in pieces]
         if all(is_stable(shard, blocking=policy.blocking) for shard in host_pieces):
-            snapshot.unsampled_leaves.append((leaf, host_pieces))  # sampled in the background: it stays as it is
+            snapshot.unsampled_leaves.append((leaf, host_pieces))  # stable, so sampled in the background
         else:
-            changing.append((leaf, host_pieces))  # sampled before the caller may change it
+            changing.append((leaf, host_pieces))  # sampled before the caller may modify it
     snapshot.computed_samples = _compute_samples(changing, sampling.unchecked_replicas)
     with snapshot.release_on_failure():
         _fill_snapshot(snapshot, kept, written_ranges or {}, policy)
@@ -333,7 +336,7 @@ def _fill_snapshot(
     written_ranges: Mapping[ShardKey, tuple[int, int]],
     policy: SnapshotPolicy,
 ) -> None:
-    """Fill a snapshot with what is held, deferred or copied of these shards."""
+    """Fill a snapshot with shards that are kept alive, deferred or copied."""
     deferred: list[tuple[ShardKey, LocalShard]] = []
     moving: list[tuple[ShardKey, LocalShard]] = []
     for key, source in kept.items():
@@ -361,7 +364,7 @@ def _fill_snapshot(
 
 
 def _read_host_sample(shard: LocalShard) -> HostShard:
-    """What a sample looks at of a shard, in host memory."""
+    """Return the sampled bytes of a shard in host memory."""
     if isinstance(shard, HostShard):
         return shard
     sample = shard.read_sample(choose_sample_windows(shard.nbytes)) if shard.nbytes else b""
@@ -371,7 +374,7 @@ def _read_host_sample(shard: LocalShard) -> HostShard:
 def _compute_samples(
     leaves: Sequence[tuple[ArrayLeaf, list[HostShard]]], unchecked_replicas: frozenset[str]
 ) -> dict[str, tuple[ReplicaSample, ...]]:
-    """Samples of leaves: one for the shards of each set of holders, because others hold only those of that set."""
+    """Compute one sample per leaf and set of holders, because other ranks have only the shards of one set."""
     samples = {}
     for leaf, pieces in leaves:
         sets: dict[Any, list[int]] = {}
@@ -382,7 +385,7 @@ def _compute_samples(
             if replicas > 1:
                 boxes = " ".join(str(leaf.shards[i].box) for i in numbers)
                 place = compute_fingerprint(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode())
-                # A layout may take the whole tensor in one: then all of its shards have the same holders.
+                # If a layout stores the whole tensor, all of its shards have the same holders.
                 shards = [pieces[i] for i in numbers] if len(pieces) == len(leaf.shards) else pieces
                 data = [shard.data for shard in shards]
                 of_leaf.append(ReplicaSample(place, compute_sample_fingerprint(data), leaf.path in unchecked_replicas))
@@ -395,7 +398,7 @@ def _copy_to_staging(
     snapshot: Snapshot,
     written_ranges: Mapping[ShardKey, tuple[int, int]],
 ) -> None:
-    """Copy shards into staging memory, and have the snapshot refer to the copies. All of a device's are one batch.
+    """Copy shards into staging memory, in one batch per device, and let the snapshot refer to the copies.
 
     Of a shard in `written_ranges` only those bytes are copied.
     """
@@ -412,11 +415,11 @@ def _copy_to_staging(
                     in_host.append((target[low:high], np.frombuffer(shard.data, np.uint8)[low:high]))
                 else:
                     shard.begin_copy(low, target[low:high])
-        if in_host:  # while the devices are at work
+        if in_host:  # while the device copies run
             copy_all(in_host)
             snapshot.detect_torn_writes()
     finally:
-        # After an error, too: the memory must not be lent to others while a copy into it is on its way.
+        # Also after an error, because the memory must not be reused while a copy into it is in flight.
         for link in by_link:
             link.record_event()()
 
@@ -424,10 +427,10 @@ def _copy_to_staging(
 def _allocate_staging(
     engine: CopyEngine, batch: Sequence[tuple[ShardKey, LocalShard]], snapshot: Snapshot
 ) -> Iterator[tuple[ShardKey, LocalShard, ByteArray]]:
-    """Each shard, and where in staging memory it goes."""
+    """Yield each shard with its part of the staging memory."""
     places = _compute_offsets([shard.nbytes for _, shard in batch])
     staging = HOST_MEMORY_POOL.get_staging(engine)
-    with defer_signals():  # what is borrowed, and is in no snapshot, would never be given back
+    with defer_signals():  # otherwise memory that is borrowed, but not part of the snapshot yet, would leak
         memory = staging.borrow(places[-1])
         snapshot.staging_buffers.append((staging, memory))
     for (key, shard), at in zip(batch, places, strict=False):
@@ -437,7 +440,7 @@ def _allocate_staging(
 
 
 def _compute_offsets(sizes: Sequence[int]) -> list[int]:
-    """Aligned offsets for pieces of these sizes, and the end of the last."""
+    """Return aligned offsets for pieces of these sizes, and the end of the last."""
     places = [0]
     for size in sizes:
         places.append(places[-1] + -(-size // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT)
