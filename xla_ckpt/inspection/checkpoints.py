@@ -30,17 +30,17 @@ from xla_ckpt.tags.root import Root
 
 
 class Checkpoints:
-    """The checkpoints in a root directory: which there are, what they hold, and which are kept.
+    """The checkpoints in a root directory: list them, inspect their contents, and manage retention.
 
-    It holds nothing open, so that it is as good after a save as before, and two of them do not disturb each other. In
-    a job of many ranks any one rank may use it alone: no method meets other ranks.
+    The object keeps no files open, so that it remains valid after further saves, and several objects are independent.
+    In a job of many ranks any rank may use it independently: no method communicates with other ranks.
 
     Args:
-        path: Root directory, which need not exist yet; or what `load_checkpoint` takes in its place. Methods that pin
-            and delete take root directories of this library's tags only.
+        path: Root directory, which need not exist yet; or another path that `load_checkpoint` accepts. Methods that pin
+            and delete accept only root directories of this library's tags.
 
     Raises (on construction):
-        UsageError: It is no path.
+        UsageError: The path is invalid.
 
     Example:
         >>> import torch, xla_ckpt
@@ -60,15 +60,15 @@ class Checkpoints:
         return f"Checkpoints({self.path!r})"
 
     def tags(self) -> list[str]:
-        """Names of the committed tags, oldest commit first (see `list_tags`).
+        """Return the names of the committed tags, oldest commit first (see `list_tags`).
 
         Raises:
-            StorageError: The directory cannot be read. (One that does not exist has no tags.)
+            StorageError: The directory cannot be read. (A directory that does not exist has no tags.)
         """
         return tags.list_tags(self.path)
 
     def latest(self) -> str | None:
-        """The newest committed tag; None when there is none.
+        """Return the newest committed tag; None if there are no tags.
 
         Raises:
             StorageError: The directory cannot be read.
@@ -76,9 +76,9 @@ class Checkpoints:
         return tags.latest_tag(self.path)
 
     def summaries(self) -> tuple[TagSummary, ...]:
-        """All tags, oldest commit first, with what a list says of each. A damaged one has a `problem`.
+        """Return summaries of all tags, oldest commit first. A damaged tag has a `problem`.
 
-        Of a path that is one checkpoint itself, such as a file of torch.save, it is that one.
+        For a path that is itself one checkpoint, such as a torch.save file, return its summary.
 
         Raises:
             StorageError: The directory cannot be read.
@@ -96,20 +96,20 @@ class Checkpoints:
         optimizer: Any = None,
         llama: LlamaJob | None = None,
     ) -> TagContents:
-        """Say what a tag holds. Only its manifest is read; of tags of other libraries, the heads of their files.
+        """Return the contents of a tag. Reads only its manifest, or the headers of the files of other libraries.
 
         Args:
-            tag: Which checkpoint; None takes the newest.
-            leaf: Only leaves at or below this path, or like this pattern of a shell.
-            shardings: For tags that another library wrote: what their files do not say, as for `convert`.
-            model: Likewise.
-            optimizer: Likewise.
-            llama: Likewise, of a Llama-like model.
+            tag: Name of the checkpoint; None shows the newest.
+            leaf: Only leaves at or below this path, or that match this glob pattern.
+            shardings: For tags of other libraries: information that their files do not contain, as for `convert`.
+            model: Model, for the same purpose.
+            optimizer: Optimizer, for the same purpose.
+            llama: Description of a Llama-like model, for the same purpose.
 
         Raises:
-            NoCheckpointError: There is no such tag.
+            NoCheckpointError: The tag does not exist.
             CorruptCheckpointError: Its manifest is damaged.
-            UsageError: No leaf is like `leaf`.
+            UsageError: No leaf matches `leaf`.
         """
         store, name = resolve_source(self.path, tag)
         rules, known = parse_rules(shardings), read_model_info(llama)
@@ -127,21 +127,21 @@ class Checkpoints:
         llama: LlamaJob | None = None,
         max_bytes: int = MAX_VALUE_BYTES,
     ) -> ArraySample:
-        """Say how an array lies in a tag, and give numbers about its values. What is read is verified.
+        """Return the stored parts of an array and statistics of its values. All bytes that are read are verified.
 
         Args:
-            leaf: Leaf path, as `show` gives it.
-            tag: Which checkpoint; None takes the newest.
-            shardings: For tags that another library wrote: what their files do not say, as for `show`.
-            model: Likewise.
-            optimizer: Likewise.
-            llama: Likewise, of a Llama-like model.
-            max_bytes: Of a larger array 16 pieces are read, which lie at equal distances.
+            leaf: Leaf path, as returned by `show`.
+            tag: Name of the checkpoint; None samples the newest.
+            shardings: For tags of other libraries: information that their files do not contain, as for `show`.
+            model: Model, for the same purpose.
+            optimizer: Optimizer, for the same purpose.
+            llama: Description of a Llama-like model, for the same purpose.
+            max_bytes: Maximum number of bytes to read; of a larger array 16 evenly spaced pieces are read.
 
         Raises:
-            NoCheckpointError: There is no such tag.
-            IncompatibleCheckpointError: There is no such array, or nothing says how it was split.
-            CorruptCheckpointError: What was read is damaged.
+            NoCheckpointError: The tag does not exist.
+            IncompatibleCheckpointError: The array does not exist, or its sharding is unknown.
+            CorruptCheckpointError: Bytes that were read are damaged.
         """
         store, name = resolve_source(self.path, tag)
         rules, known = parse_rules(shardings), read_model_info(llama)
@@ -149,18 +149,18 @@ class Checkpoints:
         return sample_array(store, name, leaf, about, max_bytes)
 
     def timings(self, tag: str | None = None) -> dict[str, Any]:
-        """Say what the ranks measured of the save of a tag, until its commit; the slowest rank first.
+        """Return the timings of the ranks that saved a tag, until its commit; slowest rank first.
 
         Args:
-            tag: Which checkpoint; None takes the newest.
+            tag: Name of the checkpoint; None uses the newest.
 
         Returns:
-            What ``xla-ckpt show --report --json`` prints (docs/reports.md).
+            The output of ``xla-ckpt show --report --json`` (docs/reports.md).
 
         Raises:
-            NoCheckpointError: There is no such tag.
-            UsageError: The tag keeps no such report.
-            FormatError: What it keeps is damaged.
+            NoCheckpointError: The tag does not exist.
+            UsageError: The tag contains no such report.
+            FormatError: The report is damaged.
         """
         store, name = resolve_source(self.path, tag)
         report = open_root(store).read_report(name) if find_foreign_tag(store, name) is None else None
@@ -180,26 +180,26 @@ class Checkpoints:
         shardings: ShardingRules | None = None,
         trust_pickle: bool = False,
     ) -> Any:
-        """Read one leaf of a tag, or a part of the state, into memory of the host. Its bytes are verified.
+        """Read one leaf of a tag, or a part of the state, into host memory, and verify its bytes.
 
-        Nothing else of the tag is read. A save of this process into the directory is waited for.
+        Nothing else of the tag is read. Waits for a save of this process to the directory.
 
         Args:
-            leaf: Leaf path, such as ``"model/layers.0.weight"``, as `show` gives them; or that of a part, such as
+            leaf: Leaf path, such as ``"model/layers.0.weight"``, as returned by `show`; or the path of a part, such as
                 ``"model"``.
-            tag: Which checkpoint; None takes the newest one that is not damaged.
-            shardings: For tags that another library wrote: how the job that saved had arrays split.
+            tag: Name of the checkpoint; None reads the newest valid one.
+            shardings: For tags of other libraries: the sharding of the arrays in the job that saved them.
             trust_pickle: Load pickled objects, which can run any code.
 
         Returns:
-            What `restore` returns: a whole array, of the shape that it has over all ranks (a tensor on the CPU, a numpy
-            or a jax array, as it was saved), or a plain value; of a part, the tree of them.
+            The same as `restore`: a whole array with its global shape (a tensor on the CPU, a numpy or a jax array, as
+                it was saved), or a plain value; for a part, the tree of them.
 
         Raises:
-            NoCheckpointError: There is no such tag, or none at all.
-            IncompatibleCheckpointError: Nothing of this name is stored, or nothing says how it was split.
-            CorruptCheckpointError: What would be read is damaged.
-            UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
+            NoCheckpointError: The tag does not exist, or there are no tags.
+            IncompatibleCheckpointError: The leaf is not stored, or its sharding is unknown.
+            CorruptCheckpointError: The bytes to be read are damaged.
+            UntrustedObjectError: The leaf contains pickled objects, and `trust_pickle` is False.
         """
         from xla_ckpt.loading.load import read_part
 
@@ -210,13 +210,13 @@ class Checkpoints:
         """Read a whole tag, the newest by default, and compare every byte with its digest (see `xla_ckpt.verify`).
 
         Raises:
-            NoCheckpointError: There is no such tag.
+            NoCheckpointError: The tag does not exist.
         """
         return tags.verify(self.path, tag, num_workers=num_workers)
 
     @check_arguments
     def repair(self, tag: str | None = None, *, num_workers: int = READ_THREADS) -> tuple[str, ...]:
-        """Give a tag that was saved with parity back the bytes that it has lost (see `xla_ckpt.repair`).
+        """Repair a tag that was saved with parity (see `xla_ckpt.repair`).
 
         Raises:
             CheckpointError: As `xla_ckpt.repair`.
@@ -225,17 +225,17 @@ class Checkpoints:
 
     @check_arguments
     def delete(self, tag: str, *, force: bool = False) -> None:
-        """Delete a tag, as retention would: it disappears in one step, and who reads it meanwhile reads on.
+        """Delete a tag atomically, as retention does; open readers can continue to read it.
 
         Args:
-            tag: Which tag.
-            force: Delete it although it is pinned, or being read, or the last one.
+            tag: Name of the tag.
+            force: Delete it even if it is pinned, in use by a reader, or the last tag.
 
         Raises:
-            NoCheckpointError: There is no such tag.
-            UsageError: It is pinned, being read, or the last one, and `force` is False; or it is being saved; or
-                another library wrote it.
-            StorageError: The storage refused.
+            NoCheckpointError: The tag does not exist.
+            UsageError: The tag is pinned, in use by a reader, or the last tag, and `force` is False; or it is being
+                saved; or another library wrote it.
+            StorageError: The storage failed.
         """
         deletion.delete_tag(self._get_own_root(tag), tag, force=force)
 
@@ -243,13 +243,13 @@ class Checkpoints:
     def pin(self, tag: str) -> bool:
         """Exempt a tag from retention, as `save_checkpoint(..., pinned=True)` does; False if it was exempt already.
 
-        A save of another tag may run meanwhile: it keeps the tag if it has not come to its retention yet.
+        A concurrent save of another tag keeps the tag if it has not applied its retention yet.
 
         Raises:
-            NoCheckpointError: There is no such tag, or a save retired it meanwhile.
+            NoCheckpointError: The tag does not exist, or a concurrent save retired it.
             CorruptCheckpointError: Its manifest is damaged.
-            UsageError: It is being saved; or another library wrote it: no retention of ours deletes such tags.
-            StorageError: The storage refused.
+            UsageError: The tag is being saved; or another library wrote it, and this library never deletes it.
+            StorageError: The storage failed.
         """
         return self._get_own_root(tag).pin(tag, True)
 
@@ -263,21 +263,21 @@ class Checkpoints:
         return self._get_own_root(tag).pin(tag, False)
 
     def why_kept(self, retention: Retention) -> dict[str, tuple[str, ...]]:
-        """Say why a policy keeps each tag. A save with this policy deletes those for which there is no reason.
+        """Return the reasons why a policy keeps each tag. A save with this policy deletes tags without reasons.
 
         Args:
-            retention: Which tags are kept, such as ``LatestN(3) | BestN("loss")``.
+            retention: Retention policy, such as ``LatestN(3) | BestN("loss")``.
 
         Returns:
-            Each tag of this library, oldest first, and the reasons.
+            Each tag of this library, oldest first, with its reasons.
 
         Raises:
-            UsageError: It is no policy.
+            UsageError: The policy is invalid.
             StorageError: The directory cannot be read.
         """
         check_policy("retention", retention)
         root = open_root(open_store(self.path).snapshot_view())
-        # Whoever asks may be about to delete. A save needs no such look: it knows that the newest tag is sound.
+        # Entries are checked, because the caller may delete tags next. A save knows that the newest tag is valid.
         entries = [check_entry(root.store, entry) for entry in root.list_entries()]
         return explain_kept(load_tag_infos(root.store, entries), retention)
 
@@ -285,13 +285,13 @@ class Checkpoints:
     def diff(
         self, tag_a: str, tag_b: str | None = None, *, leaf: str | None = None, options: ConvertOptions | None = None
     ) -> Difference:
-        """Compare two tags, the second the newest by default. `xla_ckpt.diff` compares tags of two directories, too.
+        """Compare two tags, the second the newest by default. `xla_ckpt.diff` also compares tags of two directories.
 
         Args:
-            tag_a: Which tag.
-            tag_b: Which other tag.
-            leaf: Compare only leaves at or below this path, or like this pattern of a shell.
-            options: How much memory and how many threads it takes; by default those of `default_options`.
+            tag_a: Name of the first tag.
+            tag_b: Name of the second tag.
+            leaf: Compare only leaves at or below this path, or that match this glob pattern.
+            options: Limits of memory and threads; by default those of `default_options`.
 
         Raises:
             CheckpointError: As `xla_ckpt.diff`.
@@ -299,7 +299,12 @@ class Checkpoints:
         return diff(self.path, self.path, tag_a, tag_b, leaf=leaf, options=options)
 
     def _get_own_root(self, tag: str) -> Root:
-        """The root directory, if the tag is there and is no other library's."""
+        """Return the root directory, if the tag exists and belongs to this library.
+
+        Raises:
+            NoCheckpointError: The tag does not exist.
+            UsageError: Another library wrote the tag.
+        """
         store = open_store(self.path)
         check_own_tag(store, tag)
         return open_root(store)

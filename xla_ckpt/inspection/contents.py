@@ -1,7 +1,8 @@
 """The contents of a checkpoint: its arrays, values and files, and samples of array values.
 
-Contents come from the manifest, or from the heads of another library's files. A sample reads an array, or some pieces
-of a large one, and computes statistics and a histogram. Tags of this library need neither torch nor orbax.
+Contents come from the manifest, or from the headers of another library's files. A sample reads an array, or some
+pieces of a large one, and computes statistics and a histogram. Reading tags of this library needs neither torch nor
+orbax.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ from xla_ckpt.tags.resolve import open_root
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """An array in a tag."""
+    """Array in a tag."""
 
     leaf: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole array, over all ranks."""
+    """Global shape, over all ranks."""
 
     nbytes: int
     shards: int
-    """In how many parts it is stored."""
+    """Number of stored shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPart:
-    """A part of the state: its arrays, each byte counted once where that is known."""
+    """Part of the state, with its arrays; each byte is counted once if that is known."""
 
     part: str
     arrays: int
@@ -64,15 +65,15 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnresolvedArray:
-    """An array of another library's tag of which nothing says how the ranks had it split."""
+    """Array of another library's tag whose sharding over the ranks is unknown."""
 
     leaf: str
     dtype: str | None
     rank_shape: tuple[int, ...] | None
-    """Shape of what each rank has stored."""
+    """Shape of each rank's stored tensor."""
 
     tensors: int
-    """How many such tensors are stored, copies included."""
+    """Number of stored tensors, including copies."""
 
     nbytes: int
     expected: str | None
@@ -81,7 +82,7 @@ class UnresolvedArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnresolvedArrays:
-    """Such arrays, as far as they have the reason and the way out in common."""
+    """Arrays whose sharding is unknown, with the same problem and hint."""
 
     problem: str
     hint: str | None
@@ -90,34 +91,34 @@ class UnresolvedArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagContents:
-    """What a tag holds. Leaves are named by their leaf paths, such as ``"model/layers.0.weight"``."""
+    """Contents of a tag. Leaves are identified by their leaf paths, such as ``"model/layers.0.weight"``."""
 
     path: str
     """Root directory."""
 
     tag: str
     sequence: int
-    """Number of its commit; 0 if another library wrote it."""
+    """Sequence number of its commit; 0 if another library wrote it."""
 
     created: str | None
-    """When it was committed, as ISO 8601 has it."""
+    """Time of its commit, in ISO 8601 format."""
 
     pinned: bool
     parity: str | None
-    """What the tag survives: ``"block"``, ``"file"`` or nothing; or ``"damaged"`` or ``"lost"`` (docs/repair.md)."""
+    """Parity of the tag: ``"block"``, ``"file"`` or None; or ``"damaged"`` or ``"lost"`` (docs/repair.md)."""
 
     note: str
-    """What else is to be known about it, such as that it has adapters alone."""
+    """Further remarks, for example that the tag contains only adapters."""
 
     version: int
-    """Of the format of its manifest."""
+    """Format version of its manifest."""
 
     mesh: str | None
     ranks: int
-    """How many ranks saved it."""
+    """Number of ranks that saved it."""
 
     nbytes: int
-    """Bytes of the arrays, each counted once; of a tag without an index, of its files."""
+    """Bytes of the arrays, each counted once; for a tag without an index, bytes of its files."""
 
     arrays: tuple[StoredArray, ...]
     """Arrays, each with `leaf`, `dtype`, `shape`, `nbytes` and `shards`."""
@@ -132,22 +133,22 @@ class TagContents:
     """Name of the layout, or of the library that wrote it."""
 
     splits: Mapping[str, tuple[object, ...]] = field(repr=False)
-    """Leaf -> how the array was split over the mesh when it was saved, as rules say it; of arrays that were split."""
+    """Leaf -> sharding spec of the array over the mesh of the save, as in sharding rules; only for sharded arrays."""
 
     divergent: tuple[str, ...]
-    """Arrays that were stored from replicas that differed."""
+    """Arrays that were stored from diverged replicas."""
 
     aliases: Mapping[str, str]
-    """Leaf -> leaf of arrays that share their memory with another one, which is stored."""
+    """Leaf -> leaf of the stored array with which it shares its memory."""
 
     values: Mapping[str, Any] = field(repr=False)
-    """Plain values, by leaf. The state of a generator alone has 625 numbers, so `repr` leaves them out."""
+    """Plain values, by leaf. Not part of the `repr`, because the state of one generator has 625 numbers."""
 
     files: tuple[StoredFile, ...]
     """Files, each with `path` and `size`."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON. Its arrays, files and plain values stay as they are.
+        """Return the contents as plain JSON, without copies of the arrays, files and plain values.
 
         `asdict` would copy each of them, 8 us for each array and file; and plain values may be nested deeply.
         """
@@ -162,18 +163,18 @@ class TagContents:
 
 
 def read_contents(store: Store, tag: str, program: ProgramInfo, pattern: str | None = None) -> TagContents:
-    """Everything that the manifest of a tag says.
+    """Read the contents of a tag from its manifest.
 
     Args:
-        store: The root directory.
-        tag: Which tag.
-        program: What the caller knows of it.
-        pattern: Which leaves: those at or below this path, or like this pattern of a shell; None for all.
+        store: Root directory.
+        tag: Name of the tag.
+        program: Information of the caller about the tag.
+        pattern: Only leaves at or below this path, or that match this glob pattern; None for all.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        UsageError: No leaf is like the pattern.
-        CheckpointError: It is damaged, or what the caller knows contradicts it.
+        NoCheckpointError: The tag does not exist.
+        UsageError: No leaf matches the pattern.
+        CheckpointError: The tag is damaged, or the caller's information contradicts it.
     """
     with open_source(store, tag, program, as_stored=True) as reader:
         manifest, survives = reader.manifest, get_parity_status(reader.directory, reader.manifest)
@@ -186,7 +187,7 @@ def read_contents(store: Store, tag: str, program: ProgramInfo, pattern: str | N
         problem = f"no leaf is like this{suggest_leaf(pattern or '', leaves)}"
         raise UsageError(problem, path=store.path, tag=tag, found=pattern, hint=hint)
     head, entry = manifest.header, foreign[1] if foreign is not None else open_root(store).get_entry(tag)
-    # The manifest has arrays of one form together; here they come in the order of the state.
+    # The manifest groups arrays by form; the result is in the order of the state.
     in_order = [leaf for leaf in dict.fromkeys([*named, *manifest.arrays]) if leaf in manifest.arrays]
     arrays = {leaf: manifest.arrays[leaf] for leaf in in_order if paths.is_match(leaf, pattern)}
     unknown = {leaf: array for leaf, array in manifest.unreadable.items() if paths.is_match(leaf, pattern)}
@@ -205,7 +206,7 @@ def read_contents(store: Store, tag: str, program: ProgramInfo, pattern: str | N
         version=head.version,
         mesh=manifest.mesh,
         ranks=manifest.world_size,
-        # Of a tag without an index the bytes of all arrays are not known: its files say what is stored.
+        # The bytes of all arrays are unknown without an index, so the sizes of the files are summed.
         nbytes=manifest.nbytes if foreign is None else sum(file.size for file in files),
         arrays=tuple(
             StoredArray(
@@ -229,14 +230,14 @@ def read_contents(store: Store, tag: str, program: ProgramInfo, pattern: str | N
 
 
 def _display_value(value: Any, reader: TagReader) -> Any:
-    """A plain value; of an object that another library pickled, what it is."""
+    """Return a plain value, or a description of an object that another library pickled."""
     if reader.foreign_objects is None or not is_object(value):
         return value
     return {"$object": f"a pickled {reader.foreign_objects[value['$object']].kind}"}
 
 
 def _sum_parts(arrays: Sequence[tuple[str, ArrayRecord | UnreadableArray]]) -> tuple[StoredPart, ...]:
-    """Number and bytes of the arrays of each part of the state, in the order of a training state."""
+    """Sum the number and bytes of the arrays of each part of the state, in the order of a training state."""
     sums: dict[str, tuple[int, int]] = {}
     for leaf, array in sorted(arrays, key=lambda pair: _rank_member(pair[0])):
         if isinstance(array, ArrayRecord) or array.tensor_count:
@@ -246,16 +247,16 @@ def _sum_parts(arrays: Sequence[tuple[str, ArrayRecord | UnreadableArray]]) -> t
 
 
 def _rank_member(leaf: str) -> int:
-    """Where the part of a leaf stands in a training state."""
+    """Return the position of a leaf's part in a training state."""
     part = leaf.split("/", maxsplit=1)[0]
     return schema.MEMBERS.index(part) if part in schema.MEMBERS else len(schema.MEMBERS)
 
 
 def _describe_unresolved(group: Mapping[str, UnreadableArray]) -> UnresolvedArrays:
-    """Arrays of which it is not known, for the same reason, how they were split.
+    """Describe arrays whose sharding is unknown for the same reason.
 
-    The advice has a rule for an array that each rank has all of: of those with the fewest dims, such as the weight of
-    a norm, that is likely.
+    The hint contains a rule for a replicated array as an example: an array with the fewest dims, such as the weight of
+    a norm, is likely replicated.
     """
     example, first = min(group.items(), key=lambda item: len(item[1].shape or ()))
     arrays = tuple(
@@ -274,34 +275,34 @@ def _describe_unresolved(group: Mapping[str, UnreadableArray]) -> UnresolvedArra
 
 
 MAX_VALUE_BYTES = 64 << 20
-"""Bytes of an array that are read for the numbers about its values, at most."""
+"""Maximum number of bytes of an array that are read for its statistics."""
 
 SAMPLE_PIECES = 16
-"""Of a larger array as many pieces are read, at equal distances."""
+"""Number of evenly spaced pieces that are read of a larger array."""
 
 MAX_LISTED_PARTS = 256
-"""Parts of an array whose places are told."""
+"""Maximum number of parts of an array that are listed."""
 
 MAX_CHECKED_RANKS = 1024
-"""Ranks of a mesh that are looked at to say which of them held a part."""
+"""Maximum number of ranks of a mesh for which the parts are computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayPart:
-    """A part of an array, as it is stored."""
+    """Stored part of an array."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
     file: str
-    """Relative to the tag."""
+    """Path of the file relative to the tag."""
 
     ranks: tuple[int, ...]
-    """The ranks of the first pipeline stage that had it when it was saved, as far as the tag says that."""
+    """Ranks of the first pipeline stage that had the part during the save, as far as the tag records them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySample:
-    """What `Checkpoints.sample` says of an array."""
+    """Result of `Checkpoints.sample`."""
 
     path: str
     tag: str
@@ -310,35 +311,35 @@ class ArraySample:
     shape: tuple[int, ...]
     nbytes: int
     mesh: str | None
-    """Of the job that saved it."""
+    """Mesh of the job that saved it."""
 
     split: tuple[object, ...] | None
-    """How its dims were split over the mesh, as rules say it; None if nothing says so."""
+    """Sharding spec over the mesh, as in sharding rules; None if it is unknown."""
 
     shards: int
-    """In how many parts it is stored."""
+    """Number of stored parts."""
 
     parts: tuple[ArrayPart, ...]
-    """Those parts, the first 256 of them."""
+    """Stored parts, at most the first 256."""
 
     values: Statistics | None
-    """Numbers about the values that were read; None where two of them are packed in a byte."""
+    """Statistics of the values that were read; None if two values are packed into a byte."""
 
     @property
     def whole(self) -> bool:
-        """Whether all of its values were read."""
+        """True if all of its values were read."""
         return self.values is not None and self.values.elements == Box.from_shape(self.shape).size
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return the sample as plain JSON."""
         return {**asdict(self), "whole": self.whole}
 
 
 def sample_array(store: Store, tag: str, leaf: str, program: ProgramInfo, max_bytes: int) -> ArraySample:
-    """Where an array lies, and numbers about its values, or about those in some pieces of it if it is large.
+    """Return the stored parts of an array and statistics of its values, or of evenly spaced pieces if it is large.
 
     Raises:
-        IncompatibleCheckpointError: There is no such array, or nothing says how it was split.
+        IncompatibleCheckpointError: The array does not exist, or its sharding is unknown.
         CheckpointError: The tag is damaged.
     """
     with (
@@ -392,7 +393,7 @@ def _list_parts(manifest: Manifest, leaf: str, record: ArrayRecord) -> tuple[Arr
 
 
 def _compute_rank_boxes(text: str | None, leaf: str, record: ArrayRecord) -> Mapping[int, tuple[Box, ...]]:
-    """Rank of the first pipeline stage -> what it had of an array; nothing where the tag does not say that."""
+    """Return rank of the first pipeline stage -> its boxes of an array; empty if the sharding is not recorded."""
     try:
         mesh = Mesh.parse(text or "")
         if text is None or record.spec is None or mesh.size // mesh.pp > MAX_CHECKED_RANKS:
@@ -403,26 +404,26 @@ def _compute_rank_boxes(text: str | None, leaf: str, record: ArrayRecord) -> Map
             for rank in range(mesh.size // mesh.pp)
         }
     except ValueError:
-        return {}  # the spec is for people, and another library's may say what no mesh of ours can have
+        return {}  # the spec is informative, and a spec of another library may be impossible on a `Mesh`
 
 
 HISTOGRAM_BINS = 40
-"""Bars of a histogram."""
+"""Number of bins of a histogram."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Numbers about some values. Those of NaNs and infinities are counted alone; of complex values it is the size."""
+    """Statistics of values. NaNs and infinities are only counted; of complex values the magnitude is used."""
 
     elements: int = 0
     nans: int = 0
     infinities: int = 0
     zeros: int = 0
     low: float = 0.0
-    """The smallest finite value."""
+    """Smallest finite value."""
 
     high: float = 0.0
-    """The largest finite value."""
+    """Largest finite value."""
 
     mean: float = 0.0
     deviation: float = 0.0
@@ -432,11 +433,11 @@ class Statistics:
     """L2 norm of the finite values."""
 
     counts: tuple[int, ...] = ()
-    """How many finite values lie in each of as many equal parts of what lies between `low` and `high`."""
+    """Number of finite values in each of `HISTOGRAM_BINS` equal intervals between `low` and `high`."""
 
 
 def compute_statistics(pieces: Sequence[memoryview], dtype: DType) -> Statistics | None:
-    """Numbers about the values in some pieces of memory, each of which is looked at twice; None if they are packed.
+    """Compute statistics of the values in some buffers, each of which is read twice; None if the values are packed.
 
     >>> import numpy as np
     >>> values = np.array([0, 1, 3, np.nan], np.float32)
@@ -466,7 +467,7 @@ def compute_statistics(pieces: Sequence[memoryview], dtype: DType) -> Statistics
     for piece in pieces:
         values = _to_floats(piece, kind)
         finite = values[np.isfinite(values)]
-        # Halves, as the difference of two values that are finite may be infinite.
+        # Halved, because the difference of two finite values may be infinite.
         width = high / 2 - low / 2
         places = (finite / 2 - low / 2) / width * HISTOGRAM_BINS if width > 0 else np.zeros(finite.size)
         counts += np.bincount(np.clip(places.astype(np.int64), 0, HISTOGRAM_BINS - 1), minlength=HISTOGRAM_BINS)

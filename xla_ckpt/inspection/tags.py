@@ -1,6 +1,6 @@
 """List, find, verify, repair and summarize the tags of a root directory.
 
-Tags of this library need neither torch nor orbax.
+Reading tags of this library needs neither torch nor orbax.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ logger = get_logger(__name__)
 
 @check_arguments
 def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
-    """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
+    """Return the names of the committed tags in `path`, oldest commit first (by commit sequence, never by timestamps).
 
-    With `local`, those of that directory, too (see `SaveOptions.local`).
+    With `local`, include the tags of that directory (see `SaveOptions.local`).
 
-    Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
-    stamps; optimum-neuron's: by the numbers in their names; SageMaker model parallel's: as its file `newest` says).
+    Complete tags of other libraries come first, in the order of their library (neuronx-distributed: timestamps;
+    optimum-neuron: the numbers in the names; SageMaker model parallel: the file `newest`).
 
-    A file of torch.save, which is one checkpoint itself, has no tags.
+    A torch.save file, which is itself one checkpoint, has no tags.
 
     Raises:
-        StorageError: The directory cannot be read. (One that does not exist has no tags.)
+        StorageError: The directory cannot be read. (A directory that does not exist has no tags.)
     """
     if local is not None:
         return [entry.tag for entry, _, _ in list_local_and_remote(*resolve_local_and_remote(path, local))]
@@ -68,7 +68,7 @@ def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
 
 
 def _is_single_file(store: Store) -> bool:
-    """Whether a path is a single file that is a checkpoint."""
+    """Return True if a path is a single file that is a checkpoint."""
     return _is_file(store) and find_tag_at_root(store) is not None
 
 
@@ -77,10 +77,10 @@ def _is_file(store: Store) -> bool:
 
 
 def resolve_local_and_remote(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectStore]:
-    """The directory that a caller names with ``local=``, and the object store that the path names.
+    """Return the directory of ``local=``, and the object store of the path.
 
     Raises:
-        UsageError: They are none.
+        UsageError: They are not a directory and an object store.
     """
     far, near = open_store(path), open_store(local)
     if far.object_store is None or near.file_system is None:
@@ -93,8 +93,9 @@ def resolve_local_and_remote(path: PathLike, local: PathLike) -> tuple[FileSyste
 
 
 def list_local_and_remote(directory: FileSystem, object_store: ObjectStore) -> list[tuple[TagEntry, bool, str]]:
-    """All tags of a directory and the object store where they go: see
-    `xla_ckpt.features.local_first.upload_rules.list_locations`.
+    """Return all tags of a directory and of the object store to which they are uploaded.
+
+    See `xla_ckpt.features.local_first.upload_rules.list_locations`.
     """
     local, remote = open_root(directory).list_entries(), [entry for _, entry in list_all_tags(object_store)]
     return list_locations(local, remote, read_journals(directory, local, object_store.path))
@@ -102,9 +103,9 @@ def list_local_and_remote(directory: FileSystem, object_store: ObjectStore) -> l
 
 @check_arguments
 def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
-    """The newest committed tag in `path`, or in `local` (see `list_tags`); None when there is none.
+    """Return the newest committed tag in `path`, or in `local` (see `list_tags`); None if there are no tags.
 
-    Where there is none, a program that trains saves next, so what commits is started (see `start_commit_helper`).
+    In that case the commit helper is started, because a training program saves next (see `start_commit_helper`).
     """
     if local is None:
         store = open_store(path).snapshot_view()
@@ -117,10 +118,10 @@ def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
 
 
 def start_commit_helper(store: Store) -> None:
-    """Have the process started in which orbax commits, if this one is going to save, it seems: it trains, as rank 0.
+    """Start the helper process in which orbax commits, if this process is a training program's rank 0.
 
-    It is not, as long as there is something to load: the start would take processor time from the load. A program that
-    has imported neither torch nor jax trains nothing, and is left as light as it is.
+    Callers do not start it before a load, because the start would take processor time from the load. A program that has
+    imported neither torch nor jax does not train, and starts no helper.
     """
     if "torch" in sys.modules or "jax" in sys.modules:
         from xla_ckpt.distributed import current_job
@@ -130,14 +131,14 @@ def start_commit_helper(store: Store) -> None:
 
 
 def locate_checkpoint(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
-    """The root directory and the tag that a caller means, who may name a tag by its own path, a directory of Hugging
-    Face's, a file of torch.save, or a set of SageMaker model parallel's files.
+    """Return the root directory and the tag of a path, which may also be the path of a tag or of a file.
 
-    The tag stays None where the newest is meant. A link in the root, such as ``latest``, stands for its tag.
+    Such a path is a tag, a Hugging Face folder, a torch.save file, or a set of SageMaker model parallel files. The tag
+    is None for the newest one. A link in the root, such as ``latest``, is resolved to its tag.
 
     Raises:
-        InvalidTagError: The tag is no string.
-        UsageError: A tag of a single file is named, or a link out of the root.
+        InvalidTagError: The tag is not a string.
+        UsageError: A tag of a single file is given, or a link that leaves the root.
     """
     store = open_store(path).snapshot_view()
     if tag is not None:
@@ -156,10 +157,10 @@ def locate_checkpoint(path: PathLike, tag: str | None) -> tuple[Store, str | Non
 
 
 def choose_tag(store: Store, tag: str | None) -> str:
-    """The tag that a caller names, or the newest.
+    """Return the given tag, or the newest one.
 
     Raises:
-        NoCheckpointError: None is named, and there is none.
+        NoCheckpointError: No tag is given, and there are no tags.
     """
     if tag is not None:
         return tag
@@ -171,14 +172,15 @@ def choose_tag(store: Store, tag: str | None) -> str:
 
 @check_arguments
 def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
-    """Whether `path` holds a committed tag, or is what a load takes itself: a tag, or a file (``.pt``).
+    """Return True if `path` contains a committed tag, or can itself be loaded: a tag, or a file (``.pt``).
 
-    With `local`, whether that directory holds a tag will do (see `list_tags`).
+    With `local`, also return True if that directory contains a tag (see `list_tags`).
 
-    Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
-    nobody begins anew over the others.
+    For a set of SageMaker model parallel files one part is sufficient: a load raises an error about missing parts, so
+    that no job starts from scratch and overwrites the others.
 
-    Where there is none, a program that trains saves next, so what commits is started (see `start_commit_helper`).
+    If there is no checkpoint, the commit helper is started, because a training program saves next (see
+    `start_commit_helper`).
     """
     store, tag = locate_checkpoint(path, None)
     exists = tag is not None or bool(list_tag_names(store) if local is None else list_tags(path, local=local))
@@ -193,15 +195,15 @@ def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
 def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READ_THREADS) -> VerifyReport:
     """Read a whole tag, the newest by default, and compare every byte with its digest.
 
-    Tags that another library wrote have no digests: their zips are compared with their own CRC-32, and the files and
-    tensors of all ranks are looked for.
+    Tags of other libraries have no digests: their zip files are compared with their own CRC-32, and the files and
+    tensors of all ranks are checked for existence.
 
     Returns:
-        A report; `report.ok` is True if nothing is wrong, else `report.problems` says what, file by file.
+        A report; `report.ok` is True if there are no problems, otherwise `report.problems` lists them, file by file.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        UnsupportedVersionError: A newer version of this library wrote it.
+        NoCheckpointError: The tag does not exist.
+        UnsupportedVersionError: The tag was written by a newer version of this library.
     """
     store, tag = locate_checkpoint(path, tag)
     return verify_stored_tag(store, choose_tag(store, tag), num_workers)
@@ -209,97 +211,99 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READ_TH
 
 @check_arguments
 def repair(path: PathLike, tag: str | None = None, *, num_workers: int = READ_THREADS) -> tuple[str, ...]:
-    """Give a tag that was saved with ``parity=`` back the bytes that it has lost; the newest tag by default.
+    """Repair a tag that was saved with ``parity=``; the newest tag by default.
 
-    What is damaged is found by digests, worked out from the rest of the tag and its parity, compared with its digests,
-    and only then put in the place of the damaged file. It takes the free space of the damaged files. Readers of the tag
-    may go on, and a repair that is killed has made nothing worse (docs/repair.md).
+    Damaged bytes are found by their digests, reconstructed from the rest of the tag and its parity, verified, and only
+    then written in place of the damaged file. The repair needs free space for the damaged files. Readers of the tag are
+    not disturbed, and a repair that is killed causes no further damage (docs/repair.md).
 
     Returns:
-        The paths of the files that were replaced, relative to the tag; none if nothing was damaged.
+        The paths of the files that were replaced, relative to the tag; empty if nothing was damaged.
 
     Raises:
-        NoCheckpointError: There is no such tag.
+        NoCheckpointError: The tag does not exist.
         UsageError: The tag was saved without parity.
-        CorruptCheckpointError: More is lost than the parity gives back; `details` names it. Nothing was changed.
-        NotDurableError: The tag is repaired, and a loss of power may undo that.
-        StorageError: The storage refused.
+        CorruptCheckpointError: The damage exceeds the parity; `details` names it. Nothing was changed.
+        NotDurableError: The tag is repaired, but a power failure may undo the repair.
+        StorageError: The storage failed.
     """
     store, tag = locate_checkpoint(path, tag)
     name = choose_tag(store, tag)
     with wrap_os_errors("repairing a tag", path=store.path, tag=name), annotate_errors(path=store.path, tag=name):
-        return tuple(repair_stored_tag(open_store(store.path), name, num_workers))  # a look does not see new files
+        return tuple(repair_stored_tag(open_store(store.path), name, num_workers))  # a view does not contain new files
 
 
 MAX_DEPTH = 3
-"""Levels below a directory at which roots are looked for."""
+"""Maximum depth of the search for roots below a directory."""
 
 MAX_INSPECTED = 1000
-"""Directories that are looked at for that, and names beside the tags of a root."""
+"""Maximum number of directories that this search inspects, and of other names in a root that are inspected."""
 
 
 ListedTags = Sequence[tuple[Layout | None, TagEntry]]
-"""The tags of a root directory, as `xla_ckpt.formats.tags.list_all_tags` has them."""
+"""Tags of a root directory, as returned by `xla_ckpt.formats.tags.list_all_tags`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagSummary:
-    """A tag in a list of tags."""
+    """Summary of a tag for a list of tags."""
 
     tag: str
     sequence: int
-    """Number of its commit; 0 if another library wrote it."""
+    """Sequence number of its commit; 0 if another library wrote it."""
 
     created: str | None
-    """When it was committed, as ISO 8601 has it."""
+    """Time of its commit, in ISO 8601 format."""
 
     pinned: bool
-    """Whether retention leaves it alone."""
+    """True if the tag is exempt from retention."""
 
     arrays: int | None = None
-    """Number of arrays; None where no index says it."""
+    """Number of arrays; None if there is no index."""
 
     nbytes: int | None = None
-    """Bytes of the arrays, each counted once; of a tag without an index, of its files."""
+    """Bytes of the arrays, each counted once; for a tag without an index, bytes of its files."""
 
     files: int | None = None
     ranks: int | None = None
-    """How many ranks saved it; None where no index says it."""
+    """Number of ranks that saved it; None if there is no index."""
 
     problem: str | None = None
-    """Why nothing of this is known: the manifest is damaged."""
+    """Reason why the fields are unknown: the manifest is damaged."""
 
     layout: str | None = None
     """Name of the layout, or of the library that wrote it."""
 
     note: str = ""
-    """What else is to be known about it."""
+    """Further remarks."""
 
     where: str = ""
-    """Of a directory and the bucket where its tags go, where it is: ``local``, ``uploading 40 %``, ``remote`` or
-    ``both``. Empty if nobody has asked for both."""
+    """Location of a tag that is uploaded to a bucket: ``local``, ``uploading 40 %``, ``remote`` or ``both``. Empty
+    unless both places are listed."""
 
     kept: tuple[str, ...] = ()
-    """Why the policy keeps it under which the newest tag was saved; empty if that is not known, or does not keep it."""
+    """Reasons why the retention policy of the newest tag keeps it; empty if that is unknown, or the policy does not
+    keep it.
+    """
 
 
 _FOREIGN_REASON = "another library's"
-"""Why a tag is kept that this library has not written: it deletes none of them."""
+"""Reason why a tag of another library is kept: this library never deletes such tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a tag."""
+    """File of a tag."""
 
     path: str
-    """Relative to the tag."""
+    """Path relative to the tag."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def to_plain_json(value: Any) -> dict[str, Any]:
-    """The fields of a value that has plain ones only, as plain JSON."""
+    """Return the fields of an object with plain values as plain JSON."""
     return {name: getattr(value, name) for name in type(value).__slots__}
 
 
@@ -309,8 +313,10 @@ def build_listing(
     roots: Sequence[Mapping[str, Any]] = (),
     beside: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The tags of a root directory, oldest first, as plain JSON; the newest of them; the roots below it; and what lies
-    beside them.
+    """Return the tags of a root directory as plain JSON.
+
+    The result contains the tags, oldest first, the newest one, the roots below the directory, and other checkpoints in
+    it.
     """
     return {
         "path": path,
@@ -322,21 +328,22 @@ def build_listing(
 
 
 def summarize_tags(store: Store, tags: ListedTags | None = None) -> tuple[TagSummary, ...]:
-    """All tags of a root directory, oldest commit first; `tags` are those of `list_all_tags`, where somebody has
-    them.
+    """Return summaries of all tags of a root directory, oldest commit first.
+
+    `tags` is the result of `list_all_tags`, if the caller has it already.
     """
     tags = list_all_tags(store) if tags is None else tags
     own = [entry for layout, entry in tags if layout is None]
     others = {entry.tag: (_FOREIGN_REASON,) for layout, entry in tags if layout is not None}
     looks = {entry.tag: _inspect_tag(store, layout, entry) for layout, entry in tags}
-    # What the next save is to keep is, as far as anybody knows, what the last one was told to.
+    # The next save most likely has the same retention policy as the last one.
     policy = parse_policy(looks[own[-1].tag][1]) if own else None
     reasons = {} if policy is None else {**others, **explain_kept(load_tag_infos(store, own), policy)}
     return tuple(replace(summary, kept=reasons.get(tag, ())) for tag, (summary, _) in looks.items())
 
 
 def summarize_path(path: PathLike) -> tuple[TagSummary, ...]:
-    """The tags that a path names: all of a root directory, or the one that the path is itself."""
+    """Return summaries of the tags at a path: all tags of a root directory, or the one that the path is itself."""
     store, tag = locate_checkpoint(path, None)
     if tag is None:
         return summarize_tags(store)
@@ -346,14 +353,15 @@ def summarize_path(path: PathLike) -> tuple[TagSummary, ...]:
 
 
 def summarize_unlisted(store: Store, tag: str) -> TagSummary | None:
-    """What is no tag, and no root lists, such as a single file; None for a tag."""
+    """Return the summary of a checkpoint that is not listed as a tag, such as a single file; None for a tag."""
     foreign = find_foreign_tag(store, tag)
     return None if foreign is None or foreign[0].tagged else summarize_tag(store, *foreign)
 
 
 def list_stray_checkpoints(store: Store, tags: ListedTags) -> list[dict[str, Any]]:
-    """What else lies in a root directory, as `xla_ckpt.formats.tags.find_unlisted_checkpoints` has it; nothing of a
-    bucket.
+    """Return other checkpoints in a root directory; empty for a bucket.
+
+    See `xla_ckpt.formats.tags.find_unlisted_checkpoints`.
     """
     if store.file_system is None:
         return []
@@ -364,10 +372,10 @@ def list_stray_checkpoints(store: Store, tags: ListedTags) -> list[dict[str, Any
 
 
 def summarize_roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[str, Any]]:
-    """The root directories of tags below a directory, by path, with their newest tags. Its own tags are no roots.
+    """Return the root directories below a directory, by path, with their newest tags. Its own tags are not roots.
 
-    Those `MAX_DEPTH` levels below are found, and `MAX_INSPECTED` directories are looked at. An object store with tags
-    has what they consist of beside them, under names of its own: there nothing is looked at.
+    At most `MAX_DEPTH` levels and `MAX_INSPECTED` directories are searched. An object store with tags is not searched,
+    because it contains the files of the tags under separate names.
     """
     if tags and open_store(path).file_system is None:
         return []
@@ -376,7 +384,7 @@ def summarize_roots_below(path: str, tags: Set[str] = frozenset()) -> list[dict[
 
 
 def summarize_local_and_remote(directory: FileSystem, object_store: ObjectStore) -> tuple[TagSummary, ...]:
-    """All tags of a directory and of the object store where they go, each once, oldest commit first."""
+    """Return summaries of all tags of a directory and its object store, each once, oldest commit first."""
     layouts = {entry.tag: layout for layout, entry in list_all_tags(object_store)}
     return tuple(
         replace(
@@ -388,17 +396,17 @@ def summarize_local_and_remote(directory: FileSystem, object_store: ObjectStore)
 
 
 def summarize_tag(store: Store, layout: Layout | None, entry: TagEntry) -> TagSummary:
-    """A tag of a root directory; `layout` is that of a tag of another library, or None. Does not raise for damage."""
+    """Return the summary of a tag; `layout` is None for a tag of this library. Does not raise for damage."""
     return _inspect_tag(store, layout, entry)[0]
 
 
 def _inspect_tag(store: Store, layout: Layout | None, entry: TagEntry) -> tuple[TagSummary, Any]:
-    """The same, and the policy of retention that the tag says."""
+    """Return the summary of a tag, and the retention policy that it records."""
     summary = TagSummary(
         tag=entry.tag, sequence=entry.sequence, created=entry.created, pinned=entry.pinned, note=entry.note
     )
     try:
-        if layout is not None:  # it has no index: its directory says what there is
+        if layout is not None:  # there is no index: the directory is listed
             files = list_stored_files(store, entry)
             nbytes = sum(file.size for file in files)
             return replace(summary, nbytes=nbytes, files=len(files), layout=layout.origin or layout.name), None
@@ -419,14 +427,14 @@ def _inspect_tag(store: Store, layout: Layout | None, entry: TagEntry) -> tuple[
 
 
 def describe_note(manifest: Manifest) -> str:
-    """What is to be known of a tag, as its manifest says it."""
+    """Return a remark about a tag from its manifest."""
     return "without its base model" if schema.is_without_base(manifest.skeleton) else ""
 
 
 def list_stored_files(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:
-    """The files of a tag; those that lie in the root itself are named in it."""
+    """Return the files of a tag; files in the root itself are listed in its entry."""
     apart = entry.files or (() if store.is_directory(entry.directory) else (entry.directory,))
-    # Files that a path names may be links.
+    # Files at a path that the caller gives may be links.
     directory = store.open("", lock=False, links=True) if apart else store.open(entry.directory)
     with closing(directory):
         files = []
