@@ -1,1 +1,1 @@
-"""Pure core: state trees, shardings, manifests, payload files and plans. Imports no torch, os, threading or time."""
+"""Pure core: state trees, shardings, manifests, payload files and plans. No import of torch, os, threading or time."""

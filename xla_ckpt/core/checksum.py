@@ -1,12 +1,12 @@
 """Checksums: XXH3-64 digests of blocks and rows, sealed JSON, and CRC-32.
 
-Every stored region is cut into blocks from its start, and each block has an XXH3-64 digest. Blocks grow with the
-region, so that a region has at most 64 of them up to 256 MiB: a reader of a part verifies what it reads, and reads
-little more than it needs. CRC-32 is what zip files store.
+Every stored region is divided into blocks from its start, and each block has an XXH3-64 digest. The block size grows
+with the region, so that a region of up to 256 MiB has at most 64 blocks. A reader of a part can verify the bytes that
+it reads, and reads few additional bytes. CRC-32 is the checksum of zip files.
 
 A digest verifies stored bytes only. To distinguish objects of a running program, use a fingerprint. The format version
-in a file says which digest it uses, so another digest raises all versions: those of manifests, parity, digest files of
-foreign formats, SMP sidecars and ledgers.
+in a file determines the digest, so changing the digest requires new versions of all formats: manifests, parity, digest
+files of foreign formats, SMP sidecars and ledgers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from xla_ckpt.core.sharding.box import IntArray
 from xla_ckpt.errors import CorruptCheckpointError, FormatError
 
 MIN_BLOCK = 4 * 1024
-"""Smallest block (bytes)."""
+"""Minimum block size (bytes)."""
 
 MAX_BLOCK = 4 * 1024 * 1024
-"""Largest block (bytes)."""
+"""Maximum block size (bytes)."""
 
 
 @functools.lru_cache(maxsize=4096)
 def compute_block_size(region_bytes: int) -> int:
-    """Bytes of one digest block of a region: the power of two that cuts it into at most 64, within the limits.
+    """Return the block size of a region: the power of two that gives at most 64 blocks, within the limits.
 
     >>> compute_block_size(1000), compute_block_size(1 << 20), compute_block_size(1 << 30)
     (4096, 16384, 4194304)
@@ -47,11 +47,11 @@ def compute_block_size(region_bytes: int) -> int:
 
 
 _BLOCK_SIZES = 1 << np.arange((MIN_BLOCK - 1).bit_length(), MAX_BLOCK.bit_length())
-"""The sizes that blocks have."""
+"""All block sizes."""
 
 
 def compute_block_sizes(region_bytes: IntArray) -> IntArray:
-    """`compute_block_size` of many regions.
+    """Vectorized `compute_block_size`.
 
     >>> compute_block_sizes(np.array([1000, 1 << 20, 1 << 30]))
     array([   4096,   16384, 4194304])
@@ -61,7 +61,7 @@ def compute_block_sizes(region_bytes: IntArray) -> IntArray:
 
 
 def count_blocks(region_bytes: int) -> int:
-    """Number of digest blocks of a region; 0 for an empty one.
+    """Return the number of digest blocks of a region, 0 for an empty one.
 
     >>> count_blocks(0), count_blocks(4097)
     (0, 2)
@@ -70,20 +70,20 @@ def count_blocks(region_bytes: int) -> int:
 
 
 def compute_digest(data: bytes | bytearray | memoryview) -> int:
-    """XXH3-64 of some bytes."""
+    """Return the XXH3-64 digest of bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 EMPTY_DIGEST = compute_digest(b"")
-"""That of no bytes. It stands for the digest of a file where none is known."""
+"""Digest of zero bytes. Also used if the digest of a file is unknown."""
 
 
 MIN_ROWS_BYTES = 256
-"""Rows of fewer bytes are digested together."""
+"""Minimum number of bytes per digest in `compute_rows_digest`. Shorter rows are combined."""
 
 
 def count_rows_per_digest(row_bytes: int) -> int:
-    """How many rows of an array have one digest in `compute_rows_digest`: a power of two, as most numbers of ranks are.
+    """Return the number of rows per digest in `compute_rows_digest`: a power of two, because most numbers of ranks are.
 
     >>> count_rows_per_digest(2), count_rows_per_digest(24), count_rows_per_digest(4096)
     (128, 16, 1)
@@ -92,9 +92,14 @@ def count_rows_per_digest(row_bytes: int) -> int:
 
 
 def compute_rows_digest(data: memoryview, row_bytes: int, first_row: int) -> int:
-    """A digest of some rows of an array, from a row on. That of all rows is the sum of those of parts, modulo 2**64.
+    """Return the digest of rows of an array. The digest of all rows is the sum over disjoint parts, modulo 2**64.
 
-    Each part begins, and ends, where `count_rows_per_digest` does, or at the end of the array.
+    Each part must start and end at a multiple of `count_rows_per_digest`, or at the end of the array.
+
+    Args:
+        data: Bytes of the rows.
+        row_bytes: Number of bytes per row.
+        first_row: Index of the first row in the array.
 
     >>> data = memoryview(bytes(1024))
     >>> parts = compute_rows_digest(data[:512], 128, 0), compute_rows_digest(data[512:], 128, 4)
@@ -110,45 +115,45 @@ def compute_rows_digest(data: memoryview, row_bytes: int, first_row: int) -> int
 
 
 DigestArray = npt.NDArray[np.uint64]
-"""Many digests."""
+"""Array of digests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The digests of one payload file, found by where a region begins."""
+    """Block digests of one payload file, by the offset of the region."""
 
     offset: IntArray
-    """Where each region begins in the file, ascending."""
+    """File offset of each region, ascending."""
 
     nbytes: IntArray
-    """Its size."""
+    """Number of bytes of each region."""
 
     first_digest: IntArray
-    """The place of its first digest."""
+    """Index of each region's first digest."""
 
     digests: DigestArray
 
     @classmethod
     def from_regions(cls, offset: IntArray, nbytes: IntArray, digests: DigestArray) -> BlockTable:
-        """The table of regions, ascending, whose digests come one after the other."""
+        """Create the table of regions (ascending) from their concatenated digests."""
         counts = -(-nbytes // compute_block_sizes(nbytes))
-        some = np.flatnonzero(nbytes)  # an empty region has no blocks, and begins where another one does
+        some = np.flatnonzero(nbytes)  # an empty region has no blocks, and the same offset as the next region
         return cls(offset[some], nbytes[some], (np.cumsum(counts) - counts)[some], digests)
 
     def get_digests(self, offset: int, nbytes: int) -> tuple[int, ...]:
-        """The digests of the blocks of the region of `nbytes` bytes at `offset`.
+        """Return the block digests of the region of `nbytes` bytes at `offset`.
 
         Raises:
-            FormatError: No such region is in the file.
+            FormatError: The file does not contain this region.
         """
         (first,) = self.find_first_digests(np.array([offset]), np.array([nbytes])).tolist()
         return tuple(self.digests[first : first + count_blocks(nbytes)].tolist())
 
     def find_first_digests(self, offset: IntArray, nbytes: IntArray) -> IntArray:
-        """The places of the first digests of some regions.
+        """Return the indices of the first digests of regions.
 
         Raises:
-            FormatError: One of them is not in the file.
+            FormatError: The file does not contain one of the regions.
         """
         if not len(self.offset):
             raise FormatError("the payload has no regions", expected=f"{nbytes[0]} bytes at {offset[0]}")
@@ -162,7 +167,7 @@ class BlockTable:
 
 
 class BlockDigester:
-    """The digests of a region that comes in parts."""
+    """Computes the block digests of a region from consecutive parts."""
 
     def __init__(self, region_bytes: int) -> None:
         self._block = compute_block_size(region_bytes)
@@ -170,10 +175,10 @@ class BlockDigester:
         self._room = self._block
         self._hash = xxhash.xxh3_64()
         self.digests: list[int] = []
-        """The digests of the blocks that are complete: of all blocks, once all bytes have come."""
+        """Digests of the completed blocks. Contains all blocks after the last byte."""
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         while len(data):
             part = data[: self._room]
             self._hash.update(part)
@@ -187,7 +192,7 @@ class BlockDigester:
 
 
 class OutOfOrderDigest:
-    """The digest of a block whose parts come in any order.
+    """Digest of a block whose parts arrive in any order.
 
     >>> joined = OutOfOrderDigest()
     >>> joined.add(1, memoryview(b"bc"))
@@ -200,17 +205,15 @@ class OutOfOrderDigest:
         self._hash = xxhash.xxh3_64()
         self._early: dict[int, bytes] = {}
         self.nbytes = 0
-        """Bytes that are digested: all from the start of the block to the first that has not come."""
+        """Number of bytes in the digest: from the start of the block to the first missing byte."""
 
     @property
     def value(self) -> int:
-        """The digest of these bytes."""
+        """Digest of these bytes."""
         return self._hash.intdigest()
 
     def add(self, offset: int, data: memoryview) -> None:
-        """Take a part, which begins `offset` bytes behind the start of the block; a copy if an earlier one is
-        missing.
-        """
+        """Add a part at `offset` bytes from the start of the block. Copies the part if an earlier one is missing."""
         if offset != self.nbytes:
             self._early[offset] = bytes(data)
             return
@@ -222,7 +225,7 @@ class OutOfOrderDigest:
 
 
 def to_hex(value: int) -> str:
-    """A digest as 16 hexadecimal digits."""
+    """Format a digest as 16 hexadecimal digits."""
     return f"{value:016x}"
 
 
@@ -230,7 +233,10 @@ _SEAL_PATTERN = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
 
 
 def seal_json(body: bytes) -> bytes:
-    """A JSON object whose last member is the digest of all bytes before it; `body` is what comes before that member.
+    """Append a digest of all previous bytes to a JSON object, as its last member.
+
+    Args:
+        body: The object without its closing brace.
 
     >>> unseal_json(seal_json(b'{"a":1'), "the text")
     b'{"a":1'
@@ -239,10 +245,10 @@ def seal_json(body: bytes) -> bytes:
 
 
 def unseal_json(data: bytes, description: str) -> bytes:
-    """What comes before the digest in such an object, compared with it.
+    """Verify the digest of a sealed JSON object, and return the bytes before it.
 
     Raises:
-        CorruptCheckpointError: It is not there, or another one.
+        CorruptCheckpointError: The digest is missing or does not match.
     """
     seal = _SEAL_PATTERN.search(data, max(len(data) - 64, 0))
     if seal is None:
@@ -254,12 +260,12 @@ def unseal_json(data: bytes, description: str) -> bytes:
 
 
 def pack_digests(digests: Sequence[int]) -> str:
-    """Digests as base64 of little-endian 64-bit numbers; its length depends on their number only."""
+    """Encode digests as base64 of little-endian 64-bit numbers. The length depends only on the number of digests."""
     return base64.b64encode(struct.pack(f"<{len(digests)}Q", *digests)).decode()
 
 
 def compute_packed_length(count: int) -> int:
-    """Bytes of the text that `pack_digests` makes of so many digests.
+    """Return the length of the string that `pack_digests` returns for `count` digests.
 
     >>> compute_packed_length(2) == len(pack_digests([1, 2]))
     True
@@ -268,15 +274,15 @@ def compute_packed_length(count: int) -> int:
 
 
 def unpack_digests(text: str, count: int) -> tuple[int, ...]:
-    """The `count` digests that `pack_digests` wrote, as `unpack_digest_array` reads them."""
+    """Decode `count` digests from `pack_digests` (see `unpack_digest_array`)."""
     return tuple(unpack_digest_array(text, count).tolist())
 
 
 def unpack_digest_array(text: str | bytes, count: int) -> DigestArray:
-    """The `count` digests that `pack_digests` wrote.
+    """Decode `count` digests from `pack_digests`.
 
     Raises:
-        FormatError: Not base64, or another number of digests.
+        FormatError: The data is not base64, or contains another number of digests.
     """
     try:
         raw = base64.b64decode(text, validate=True)
@@ -289,18 +295,18 @@ def unpack_digest_array(text: str | bytes, count: int) -> DigestArray:
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
-"""The polynomial 1, lowest power in the highest bit."""
+"""The polynomial 1. The lowest power is in the highest bit."""
 
 
 def compute_crc32(data: bytes | bytearray | memoryview) -> int:
-    """CRC-32 of some bytes."""
+    """Return the CRC-32 of bytes."""
     return zlib.crc32(data)
 
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
-    """CRC-32 of bytes one after the other, from (CRC-32, bytes) of each part.
+    """Return the CRC-32 of concatenated bytes from (CRC-32, bytes) of each part.
 
-    A CRC is a remainder modulo a polynomial over GF(2): bytes that follow multiply it by a power of x, as in zlib's
+    A CRC is a remainder modulo a polynomial over GF(2). Appending bytes multiplies it by a power of x, as in zlib's
     ``crc32_combine``.
 
     >>> combine_crc32([(compute_crc32(b"check"), 5), (compute_crc32(b"point"), 5)]) == compute_crc32(b"checkpoint")
@@ -308,7 +314,7 @@ def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
     """
     whole = 0
     for crc, nbytes in parts:
-        # The factor costs as much as some 200 KiB of CRC-32, and before the first part there is nothing to multiply.
+        # The factor costs as much as the CRC-32 of about 200 KiB, and the first part does not need it.
         whole = (_multiply(_compute_power(8 * nbytes), whole) if whole else 0) ^ crc
     return whole
 
@@ -323,7 +329,7 @@ def _multiply(a: int, b: int) -> int:
 
 
 def _compute_power(n: int) -> int:
-    """The power `n` of x."""
+    """Return x to the power `n`."""
     result, square = _ONE, _ONE >> 1
     while n:
         if n & 1:
@@ -334,10 +340,10 @@ def _compute_power(n: int) -> int:
 
 
 ReadInto = Callable[[memoryview, int], int]
-"""Fills memory from an offset of a file on, and returns how many bytes there were."""
+"""Function that fills memory from a file offset on, and returns the number of bytes read."""
 
 _READ_BYTES = 1 << 20
-"""Bytes that are read at a time."""
+"""Number of bytes per read."""
 
 
 def check_crc32(
@@ -346,7 +352,7 @@ def check_crc32(
     """Read bytes of a file, and compare them with their CRC-32, if it is known.
 
     Raises:
-        CorruptCheckpointError: The file ends before them, or they are not what was written.
+        CorruptCheckpointError: The file is too short, or the CRC-32 does not match.
     """
     buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
     actual = 0

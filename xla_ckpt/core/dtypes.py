@@ -1,8 +1,7 @@
-"""Element types by name, their sizes and safetensors codes, and the NumPy dtypes for them.
+"""Dtypes by name, with their sizes, safetensors codes and NumPy dtypes.
 
-Names are those of torch (``bfloat16``, ``float8_e4m3fn``); JAX and NumPy use the same names wherever they have the
-type. No framework is imported; NumPy dtypes that NumPy lacks come from ml_dtypes, which is imported when one is
-needed.
+Names follow torch (``bfloat16``, ``float8_e4m3fn``). JAX and NumPy use the same names for the dtypes that they have. No
+framework is imported. Dtypes that NumPy lacks come from ml_dtypes, which is imported on first use.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from xla_ckpt.extras import get_install_hint
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type."""
+    """One dtype."""
 
     name: str
-    """Its name, as torch spells it."""
+    """Name, as in torch."""
 
     itemsize: int
-    """Bytes of one element."""
+    """Number of bytes per element."""
 
     safetensors: str | None
-    """Its code in a safetensors header; None where the format has none. Native payloads have raw ``U8`` then, and for
-    codes that came later than the native layout (see `xla_ckpt.core.files.safetensors`)."""
+    """Code in a safetensors header, or None if the format has none. Native payloads use raw ``U8`` for these dtypes,
+    and for codes that are newer than the native layout (see `xla_ckpt.core.files.safetensors`)."""
 
     packed: bool = False
-    """Whether an element is a byte with two values in it, for which numpy has no type."""
+    """True if an element is a byte that contains two values, which NumPy does not support."""
 
     @property
     def is_floating(self) -> bool:
-        """Whether its values are floating-point numbers, one in each element."""
+        """True if each element is one floating-point number."""
         return self.name.startswith(("float", "bfloat")) and not self.packed
 
     @property
     def is_integer(self) -> bool:
-        """Whether its values are integers."""
+        """True if the elements are integers."""
         return self.name.startswith(("int", "uint"))
 
 
@@ -67,7 +66,7 @@ _DTYPES = {
         DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ"),
         DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
         DType("float8_e8m0fnu", 1, "F8_E8M0"),
-        # JAX's (ml_dtypes) without a torch twin; sub-byte ones take a byte each in host memory.
+        # Only in JAX (ml_dtypes), not in torch. Sub-byte dtypes use one byte per element in host memory.
         DType("float8_e4m3", 1, None),
         DType("float8_e3m4", 1, None),
         DType("float8_e4m3b11fnuz", 1, None),
@@ -83,16 +82,16 @@ _DTYPES = {
 }
 
 DTYPE_NAMES = tuple(_DTYPES)
-"""The names of all of them."""
+"""Names of all dtypes."""
 
 _BY_CODE = {d.safetensors: d for d in _DTYPES.values() if d.safetensors is not None}
 
 
 def get_dtype(name: str) -> DType:
-    """The element type called `name`.
+    """Return the dtype with this name.
 
     Raises:
-        UnsupportedStateError: There is no such type here.
+        UnsupportedStateError: The name is unknown.
 
     >>> get_dtype("bfloat16").itemsize
     2
@@ -106,12 +105,12 @@ def get_dtype(name: str) -> DType:
 
 
 def is_known_dtype(name: str) -> bool:
-    """Whether `get_dtype(name)` would succeed."""
+    """Return True if `get_dtype(name)` would succeed."""
     return name in _DTYPES
 
 
 def from_safetensors_code(code: str) -> DType | None:
-    """The element type that safetensors calls `code`; None if it is not known here.
+    """Return the dtype with this safetensors code, or None if it is unknown.
 
     >>> from_safetensors_code("BF16").name
     'bfloat16'
@@ -120,10 +119,10 @@ def from_safetensors_code(code: str) -> DType | None:
 
 
 def to_numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Numpy's type of this name, from ml_dtypes for those that numpy does not know itself.
+    """Return the NumPy dtype, from ml_dtypes if NumPy does not have it.
 
     Raises:
-        UnsupportedStateError: It is a packed type, for which neither has one.
+        UnsupportedStateError: The dtype is packed, which neither supports.
     """
     if dtype.packed:
         hint = f"torch has one. {get_install_hint('torch')}"

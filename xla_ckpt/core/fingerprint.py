@@ -1,8 +1,8 @@
-"""Fingerprints: fast hashes that compare values in memory, such as what two ranks hold under one name.
+"""Fingerprints: fast hashes to compare values in memory, such as the replicas of an array on two ranks.
 
-Fingerprints do not protect stored bytes; digests do (`digest` in the manifest package). Either hash function may
-change without the other. One fingerprint outlives its process: the name of an upload, by which a later process finds
-what a killed one left in a bucket.
+Fingerprints do not protect stored bytes: checksums do (`xla_ckpt.core.checksum`). Either hash function may change
+independently of the other. One fingerprint outlives its process: the name of an upload, by which a later process finds
+the leftovers of a killed one in a bucket.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import xxhash
 
 
 def compute_fingerprint(data: bytes) -> int:
-    """A number below 2**64, the same for the same bytes. Others have another one, but for one case in 2**64."""
+    """Return a hash below 2**64. Equal bytes have equal hashes, and different bytes collide with probability 2**-64."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def compute_text_fingerprint(text: str) -> str:
-    """That of a text, as 16 hexadecimal digits.
+    """Return the fingerprint of a string as 16 hexadecimal digits.
 
     >>> compute_text_fingerprint("a") == compute_text_fingerprint("a")
     True

@@ -1,9 +1,9 @@
 """Parse JSON from files: objects, and packed lists of integers. Invalid data raises an error.
 
-Cut positions, file numbers and byte offsets mostly form arithmetic progressions, so the manifest stores such a list as
-runs: ``[7, [0, 64, 4]]`` is 7, 0, 64, 128, 192. A list of one repeated value is that value alone. Runs keep the
-manifest of thousands of ranks to a few megabytes. Unpacking needs memory in proportion to the expected count, whatever
-a hostile file contains.
+Cut positions, file indices and byte offsets mostly form arithmetic progressions, so the manifest stores such a list as
+runs: ``[7, [0, 64, 4]]`` is 7, 0, 64, 128, 192. A list of one repeated value is stored as that value. Runs keep the
+manifest of thousands of ranks below a few megabytes. The memory for unpacking is proportional to the expected count,
+whatever a malicious file contains.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ def parse_json(
     error_class: type[CheckpointError] = FormatError,
     pairs_hook: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """What a text of JSON says; `pairs_hook` makes each object in it of its (key, value) pairs.
+    """Parse JSON.
+
+    Args:
+        text: The JSON text.
+        description: Name of the text in error messages.
+        error_class: Class of the error that is raised.
+        pairs_hook: Function that creates each object from its (key, value) pairs.
 
     Raises:
-        CheckpointError: It is none: an error of this kind.
+        CheckpointError: The text is not valid JSON. The class is `error_class`.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs_hook)
@@ -41,10 +47,10 @@ def parse_json_object(
     error_class: type[CheckpointError] = FormatError,
     pairs_hook: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """The object that a text is (see `parse_json`).
+    """Parse a JSON object (see `parse_json`).
 
     Raises:
-        CheckpointError: It is none: an error of this kind.
+        CheckpointError: The text is not a JSON object. The class is `error_class`.
 
     >>> parse_json_object(b'{"a": 1}', "the text")
     {'a': 1}
@@ -56,20 +62,20 @@ def parse_json_object(
 
 
 MAX_INT = 1 << 62
-"""No offset, size or index reaches this."""
+"""Exclusive upper limit of offsets, sizes and indices."""
 
 MIN_RUN_LENGTH = 3
-"""Shorter progressions are written out: three numbers stand for a run."""
+"""Maximum length of progressions that are not stored as a run, because a run consists of three numbers."""
 
 
 def pack_ints(values: Sequence[int] | IntArray | BoolArray) -> Any:
-    """`values` as JSON.
+    """Pack integers into JSON.
 
     >>> pack_ints([5, 5, 5]), pack_ints([0, 64, 128, 192, 7])
     (5, [[0, 64, 4], 7])
     """
     if len(values) == 1:
-        return int(values[0])  # as of nearly all arrays
+        return int(values[0])  # true for nearly all arrays
     column = np.asarray(values, np.int64)
     numbers: list[int] = column.tolist()
     if numbers and (column == column[0]).all():
@@ -77,39 +83,39 @@ def pack_ints(values: Sequence[int] | IntArray | BoolArray) -> Any:
     if len(numbers) <= MIN_RUN_LENGTH:
         return numbers
     steps = np.diff(column)
-    bends = (np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist()  # where another step follows
+    bends = (np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist()  # where the step changes
     packed: list[Any] = []
     i = bend = 0
     while i < len(numbers):
         while bend < len(bends) and bends[bend] <= i:
             bend += 1
-        end = bends[bend] + 1 if bend < len(bends) else len(numbers)  # of the progression that begins here
+        end = bends[bend] + 1 if bend < len(bends) else len(numbers)  # end of the progression that starts here
         if end - i > MIN_RUN_LENGTH:
             packed.append([numbers[i], numbers[i + 1] - numbers[i], end - i])
             i = end
         else:
-            # Only this value: a longer run may begin with the next one.
+            # Only this value, because a longer run may start with the next one.
             packed.append(numbers[i])
             i += 1
     return packed
 
 
 def unpack_ints(packed: Any, count: int) -> tuple[int, ...]:
-    """The `count` integers that `pack_ints` wrote, as `unpack_int_array` reads them.
+    """Unpack `count` integers from `pack_ints` (see `unpack_int_array`).
 
     >>> unpack_ints([[0, 64, 4], 7], 5)
     (0, 64, 128, 192, 7)
     """
     if count == 1 and _is_index(packed):
-        return (packed,)  # as of nearly all arrays
+        return (packed,)  # true for nearly all arrays
     return tuple(unpack_int_array(packed, count).tolist())
 
 
 def unpack_int_array(packed: Any, count: int) -> IntArray:
-    """The `count` integers that `pack_ints` wrote. Whatever is in `packed`, memory stays proportional to `count`.
+    """Unpack `count` integers from `pack_ints`. Memory is proportional to `count`, whatever `packed` contains.
 
     Raises:
-        FormatError: Not a packed list, not `count` long, or out of range.
+        FormatError: `packed` is malformed, does not contain `count` integers, or contains integers out of range.
     """
     if _is_index(packed):
         return np.full(count, packed, np.int64)
@@ -125,8 +131,8 @@ def unpack_int_array(packed: Any, count: int) -> IntArray:
         elif isinstance(entry, list) and len(entry) == 3 and all(type(n) is int for n in entry):
             first, step, steps = entry
             last = first + step * (steps - 1)
-            # The length is checked before the run is written out: a few bytes of a hostile file could ask for any
-            # amount of memory. Between a first and a last value in range, so are all others.
+            # The length is checked before the run is expanded, because a few bytes of a malicious file could request
+            # any amount of memory. If the first and the last value are in range, so are the values between them.
             if not (0 < steps <= count and _is_index(first) and _is_index(last)):
                 raise FormatError("broken run of integers", found=str(entry)[:80])
             parts += [np.array(single, np.int64), first + (step if steps > 1 else 0) * np.arange(steps)]
@@ -135,14 +141,18 @@ def unpack_int_array(packed: Any, count: int) -> IntArray:
         else:
             raise FormatError("broken list of integers", found=str(entry)[:80])
         if length > count:
-            break  # further runs would each add up to `count` values more
+            break  # each further run would add up to `count` values
     if length != count:
         raise FormatError("list of integers of the wrong length", expected=count, found=length)
     return np.concatenate([*parts, np.array(single, np.int64)])
 
 
 def unpack_variable_ints(packed: Any, limit: int) -> tuple[int, ...]:
-    """As `unpack_ints`, for a list (not a lone number) whose length, at most `limit`, is not known beforehand."""
+    """Unpack a list of unknown length (not a single number) of at most `limit` integers.
+
+    Raises:
+        FormatError: `packed` is malformed, too long, or contains integers out of range.
+    """
     if not isinstance(packed, list):
         raise FormatError("broken list of integers", found=str(packed)[:40])
     count = 0

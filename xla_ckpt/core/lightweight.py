@@ -1,8 +1,8 @@
-"""Dataclasses with slots, columnar sequences and a cached property without a lock.
+"""Slotted dataclasses, columnar sequences and a cached property without a lock.
 
-`slots_dataclass` makes immutable objects that are cheap to create, for classes with thousands of instances.
-`ColumnarSequence` stores many rows as columns and creates a row only when it is read. `cached_property` takes no lock,
-because a process that is forked while another thread computes would wait for it forever.
+`slots_dataclass` creates immutable objects cheaply, for classes with thousands of instances. `ColumnarSequence` stores
+many rows as columns and creates a row only on access. `cached_property` does not use a lock, because a process that is
+forked while another thread holds the lock would deadlock.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Value_co = TypeVar("Value_co", covariant=True)
 Row_co = TypeVar("Row_co", covariant=True)
 
 
-class cached_property(Generic[Value_co]):  # noqa: N801  # as `functools` has it
-    """A property that is computed when it is first read, without a lock.
+class cached_property(Generic[Value_co]):  # noqa: N801  # named as in `functools`
+    """Property that is computed on first access, without a lock.
 
-    `functools.cached_property` of Python 3.11 holds a lock for all objects of the class while it computes. A process
-    that is forked meanwhile would wait for it for ever. Two threads may compute the value twice here.
+    `functools.cached_property` of Python 3.11 holds one lock for all objects of the class during the computation. A
+    process that is forked at that time would deadlock. Without the lock, two threads may compute the value twice.
     """
 
     def __init__(self, compute: Callable[[Any], Value_co]) -> None:
@@ -46,22 +46,22 @@ class cached_property(Generic[Value_co]):  # noqa: N801  # as `functools` has it
 
 
 class ColumnarSequence(Sequence[Row_co]):
-    """Many things of a kind as one value of columns. Where a single one is asked for, it is made."""
+    """Sequence of rows that are stored as columns. A row object is created on access."""
 
     __slots__ = ()
 
     @abstractmethod
     def get_row(self, index: int) -> Row_co:
-        """One of them.
+        """Return one row.
 
         Raises:
-            IndexError: There are not so many.
+            IndexError: The index is out of range.
         """
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # columns can be written to
+    __hash__ = None  # type: ignore[assignment]  # columns are mutable
 
     @overload
     def __getitem__(self, which: int) -> Row_co: ...
@@ -77,10 +77,10 @@ class ColumnarSequence(Sequence[Row_co]):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def slots_dataclass(*, kw_only: bool = False) -> Callable[[type[Made]], type[Made]]:
-    """A dataclass with slots that type checkers take for frozen.
+    """Create a dataclass with slots that type checkers treat as frozen.
 
-    While a program runs nothing keeps its fields from being set. A frozen dataclass sets each field through a call,
-    and takes more than twice as long to make. That was a tenth of a save of many small arrays. Classes of which few
-    objects are made are frozen dataclasses.
+    The fields are not protected at run time. A frozen dataclass sets each field through a function call and takes more
+    than twice as long to create, which was 10% of the time to save many small arrays. Classes with few instances should
+    be frozen dataclasses instead.
     """
     return dataclass(slots=True, kw_only=kw_only, unsafe_hash=True)

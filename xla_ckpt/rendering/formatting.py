@@ -1,4 +1,4 @@
-"""Format sizes, rates, times, shapes and values for people."""
+"""Format sizes, rates, times, shapes and values for display."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MIN_RATED_BYTES = 1_000_000
-"""Of fewer bytes no rate is told: their time is that of opening files and starting threads."""
+"""Minimum number of bytes for which a rate is shown. Smaller transfers mostly measure opening files and starting
+threads."""
 
 MAX_SIBLINGS = 32
-"""Numbers in one container that are shown one by one."""
+"""Maximum number of values of one container that are shown individually."""
 
 MAX_VALUE_LENGTH = 60
-"""Longest plain value that is shown whole."""
+"""Maximum length of a plain value that is not truncated."""
 
 
 def format_bytes(nbytes: int | None) -> str:
-    """Bytes for people.
+    """Format a number of bytes.
 
     >>> format_bytes(999), format_bytes(123_456_789), format_bytes(None)
     ('999 B', '123.5 MB', '?')
@@ -35,7 +36,7 @@ def format_bytes(nbytes: int | None) -> str:
 
 
 def format_rate(nbytes: int, seconds: float) -> str:
-    """A rate for people; none of too few bytes.
+    """Format a rate. Returns an empty string for too few bytes.
 
     >>> format_rate(123_000_000, 0.5), format_rate(248, 0.002)
     ('246.0 MB/s', '')
@@ -44,7 +45,7 @@ def format_rate(nbytes: int, seconds: float) -> str:
 
 
 def format_time(created: str) -> str:
-    """A time of the manifest in the local time zone.
+    """Format a time of the manifest in the local time zone.
 
     >>> format_time("")
     '?'
@@ -56,7 +57,7 @@ def format_time(created: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time for people.
+    """Format a duration in seconds.
 
     >>> format_duration(0.00123), format_duration(12.345)
     ('1.2 ms', '12.35 s')
@@ -65,7 +66,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_shape(dims: Sequence[int] | None) -> str:
-    """A shape for people.
+    """Format a shape.
 
     >>> format_shape([2, 3]), format_shape([]), format_shape(None)
     ('2 x 3', 'scalar', '-')
@@ -74,7 +75,7 @@ def format_shape(dims: Sequence[int] | None) -> str:
 
 
 def format_spec(spec: Sequence[Any] | None) -> str:
-    """How the dims of an array are split, in the words that rules of the command line have (``--sharding``).
+    """Format a spec in the syntax of sharding rules on the command line (``--sharding``).
 
     >>> [format_spec(spec) for spec in ((("dp", "tp"), None), (("tp", (8, "4x2")),), (("tp", 3),), ())]
     ['dp+tp,_', 'tp:8+4x2', 'tp*3', 'not split']
@@ -95,7 +96,7 @@ def _format_dim(entry: Any) -> str:
 
 
 def collapse_values(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
-    """A row for each leaf, with the text of its plain values; of a long list of numbers (a generator's) one for all.
+    """Return a row per leaf with its formatted plain values. Long lists of numbers (such as RNG state) become one row.
 
     >>> collapse_values({"a/0": [1], "b": ["x"]})
     [('a/0', '1'), ('b', '"x"')]
@@ -112,11 +113,11 @@ def collapse_values(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]
 
 
 def collapse_leaves(leaves: Sequence[str]) -> list[str]:
-    """Leaf paths, with one text for all members of a long list (the state of a generator has 625).
+    """Return leaf paths, with one entry for all members of a long list (RNG state has 625).
 
     >>> collapse_leaves(["a/0", "b", "a/1"]), collapse_leaves(["b", *(f"a/{i}" for i in range(40))])
     (['a/0', 'b', 'a/1'], ['b', 'a/...: 40 leaves'])
-    >>> collapse_leaves([*map(str, range(40)), "step"])  # of a tree that is a list, and of another one
+    >>> collapse_leaves([*map(str, range(40)), "step"])  # a tree that is a list, and another one
     ['/...: 40 leaves', 'step']
     """
     long = _find_long_lists(leaf for leaf in leaves if leaf.rpartition("/")[2].isdecimal())
@@ -125,7 +126,7 @@ def collapse_leaves(leaves: Sequence[str]) -> list[str]:
 
 
 def _find_long_lists(members: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Those members of which more than `MAX_SIBLINGS` lie in one place, with that place and how many they are."""
+    """Return member -> (parent, number of members) for parents with more than `MAX_SIBLINGS` members."""
     parents = {leaf: leaf.rpartition("/")[0] for leaf in members}
     lengths = Counter(parents.values())
     return {leaf: (parent, lengths[parent]) for leaf, parent in parents.items() if lengths[parent] > MAX_SIBLINGS}
@@ -136,13 +137,13 @@ def _is_number(value: Any) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """A plain value as JSON, cut off where it is long."""
+    """Format a plain value as JSON, truncated if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "..."
 
 
 def format_count(n: int, word: str) -> str:
-    """A number with its noun.
+    """Format a number with its noun.
 
     >>> format_count(1, "file"), format_count(2, "file")
     ('1 file', '2 files')

@@ -1,6 +1,6 @@
-"""Render texts and tables as HTML, for web pages and for notebooks (`_repr_html_`).
+"""Render text and tables as HTML, for web pages and for notebooks (`_repr_html_`).
 
-Names in a checkpoint may contain anything. Only `escape_html` converts text to HTML.
+Names in a checkpoint may contain anything, so only `escape_html` converts text to HTML.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from xla_ckpt.display import make_printable
 from xla_ckpt.rendering.table import Bar, PlainTable
 
 MAX_ROWS = 2000
-"""Rows of a table; of more a browser gets slow, and a notebook large."""
+"""Maximum number of rows of a table, because more would make browsers slow and notebooks large."""
 
 MAX_SHORT_CELL = 24
-"""Characters of a cell that is not folded on a narrow screen: half of a number, or of a time, is another one."""
+"""Maximum length (characters) of cells that are not folded on narrow screens, such as numbers and times."""
 
 Linker = Callable[[str, Mapping[str, str]], str | None]
-"""From a column and the cells of a row by column: the address that the cell leads to, or None."""
+"""(column, cells of a row by column) -> link target of the cell, or None."""
 
 
 def escape_html(text: str) -> str:
-    r"""A text as HTML shows it, in an element or between quotes in a tag.
+    r"""Escape text for HTML elements and quoted attributes.
 
-    Characters that show nothing are named by their numbers: some would reverse the order of the text behind them, and
-    a NUL is no HTML.
+    Invisible characters are replaced by their code points, because some would reverse the order of the following text,
+    and NUL is invalid in HTML.
 
     >>> escape_html("<b a='1'>"), escape_html("a\u202eb\x00")
     ('&lt;b a=&#x27;1&#x27;&gt;', 'a\\u202eb\\u0000')
@@ -37,12 +37,15 @@ def escape_html(text: str) -> str:
 
 
 def render_html(renderable: RenderableType, link: Linker = lambda column, row: None, level: int = 3) -> str:
-    """What a notebook or a page shows.
+    """Render text and tables as HTML.
 
     Args:
-        renderable: Texts and tables, in groups.
-        link: Where the cells of tables lead.
-        level: Of the headings, which are the lines in bold type.
+        renderable: Text, tables, or groups of them.
+        link: Returns the link targets of table cells.
+        level: Heading level of bold lines.
+
+    Raises:
+        TypeError: `renderable` contains other objects.
     """
     return "\n".join(_render_parts(renderable, link, level))
 
@@ -63,7 +66,7 @@ def _render_parts(renderable: RenderableType, link: Linker, level: int) -> Itera
 
 
 def _render_line(line: Text) -> str:
-    """A line with its styles, of which no two overlap."""
+    """Render a line with its styles, which must not overlap."""
     html_, at = "", 0
     for span in sorted(line.spans):
         html_ += escape_html(line.plain[at : span.start])
@@ -81,7 +84,7 @@ def _render_table(rows: PlainTable, link: Linker) -> str:
     more = len(rows.rows) - MAX_ROWS
     foot = f"<tfoot><tr><td>and {more} more</td></tr></tfoot>" if more > 0 else ""
     caption = f"<caption>{escape_html(rows.title.strip())}</caption>" if rows.title.strip() else ""
-    # A table that is wider than the page is scrolled, by keys, too.
+    # Tables that are wider than the page can be scrolled, also with the keyboard.
     return (
         f'<div class="scrolled" tabindex="0" role="group" aria-label="{escape_html(rows.title.strip() or "table")}">'
         f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div>"
@@ -112,7 +115,7 @@ def _format_alignment(right: bool) -> str:
 
 
 def render_bar(cell: Bar) -> str:
-    """A bar between two parts of 1, as a drawing that says in words what it shows."""
+    """Render a bar as an SVG image with a text label."""
     x, width = 200 * cell.begin, max(200 * (cell.end - cell.begin), 1.5)
     label = escape_html(str(cell))
     return (

@@ -1,4 +1,4 @@
-"""Render the answers of commands as text and tables: ls, show, verify, explain, diff, and reports of saves and loads.
+"""Render the output of commands as text and tables: ls, show, verify, explain, diff, and reports of saves and loads.
 
 Each function takes the plain facts that ``--json`` prints.
 """
@@ -35,11 +35,11 @@ from xla_ckpt.rendering.formatting import (
 from xla_ckpt.rendering.table import Bar, PlainTable
 
 MAX_RANKS = 16
-"""Ranks that `explain` lists; the rest is a range."""
+"""Maximum number of ranks that `explain` lists."""
 
 
 def render_tag_list(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``ls``."""
+    """Render the output of ``ls``."""
     parts = [_render_tags(facts)] if facts["tags"] or not facts["roots"] else []
     if facts["roots"]:
         below = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
@@ -88,12 +88,12 @@ def _render_tags(facts: dict[str, Any]) -> RenderableType:
 
 
 def format_kept_reason(t: Mapping[str, Any]) -> str:
-    """Why a tag is kept, in a list of tags of which one says the policy of its save."""
+    """Format the reasons why retention keeps a tag, for a list of tags."""
     return ", ".join(t["kept"]) or "nothing keeps it"
 
 
 def format_notes(t: Mapping[str, Any], *, newest: bool) -> str:
-    """What else is to be said of a tag in a list; of a damaged one, the problem."""
+    """Format the notes about a tag in a list, or the problem if it is damaged."""
     marks = ([t["where"]] if t.get("where") else []) + (["newest"] if newest else [])
     marks += ["pinned"] if t["pinned"] else []
     marks += [t["layout"]] if t["layout"] not in (None, "native") else []
@@ -102,7 +102,7 @@ def format_notes(t: Mapping[str, Any], *, newest: bool) -> str:
 
 
 def render_tag(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``show``."""
+    """Render the output of ``show``."""
     about = (
         f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: {_format_origin(facts)}, "
         f"{_format_size(facts)} in {format_count(len(facts['files']), 'file')} "
@@ -136,7 +136,7 @@ def render_tag(facts: dict[str, Any]) -> RenderableType:
         parts.append(PlainTable(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
     values = {leaf: value for leaf, value in facts["values"].items() if not schema.is_base_info(leaf)}
     if not values and not facts["arrays"]:
-        values = facts["values"]  # nothing else was asked for
+        values = facts["values"]  # no other content was requested
     if values:
         parts.append(render_plain_values(values))
     if number := len(facts["values"]) - len(values):
@@ -145,13 +145,13 @@ def render_tag(facts: dict[str, Any]) -> RenderableType:
 
 
 def render_plain_values(values: Mapping[str, Any]) -> PlainTable:
-    """The plain values of a tag."""
+    """Render the plain values of a tag."""
     rows = collapse_values({leaf or "(root)": [value] for leaf, value in values.items()})
     return PlainTable(f"\n{len(values)} plain values", ("leaf", "value"), rows)
 
 
 def _render_unreadable(group: dict[str, Any]) -> list[RenderableType]:
-    """Arrays that cannot be read, and once the reason and the way out."""
+    """Render arrays that cannot be read, with the reason and the hint."""
     why = Text.from_markup(f"[yellow]why:[/yellow] {escape(group['problem'])}. {escape(group['hint'] or '')}")
     if not any(a["tensors"] for a in group["arrays"]):
         names = ", ".join(a["leaf"] for a in group["arrays"])
@@ -182,12 +182,12 @@ def _format_origin(facts: dict[str, Any]) -> str:
 
 
 def _format_size(facts: dict[str, Any]) -> str:
-    """The size of a tag, as a list of tags has it."""
-    return format_bytes(facts["nbytes"]) + (" of arrays" if facts["sequence"] else "")  # another library's has no index
+    """Format the size of a tag, as in a list of tags."""
+    return format_bytes(facts["nbytes"]) + (" of arrays" if facts["sequence"] else "")  # other libraries have no index
 
 
 def render_outline(title: str, value: Any) -> RenderableType:
-    """The first level of a program's value: numbers and texts, and the types of what else there is."""
+    """Render the first level of a program's value: numbers, strings, and the types of other values."""
     items = value.items() if isinstance(value, Mapping) else [("", value)]
     simple = str | int | float | None
     rows = [
@@ -198,12 +198,12 @@ def render_outline(title: str, value: Any) -> RenderableType:
 
 
 def render_verification(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``verify``."""
+    """Render the output of ``verify``."""
     lines = []
     where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
     if facts["ok"]:
         rate = format_rate(facts["nbytes"], facts["seconds"])
-        # Of other libraries' tags every rank's part counts: nothing says here which of them are one array.
+        # In checkpoints of other libraries each rank's part counts, because the arrays that they form are unknown here.
         stored = "array" if facts["digests"] else "stored tensor"
         checked = "every byte as it was saved" if facts["digests"] else "all files as they say themselves"
         lines.append(
@@ -212,7 +212,7 @@ def render_verification(facts: dict[str, Any]) -> RenderableType:
             f"{f' ({rate})' if rate else ''}"
         )
     else:
-        # A file of a kind that is not read here may be whole, as one may that the storage does not give away.
+        # A file of an unsupported kind, or one that the storage cannot return, may be intact.
         kinds = {StorageError.__name__, UnsupportedStateError.__name__}
         unread = all(problem["kind"] in kinds for problem in facts["problems"])
         word = "COULD NOT BE READ" if unread else "DAMAGED"
@@ -229,7 +229,7 @@ def render_verification(facts: dict[str, Any]) -> RenderableType:
 
 
 def render_explanation(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``explain``."""
+    """Render the output of ``explain``."""
     saved = f"saved by {format_count(facts['saved_ranks'], 'rank')}" + (
         f" ({facts['saved_mesh']})" if facts["saved_mesh"] else ""
     )
@@ -263,7 +263,7 @@ def render_explanation(facts: dict[str, Any]) -> RenderableType:
 
 
 def _format_sections(split: dict[str, list[Any]]) -> list[str]:
-    """A line for each way in which arrays are split into sections.
+    """Return a line for each way in which arrays are split into sections.
 
     >>> sections = ("tp", (8, "4x2/2"))
     >>> _format_sections({"model/a": [sections, None], "model/b": [sections], "model/c": ["tp"]})
@@ -282,14 +282,14 @@ def _format_sections(split: dict[str, list[Any]]) -> list[str]:
 
 
 MAX_LISTED_RANKS = 4
-"""Ranks whose stages are shown, the slowest ones."""
+"""Maximum number of ranks whose phases are shown, the slowest first."""
 
 BAR_WIDTHS = 8, 50
-"""The narrowest and the widest bar (characters)."""
+"""Minimum and maximum width of a bar (characters)."""
 
 
 def render_save_report(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``show --report``."""
+    """Render the output of ``show --report``."""
     ranks, whole = facts["measured"], facts["seconds"]
     where = f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}"
     about = f"{where}: saved by {format_count(facts['ranks'], 'rank')}"
@@ -311,7 +311,7 @@ def render_save_report(facts: dict[str, Any]) -> RenderableType:
 
 
 def render_call_report(facts: dict[str, Any]) -> RenderableType:
-    """What a save or a load of this process did: its report, of which what is empty is left out."""
+    """Render the report of a save or load of this process, without empty fields."""
     phases = facts["phases"]
     times = ("seconds", "stall")
     sizes = ("nbytes", "shared", "needed_bytes", "read_bytes", "proven_bytes")
@@ -325,7 +325,7 @@ def render_call_report(facts: dict[str, Any]) -> RenderableType:
 
 
 def build_phase_table(phases: dict[str, Any], total_seconds: float) -> PhaseTable:
-    """A row for each phase of a call that took `total_seconds` seconds."""
+    """Build a table with a row per phase of a call that took `total_seconds` seconds."""
     rows: list[tuple[str, Bar, str, str, str]] = []
     for name, phase in phases.items():
         took, nbytes = phase["ended"] - phase["began"], phase["nbytes"]
@@ -340,7 +340,7 @@ def build_phase_table(phases: dict[str, Any], total_seconds: float) -> PhaseTabl
 
 
 class PhaseTable(PlainTable):
-    """A table in which a bar gives way where there is little room; a pipe gets it as a terminal does."""
+    """Table whose bar column shrinks if there is little space. A pipe gets the same output as a terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -352,7 +352,7 @@ class PhaseTable(PlainTable):
 
 
 class _DrawnBar:
-    """A bar as wide as there is room for it."""
+    """A bar that fills the available width."""
 
     def __init__(self, bar: Bar) -> None:
         self.bar = bar
@@ -366,7 +366,7 @@ class _DrawnBar:
 
 
 def draw_bar(bar: Bar, width: int, character: str) -> str:
-    """A bar in a line of text, at least one character long.
+    """Draw a bar in a line of text, at least one character long.
 
     >>> [draw_bar(Bar(*ends), 8, "#") for ends in ((0.0, 0.5), (0.49, 0.51), (1.0, 1.0))]
     ['####', '   ##', '       #']
@@ -377,7 +377,7 @@ def draw_bar(bar: Bar, width: int, character: str) -> str:
 
 
 def render_diff(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``diff``."""
+    """Render the output of ``diff``."""
     a, b = (_format_side(**facts[side]) for side in "ab")
     equal = format_count(facts["equal"], "array")
     verdict = f"equal: {equal}" if facts["same"] else f"different; {equal} equal"

@@ -14,15 +14,15 @@ from rich.text import Text
 from xla_ckpt.display import make_printable
 
 MAX_RICH_ROWS = 500
-"""Rows of a table that rich lays out; longer ones are plain lines."""
+"""Maximum number of rows in a table that rich lays out. Longer tables are plain lines."""
 
 MIN_FOLDED_WIDTH = 40
-"""Narrowest column of texts for whose sake other columns are left out; a wider one is folded (characters)."""
+"""Width (characters) above which a text column is folded instead of dropping optional columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A cell that is drawn: a bar between two parts of 1."""
+    """Cell with a bar, from `begin` to `end` as fractions of 1."""
 
     begin: float
     end: float
@@ -35,14 +35,15 @@ Cell = str | Bar
 
 
 class PlainTable:
-    """A table: as wide as the terminal, or in a pipe one line for each row, with tabs between the cells.
+    """Table that fits the terminal. In a pipe it has one line per row, with tabs between the cells.
 
     Args:
-        title: The line above it, on a terminal: a pipe has the names of the columns in its first line.
-        columns: Names of the columns. ``>`` before one moves its cells to the right; ``?`` says that the column is left
-            out, the last such one first, where the terminal is too narrow for all.
+        title: Line above the table on a terminal. A pipe has the column names in its first line.
+        columns: Column names. The prefix ``>`` aligns cells right. The prefix ``?`` marks a column as optional:
+            optional
+            columns are dropped, the last first, if the terminal is too narrow.
         rows: Plain cells.
-        red: Numbers of rows whose last cell tells a problem.
+        problem_rows: Indices of rows whose last cell describes a problem, which is shown in red.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class PlainTable:
             yield self._build_rich_table(table[1:], widths, chosen, options.max_width)
 
     def _choose_columns(self, widths: list[int], room: int) -> list[int]:
-        """Numbers of the columns for which there is room, and of those that do not give way."""
+        """Return the indices of the columns that fit, and of those that are not optional."""
         chosen = list(range(len(widths)))
         for i in reversed(range(len(widths))):
             if sum(min(widths[j], MIN_FOLDED_WIDTH) + 2 for j in chosen) - 2 > room and self.is_optional[i]:
@@ -81,7 +82,7 @@ class PlainTable:
         return chosen
 
     def _render_lines(self, table: list[list[str]], widths: list[int], columns: list[int]) -> Iterator[Segment]:
-        """Padded lines: rich takes a third of a millisecond to lay out each row of a table of its own."""
+        """Yield padded lines. rich takes a third of a millisecond to lay out each row of a table."""
         for row in table:
             cells = [row[i].rjust(widths[i]) if self.right_aligned[i] else row[i].ljust(widths[i]) for i in columns]
             yield Segment(" ".join(cells).rstrip() + "\n")
@@ -91,7 +92,7 @@ class PlainTable:
         whole = sum(widths[i] + 2 for i in columns) - 2 <= room
         for i in columns:
             right = self.right_aligned[i]
-            # Numbers are never folded: half of one looks like another one.
+            # Numbers are never folded, because half of a number would look like another number.
             table.add_column(
                 self.names[i], justify="right" if right else "left", no_wrap=whole or right, overflow="fold"
             )

@@ -1,1 +1,1 @@
-"""Payload file formats: where the regions of arrays are in a file, and the bytes around them."""
+"""Payload file formats: the offsets of array regions in a file, and the framing bytes around them."""

@@ -1,12 +1,12 @@
-"""Payload files for torch.distributed.checkpoint (DCP) that are safetensors files at the same time.
+"""Payload files for torch.distributed.checkpoint (DCP) that are also valid safetensors files.
 
-A DCP file is a row of `torch.save` zips, whose offsets DCP's ``.metadata`` contains. Here the bytes around the elements
-of each region (zip headers and directory) are a tensor of bytes in the header of the file. So stock
+A DCP file is a sequence of `torch.save` zips, whose offsets are in DCP's ``.metadata``. In these files the bytes around
+the elements of each region (zip headers and directory) are byte tensors in the safetensors header. Therefore stock
 `torch.distributed.checkpoint.load`, its `HuggingFaceStorageReader`, `safetensors.safe_open` and a plain read at an
 offset all find the same elements.
 
-The zips contain 0 in place of the CRC-32 of the elements, as torch writes them after
-`torch.serialization.set_crc32_options(False)`: torch ignores it, and the manifest has a digest of each block.
+The zips contain 0 as the CRC-32 of the elements, like those that torch writes after
+`torch.serialization.set_crc32_options(False)`. torch ignores the value, and the manifest has a checksum of each block.
 """
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ from xla_ckpt.core.files.torch_file import STORAGE_ALIGNMENT, TorchFile
 from xla_ckpt.errors import FormatError
 
 ARCHIVE_NAME = "archive"
-"""Name of the folder in each zip: torch.save's own, where it writes to a stream."""
+"""Name of the folder in each zip, as `torch.save` uses for streams."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpChunk:
-    """A region, and the pickle that makes a tensor of it."""
+    """A region, and the pickle that creates a tensor from it."""
 
     region: Region
-    """Its key is that of DCP; each stands once in a file, as safetensors wants it."""
+    """Region with its DCP key. Keys are unique in a file, as safetensors requires."""
 
     pickled: bytes
-    """A pickle of a contiguous tensor that is the whole storage ``0``."""
+    """Pickle of a contiguous tensor that is the whole storage ``0``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkZip:
-    """A zip with one tensor: where its elements lie, and what stands around them."""
+    """A zip with one tensor: the offset of its elements, and the framing around them."""
 
     size: int
-    """Bytes of the zip."""
+    """Number of bytes of the zip."""
 
     data_offset: int
     """Offset of the first element."""
 
     nbytes: int
-    """Bytes of the elements."""
+    """Number of bytes of the elements."""
 
     framing: Framing
-    """(offset, bytes) of everything else."""
+    """(offset, bytes) of the rest of the zip."""
 
 
 @lru_cache(maxsize=1024)
 def create_chunk_zip(pickled: bytes, nbytes: int) -> ChunkZip:
-    """The zip of so many bytes of elements. It depends on nothing else, and most arrays of a model have few shapes."""
+    """Create the zip for `nbytes` bytes of elements. Cached, because most arrays of a model have few shapes."""
     codec = TorchFile(archive_name=ARCHIVE_NAME, pickled=pickled, storages=((nbytes,),))
     return ChunkZip(codec.size, codec.region_ranges[0][0], nbytes, tuple(codec.build_framing((), [0])))
 
 
 @dataclass(frozen=True, slots=True)
 class DcpFile(StaticFileLayout):
-    """The codec of such a file (see `xla_ckpt.core.files.file_layout.FileLayout`)."""
+    """Layout of a DCP file (see `xla_ckpt.core.files.file_layout.FileLayout`)."""
 
     name: str
-    """Begins the names of what stands around the regions. It has to differ from that of the other files of a tag."""
+    """Prefix of the names of the framing tensors. Must differ between the files of a checkpoint."""
 
     chunks: tuple[DcpChunk, ...]
-    """In file order."""
+    """Chunks in file order."""
 
     header: bytes = field(init=False, repr=False, compare=False)
-    """The safetensors header. It depends on names and sizes alone."""
+    """The safetensors header. Depends only on names and sizes."""
 
     _zips: tuple[ChunkZip, ...] = field(init=False, repr=False)
     _starts: tuple[int, ...] = field(init=False, repr=False)
-    """Where each zip begins, counted from the end of the header."""
+    """Offset of each zip from the end of the header."""
 
     def __post_init__(self) -> None:
         zips = tuple(create_chunk_zip(chunk.pickled, chunk.region.nbytes) for chunk in self.chunks)
@@ -90,7 +90,7 @@ class DcpFile(StaticFileLayout):
 
     @property
     def header_nbytes(self) -> int:
-        """Bytes of the safetensors header."""
+        """Number of bytes of the safetensors header."""
         return len(self.header)
 
     @property
@@ -99,7 +99,7 @@ class DcpFile(StaticFileLayout):
 
     @property
     def _data_bytes(self) -> int:
-        """Bytes behind the header."""
+        """Number of bytes after the header."""
         return self._starts[-1] + self._zips[-1].size if self._zips else 0
 
     @property
@@ -114,7 +114,7 @@ class DcpFile(StaticFileLayout):
         return [(self.header_nbytes + at, nbytes) for at, nbytes in self._iterate_ranges()]
 
     def _iterate_ranges(self) -> Iterator[tuple[int, int]]:
-        """(offset from the end of the header, bytes) of each region."""
+        """Yield (offset from the end of the header, bytes) of each region."""
         for start, chunk_zip in zip(self._starts, self._zips, strict=True):
             yield start + chunk_zip.data_offset, chunk_zip.nbytes
 
@@ -125,10 +125,10 @@ class DcpFile(StaticFileLayout):
         return merge_framing(chain([(0, self.header)], self._iterate_framing()))
 
     def _iterate_framing(self) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of all that belongs to no region, behind the header."""
+        """Yield (offset, bytes) of the framing after the header."""
         at = self.header_nbytes
         for (start, nbytes), chunk_zip in zip(self.zip_ranges, self._zips, strict=True):
-            yield at, bytes(start - at)  # what fills up the zip before it
+            yield at, bytes(start - at)  # padding after the previous zip
             for inside, text in chunk_zip.framing:
                 yield start + inside, text
             at = start + nbytes
@@ -143,7 +143,7 @@ class DcpFile(StaticFileLayout):
         entries[f"{self.name}/{len(self.chunks)}"] = _build_bytes_entry(at, self._data_bytes)
         if len(entries) < 2 * len(self.chunks) + 1:
             raise FormatError("a name stands twice in a payload file", file=self.name)
-        # Stock readers want to know of every entry where it begins in its array.
+        # DCP's reader expects the offset in the global array for every entry.
         sharding: dict[str, object] = {name: {"saved_offsets": [0]} for name in entries}
         sharding |= {chunk.region.key: build_saved_offset(chunk.region) for chunk in self.chunks}
         about = {

@@ -2,7 +2,7 @@
 
 `FileLayout` is the protocol that every file format implements. Sizes and offsets are known before any byte is written;
 framing (headers, directories, padding) may depend on digests. `RegionTable` contains regions of arrays as columns.
-`ZarrChunk` is an uncompressed chunk of an array of zarr, version 2.
+`ZarrChunk` is an uncompressed chunk of a zarr v2 array.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from xla_ckpt.core.manifest.manifest import FileRecord
 from xla_ckpt.core.sharding.box import Box, IntArray
 
 Framing = Sequence[tuple[int, bytes]]
-"""(offset, bytes) of everything in a file that belongs to no region: headers, directories, padding."""
+"""(offset, bytes) of everything in a file that is not part of a region: headers, directories, padding."""
 
 
 def merge_framing(pieces: Iterable[tuple[int, bytes]]) -> Framing:
-    """The same bytes, with neighbours joined: each piece is a write of its own. The first one begins the file."""
+    """Merge adjacent pieces, because each piece is a separate write. The first piece must start at offset 0."""
     glue: list[tuple[int, bytes]] = []
     begun, text = 0, bytearray()
     for at, more in pieces:
@@ -36,11 +36,11 @@ def merge_framing(pieces: Iterable[tuple[int, bytes]]) -> Framing:
 
 
 class FileLayout(Protocol):
-    """The layout of one payload file. Its places are known before its bytes are."""
+    """Layout of one payload file. Offsets are known before the bytes."""
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes of the file."""
 
     @property
     def region_ranges(self) -> Sequence[tuple[int, int]]:
@@ -48,38 +48,40 @@ class FileLayout(Protocol):
 
     @property
     def needs_digests(self) -> bool:
-        """Whether `build_framing` needs the digests of all blocks."""
+        """True if `build_framing` needs the digests of all blocks."""
 
     @property
     def needs_crc32(self) -> bool:
-        """Whether `build_framing` needs the CRC-32 of each region."""
+        """True if `build_framing` needs the CRC-32 of each region."""
 
     def to_streaming(self) -> FileLayout:
-        """The same file as it is written in the order of its bytes: with a glue that is known before the regions are.
+        """Return the layout of a file that is written sequentially, whose framing is known before the regions.
 
-        Itself, where that is so already, or cannot be.
+        Returns the layout itself if its framing is already known, or always depends on the regions.
         """
 
     def exclude_regions(self, regions: frozenset[int]) -> FileLayout | None:
-        """The same file without these of its regions (indices into `region_ranges`); None if it needs all of them."""
+        """Return the layout without these regions (indices into `region_ranges`), or None if it needs all of them."""
 
     def build_framing(self, digests: Sequence[int], crcs: Sequence[int]) -> Framing:
-        """Everything between the regions in file order, from the digests of all blocks and the CRC-32 of each region.
+        """Return the bytes between the regions, in file order.
 
-        Both are empty where neither is wanted: the glue is known before any byte of the regions.
+        Args:
+            digests: Digests of all blocks. Empty if not needed.
+            crcs: CRC-32 of each region. Empty if not needed.
         """
 
     def create_record(self, path: str, framing: Framing, digests: Sequence[int]) -> FileRecord:
-        """What the manifest says of the file."""
+        """Create the manifest's record of the file."""
 
 
 def get_static_framing(layout: FileLayout) -> Framing | None:
-    """Everything between the regions of a file, if it is known before any byte of them; else None."""
+    """Return the framing of a file if it does not depend on the regions, otherwise None."""
     return None if layout.needs_digests or layout.needs_crc32 else layout.build_framing((), ())
 
 
 def create_record_with_regions(path: str, layout: FileLayout, framing: Framing, digests: Sequence[int]) -> FileRecord:
-    """What the manifest says of a file that does not hold the digests of its regions itself."""
+    """Create the record of a file that does not contain the digests of its own regions."""
     between = b"".join(text for _, text in framing)
     return FileRecord(
         path=path,
@@ -92,9 +94,9 @@ def create_record_with_regions(path: str, layout: FileLayout, framing: Framing, 
 
 
 class StaticFileLayout:
-    """What codecs have in common that know all between the regions without their digests, and have no place for these.
+    """Base class of layouts whose framing does not depend on the regions, and does not contain their digests.
 
-    So the manifest keeps the digests.
+    The manifest contains the digests instead.
     """
 
     __slots__ = ()
@@ -111,10 +113,10 @@ class StaticFileLayout:
 
 @slots_dataclass()
 class Region:
-    """A region of an array as it stands in a payload file."""
+    """A region of an array in a payload file."""
 
     key: str
-    """Its key in the file."""
+    """Key in the file."""
 
     dtype: DType
     box: Box
@@ -122,24 +124,24 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the region."""
+        """Number of bytes of the region."""
         return self.box.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionTable(ColumnarSequence[Region]):
-    """Regions, in file order: a row for each. What those of one type and box have in common is said once."""
+    """Regions in file order: a row per region. Regions with equal dtype and box share one entry of `kinds`."""
 
     keys: Sequence[str]
-    """Their keys in the file."""
+    """Keys in the file."""
 
     kinds: Sequence[tuple[DType, Box]]
     kind: IntArray
-    """The index of each region's form."""
+    """Index into `kinds`, per region."""
 
     @classmethod
     def from_regions(cls, regions: Sequence[Region]) -> RegionTable:
-        """The columns of some regions."""
+        """Create the columns from a sequence of regions."""
         if isinstance(regions, RegionTable):
             return regions
         forms: dict[tuple[DType, Box], int] = {}
@@ -153,34 +155,36 @@ class RegionTable(ColumnarSequence[Region]):
         return Region(self.keys[index], *self.kinds[self.kind[index]])
 
     def select(self, rows: IntArray) -> RegionTable:
-        """Some of the regions."""
+        """Return some of the regions."""
         return RegionTable([self.keys[row] for row in rows.tolist()], self.kinds, self.kind[rows])
 
     @property
     def nbytes(self) -> IntArray:
-        """Bytes of each region."""
+        """Number of bytes of each region."""
         sizes = np.array([box.size * dtype.itemsize for dtype, box in self.kinds], np.int64)
         return np.asarray(sizes[self.kind], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrChunk(StaticFileLayout):
-    """The codec of such a file (see `xla_ckpt.core.files.file_layout.FileLayout`).
+    """Layout of a zarr chunk (see `FileLayout`).
 
-    All chunks of an array have one size.
+    All chunks of an array have the same size.
     """
 
     region_ranges: Sequence[tuple[int, int]]
-    """See `FileLayout`: the runs of elements of the array in it."""
+    """(offset, bytes) of each run of array elements in the chunk (see `FileLayout`)."""
 
     size: int
-    """Bytes of the file: a chunk at an end of the array is filled up."""
+    """Number of bytes of the file. Chunks at the end of the array are padded."""
 
     def exclude_regions(self, regions: frozenset[int]) -> ZarrChunk | None:
-        """See `FileLayout`: without all of them the file is not written at all."""
+        """Return self if all regions are excluded, because the file is then not written; otherwise None (see
+        `FileLayout`).
+        """
         return self if len(regions) == len(self.region_ranges) else None
 
-    def build_framing(self, digests: Sequence[int], crcs: Sequence[int]) -> Framing:  # what every codec gets
+    def build_framing(self, digests: Sequence[int], crcs: Sequence[int]) -> Framing:  # arguments of all layouts
         gaps, at = [], 0
         for offset, nbytes in (*self.region_ranges, (self.size, 0)):
             if offset > at:

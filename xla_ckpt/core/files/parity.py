@@ -1,10 +1,10 @@
 """Parity files: XOR sums of blocks, the plan to recover lost blocks, and the index of digests.
 
-Every file is cut into blocks of `PARITY_BLOCK_BYTES`. The XOR of all blocks of one file is that file's parity block.
-The XOR of all blocks with one number, over all files, is a stripe. A lost block is the XOR of the others in its file or
-in its stripe; one that needs a second lost block follows once that one is recovered. That is a product code of two
-single parity checks, decoded by peeling (Elias, "Error-free coding", 1954). The index (docs/format.md) contains the
-digests of all blocks and sums.
+Every file is divided into blocks of `PARITY_BLOCK_BYTES`. The XOR of all blocks of one file is that file's parity
+block. The XOR of all blocks with the same index, over all files, is a stripe. A lost block is the XOR of the other
+blocks in its file or in its stripe. If that requires another lost block, it is recovered after that block. This is a
+product code of two single parity checks, decoded by peeling (Elias, "Error-free coding", 1954). The index
+(docs/format.md) contains the digests of all blocks and sums.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from xla_ckpt.core.checksum import pack_digests, seal_json, to_hex, unpack_diges
 from xla_ckpt.errors import FormatError, UnsupportedVersionError
 
 ParityLevel = Literal["block", "file"]
-"""What a tag survives: a damaged block in each of its files, or that and the loss of a file."""
+"""Protection of a checkpoint: against a damaged block in each file, or also against the loss of one file."""
 
 PARITY_BLOCK_BYTES = 1 << 20
-"""Bytes of a block. The last one of a file may be shorter, and counts as if zeros followed it."""
+"""Number of bytes per block. The last block of a file may be shorter, and is padded with zeros for the sums."""
 
 PARITY_ALIGNMENT = 4096
 """Sums are as long as their longest block, rounded up to a multiple of this (bytes)."""
 
 MAX_RECOVERY_CHAIN = 16
-"""How many other blocks, each needed by the next, may have to be worked out before one: what is damaged by chance needs
-two or three."""
+"""Maximum number of blocks that must be recovered one after another before a block. Random damage requires two or
+three."""
 
 BlockId = tuple[int, int]
-"""(file, block) of a block of a file."""
+"""(file, block) indices of a block."""
 
 ParitySum = tuple[Literal["file", "stripe"], int]
-"""The parity block of a file, or the stripe of a number."""
+"""Parity block of a file, or stripe of a block index."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
-    """The blocks of all files of a tag."""
+    """The blocks of all files of a checkpoint."""
 
     sizes: tuple[int, ...]
-    """Bytes of each file."""
+    """Number of bytes of each file."""
 
     def count_blocks(self, file: int) -> int:
-        """How many blocks a file has."""
+        """Return the number of blocks of a file."""
         return -(-self.sizes[file] // PARITY_BLOCK_BYTES)
 
     def get_length(self, file: int, block: int) -> int:
-        """Bytes of a block."""
+        """Return the number of bytes of a block."""
         return min(PARITY_BLOCK_BYTES, self.sizes[file] - block * PARITY_BLOCK_BYTES)
 
     @property
     def stripe_count(self) -> int:
-        """How many stripes there are: as many as the longest file has blocks."""
+        """Number of stripes, which is the number of blocks of the longest file."""
         return -(-max(self.sizes, default=0) // PARITY_BLOCK_BYTES)
 
     def list_members(self, sum_: ParitySum) -> list[BlockId]:
-        """The blocks that a sum is made of.
+        """Return the blocks that a sum consists of.
 
         >>> FileBlocks((3 << 20, 5)).list_members(("stripe", 0)), FileBlocks((3 << 20, 5)).list_members(("stripe", 2))
         ([(0, 0), (1, 0)], [(0, 2)])
@@ -70,7 +70,7 @@ class FileBlocks:
         return [(file, number) for file in range(len(self.sizes)) if self.count_blocks(file) > number]
 
     def get_sum_length(self, sum_: ParitySum) -> int:
-        """Bytes of a sum.
+        """Return the number of bytes of a sum.
 
         >>> FileBlocks((5000, 7)).get_sum_length(("file", 0)), FileBlocks((5000, 7)).get_sum_length(("stripe", 0))
         (8192, 8192)
@@ -80,7 +80,7 @@ class FileBlocks:
         return min(PARITY_BLOCK_BYTES, -(-longest // PARITY_ALIGNMENT) * PARITY_ALIGNMENT)
 
     def list_sums(self, parity: ParityLevel) -> list[ParitySum]:
-        """All sums of a tag, in the order of their digests in the index: those of files, then stripes."""
+        """Return all sums of a checkpoint, in the order of their digests in the index: files, then stripes."""
         listed: list[ParitySum] = [("file", file) for file in range(len(self.sizes))]
         if parity == "file":
             listed += [("stripe", number) for number in range(self.stripe_count)]
@@ -88,7 +88,7 @@ class FileBlocks:
 
 
 def split_range(count: int, rank: int, world_size: int) -> range:
-    """The part of `count_blocks` things that one of `world_size` ranks deals with.
+    """Return one rank's part of `range(count)` that is split over `world_size` ranks.
 
     >>> [list(split_range(5, rank, 2)) for rank in range(2)]
     [[0, 1], [2, 3, 4]]
@@ -99,10 +99,11 @@ def split_range(count: int, rank: int, world_size: int) -> range:
 def plan_recovery(
     lost: Collection[BlockId], intact_sums: Collection[ParitySum]
 ) -> tuple[dict[BlockId, ParitySum], set[BlockId]]:
-    """How to work out the bad blocks, with the sums that are sound.
+    """Plan the recovery of lost blocks from intact sums.
 
     Returns:
-        (block -> the sum that gives it, in an order in which each needs good and earlier blocks only; what is left)
+        Block -> the sum that recovers it, in an order in which each step needs only intact and previously recovered
+        blocks; and the unrecoverable blocks.
     """
     left = set(lost)
     sound = set(intact_sums)
@@ -117,7 +118,7 @@ def plan_recovery(
     while ready:
         sum_ = ready.popleft()
         if not missing[sum_] or depth[sum_] >= MAX_RECOVERY_CHAIN:
-            continue  # its only unknown has been worked out by the other sum, or would take too long
+            continue  # its only unknown block has been recovered from the other sum, or the chain would be too long
         at = next(iter(missing[sum_]))
         steps[at] = sum_
         left.discard(at)
@@ -136,29 +137,29 @@ def _get_sums(at: BlockId) -> tuple[ParitySum, ParitySum]:
 
 @dataclass(frozen=True, slots=True)
 class SumLocation:
-    """Where a sum is stored."""
+    """Location of a stored sum."""
 
     file: str
-    """Path in the directory of the tag."""
+    """Path relative to the checkpoint directory."""
 
     offset: int
-    """Its first byte."""
+    """Byte offset in the file."""
 
 
 PARITY_FOLDER = "parity/"
-"""Below it lies everything that this module speaks of."""
+"""Folder that contains all parity files."""
 
 PARITY_INDEX = f"{PARITY_FOLDER}index.json"
-"""Digests of all blocks and sums."""
+"""File with the digests of all blocks and sums."""
 
 MANIFEST_COPY = f"{PARITY_FOLDER}manifest.json"
-"""A copy of the tag's manifest."""
+"""Copy of the manifest."""
 
 
 def assign_locations(
     blocks: FileBlocks, parity: ParityLevel, rank: int, world_size: int
 ) -> dict[ParitySum, SumLocation]:
-    """The sums that one of `world_size` ranks makes, and where it stores them."""
+    """Return the sums that one of `world_size` ranks computes, and their locations."""
     name = f"{rank + 1:05d}-of-{world_size:05d}"
     placed: dict[ParitySum, SumLocation] = {}
     kinds: list[tuple[str, Sequence[ParitySum]]] = [
@@ -177,7 +178,7 @@ def assign_locations(
 
 
 def compute_file_sizes(blocks: FileBlocks, locations: Mapping[ParitySum, SumLocation]) -> dict[str, int]:
-    """Path -> bytes of the files in which sums are stored."""
+    """Return path -> bytes of the files that contain sums."""
     sizes: dict[str, int] = {}
     for sum_, place in locations.items():
         sizes[place.file] = max(sizes.get(place.file, 0), place.offset + blocks.get_sum_length(sum_))
@@ -187,41 +188,41 @@ def compute_file_sizes(blocks: FileBlocks, locations: Mapping[ParitySum, SumLoca
 PARITY_FORMAT, PARITY_VERSION = "xla_ckpt.parity", 1
 
 MAX_PARITY_RANKS = 1 << 20
-"""More ranks have never saved a tag: a reader looks at what each of them made."""
+"""Maximum number of ranks in an index, because readers iterate over the files of each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityFile:
-    """A file that the parity covers."""
+    """A file that the parity protects."""
 
     path: str
     size: int
     block_digests: tuple[int, ...]
-    """Digest of each of its blocks."""
+    """Digest of each block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityIndex:
-    """What `parity/index.json` says."""
+    """Content of `parity/index.json`."""
 
     survives: Literal["block", "file"]
-    """What the tag survives: a damaged block in each file, or that and the loss of a file."""
+    """Protection of the checkpoint: against a damaged block in each file, or also against the loss of one file."""
 
     block_bytes: int
-    """Bytes of a block."""
+    """Number of bytes per block."""
 
     writer_count: int
-    """How many ranks made the sums, each with files of its own."""
+    """Number of ranks that computed the sums. Each wrote its own files."""
 
     manifest_digest: int
-    """Digest of the tag's manifest."""
+    """Digest of the manifest."""
 
     files: Sequence[ParityFile]
     sum_digests: tuple[int, ...]
     """Digests of the sums: of files, then of stripes."""
 
     def dump(self) -> bytes:
-        """The file."""
+        """Serialize the index."""
         text = json.dumps(
             {
                 "format": PARITY_FORMAT,
@@ -239,12 +240,12 @@ class ParityIndex:
 
 
 def parse_parity_index(data: bytes) -> ParityIndex:
-    """The index in a file.
+    """Parse a parity index.
 
     Raises:
-        CorruptCheckpointError: It is damaged.
-        FormatError: No version of this library writes it.
-        UnsupportedVersionError: A newer version wrote it.
+        CorruptCheckpointError: The data is damaged.
+        FormatError: The content is malformed.
+        UnsupportedVersionError: A newer version wrote the index.
     """
     text = unseal_json(data, "the index of the parity")
     try:

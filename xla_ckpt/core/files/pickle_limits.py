@@ -1,7 +1,7 @@
-"""Limits of pickles: check that reading one takes time and memory in proportion to its size.
+"""Limits for pickles: check that loading one takes time and memory proportional to its size.
 
-Python's unpickler trusts a pickle. A few bytes make it allocate a table for 2**26 objects, or hash a tuple that
-contains another one twice, forty levels deep. The format is described in python's `pickletools`.
+Python's unpickler trusts a pickle. A few bytes can make it allocate a table for 2**26 objects, or hash a tuple that
+contains another one twice, forty levels deep. Python's `pickletools` describes the format.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import pickletools
 from collections import defaultdict
 
 MAX_VALUES_PER_BYTE = 16
-"""Values for each byte of a pickle. Each takes a byte or more, unless it stands in several places: a pickle may hold
-one list many times, each of whose members holds another one many times, and stand for more than there is memory."""
+"""Maximum number of values per byte of a pickle. A value takes at least a byte unless it is referenced several times.
+Nested lists that contain the same list many times could represent more values than fit into memory."""
 
 MIN_VALUE_LIMIT = 100_000
-"""So many are never too many."""
+"""Number of values that is always allowed."""
 
 MAX_MEMO_INDEX = 1 << 16
-"""A place in the memo below this is never too far. The unpickler makes a table up to twice the place that is named."""
+"""Memo index that is always allowed. The unpickler allocates a table of up to twice the index."""
 
 MAX_INTEGER_BYTES = 1024
-"""Most bytes of an integer: python writes no number of more than 4,300 digits as text."""
+"""Maximum number of bytes of an integer. Python does not format numbers of more than 4,300 digits."""
 
 MAX_HASH_COLLISIONS = 1000
-"""Most different integers with the same hash. As keys of one dict they would be compared each with each."""
+"""Maximum number of different integers with equal hashes. As dict keys, each would be compared with all others."""
 
 _CODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
 
 _OPCODE_BYTES = [0] * 256
-"""Bytes of each opcode with its argument; 0 where that depends on more than the opcode."""
+"""Number of bytes of each opcode with its argument, or 0 if the length is variable."""
 
 _POPPED_VALUES = [-1] * 256
-"""How many values each opcode takes off the stack to put one there; -1 where it does something else."""
+"""Number of values that each opcode pops before it pushes one, or -1 for other effects."""
 
 _POPPED_BELOW_MARK: dict[int, int] = {}
-"""The same of opcodes that take all down to the mark: how many of the values below it they take, too."""
+"""Number of values below the mark that an opcode pops, for opcodes that pop everything down to the mark."""
 
 for _opcode in pickletools.opcodes:
     _code, _before = _CODES[_opcode.name], _opcode.stack_before
@@ -48,17 +48,17 @@ for _opcode in pickletools.opcodes:
 _LINE_OPCODES = frozenset(_CODES[op.name] for op in pickletools.opcodes if op.arg is not None and op.arg.n == -1)
 _TWO_LINE_OPCODES = frozenset((_CODES["GLOBAL"], _CODES["INST"]))
 _LENGTH_BYTES = {**dict.fromkeys(b"U\x8cC\x8a", 1), **dict.fromkeys(b"TXB\x8b", 4), **dict.fromkeys(b"\x8d\x8e\x96", 8)}
-"""Bytes of the length that stands before an argument."""
+"""Number of bytes of the length prefix of an argument."""
 
 _STOP, _MARK, _POP, _POP_MARK, _DUP, _MEMOIZE, _LONG1, _LONG4 = b".(012\x94\x8a\x8b"
 _PUT_OPCODES, _GET_OPCODES = frozenset(b"pqr"), frozenset(b"ghj")
 
 
 def check_pickle(data: bytes) -> None:
-    """Check that reading a pickle takes time and memory in proportion to its size.
+    """Check that loading a pickle takes time and memory proportional to its size.
 
     Raises:
-        ValueError: It would not, or it is no pickle.
+        ValueError: It would not, or the data is not a pickle.
     """
     try:
         _PickleScanner(data).scan()
@@ -67,15 +67,20 @@ def check_pickle(data: bytes) -> None:
 
 
 class _PickleScanner:
-    """One look at each opcode of a pickle, with numbers in the place of values: how many values each one stands for."""
+    """Scanner that visits each opcode of a pickle once and tracks the number of values that each value represents."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self._integers_by_hash: dict[int, set[int]] = defaultdict(set)
-        """Hash -> the large integers that have it."""
+        """Hash -> the large integers with this hash."""
 
     def scan(self) -> None:
-        """See `check_pickle`; an IndexError if the pickle is cut off."""
+        """Scan the pickle (see `check_pickle`).
+
+        Raises:
+            ValueError: A limit is exceeded, or the data is not a pickle.
+            IndexError: The pickle is truncated.
+        """
         data, at = self.data, 0
         left = most = max(MIN_VALUE_LIMIT, MAX_VALUES_PER_BYTE * len(data))
         stack: list[int] = []
@@ -122,13 +127,18 @@ class _PickleScanner:
             at = at + step if step else self._find_argument_end(opcode, at + 1)
 
     def _read_memo_index(self, at: int, step: int) -> int:
-        """The place in the memo that an opcode of `step` bytes names, whose argument begins at `at`."""
+        """Return the memo index in the argument of an opcode.
+
+        Args:
+            at: Offset of the argument.
+            step: Number of bytes of the opcode with its argument, or 0 if the length is variable.
+        """
         if step:
             return int.from_bytes(self.data[at : at + step - 1], "little")
         return int(self.data[at : self.data.find(b"\n", at)][:20])
 
     def _find_argument_end(self, opcode: int, at: int) -> int:
-        """Where an argument of any length ends that begins at `at`."""
+        """Return the end of the argument of variable length that starts at `at`."""
         data = self.data
         if (width := _LENGTH_BYTES.get(opcode)) is not None:
             nbytes = int.from_bytes(data[at : at + width], "little")

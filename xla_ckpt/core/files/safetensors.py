@@ -1,9 +1,9 @@
 """Safetensors files: payload files with digests in the header, and files of other programs.
 
-``DCP_SHARDING_INFO`` in ``__metadata__`` tells `torch.distributed.checkpoint.HuggingFaceStorageReader` the offset of
-each tensor in its global array. ``xla_ckpt_digests`` contains the digests of all blocks, region after region. The
-length of the header depends on names and sizes only, so data can be written before the digests are known. The header
-is padded with spaces until the data begins at a multiple of 4096.
+``DCP_SHARDING_INFO`` in ``__metadata__`` contains the offset of each tensor in its global array, for
+`torch.distributed.checkpoint.HuggingFaceStorageReader`. ``xla_ckpt_digests`` contains the digests of all blocks, region
+after region. The length of the header depends only on names and sizes, so the data can be written before the digests
+are known. The header is padded with spaces so that the data starts at a multiple of 4096.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ from xla_ckpt.core.sharding.box import MAX_DIMS, Box
 from xla_ckpt.errors import FormatError
 
 REGION_ALIGNMENT = 4096
-"""Data of a payload file begins at a multiple of this (bytes): what direct I/O and memory maps want."""
+"""Alignment of the data in a payload file (bytes), for direct I/O and memory maps."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors package refuses to read."""
+"""Maximum header size that the safetensors package can read."""
 
 DIGESTS_KEY = "xla_ckpt_digests"
 
 NEWER_CODES = frozenset({"F4", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
-"""Codes that older versions of safetensors do not know. They refuse a whole file for one of them, so payload files have
-``U8`` in their place."""
+"""Codes that older versions of safetensors do not support. They reject the whole file, so payload files contain ``U8``
+instead."""
 
 VALUES_PER_BYTE = 2
-"""Of packed element types."""
+"""Number of values per byte of packed dtypes."""
 
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of the elements that are smaller than a byte, and follow one another without gaps."""
+"""Number of bits of sub-byte elements, which are stored without gaps."""
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 def sort_regions(regions: Sequence[Region]) -> list[int]:
-    """The order of regions in a file: wide element types first, so that all are aligned; else as given."""
+    """Return the order of regions in a file: large dtypes first, so that all are aligned, otherwise as given."""
     return sorted(range(len(regions)), key=lambda i: -(regions[i].dtype.itemsize))
 
 
 def build_header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> bytes:
-    """The first bytes of a payload file, up to where its data begins.
+    """Build the header of a payload file, up to the start of the data.
 
-    Without `digests` (one per block, region after region) their place is filled with zeros: same length.
+    Args:
+        regions: Regions in file order.
+        digests: One digest per block, region after region. None reserves the same space, filled with zeros.
 
     >>> from xla_ckpt.core.dtypes import get_dtype
     >>> len(build_header([Region("w", get_dtype("float32"), Box((0,), (8,)))]))
@@ -65,26 +67,29 @@ def build_header(regions: Sequence[Region], digests: Sequence[int] | None = None
 
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
-    """A header without its digests. What else stands in it is known before any byte is written."""
+    """A header without its digests. The rest is known before any byte is written."""
 
     before: bytes
     after: bytes
     digest_count: int
-    """How many digests stand between the two."""
+    """Number of digests between `before` and `after`."""
 
     @property
     def size(self) -> int:
-        """Bytes of the header."""
+        """Number of bytes of the header."""
         return len(self.before) + checksum.compute_packed_length(self.digest_count) + len(self.after)
 
     def fill(self, digests: Sequence[int]) -> bytes:
-        """The header with its digests."""
+        """Return the header with these digests."""
         return self.before + checksum.pack_digests(digests).encode() + self.after
 
 
 def build_header_template(regions: Sequence[Region], *, with_digests: bool = True) -> HeaderTemplate:
-    """What `build_header` writes of some regions but for the digests; without `with_digests`, there is no place for
-    them.
+    """Build the header of a payload file without the digests.
+
+    Args:
+        regions: Regions in file order.
+        with_digests: True to reserve space for the digests.
     """
     regions = RegionTable.from_regions(regions)
     counts = [checksum.count_blocks(box.size * dtype.itemsize) for dtype, box in regions.kinds]
@@ -96,18 +101,23 @@ def build_header_template(regions: Sequence[Region], *, with_digests: bool = Tru
     if not with_digests:
         return HeaderTemplate(pad_header(about, _build_entries(regions, names)), b"", 0)
     text = pad_header({**about, DIGESTS_KEY: ""}, _build_entries(regions, names), checksum.compute_packed_length(count))
-    # The first such place is that of the digests: inside of a string of JSON its quotes would be escaped.
+    # The first match is the member itself, because the quotes in any JSON string are escaped.
     before, key, after = text.partition(f'"{DIGESTS_KEY}":"'.encode())
     return HeaderTemplate(before + key, after, count)
 
 
 def build_saved_offset(region: Region) -> dict[str, object]:
-    """Where a region begins in its global array, under the key of torch's `HuggingFaceStorageReader`."""
+    """Return the offset of a region in its global array, for torch's `HuggingFaceStorageReader`."""
     return {"saved_offsets": [*region.box.start, *(0 for _ in _get_byte_dims(region))]}
 
 
 def build_entry(region: Region, offset: int) -> dict[str, object]:
-    """What the header says of a region that begins at `offset`, counted from the end of the header (bytes)."""
+    """Build the header entry of a region.
+
+    Args:
+        region: The region.
+        offset: Offset of the region from the end of the header (bytes).
+    """
     return {
         "dtype": "U8" if _is_raw(region.dtype) else region.dtype.safetensors,
         "shape": [*region.box.shape, *_get_byte_dims(region)],
@@ -116,9 +126,9 @@ def build_entry(region: Region, offset: int) -> dict[str, object]:
 
 
 def build_plain_entry(region: Region, offset: int) -> dict[str, object]:
-    """The same in a file that leaves the library, whose element types all have codes of their own.
+    """Build the header entry of a region in an exported file, in which all dtypes have codes.
 
-    A byte with two values in it counts as two elements of the last dim there.
+    A byte with two packed values counts as two elements of the last dim.
     """
     shape = region.box.shape
     return {
@@ -131,7 +141,7 @@ def build_plain_entry(region: Region, offset: int) -> dict[str, object]:
 def _build_entries(
     regions: RegionTable, names: Sequence[str], build: Callable[[Region, int], dict[str, object]] = build_entry
 ) -> str:
-    """What the header says of all regions, as JSON: `build` each, in which all but the place is that of its form."""
+    """Build the header entries of all regions, as JSON. Entries of the same kind differ only in name and offset."""
     facts = [_JSON.encode(build(Region("", *form), 0)).partition('"data_offsets"')[0] for form in regions.kinds]
     nbytes = regions.nbytes
     stops = np.cumsum(nbytes)
@@ -140,12 +150,15 @@ def _build_entries(
 
 
 def pad_header(metadata: dict[str, str], entries: str, reserved_bytes: int = 0) -> bytes:
-    """A header of these entries (the members of an object of JSON), padded with spaces.
+    """Build a header from JSON members, padded with spaces.
 
-    `reserved_bytes` bytes are to be put into it.
+    Args:
+        metadata: Content of ``__metadata__``.
+        entries: Members of a JSON object, without braces.
+        reserved_bytes: Number of bytes that will be inserted later.
 
     Raises:
-        FormatError: It is larger than readers take.
+        FormatError: The header is larger than readers support.
     """
     head = _JSON.encode({"__metadata__": metadata})
     text = (f"{head[:-1]},{entries}}}" if entries else head).encode()
@@ -156,26 +169,27 @@ def pad_header(metadata: dict[str, str], entries: str, reserved_bytes: int = 0) 
 
 
 def _get_byte_dims(region: Region) -> list[int]:
-    """The last dim of an array that is stored as bytes: of its elements' size."""
+    """Return the additional last dim of an array that is stored as raw bytes: the itemsize."""
     return [region.dtype.itemsize] if _is_raw(region.dtype) and region.dtype.itemsize > 1 else []
 
 
 def _is_raw(dtype: DType) -> bool:
-    """Whether payload files have bytes in the place of such elements."""
+    """Return True if payload files store this dtype as raw bytes."""
     return dtype.safetensors is None or dtype.safetensors in NEWER_CODES
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """The codec of the native format (see `xla_ckpt.core.files.file_layout.FileLayout`): a header, then the regions."""
+    """Native layout (see `xla_ckpt.core.files.file_layout.FileLayout`): a header, followed by the regions."""
 
     regions: RegionTable
 
     is_plain: bool = False
-    """Whether the header says only what the regions are: for files that leave the library."""
+    """True if the header contains only the regions, for exports."""
 
     has_digests: bool = True
-    """Whether the header has the digests of all blocks. Else the manifest has them: the header is known first, then."""
+    """True if the header contains the digests of all blocks. Otherwise the manifest does, and the header is known
+    first."""
 
     region_ranges: list[tuple[int, int]] = field(init=False, repr=False, compare=False)
 
@@ -227,24 +241,28 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsArray:
-    """A whole array in a file that any program wrote."""
+    """A whole array in a safetensors file of any program."""
 
     name: str
     dtype: DType | None
-    """None for a type that is not known here."""
+    """None for unknown dtypes."""
     shape: tuple[int, ...]
-    """In elements of `dtype`; as the header has it where that is None."""
+    """Shape in elements of `dtype`, or as in the header if `dtype` is None."""
     offset: int
-    """Of its first byte in the file."""
+    """Byte offset in the file."""
     dtype_code: str
-    """The element type as the header has it."""
+    """Dtype as in the header."""
 
 
 def get_header_size(start: bytes, file_size: int) -> int:
-    """Bytes of the header of a file of `file_size` bytes that begins so, with the eight that say its length.
+    """Return the size of a safetensors header, including the eight bytes of its length.
+
+    Args:
+        start: First bytes of the file.
+        file_size: Number of bytes of the file.
 
     Raises:
-        FormatError: No safetensors file begins so.
+        FormatError: The data is not the start of a safetensors file.
     """
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or length < 2 or 8 + length > min(file_size, MAX_HEADER_BYTES):
@@ -257,12 +275,16 @@ def get_header_size(start: bytes, file_size: int) -> int:
 
 
 def parse_arrays(header: bytes, file_size: int) -> list[SafetensorsArray]:
-    """The arrays of a file of `file_size` bytes that any program wrote, in the order of their bytes.
+    """Parse the header of a safetensors file of any program, and return the arrays ordered by offset.
 
-    Every byte behind the header belongs to exactly one of them.
+    Every byte after the header belongs to exactly one array.
+
+    Args:
+        header: The whole header.
+        file_size: Number of bytes of the file.
 
     Raises:
-        FormatError: The header is broken, or does not fit to the file.
+        FormatError: The header is malformed or does not match the file size.
     """
     entries = parse_json_object(header[8:], "the header of a safetensors file", pairs_hook=_build_distinct)
     tensors = []
@@ -288,10 +310,10 @@ def parse_arrays(header: bytes, file_size: int) -> list[SafetensorsArray]:
 
 
 def parse_saved_offsets(header: bytes) -> dict[str, tuple[int, ...]]:
-    """Where each array of a file begins in its global array, as DCP says it; empty where nobody says it.
+    """Return the offset of each array in its global array, from DCP metadata. Empty without such metadata.
 
     Raises:
-        FormatError: What it says is broken.
+        FormatError: The metadata is malformed.
     """
     try:
         about = json.loads(header[8:]).get("__metadata__") or {}
@@ -313,7 +335,11 @@ def _build_distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _parse_array(name: str, entry: object, head: int) -> tuple[SafetensorsArray, tuple[int, int]]:
-    """An entry of a header, and the bytes of the file that it speaks of (first, one past the last)."""
+    """Parse an entry of a header. Returns the array and its byte range in the file (first, one past the last).
+
+    Raises:
+        FormatError: The entry is malformed.
+    """
     try:
         code, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
         if type(code) is not str or type(shape) is not list or len(shape) > MAX_DIMS:
@@ -335,7 +361,7 @@ def _parse_array(name: str, entry: object, head: int) -> tuple[SafetensorsArray,
         )
     if dtype is not None and dtype.packed:
         if not shape or shape[-1] % VALUES_PER_BYTE:
-            dtype = None  # its rows begin inside of bytes: no library has such arrays
+            dtype = None  # its rows start inside bytes, which no framework supports
         else:
             shape = [*shape[:-1], shape[-1] // VALUES_PER_BYTE]
     return SafetensorsArray(name, dtype, tuple(shape), head + first, code[:80]), (head + first, head + last)
@@ -346,12 +372,12 @@ _DIGESTS_PATTERN = re.compile(rb'"' + DIGESTS_KEY.encode() + rb'":"([^"]*)"')
 
 
 def parse_block_table(header: bytes) -> BlockTable:
-    """The digests in a payload header (all bytes before the data), which `build_header` has written.
+    """Parse the digests in a payload header (all bytes before the data) that `build_header` wrote.
 
-    It is not parsed as JSON: inside of a string of JSON quotes are escaped, so what is looked for is nowhere else.
+    The header is searched instead of parsed as JSON. Quotes in JSON strings are escaped, so there are no false matches.
 
     Raises:
-        FormatError: There are none.
+        FormatError: The header is malformed, or has no digests.
     """
     packed = _DIGESTS_PATTERN.search(header)
     if packed is None or int.from_bytes(header[:8], "little") != len(header) - 8:

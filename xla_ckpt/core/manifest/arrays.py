@@ -1,9 +1,9 @@
 """The arrays of a checkpoint: array metadata, shards, and tables of both as numpy columns.
 
-`ArrayMetadata` is what arrays of one dtype, shape and shard grid have in common; it is created and checked once. What
-remains of an array is its name and the file and offset of each shard, and these are columns: at thousands of ranks a
-Python object for each of millions of shards would take minutes. A `Shard` or an `ArrayRecord` is created when it is
-asked for.
+`ArrayMetadata` contains the properties shared by all arrays of one dtype, shape and shard grid. It is created and
+checked once. The remaining data of an array are its name and the file and offset of each shard, stored as columns: with
+thousands of ranks there are millions of shards, and a Python object for each would take minutes. `Shard` and
+`ArrayRecord` objects are created on access.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from xla_ckpt.errors import FormatError
 
 @slots_dataclass()
 class Shard:
-    """A stored region of an array: its box, and the place of its bytes.
+    """A stored region of an array: its box and the location of its bytes.
 
-    A manifest is made from thousands of them for each rank, so it is not `kw_only`: keywords would take half as long
-    again.
+    A manifest is built from thousands of shards per rank, so the class is not `kw_only`: keyword arguments take 50%
+    longer.
     """
 
     box: Box
@@ -46,28 +46,28 @@ class Shard:
     """Index into the manifest's files."""
 
     offset: int
-    """Of its first byte in the file (of its frame's, where it has one); the elements follow in C order."""
+    """Byte offset in the file of the first element (of `parent_box`, if set). The elements follow in C order."""
 
     parent_box: Box | None = None
-    """In other layouts than the native one: the larger box whose elements lie there, of which this is a part."""
+    """Only in foreign layouts: the larger box that is stored at the offset and contains this shard."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardTable:
-    """Many shards: a row for each."""
+    """Many shards: a row per shard."""
 
     box: BoxArray
     file: IntArray
     offset: IntArray
     has_parent: BoolArray | None = None
-    """Which of them have a frame; None if none has."""
+    """True for shards with a parent box. None if no shard has one."""
 
     parent: BoxArray | None = None
-    """The frames; in rows without one, anything."""
+    """Parent boxes. Rows without one have arbitrary values."""
 
     @classmethod
     def from_shards(cls, shards: Sequence[Shard]) -> ShardTable:
-        """The columns of some shards."""
+        """Create the columns from a sequence of shards."""
         framed = np.array([shard.parent_box is not None for shard in shards], np.bool_)
         return cls(
             box=BoxArray.from_boxes([shard.box for shard in shards]),
@@ -81,7 +81,7 @@ class ShardTable:
         return len(self.file)
 
     def select(self, rows: IntArray, dims: int | None = None) -> ShardTable:
-        """Some of the shards; with `dims`, as those of an array of so many dims."""
+        """Return the shards in `rows`, with boxes truncated to `dims` dims if given."""
         framed = None if self.has_parent is None else self.has_parent[rows]
         has_frames = framed is not None and bool(framed.any())
         return ShardTable(
@@ -93,14 +93,19 @@ class ShardTable:
         )
 
     def get_parent_boxes(self) -> list[Box | None] | None:
-        """The frame of each of them; None if none has one."""
+        """Return the parent box of each shard, or None if no shard has one."""
         if self.has_parent is None or self.parent is None:
             return None
         return [self.parent.get_box(row) if framed else None for row, framed in enumerate(self.has_parent.tolist())]
 
     @staticmethod
     def concatenate(tables: Sequence[ShardTable], first_files: Sequence[int]) -> ShardTable:
-        """All of them, one after the other; `first_files` is the number of the first file of each."""
+        """Concatenate several tables.
+
+        Args:
+            tables: Tables of shards.
+            first_files: Offset that is added to the file indices of each table.
+        """
         framed = any(columns.has_parent is not None for columns in tables)
         return ShardTable(
             box=BoxArray.concatenate([columns.box for columns in tables]),
@@ -116,59 +121,58 @@ class ShardTable:
 
 
 MAX_ELEMENTS = 1 << 56
-"""The sizes of an array's dims, those of 0 left out, multiply to less: frameworks count bytes in 63 bits."""
+"""Exclusive limit of the product of an array's dims, ignoring dims of 0: frameworks count bytes in 63 bits."""
 
 MAX_PAIRWISE_BOXES = 1000
-"""Of more boxes no two are looked for that overlap: that may take time in proportion to the square of their number."""
+"""Maximum number of boxes that are compared pairwise for overlaps, which may take quadratic time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayMetadata:
-    """What arrays have in common that are of one type and shape, and cut alike.
+    """Properties shared by arrays of one dtype, shape and shard grid.
 
-    Raises (on construction):
-        FormatError: The cells do not hold every element exactly once.
+    Raises:
+        FormatError: The cells do not contain every element exactly once, or the shape is impossible. Raised on
+            construction.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     grids: tuple[Grid, ...]
-    """The cells of all of them are the shards, in this order. An array without elements has none."""
+    """Grids whose cells are the shards, in this order. Empty for an array without elements."""
 
     spec: tuple[Any, ...] | None = None
-    """How its dims were split, as `Sharding.spec` in `xla_ckpt.core.sharding.sharding` writes it, or None. No byte is
-    read by it. It is for people, and for guessing how another job would split the array."""
+    """Sharding at the time of the save, as `Sharding.spec` in `xla_ckpt.core.sharding.sharding`, or None. Not needed to
+    read the bytes: it is for display, and for deriving the sharding of another job."""
 
     original_dtype: DType | None = None
-    """In foreign layouts: the type that the array had, if only its values in another type are stored."""
+    """Only in foreign layouts: the original dtype, if the values are stored in another dtype."""
 
     is_rank_local: bool = False
-    """In foreign layouts: whether this is what one rank had of its own. Other ranks find other bytes under the same
+    """Only in foreign layouts: True if the array is one rank's local value. Other ranks find other bytes under the same
     leaf path."""
 
     is_divergent: bool = False
-    """Whether the ranks had different bytes in place of equal replicas. Those of the first replica are stored."""
+    """True if the replicas differed on the ranks. The bytes of the first replica are stored."""
 
     weak_type: bool | None = None
-    """Whether it was an array of jax's with a weak type; None if it was none of jax's, or older versions stored it."""
+    """True if it was a weakly typed JAX array. None for other arrays, and for arrays saved by older versions."""
 
     shard_count: int = field(init=False, repr=False, compare=False)
     """Number of shards."""
 
     single_box: Box | None = field(init=False, repr=False, compare=False)
-    """The box of the only shard, which has elements; None if there are more, or none."""
+    """Box of the only shard, if there is exactly one and it is not empty. Otherwise None."""
 
     def __post_init__(self) -> None:
         whole = Box.from_shape(self.shape)
-        # Beside a dim without elements another one may have any size, of which no framework can make an array.
+        # If one dim has no elements, another may have any size, but frameworks cannot create such an array.
         if not whole.size and prod(max(n, 1) for n in self.shape) >= MAX_ELEMENTS:
             raise FormatError("impossible shape", found=str(list(self.shape))[:80])
         boxes = [grid.bounds for grid in self.grids]
         object.__setattr__(self, "shard_count", sum(grid.cell_count for grid in self.grids))
         only = boxes[0] if self.shard_count == 1 and boxes[0].size else None
-        object.__setattr__(
-            self, "single_box", whole if only == whole else only
-        )  # plans ask whether it is that very object
+        object.__setattr__(self, "single_box", whole if only == whole else only)  # plans compare it by identity
         if len(boxes) == 1 and boxes[0] == whole:
             return
         stray = next((b for b in boxes if not whole.contains(b)), None)
@@ -188,11 +192,11 @@ class ArrayMetadata:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a whole array."""
+        """Number of bytes of a whole array."""
         return Box.from_shape(self.shape).size * self.dtype.itemsize
 
     def find_overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """(index, box) of each cell that shares an element with `box`."""
+        """Yield (index, box) of each cell that shares an element with `box`."""
         at = 0
         for grid in self.grids:
             for i, cell in grid.find_overlapping(box):
@@ -200,17 +204,17 @@ class ArrayMetadata:
             at += grid.cell_count
 
     def list_boxes(self) -> list[Box]:
-        """The box of each cell."""
+        """Return the box of each cell."""
         return [grid.get_cell(i) for grid in self.grids for i in range(grid.cell_count)]
 
 
 create_metadata = functools.lru_cache(maxsize=4096)(ArrayMetadata)
-"""The form of these facts: one object for all arrays of it, which is checked once."""
+"""Cached constructor of `ArrayMetadata`: one object for all arrays with equal metadata, which is checked once."""
 
 
 @functools.lru_cache(maxsize=4096)
 def compute_shard_bytes(metadata: ArrayMetadata) -> IntArray:
-    """Bytes of each cell of an array of this form."""
+    """Return the number of bytes of each cell of an array with this metadata."""
     grids = [
         functools.reduce(np.multiply.outer, map(np.diff, grid.cuts), np.ones((), np.int64)) for grid in metadata.grids
     ]
@@ -219,27 +223,27 @@ def compute_shard_bytes(metadata: ArrayMetadata) -> IntArray:
 
 
 def freeze_spec(spec: Any) -> Any:
-    """A spec, or a part of one, that came as lists, as the tuples that forms have."""
+    """Return a spec, or a part of one, with lists converted to tuples."""
     return tuple(map(freeze_spec, spec)) if isinstance(spec, list | tuple) else spec
 
 
 ParentBoxes = tuple[Box | None, ...] | None
-"""The frame of each shard of an array; None where no shard has one."""
+"""Parent box of each shard of an array, or None if no shard has one."""
 
 
 @slots_dataclass(kw_only=True)
 class ArrayRecord:
-    """One array: its form, and the place of every shard."""
+    """Metadata of one array and the location of every shard."""
 
     metadata: ArrayMetadata
     files: tuple[int, ...]
-    """Index into the manifest's files, for each cell."""
+    """Index into the manifest's files, per shard."""
 
     offsets: tuple[int, ...]
-    """Of the first byte in the file, for each cell."""
+    """Byte offset in the file, per shard."""
 
     parent_boxes: ParentBoxes = None
-    """The frame of each shard; None where no shard has one. The native layout has none."""
+    """Parent box of each shard, or None if no shard has one. Always None in the native layout."""
 
     def __post_init__(self) -> None:
         if not len(self.files) == len(self.offsets) == self.metadata.shard_count:
@@ -247,7 +251,7 @@ class ArrayRecord:
 
     @property
     def dtype(self) -> DType:
-        """Its element type."""
+        """Dtype of the elements."""
         return self.metadata.dtype
 
     @property
@@ -273,18 +277,18 @@ class ArrayRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Number of bytes of the whole array."""
         return self.metadata.nbytes
 
     def replace_metadata(self, **facts: Any) -> ArrayRecord:
-        """The record of an array whose form has other facts."""
+        """Return a record whose metadata has other values for these fields."""
         return replace(self, metadata=replace(self.metadata, **facts))
 
     def __iter__(self) -> Iterator[Shard]:
         return (self._create_shard(i, cell) for i, cell in enumerate(self.metadata.list_boxes()))
 
     def find_overlapping(self, box: Box) -> Iterator[Shard]:
-        """The shards that share an element with `box`."""
+        """Return the shards that share an element with `box`."""
         return (self._create_shard(i, cell) for i, cell in self.metadata.find_overlapping(box))
 
     def _create_shard(self, i: int, cell: Box) -> Shard:
@@ -298,20 +302,20 @@ def create_array_record(
     spec: Any = None,
     weak_type: bool | None = None,
 ) -> ArrayRecord:
-    """The record of an array that is stored in these shards, as one grid if they are one.
+    """Create the record of an array from its shards, as one grid if they form one.
 
     Raises:
-        FormatError: The shards do not hold every element exactly once.
+        FormatError: The shards do not contain every element exactly once.
     """
     if not isinstance(shards, ShardTable):
         places = [shard for shard in shards if shard.box.size]
-        if len(places) == 1 and places[0].parent_box is None:  # as of nearly all arrays
+        if len(places) == 1 and places[0].parent_box is None:  # true for nearly all arrays
             grids = (create_grid(places[0].box),)
             form = create_metadata(dtype=dtype, shape=shape, grids=grids, spec=freeze_spec(spec), weak_type=weak_type)
             return ArrayRecord(metadata=form, files=(places[0].file,), offsets=(places[0].offset,))
         try:
             shards = ShardTable.from_shards(places)
-        except OverflowError as error:  # of numpy's: a hostile file may name any number
+        except OverflowError as error:  # from numpy: a malicious file may contain any number
             raise FormatError("impossible place of a shard", found=str(places)[:200]) from error
         frames: list[Box | None] | None = [shard.parent_box for shard in places]
     else:
@@ -337,32 +341,32 @@ def create_array_record(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ArrayTable(Mapping[str, ArrayRecord]):
-    """All arrays of a tag by leaf path: a row for each, and a row for each cell of each."""
+    """All arrays of a checkpoint by leaf path: a row per array, and a row per shard of each array."""
 
     names: Sequence[str]
     """Leaf path of each array."""
 
     metadata: tuple[ArrayMetadata, ...]
     metadata_index: IntArray
-    """The index of each array's form."""
+    """Index into `metadata`, per array."""
 
     file: IntArray
-    """Index into the manifest's files, for each cell; the cells of an array lie together, in the order of its form."""
+    """Index into the manifest's files, per shard. The shards of an array are consecutive, in the order of its cells."""
 
     offset: IntArray
-    """Of its first byte in the file (of its frame's, where it has one), for each cell."""
+    """Byte offset in the file, per shard (of its parent box, if it has one)."""
 
     parent_boxes: Mapping[int, Box] = field(default_factory=dict)
-    """Row of a cell -> its frame, of the cells that have one."""
+    """Row of a shard -> its parent box, for shards that have one."""
 
     first_shard: IntArray = field(init=False, repr=False)
-    """The row of each array's first cell; behind them, the number of cells."""
+    """Row of each array's first shard, followed by the number of shards."""
 
     row_by_leaf: Mapping[str, int] = field(init=False, repr=False)
-    """The row of each leaf path."""
+    """Row of the array with each leaf path."""
 
     rows_by_metadata: tuple[IntArray, ...] = field(init=False, repr=False)
-    """The rows of all arrays of each form."""
+    """Rows of the arrays that have each metadata."""
 
     def __post_init__(self) -> None:
         counts = np.array([form.shard_count for form in self.metadata], np.int64)
@@ -380,10 +384,10 @@ class ArrayTable(Mapping[str, ArrayRecord]):
 
     @classmethod
     def from_records(cls, records: Mapping[str, ArrayRecord]) -> ArrayTable:
-        """The columns of some records."""
+        """Create the columns from array records."""
         distinct = {
             id(record.metadata): record.metadata for record in records.values()
-        }  # few, and a form is slow to hash
+        }  # few objects; hashing metadata is slow
         numbers = {form: number for number, form in enumerate(dict.fromkeys(distinct.values()))}
         number_of = {known: numbers[form] for known, form in distinct.items()}
         cells = [record.metadata.shard_count for record in records.values()]
@@ -404,7 +408,7 @@ class ArrayTable(Mapping[str, ArrayRecord]):
 
     @staticmethod
     def concatenate(tables: Sequence[ArrayTable]) -> ArrayTable:
-        """All arrays of several, one after the other."""
+        """Concatenate several tables."""
         forms = list(accumulate((len(arrays.metadata) for arrays in tables), initial=0))
         cells = list(accumulate((len(arrays.file) for arrays in tables), initial=0))
         return ArrayTable(
@@ -420,7 +424,7 @@ class ArrayTable(Mapping[str, ArrayRecord]):
         )  # fmt: skip
 
     def order_by(self, names: Sequence[str]) -> ArrayTable:
-        """The same arrays in the order of these names; forms come in the order of their first arrays."""
+        """Return the arrays in the order of `names`. The metadata are ordered by their first array."""
         rows = np.array([self.row_by_leaf[name] for name in names], np.int64)
         counts = np.diff(self.first_shard)[rows]
         cells = np.repeat(self.first_shard[rows] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
@@ -442,10 +446,7 @@ class ArrayTable(Mapping[str, ArrayRecord]):
         )
 
     def mark_divergent(self, leaves: Iterable[str]) -> ArrayTable:
-        """The same arrays, some of which are marked as `is_divergent`.
-
-        Of leaf paths of other arrays nothing is said.
-        """
+        """Return the arrays with those in `leaves` marked as `is_divergent`. Unknown leaf paths are ignored."""
         marked = {leaf: self[leaf].replace_metadata(is_divergent=True) for leaf in leaves if leaf in self}
         return ArrayTable.from_records({**self, **marked}) if marked else self
 
@@ -469,28 +470,28 @@ class ArrayTable(Mapping[str, ArrayRecord]):
         )
 
     def get_parent_boxes(self, row: int) -> ParentBoxes:
-        """The frames of the cells of an array, by its row."""
+        """Return the parent boxes of the shards of an array, by its row."""
         if not self.parent_boxes:
-            return None  # as of nearly all tags
+            return None  # true for nearly all checkpoints
         frames = tuple(
             [self.parent_boxes.get(cell) for cell in range(int(self.first_shard[row]), int(self.first_shard[row + 1]))]
         )
         return frames if any(frame is not None for frame in frames) else None
 
     def get_metadata(self, leaf: str) -> ArrayMetadata | None:
-        """The form of a leaf; None if there is no such leaf."""
+        """Return the metadata of a leaf, or None if there is no such leaf."""
         row = self.row_by_leaf.get(leaf)
         return None if row is None else self.metadata[self.metadata_index[row]]
 
     def get_shard_rows(self, number: int) -> IntArray:
-        """The rows of the cells of all arrays of a form, shape (arrays, cells of each)."""
+        """Return the rows of the shards of all arrays with this metadata, shape (arrays, shards per array)."""
         return np.asarray(
             self.first_shard[self.rows_by_metadata[number], None] + np.arange(self.metadata[number].shard_count),
             np.int64,
         )
 
     def compute_shard_bytes(self) -> IntArray:
-        """Bytes of each cell (not of its frame)."""
+        """Return the number of bytes of each shard (not of its parent box)."""
         sizes = np.zeros(len(self.offset), np.int64)
         for number, form in enumerate(self.metadata):
             sizes[self.get_shard_rows(number)] = compute_shard_bytes(form)
@@ -498,14 +499,17 @@ class ArrayTable(Mapping[str, ArrayRecord]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Number of bytes of all arrays."""
         return sum(len(rows) * form.nbytes for rows, form in zip(self.rows_by_metadata, self.metadata, strict=True))
 
     def check_locations(self, file_sizes: Sequence[int]) -> None:
-        """Check that every shard lies inside of its file; `file_sizes` are those of the files (bytes).
+        """Check that every shard is inside its file.
+
+        Args:
+            file_sizes: Size of each file of the manifest (bytes).
 
         Raises:
-            FormatError: One does not.
+            FormatError: A shard is outside of its file, or refers to a missing file.
         """
         if (stray := np.flatnonzero((self.file < 0) | (self.file >= len(file_sizes)))).size:
             raise FormatError("a shard lies in no file", leaf=self._get_leaf(stray[0]), found=int(self.file[stray[0]]))
@@ -538,5 +542,5 @@ class ArrayTable(Mapping[str, ArrayRecord]):
 def _to_column(values: Sequence[int]) -> IntArray:
     try:
         return np.array(values, np.int64)
-    except OverflowError as error:  # of numpy's: a hostile file may name any number
+    except OverflowError as error:  # from numpy: a malicious file may contain any number
         raise FormatError("impossible place of a shard", found=str(max(values, key=abs))[:80]) from error

@@ -1,8 +1,8 @@
-"""The manifest: which arrays, files and values a checkpoint contains, and where their bytes are.
+"""The manifest: the arrays, files and values that a checkpoint contains, and the location of their bytes.
 
-Instances are consistent: constructors check them. Untrusted bytes become a `Manifest` through
-`manifest_json.parse_manifest`, and foreign formats through their `scan` functions. Reading and verifying finds out
-whether the payload agrees.
+Constructors check that instances are consistent. `manifest_json.parse_manifest` creates a `Manifest` from untrusted
+bytes, and the `scan` functions of foreign layouts create one from other formats. Only reading and verification compare
+the payload with the manifest.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from xla_ckpt.core.tree import schema
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
 
 FORMAT_VERSION = 2
-"""The format version that this library writes; it reads this and all older ones."""
+"""Format version that is written. This and all older versions can be read."""
 
 NAME_PLACEHOLDER = "{own name}"
-"""Stands in the hint of an `UnreadableArray` for a regular expression that finds the array."""
+"""Placeholder in the hint of an `UnreadableArray` for a regex that matches the array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHeader:
-    """The first line of a manifest: what a listing of tags needs, covered by a digest of its own."""
+    """First line of a manifest: the data needed to list checkpoints, with a separate checksum."""
 
     tag: str
-    """Name under which it was saved (a renamed directory answers to its new name)."""
+    """Name under which the checkpoint was saved (a renamed directory is found under its new name)."""
 
     sequence: int
-    """Commit number in its root directory, from 1; the newest tag has the greatest."""
+    """Commit number in the root directory, from 1. The newest checkpoint has the greatest."""
 
     pinned: bool
-    """Whether retention leaves it alone."""
+    """True if retention must not delete the checkpoint."""
 
     created: str
     """Time of the commit: UTC, ISO 8601."""
@@ -51,32 +51,36 @@ class ManifestHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file of the tag. Of another library's, whose digests nobody knows, path and size are all that is said."""
+    """One file of the checkpoint. Files of other libraries have no checksums, so only path and size are set.
+
+    Raises:
+        FormatError: The path, size or regions are invalid. Raised on construction.
+    """
 
     path: str
-    """Relative to the tag directory, with ``/``."""
+    """Path relative to the checkpoint directory, with ``/``."""
 
     size: int
-    """Bytes."""
+    """Number of bytes."""
 
     framing_bytes: int = 0
-    """Number of bytes that no region holds. In the native format, and in files of pickles, they are the first ones."""
+    """Number of bytes outside of all regions. In native files and pickle files these are the first bytes."""
 
     framing_digest: int = EMPTY_DIGEST
-    """XXH3-64 of those bytes."""
+    """XXH3-64 checksum of those bytes."""
 
     regions: tuple[tuple[int, int], ...] = ()
-    """(offset, bytes) of each region, ascending, in files that do not hold the digests of their regions themselves."""
+    """(offset, bytes) of each region, ascending, for files that do not contain the checksums of their regions."""
 
     block_digests: tuple[int, ...] = ()
-    """Digests of the blocks of all `regions`."""
+    """Checksums of the blocks of all `regions`."""
 
     def __post_init__(self) -> None:
         parts = self.path.split("/")
         if not self.path or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
             raise FormatError("a file of the manifest lies outside of its tag", file=self.path)
         try:
-            self.path.encode(errors="surrogateescape")  # as python gives names that are no UTF-8 to the system
+            self.path.encode(errors="surrogateescape")  # Python passes non-UTF-8 names to the system this way
         except UnicodeEncodeError as error:
             raise FormatError("a file of the manifest has an impossible name", file=repr(self.path)[:80]) from error
         if not 0 <= self.framing_bytes <= self.size:
@@ -96,13 +100,13 @@ class FileRecord:
             raise FormatError("a file has not a digest for each block", file=self.path, found=len(self.block_digests))
 
     def build_block_table(self) -> BlockTable:
-        """The digests of `regions`."""
+        """Return the block checksums of `regions`."""
         offset, nbytes = np.array(self.regions, np.int64).reshape(-1, 2).T
         return BlockTable.from_regions(offset, nbytes, np.array(self.block_digests, np.uint64))
 
     @property
     def framing_ranges(self) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes) of what `framing_digest` covers."""
+        """(offset, bytes) of the ranges that `framing_digest` covers."""
         if not self.regions:
             return ((0, self.framing_bytes),)
         ends = [0, *(offset + nbytes for offset, nbytes in self.regions)]
@@ -112,32 +116,32 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableArray:
-    """An array of a foreign layout that is stored, but of which nothing says how it was split."""
+    """An array of a foreign layout that is stored, but whose sharding is unknown."""
 
     problem: str
-    """Why, as an error says it."""
+    """Reason, as used in the error message."""
 
     hint: str | None = None
-    """What to do about it.
+    """Suggested fix, as in the error message.
 
-    `NAME_PLACEHOLDER` in it stands for an expression that finds this array (see `format_hint`).
+    `NAME_PLACEHOLDER` in it is replaced by a regex that matches this array (see `format_hint`).
     """
 
     expected: str | None = None
     found: str | None = None
 
     dtype: DType | None = None
-    """Element type of what the ranks have stored; None if it is no tensor on each of them."""
+    """Dtype of the stored tensors, or None if some rank did not store a tensor."""
 
     shape: tuple[int, ...] | None = None
-    """Shape of what each rank has stored."""
+    """Shape of the tensor that each rank stored."""
 
     tensor_count: int = 0
-    """How many such tensors are stored, copies included. 0: it is not one array, but a whole part of the state."""
+    """Number of stored tensors, including copies. 0 if the entry is a whole part of the state, not a single array."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all these tensors."""
+        """Number of bytes of all these tensors."""
         return (
             0 if self.dtype is None else self.tensor_count * Box.from_shape(self.shape or ()).size * self.dtype.itemsize
         )
@@ -146,7 +150,7 @@ class UnreadableArray:
     def from_error(
         cls, error: CheckpointError, dtype: DType, shape: tuple[int, ...], tensor_count: int = 1
     ) -> UnreadableArray:
-        """An array that cannot be read, as an error says: only who wants it hears of that."""
+        """Create an entry from an error, which is then raised only if the array is requested."""
         expected, actual = (None if fact is None else str(fact) for fact in (error.expected, error.found))
         return cls(
             problem=error.problem,
@@ -159,20 +163,20 @@ class UnreadableArray:
         )
 
     def create_error(self, leaf: str) -> IncompatibleCheckpointError:
-        """A new error each time: an error collects facts and frames on its way up, so it must not be raised twice."""
+        """Return a new error, because an error collects context on its way up and must not be raised twice."""
         stored = None if self.shape is None else f"{list(self.shape)} on each rank"
         return IncompatibleCheckpointError(
             self.problem, leaf=leaf, expected=self.expected, found=self.found or stored, hint=self.format_hint(leaf)
         )
 
     def format_hint(self, leaf: str) -> str | None:
-        """The hint, with a regular expression in it that finds the array, and its optimizer's states."""
+        """Return the hint with a regex that matches the array and its optimizer states."""
         name = (schema.get_parameter_path(leaf) or leaf).rpartition("/")[2]
         return self.hint and self.hint.replace(NAME_PLACEHOLDER, re.escape(".".join(name.split(".")[-2:])))
 
     @staticmethod
     def group_by_reason(arrays: Mapping[str, UnreadableArray]) -> list[dict[str, UnreadableArray]]:
-        """Some unknown arrays by leaf path, in groups that have problem and hint in common."""
+        """Group arrays (by leaf path) that have the same problem and hint."""
         groups: dict[tuple[str, str | None], dict[str, UnreadableArray]] = {}
         for leaf, array in arrays.items():
             groups.setdefault((array.problem, array.hint), {})[leaf] = array
@@ -181,11 +185,15 @@ class UnreadableArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The index of one tag."""
+    """The index of one checkpoint.
+
+    Raises:
+        FormatError: The arrays, files, aliases and objects are inconsistent. Raised on construction.
+    """
 
     header: ManifestHeader
     skeleton: Any
-    """The state tree without its arrays, as typed JSON (see `xla_ckpt.core.tree`)."""
+    """State tree without its arrays, as typed JSON (see `xla_ckpt.core.tree`)."""
 
     arrays: ArrayTable
     """Array leaves by leaf path."""
@@ -195,31 +203,30 @@ class Manifest:
     """Leaf path of a tied array -> leaf path under which it is stored."""
 
     object_files: tuple[int, ...] = ()
-    """The file of each pickled object, by its index in the skeleton."""
+    """Index of the file of each pickled object, by the object's index in the skeleton."""
 
     mesh: str | None = None
-    """The mesh that it was saved from, as `Mesh.parse` reads it, or None. It is for people; nothing depends on it."""
+    """Mesh of the job that saved the checkpoint, in the form of `Mesh.parse`, or None. Informational only."""
 
     world_size: int = 1
-    """Number of processes that saved it. It is for people, too."""
+    """Number of processes that saved the checkpoint. Informational only."""
 
     unreadable: Mapping[str, UnreadableArray] = field(default_factory=dict)
-    """In foreign layouts: arrays that are stored, but of which nothing says how they were split, by leaf path."""
+    """Only in foreign layouts: stored arrays whose sharding is unknown, by leaf path."""
 
     unwritten: tuple[str, ...] = ()
-    """In foreign layouts: leaf paths of arrays that the tag names, and whose bytes were never written."""
+    """Only in foreign layouts: leaf paths of arrays that the checkpoint names, but whose bytes were never written."""
 
     retention: Any = None
-    """The policy of retention under which it was committed, as `xla_ckpt.tags.retention` says it; None if none is
-    known."""
+    """Retention policy at the time of the commit, as serialized by `xla_ckpt.tags.retention`, or None if unknown."""
 
     module_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Leaf path of each module's state dict -> module -> its metadata as typed JSON: its version, above all. Empty
-    if nothing is known of them: then they are of the versions that the program has."""
+    """Leaf path of each module's state dict -> module -> its metadata as typed JSON, such as its version. Empty if
+    unknown: then the versions of the running program are assumed."""
 
     parity: str | None = None
-    """What it was to survive when it was saved, by files of a folder that the manifest does not list (docs/repair.md);
-    None for nothing, and where an older version saved it."""
+    """Failures that the checkpoint survives by means of parity files, which the manifest does not list
+    (docs/repair.md). None without parity, and in checkpoints of older versions."""
 
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
@@ -236,20 +243,20 @@ class Manifest:
         self.arrays.check_locations([f.size for f in self.files])
 
     def find_array(self, leaf: str) -> ArrayRecord | None:
-        """The record of a leaf, tied ones included; None if there is no such leaf.
+        """Return the record of a leaf, including tied ones, or None if there is no such leaf.
 
         Raises:
-            IncompatibleCheckpointError: It is stored, but nothing says how it was split.
+            IncompatibleCheckpointError: The leaf is stored, but its sharding is unknown.
         """
         if leaf in self.unreadable:
             raise self.unreadable[leaf].create_error(leaf)
         return self.arrays.get(self.aliases.get(leaf, leaf))
 
     def get_array(self, leaf: str) -> ArrayRecord:
-        """The record of a leaf, tied ones included.
+        """Return the record of a leaf, including tied ones.
 
         Raises:
-            IncompatibleCheckpointError: There is no such leaf, or nothing says how it was split.
+            IncompatibleCheckpointError: There is no such leaf, or its sharding is unknown.
         """
         record = self.find_array(leaf)
         if record is None:
@@ -258,15 +265,16 @@ class Manifest:
 
     @property
     def divergent_leaves(self) -> tuple[str, ...]:
-        """Leaf paths of the arrays whose replicas differed (see `ArrayRecord.divergent_leaves`)."""
+        """Leaf paths of the arrays whose replicas differed (see `ArrayMetadata.is_divergent`)."""
         arrays = self.arrays
         differing = [number for number, form in enumerate(arrays.metadata) if form.is_divergent]
         return tuple(arrays.names[row] for number in differing for row in arrays.rows_by_metadata[number].tolist())
 
     def describe_divergence(self, leaves: Iterable[str] | None = None) -> str | None:
-        """Which arrays have the bytes of a first replica, as a sentence; None if there are none.
+        """Return a sentence that lists the arrays whose replicas differed, or None if there are none.
 
-        `leaves` are the leaf paths that are asked about, None all of them.
+        Args:
+            leaves: Leaf paths to consider, or None for all.
         """
         if not (differing := self.divergent_leaves):
             return None
@@ -280,5 +288,5 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, tied ones once."""
+        """Number of bytes of all arrays. Tied arrays count once."""
         return self.arrays.nbytes

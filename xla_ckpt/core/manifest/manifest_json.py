@@ -1,15 +1,13 @@
-"""The manifest as bytes: canonical JSON, one member a line, with digests of the first line and of the whole.
+"""The manifest as bytes: canonical JSON, one member per line, with checksums of the first line and of the whole file.
 
 ```
 {"format":"xla_ckpt","version":2,"tag":"step_10","sequence":12,"pinned":false,"created":"...","head":"<16 hex>",
-"mesh":null,
-...
-"digest":"<16 hex>"}
+"mesh":null, ... "digest":"<16 hex>"}
 ```
 
-``head`` is the digest of the first line up to that place, so that a listing reads one line of each manifest. ``digest``
-is the digest of all bytes before it, so that every change is detected. Arrays of equal metadata are one entry.
-Invalid content raises an error, and the number of shards is limited by the size of the file.
+``head`` is the checksum of the first line up to that place, so that listing checkpoints reads one line per manifest.
+``digest`` is the checksum of all bytes before it, so that every change is detected. Arrays with equal metadata share
+one entry. Invalid content raises an error, and the size of the file limits the number of shards.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ from xla_ckpt.core.sharding.box import MAX_DIMS, Box, Grid
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 
 MAX_SHARDS = 1 << 24
-"""Most shards that one manifest may list."""
+"""Maximum number of shards per manifest."""
 
 
 def dump_array_group(arrays: ArrayTable, number: int) -> dict[str, Any]:
-    """All arrays of one form."""
+    """Serialize all arrays with one metadata."""
     form, cells = arrays.metadata[number], arrays.get_shard_rows(number).reshape(-1)
     split = form.spec is not None and any(form.spec)
     frames = [arrays.parent_boxes.get(cell) for cell in cells.tolist()] if arrays.parent_boxes else []
@@ -62,7 +60,15 @@ def dump_array_group(arrays: ArrayTable, number: int) -> dict[str, Any]:
 
 
 def parse_arrays(groups: list[Any], budget: int) -> ArrayTable:
-    """All arrays, of which those of one form are said together."""
+    """Parse all arrays, grouped by metadata.
+
+    Args:
+        groups: One entry per metadata.
+        budget: Maximum number of shards.
+
+    Raises:
+        FormatError: The entries are malformed, or list too many shards.
+    """
     forms: list[ArrayMetadata] = []
     names: list[str] = []
     counts: list[int] = []
@@ -104,7 +110,15 @@ def _find_first_name(group: Any) -> str | None:
 
 
 def parse_arrays_v1(entries: dict[str, Any], budget: int) -> ArrayTable:
-    """The arrays of a manifest of version 1, in which each says its own form."""
+    """Parse the arrays of a version 1 manifest, in which each array has its own metadata.
+
+    Args:
+        entries: One entry per leaf path.
+        budget: Maximum number of shards.
+
+    Raises:
+        FormatError: The entries are malformed, or list too many shards.
+    """
     records: dict[str, ArrayRecord] = {}
     forms: dict[str, ArrayMetadata] = {}
     for leaf, entry in entries.items():
@@ -143,7 +157,11 @@ def parse_arrays_v1(entries: dict[str, Any], budget: int) -> ArrayTable:
 
 
 def _parse_array_metadata(entry: Any, grids: list[Any], budget: int) -> ArrayMetadata:
-    """The form that an entry names, with the cuts of each grid, of at most `budget` cells."""
+    """Parse the metadata of an entry, with the cuts of each grid, of at most `budget` cells.
+
+    Raises:
+        FormatError: The entry is malformed.
+    """
     shape = tuple(get_member(entry, "shape", list))
     if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < json_data.MAX_INT for n in shape):
         raise FormatError("impossible shape", found=str(shape)[:80])
@@ -183,7 +201,7 @@ def _parse_parent_boxes(entries: Any, cells: int, dims: int) -> list[Box | None]
 
 
 def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
-    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer or a list at the end."""
+    """Parse a spec: None, or per tensor dim None, a name, or names with an optional final integer or list."""
     spec = entry.get("spec")
     if spec is None:
         return None
@@ -208,15 +226,15 @@ def _is_word(value: Any) -> bool:
 
 
 def _as_list(cuts: Any) -> Any:
-    """The cuts along a dim. Those of a box without elements are two equal values, which `pack_ints` writes as one."""
+    """Return the cuts along a dim. A box without elements has two equal cuts, which `pack_ints` writes as one."""
     return [cuts, cuts] if type(cuts) is int else cuts
 
 
 def get_member(raw: Any, name: str, expected_type: type) -> Any:
-    """A member of an object in a manifest, of this type.
+    """Return a member of an object in a manifest.
 
     Raises:
-        FormatError: It is missing, or of another type.
+        FormatError: The member is missing, or has another type.
     """
     value = raw.get(name) if isinstance(raw, dict) else None
     if type(value) is not expected_type:
@@ -227,12 +245,13 @@ def get_member(raw: Any, name: str, expected_type: type) -> Any:
 
 
 MAX_HEADER_BYTES = 4096
-"""The first line of a manifest is shorter than this."""
+"""Upper limit of the length of a manifest's first line (bytes)."""
 
 MIN_SHARD_BUDGET = 1 << 16
 SHARDS_PER_BYTE = 32
-"""A manifest may list so many shards, and so many more for each of its bytes: runs of numbers are short, whatever they
-stand for, and to load a shard takes time. With a rank's shard of each array there are at most a few of a byte."""
+"""Shards that a manifest may list, in addition to `MIN_SHARD_BUDGET`, per byte of its size. Runs of numbers are short
+in JSON however many shards they represent, and each shard takes time to load. A real manifest has at most a few per
+byte."""
 
 _HEADER_END = re.compile(rb',"head":"([0-9a-f]{16})",\n')
 
@@ -242,7 +261,7 @@ def _dump_json(value: Any) -> bytes:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest file: equal manifests give equal bytes."""
+    """Serialize a manifest. Equal manifests give equal bytes."""
     members: dict[str, Any] = {
         "mesh": manifest.mesh,
         "world": manifest.world_size,
@@ -261,7 +280,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def _dump_module_metadata(by_path: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The metadata of modules as plain JSON: under each leaf path those that differ, and which of them a module has."""
+    """Serialize module metadata: per leaf path the distinct metadata, and the index of each module's."""
     packed = {}
     for path, of_modules in by_path.items():
         numbers: dict[bytes, int] = {}
@@ -285,7 +304,7 @@ def _parse_module_metadata(raw: Any) -> dict[str, dict[str, Any]]:
 
 
 def _format_header(header: ManifestHeader) -> bytes:
-    """The first line of a manifest, with its digest, without the comma behind it."""
+    """Return the first line of a manifest, with its checksum, without the trailing comma."""
     first = _dump_json(
         {
             "format": "xla_ckpt",
@@ -300,11 +319,11 @@ def _format_header(header: ManifestHeader) -> bytes:
 
 
 def set_pin(data: bytes, pinned: bool) -> bytes:
-    """The bytes of the same manifest with another pin. All but the first and the last line stay as they are.
+    """Return the bytes of a manifest with `pinned` set. Only the first and the last line change.
 
     Raises:
-        CorruptCheckpointError: A digest does not match.
-        UnsupportedVersionError: A newer version wrote it.
+        CorruptCheckpointError: A checksum does not match.
+        UnsupportedVersionError: A newer version wrote the manifest.
     """
     head = parse_header(data[:MAX_HEADER_BYTES])
     _, _, others = unseal_json(data, "the manifest").partition(b",\n")
@@ -312,17 +331,17 @@ def set_pin(data: bytes, pinned: bool) -> bytes:
 
 
 def compute_pin_digests(data: bytes) -> frozenset[int]:
-    """The digests of a manifest with a pin and without: a pin changes nothing of what was saved.
+    """Return the checksums of a manifest with and without a pin, because a pin does not change the saved content.
 
     Raises:
-        CorruptCheckpointError: A digest in it does not match.
-        UnsupportedVersionError: A newer version wrote it.
+        CorruptCheckpointError: A checksum in it does not match.
+        UnsupportedVersionError: A newer version wrote the manifest.
     """
     return frozenset(compute_digest(set_pin(data, pinned)) for pinned in (True, False))
 
 
 def dump_file_record(record: FileRecord) -> list[Any]:
-    """A file record as plain JSON."""
+    """Serialize a file record."""
     entry = [record.path, record.size, record.framing_bytes, to_hex(record.framing_digest)]
     if not record.regions:
         return entry
@@ -334,11 +353,11 @@ def dump_file_record(record: FileRecord) -> list[Any]:
 
 
 def parse_header(start: bytes) -> ManifestHeader:
-    """The head of the manifest that begins with these bytes (`MAX_HEADER_BYTES` of them suffice).
+    """Parse the header of a manifest from its first bytes (`MAX_HEADER_BYTES` suffice).
 
     Raises:
-        CorruptCheckpointError: Damaged, or no manifest at all.
-        UnsupportedVersionError: Written by a newer version.
+        CorruptCheckpointError: The data is damaged, or not a manifest.
+        UnsupportedVersionError: A newer version wrote the manifest.
     """
     end = _HEADER_END.search(start)
     if end is None:
@@ -372,11 +391,11 @@ def parse_header(start: bytes) -> ManifestHeader:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """The manifest in these bytes.
+    """Parse the bytes of a manifest.
 
     Raises:
-        CorruptCheckpointError: A digest does not match, or the content makes no sense.
-        UnsupportedVersionError: Written by a newer version.
+        CorruptCheckpointError: A checksum does not match, or the content is invalid.
+        UnsupportedVersionError: A newer version wrote the manifest.
     """
     head = parse_header(data[:MAX_HEADER_BYTES])
     body = unseal_json(data, "the manifest")
@@ -418,11 +437,11 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def parse_skeleton(data: bytes) -> Any:
-    """The skeleton in the bytes of a manifest. Its arrays, of which there may be thousands, are not looked at.
+    """Parse only the skeleton of a manifest. The arrays, of which there may be thousands, are skipped.
 
     Raises:
-        CorruptCheckpointError: A digest does not match, or there is no skeleton.
-        UnsupportedVersionError: Written by a newer version.
+        CorruptCheckpointError: A checksum does not match, or there is no skeleton.
+        UnsupportedVersionError: A newer version wrote the manifest.
     """
     parse_header(data[:MAX_HEADER_BYTES])
     for line in unseal_json(data, "the manifest").split(b",\n"):
@@ -432,10 +451,10 @@ def parse_skeleton(data: bytes) -> Any:
 
 
 def parse_file_record(entry: Any) -> FileRecord:
-    """The file record that `dump_file_record` wrote.
+    """Parse a file record that `dump_file_record` wrote.
 
     Raises:
-        FormatError: It is none, or it makes no sense.
+        FormatError: The entry is malformed.
     """
     match entry:
         case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):

@@ -1,1 +1,1 @@
-"""Plans of saves and restores: every decision, made before any I/O."""
+"""Plans for saves and restores: all decisions are made before any I/O."""

@@ -1,4 +1,4 @@
-"""Explain a restore on another mesh from the manifest alone: what each rank would read, and every reason to fail."""
+"""Explain a restore on another mesh from the manifest: the bytes that each rank would read, and all problems."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from xla_ckpt.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
-    """What one rank would read."""
+    """Bytes that one rank would read."""
 
     rank: int
     needed_bytes: int
-    """Bytes of the arrays that it would hold."""
+    """Number of bytes of the arrays that the rank would hold."""
 
     read_bytes: int
-    """Bytes that would leave the storage for them."""
+    """Number of bytes read from storage for them."""
 
     files: Mapping[str, int]
-    """Payload file -> bytes read from it."""
+    """Payload file -> number of bytes read from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a restore would do."""
+    """Outcome of a hypothetical restore."""
 
     path: str
     tag: str
@@ -45,24 +45,24 @@ class Explanation:
     saved_ranks: int
     mesh: Mesh
     readings: tuple[RankReading, ...]
-    """One for each rank of the first pipeline stage: stages divide what is read here as they divide the layers."""
+    """One entry per rank of the first pipeline stage. Stages divide these reads as they divide the layers."""
 
     problems: tuple[str, ...]
-    """Every reason why the restore would fail."""
+    """Reasons why the restore would fail."""
 
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """Assumptions that were made."""
 
     split: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Leaf path -> how it would be split, where it would be."""
+    """Leaf path -> spec, for arrays that would be split."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True if there are no problems."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return the explanation as plain JSON."""
         return {
             "path": self.path,
             "tag": self.tag,
@@ -86,10 +86,10 @@ class Explanation:
 
 
 def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules: ParsedRules = ()) -> Explanation:
-    """Plan the restore of every array of a tag over `mesh`.
+    """Plan the restore of every array of a checkpoint on `mesh`.
 
-    An array is split as a rule says, else over the mesh axes that it was split over when it was saved: the rows of
-    ZeRO-1 states over dp, tensor-parallel dims over tp.
+    An array is sharded by the first matching rule, otherwise over the mesh axes that split it when it was saved: the
+    rows of ZeRO-1 states over dp, tensor-parallel dims over tp.
     """
     problems: list[str] = []
     foreign: set[str] = set()
@@ -143,12 +143,12 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
 
 
 def _build_head_notes(shardings: Mapping[str, Sharding], mesh: Mesh) -> list[str]:
-    """A note if the ranks would hold another number of copies of the keys than those that saved them."""
+    """Return a note if the mesh holds another number of key-head copies than the job that saved them."""
     for leaf, sharding in shardings.items():
         try:
             copies = find_copy_mismatch(sharding, mesh)
         except ValueError:
-            continue  # it is told as a problem of the array
+            continue  # reported as a problem of the array
         if copies is not None:
             old, new = copies
             text = f"was saved with kv_size_multiplier={old}, and over this mesh it would have {new}"

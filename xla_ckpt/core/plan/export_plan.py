@@ -1,4 +1,4 @@
-"""Export plan: the distribution of arrays to Hugging Face safetensors files, and the weight index."""
+"""Export plan: distributes arrays over Hugging Face safetensors files, and builds the weight index."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xla_ckpt.core.tree import path as paths
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 
 SINGLE_FILE = "model.safetensors"
-"""Name of the only file, where one is enough: Hugging Face's convention."""
+"""File name if one file suffices, by Hugging Face's convention."""
 
 WEIGHT_INDEX_FILE = "model.safetensors.index.json"
-"""Name of the list of files, where there are several."""
+"""Name of the weight index, if there are several files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,22 @@ class _ExportedArray:
     leaf: str
     region: Region
     cast: DType | None
-    """The type that it is written in, if it is stored in another one."""
+    """Dtype in the file, if it differs from the stored one."""
 
 
 def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DType | None = None) -> list[FilePlan]:
-    """Deal the arrays of a part of a state (``model``) out to files, in their order. Shared arrays go once.
+    """Distribute the arrays of one part of a state (``model``) over files, in their order. Tied arrays are written
+    once.
 
     Args:
-        manifest: What is stored.
+        manifest: Manifest of the checkpoint.
         part: Leaf path of the part.
-        max_shard_bytes: A further file is begun when one would grow beyond this.
-        dtype: The element type of all floating-point arrays in the files; None leaves each as it is.
+        max_shard_bytes: Maximum bytes per file. A larger array gets a file of its own.
+        dtype: Dtype of all floating-point arrays in the files, or None to keep each array's own.
 
     Raises:
-        UsageError: There is no array in that part, or the size makes no sense.
-        UnsupportedStateError: An element type that safetensors has no name for, or two arrays of one name.
+        UsageError: The part contains no arrays, or `max_shard_bytes` is invalid.
+        UnsupportedStateError: safetensors does not support a dtype, or two arrays have the same name.
     """
     if max_shard_bytes < 1:
         raise UsageError(
@@ -94,7 +95,7 @@ def _format_file_name(i: int, count: int) -> str:
 
 
 def build_weight_index(files: Sequence[FilePlan]) -> bytes:
-    """The list of files, as Hugging Face's loaders read it."""
+    """Return the weight index in Hugging Face's format."""
     regions = [(r, f.path) for f in files if isinstance(f.layout, SafetensorsFile) for r in f.layout.regions]
     content = {
         "metadata": {"total_size": sum(region.nbytes for region, _ in regions)},

@@ -1,8 +1,8 @@
-"""File sharing with a base checkpoint: which files a save reuses as hard links, and what it writes.
+"""File sharing with a base checkpoint: decides which files a save reuses as hard links, and which it writes.
 
-A file of the base is reused if all of its regions still match. If one does not, the file is left out, because readers
-of a directory without the manifest would find old bytes under the name of new ones. So regions that stay the same are
-written into a separate file, which the next save reuses.
+A file of the base is reused if all of its regions are unchanged. Otherwise it is not, because readers that ignore the
+manifest would find old bytes under the names of new ones. Therefore unchanged regions are written to a separate file,
+which the next save can reuse.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from xla_ckpt.core.plan.save_plan import (
 from xla_ckpt.core.sharding.box import BoolArray, Box, BoxArray, IntArray
 
 MIN_SEPARATE_BYTES = 1 << 20
-"""What stays as it is gets a file apart from this size on (bytes). Less is written again in the time that takes."""
+"""Minimum size (bytes) of unchanged regions that get a separate file. Rewriting fewer bytes costs less."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaseMatches:
-    """Where the earlier tag has the same boxes of the same arrays as a planned file: a row for each region of that."""
+    """Matching regions of the base checkpoint (same array, same box) for one planned file: a row per planned region."""
 
     file: IntArray
-    """Index of the earlier tag's file; -1 where it has no such region, or it is not to be shared."""
+    """Index of the base file, or -1 if it has no such region or must not be shared."""
 
     offset: IntArray
-    """Of its first byte in that file."""
+    """Byte offset of the region in that file."""
 
     is_equal: BoolArray
-    """Whether its bytes are those of the twin: none is, as long as nobody has compared them."""
+    """True if the bytes are equal. False until they have been compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
-    """What one process writes of a tag, and what it shares."""
+    """Files of a save that one process writes, and base files that it reuses."""
 
     plan: SavePlan
-    """What it writes."""
+    """Plan for the written files."""
 
     shared_files: WriteResult = WriteResult((), LeafShardTable.from_shards(()))  # noqa: RUF009  # it is never changed
-    """The files of the earlier tag that it shares, under their names in the new tag."""
+    """Reused files of the base checkpoint, under their names in the new checkpoint."""
 
     nbytes: int = 0
-    """Bytes of arrays that are in those."""
+    """Number of array bytes in the reused files."""
 
 
 def match_base_regions(plan: SavePlan, leaves: LeafTable, base: Manifest) -> list[BaseMatches]:
-    """Where the earlier tag has the regions of each file of a plan. Whether their bytes are equal is not asked yet."""
+    """Find the regions of each planned file in the base checkpoint. Their bytes are not compared here."""
     arrays = base.arrays
     form_of = dict(zip(leaves.paths, leaves.kind.tolist(), strict=True))
 
     def cell(earlier_form: int, box: Box, form: int) -> int:
-        """Which cell of the arrays of a form of the earlier tag is this box of a leaf; -1 if none is."""
+        """Return the index of the base cell that equals this box, or -1 if there is none."""
         theirs = arrays.metadata[earlier_form]
         cells = (i for i, its in theirs.find_overlapping(box) if its == box)
         return next(cells, -1) if theirs.dtype == leaves.kinds[form][0] else -1
@@ -75,13 +75,13 @@ def match_base_regions(plan: SavePlan, leaves: LeafTable, base: Manifest) -> lis
         row = np.array([arrays.row_by_leaf.get(leaf, -1) for leaf in entries.leaf], np.int64)
         form = np.array([form_of[leaf] for leaf in entries.leaf], np.int64)
         has = np.flatnonzero(row >= 0)
-        # Few boxes are different ones, and each is looked for once.
+        # There are few distinct boxes, and each is looked up once.
         alike = np.array([arrays.metadata_index[row[has]], entries.box_index[has], form[has]])
         kinds, which = np.unique(alike, axis=1, return_inverse=True)
         cells = [cell(earlier_form, entries.boxes[box], form) for earlier_form, box, form in kinds.T.tolist()]
         of_array = np.array(cells, np.int64)[which.reshape(-1)]
         place = arrays.first_shard[row[has]] + of_array
-        # Who reads the files of a directory without the manifest would miss what lies elsewhere, or is no such file.
+        # Tools that read the directory without the manifest would not find regions in another directory or file type.
         near = np.array([_is_similar_name(record.path, file.path) for record in base.files], np.bool_)
         good = np.flatnonzero((of_array >= 0) & ~np.isin(place, list(arrays.parent_boxes)))
         good = good[near[arrays.file[place[good]]]]
@@ -90,24 +90,24 @@ def match_base_regions(plan: SavePlan, leaves: LeafTable, base: Manifest) -> lis
 
 
 def create_no_matches(plan: SavePlan) -> list[BaseMatches]:
-    """The same where there is no earlier tag: no region has a twin."""
+    """Return matches for a save without a base checkpoint."""
     counts = [len(file.sources) for file in plan.files]
     return [BaseMatches(np.full(n, -1, np.int64), np.zeros(n, np.int64), np.zeros(n, np.bool_)) for n in counts]
 
 
 def find_fully_matching_files(matches: Sequence[BaseMatches], region_counts: Mapping[int, int]) -> list[int]:
-    """The files of the earlier tag of which all regions still hold.
+    """Return the base files whose regions are all unchanged.
 
     Args:
-        matches: For each file of a plan.
-        region_counts: How many regions that are not empty each file of the earlier tag has, of those with twins.
+        matches: Matches of each file of a plan.
+        region_counts: Number of non-empty regions of each base file that has matches.
     """
     counts = Counter(file for its in matches for file in its.file[its.is_equal].tolist())
     return sorted(file for file, count in counts.items() if count == region_counts[file])
 
 
 def name_shared_files(plan: SavePlan, matches: Sequence[BaseMatches], files: Sequence[int]) -> dict[int, str]:
-    """What files of the earlier tag are called in the new one: like files of this process, so the names are free."""
+    """Return unique names of reused files in the new checkpoint, derived from this process's own file names."""
     beside: dict[int, str] = {}
     for file, its in zip(plan.files, matches, strict=True):
         for number in np.intersect1d(its.file, files).tolist():
@@ -121,13 +121,13 @@ def split_shared(
     shared: Mapping[int, FileRecord],
     unchanged: Collection[str] = (),
 ) -> SharedPlan:
-    """What is written if some files of the earlier tag are shared.
+    """Split a plan into written and reused files.
 
     Args:
-        plan: What would be written without an earlier tag.
-        matches: Of each of its files.
-        shared: Index of each shared file of the earlier tag -> its record, with its name in the new tag.
-        unchanged: Leaf paths of what the program says that it does not change.
+        plan: Plan of a save without a base checkpoint.
+        matches: Matches of each of its files.
+        shared: Index of each reused base file -> its record, with its name in the new checkpoint.
+        unchanged: Leaf paths that the program declares as unchanged.
     """
     files: list[FilePlan] = []
     shards: list[LeafShardTable] = []
@@ -164,12 +164,12 @@ def _get_entries(file: FilePlan) -> FileEntryTable:
 
 
 def _is_similar_name(path: str, other: str) -> bool:
-    """Whether two files lie in one directory, and have the same ending."""
+    """Return True if two files are in the same directory and have the same extension."""
     return path.rpartition("/")[0] == other.rpartition("/")[0] and path.rpartition(".")[2] == other.rpartition(".")[2]
 
 
 def _insert_suffix(path: str, suffix: str) -> str:
-    """The name of a file beside another one.
+    """Insert a suffix before the extension of a file name.
 
     >>> _insert_suffix("model/00001-of-00002.safetensors", "apart")
     'model/00001-of-00002-apart.safetensors'

@@ -1,6 +1,6 @@
-"""Load hints: what the target program knows of its arrays (shapes, dtypes, shardings, rules).
+"""Load hints: properties of the target program's arrays (shapes, dtypes, shardings, rules).
 
-Checkpoints without global shapes are opened with them.
+They are needed to open checkpoints that do not record global shapes.
 """
 
 from __future__ import annotations
@@ -19,82 +19,82 @@ from xla_ckpt.errors import IncompatibleCheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayHint:
-    """What is known about one array of a model."""
+    """Known properties of one array of a model."""
 
     shape: tuple[int, ...] | None = None
-    """Global shape that the program wants."""
+    """Global shape in the program."""
 
     dtype: str | None = None
 
     sharding: Sharding | None = None
-    """How any job splits it, by a rule or by attributes of the parameter; None if nobody says."""
+    """Sharding, from a rule or from attributes of the parameter. None if unknown."""
 
     rule_text: str | None = None
-    """The rule that says so, as errors name it; None if no rule does. It counts whatever the shapes are, unless the
-    program's own shape contradicts it."""
+    """Text of the sharding rule for error messages, or None if no rule applies. A rule overrides stored shapes, unless
+    the program's own shape contradicts it."""
 
     shape_excludes_padding: bool = False
-    """Whether `shape` is declared to be without the padding that local tensors have."""
+    """True if `shape` is declared without the padding of local tensors."""
 
     is_rank_local: bool = False
-    """Whether each rank has a tensor of its own, which need not be what other ranks have: no part of a DTensor, say."""
+    """True if each rank has its own tensor, which may differ from the others (not a part of a DTensor, for example)."""
 
     is_declared_in_tag: bool = False
-    """Whether the tag itself says that it was split by `sharding`. Then it was, whatever the shapes are."""
+    """True if the checkpoint itself declares `sharding`. Then it applies whatever the shapes are."""
 
     problem: UnreadableArray | None = None
-    """Why the array cannot be read for this program, where what it says contradicts what the tag says."""
+    """Reason why the array cannot be read, if the program contradicts the checkpoint."""
 
     @property
     def has_rule(self) -> bool:
-        """Whether a rule says how it is split."""
+        """True if a rule defines the sharding."""
         return self.rule_text is not None
 
     @property
     def is_in_program(self) -> bool:
-        """Whether a program has such an array, and not only a description of what is stored."""
+        """True if the program has this array. False if the hint only describes the stored one."""
         return self.dtype is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadHints:
-    """What the targets of a load say."""
+    """Hints from the targets of a load."""
 
     arrays: Mapping[str, ArrayHint] = field(default_factory=dict)
-    """By parameter or buffer name."""
+    """Hints by parameter or buffer name."""
 
     rules: ParsedRules = ()
 
     parameter_groups: Sequence[Sequence[str]] | None = None
-    """Names of the parameters of the optimizer, by group; None without an optimizer that has them."""
+    """Names of the optimizer's parameters by group, or None without an optimizer that has them."""
 
     saved_parameters: Sequence[str] = ()
-    """Names of the parameters in the order of the model that was saved, where the tag itself says so. Without
-    `parameter_groups` it names the parameters of the stored optimizer, if there is only one way to do so."""
+    """Names of the parameters in the order of the saved model, if the checkpoint records it. Without `parameter_groups`
+    they name the parameters of the stored optimizer, if that is unambiguous."""
 
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """All names of a shared parameter, in the model's order, by the first of them."""
+    """First name of each shared parameter -> all of its names, in the model's order."""
 
     model_order: Mapping[str, int] = field(default_factory=dict)
-    """Place of each name in the model."""
+    """Position of each name in the model."""
 
     wants_optimizer: bool = True
-    """Whether an optimizer is wanted at all."""
+    """True if the optimizer is requested."""
 
     optimizer_schema: OptimizerSchema = TORCH_SCHEMA
-    """How the states of the optimizer lie."""
+    """Layout of the optimizer states."""
 
     mesh: Mesh = field(default_factory=Mesh)
-    """How the ranks of the job are arranged that wants it."""
+    """Mesh of the loading job."""
 
     rank: int = 0
-    """Which of them this one is."""
+    """Rank of this process."""
 
     model_config: Mapping[str, Any] = field(default_factory=dict)
-    """What the configuration of a model of transformers says; empty if the model is none."""
+    """Configuration of a transformers model. Empty for other models."""
 
     def get_hint(self, name: str) -> ArrayHint:
-        """What is known about an array; a rule for any name of a shared parameter holds for it."""
+        """Return the hint for an array. A rule that matches any name of a shared parameter applies to it."""
         known = self.arrays.get(name, ArrayHint())
         names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
         rule = find_rule(self.rules, *(form for n in names for form in (schema.get_weight_path(n), n)))
@@ -104,17 +104,17 @@ class LoadHints:
         return replace(known, sharding=sharding, rule_text=f"({pattern.pattern!r}, {sharding.spec})")
 
     def can_want_state(self, name: object) -> bool:
-        """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""
+        """Return True unless an optimizer is given that does not have the parameter on this rank."""
         return self.parameter_groups is None or name in self.arrays
 
     def check_attributes(self, manifest: Manifest) -> None:
-        """Refuse attributes of parameters that make other sizes of what ranks had than the parameters themselves have.
+        """Check that sharding attributes give stored arrays the same sizes as the parameters.
 
-        A load compares the shapes. What writes a tag anew would write half of an array, or twice as much. Only dims are
-        compared that nobody splits: of others the program may have a part.
+        A load compares the shapes anyway. But a conversion would write half of an array, or twice as much. Only unsplit
+        dims are compared, because the program may hold a part of the others.
 
         Raises:
-            IncompatibleCheckpointError: An array has another size there.
+            IncompatibleCheckpointError: The size of an array differs.
         """
         for name in self.arrays:
             leaf = schema.get_weight_path(name)
@@ -141,9 +141,9 @@ class LoadHints:
 
 
 def merge_groups(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
-    """The groups of an optimizer's parameters over all pipeline stages: group by group, each name once.
+    """Merge the parameter groups of all pipeline stages: group by group, each name once.
 
-    None if a stage does not know its own.
+    Returns None if the groups of a stage are unknown.
 
     >>> merge_groups([[["a", "tied"], ["b"]], [["tied", "c"]]])
     [['a', 'tied', 'c'], ['b']]

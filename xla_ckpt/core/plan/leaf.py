@@ -1,7 +1,7 @@
-"""Array leaves of one rank, and which replica writes which part of a shard.
+"""Array leaves of one rank, and the assignment of shards to the replicas that write them.
 
-Plans see where elements are, not what holds them. Each rank computes the owners alone, from facts that all replicas
-share: large shards are split by rows, small ones are distributed whole, balanced by bytes.
+Plans contain the positions of elements, not the arrays. Each rank computes the owners without communication, from facts
+that all replicas share. Large shards are split by rows. Small shards are distributed whole, balanced by bytes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from xla_ckpt.core.sharding.box import Box, IntArray
 from xla_ckpt.core.sharding.local_array import LocalArray, Piece
 
 MIN_SPLIT_BYTES = 64 * 1024
-"""Shards below this are written whole by one replica: splitting them would cost more than it balances."""
+"""Minimum size (bytes) of a shard that its replicas split. Splitting smaller ones would cost more than it balances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
-    """A region of a global array that this process holds, and who else holds it."""
+    """A region of a global array on this process, and its replicas."""
 
     box: Box
     """Region of the global array."""
 
     replica: int = 0
-    """Which of the equal copies this is, from 0; the same number on no other holder."""
+    """Index of this replica, from 0. Unique among the holders."""
 
     replicas: int = 1
-    """How many copies there are in the job. All holders know the same number."""
+    """Number of replicas in the job, the same on all holders."""
 
     group: Hashable = None
-    """Names the set of holders: all shards with an equal group are held by the same processes."""
+    """Identifier of the set of holders. Shards with equal groups are held by the same processes."""
 
     local_device: int = 0
-    """Which local device holds it; each lane has payload files of its own."""
+    """Index of the local device that holds the shard. Each local device has its own payload files."""
 
     write_whole: bool = False
-    """Whether one holder writes it whole. The copies need not be equal then, and no file may mix them."""
+    """True if the first replica writes the whole shard. The replicas may differ, and a file must not mix them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
@@ -48,9 +48,9 @@ class LocalShard:
 
 
 def split_rows(box: Box, replica: int, replicas: int) -> Box | None:
-    """The part of `box` that one of its replicas writes when it is split by rows; None if that replica writes nothing.
+    """Return the part of `box` that a replica writes if it is split by rows, or None if that replica writes nothing.
 
-    The split runs along the first tensor dim with more than one row, so that every part is one run of bytes.
+    The split is along the first tensor dim with more than one row, so that every part is one run of bytes.
 
     >>> str(split_rows(Box((0, 0), (7, 2)), 1, 3))
     '[2:4, 0:2]'
@@ -66,23 +66,23 @@ def split_rows(box: Box, replica: int, replicas: int) -> Box | None:
 def assign_owners(
     kinds: Sequence[tuple[LocalShard, int]], kind: IntArray, *, split: bool = True
 ) -> tuple[list[Box | None], IntArray]:
-    """Which of many shards of one holder it writes, and what of each.
+    """Compute which shards this holder writes, and which part of each.
 
-    The small shards of one group of holders are dealt out along the running sum of their bytes: each holder of the
-    group walks the same list in the same order, and so they agree. Empty shards have no bytes and no writer.
+    The small shards of one group of holders are distributed by the running sum of their bytes. All holders of the group
+    iterate over the same list in the same order, so they agree. Empty shards have no writer.
 
     Args:
-        kinds: What the shards are, each with the bytes of one element: of those that are alike, one.
-        kind: The index of each shard's kind, in the order in which all holders have them.
-        split: Whether the copies of a large shard split it; else it is dealt out whole, however large it is.
+        kinds: Distinct shards, each with its itemsize (bytes).
+        kind: Index into `kinds` for each shard, in the same order on all holders.
+        split: True to split large shards among the replicas. Otherwise they are distributed whole.
 
     Returns:
-        For each kind the part that a writer writes of such a shard, None if it writes nothing; and the rows of the
-        shards of which this holder is a writer.
+        For each kind the part that a writer writes, or None if it writes nothing; and the rows of the shards that this
+        holder writes.
     """
     dealt_out = [_is_unsplit(shard, itemsize, split=split) for shard, itemsize in kinds]
     parts = [_compute_part(shard, unsplit=dealt) for (shard, _), dealt in zip(kinds, dealt_out, strict=True)]
-    # The same processes hold shards of one group that have as many replicas.
+    # Shards with the same group and number of replicas are held by the same processes.
     holders: dict[Hashable, int] = {}
     dealt_to = [
         holders.setdefault((shard.group, shard.replicas), len(holders)) if dealt else -1
@@ -98,20 +98,20 @@ def assign_owners(
     total = np.zeros(len(holders), np.int64)
     np.add.at(total, group, nbytes)
     before = np.cumsum(nbytes) - nbytes - (np.cumsum(total) - total)[group]
-    # The running sum is cut into as many equal parts as there are replicas. The part in which a shard begins says who
-    # writes it.
+    # The running sum is split into as many equal parts as there are replicas. The part in which a shard begins
+    # determines its writer.
     writes[rows] = before * replicas[of_rows] // total[group] == replica[of_rows]
     return parts, np.flatnonzero(writes)
 
 
 def _is_unsplit(shard: LocalShard, itemsize: int, *, split: bool) -> bool:
-    """Whether its holders write a shard whole, by turns: it is too small to split, of one element, or not to be cut."""
+    """Return True if one holder writes a shard whole because it is too small to split, or must not be split."""
     whole = not split or shard.box.size * itemsize < MIN_SPLIT_BYTES or shard.box.size == 1
     return whole and shard.replicas > 1 and not shard.write_whole and shard.box.size > 0
 
 
 def _compute_part(shard: LocalShard, *, unsplit: bool) -> Box | None:
-    """What this holder writes of a shard; of one that is dealt out, if it is its turn."""
+    """Return the part of a shard that this holder writes (of an unsplit shard: if it is assigned to this holder)."""
     if shard.box.size == 0:
         return None
     if shard.replicas == 1 or shard.write_whole:
@@ -121,19 +121,19 @@ def _compute_part(shard: LocalShard, *, unsplit: bool) -> Box | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLayout:
-    """What this process holds of a global array, whatever the array is called: arrays that lie alike share one."""
+    """Shards of a global array on this process, without its name. Arrays with equal shards share one instance."""
 
     shape: tuple[int, ...]
     """Global shape (elements)."""
 
     shards: tuple[LocalShard, ...]
-    """May be none."""
+    """Shards on this process. May be empty."""
 
     spec: tuple[object, ...] | None = None
-    """How the array is split, for people and for `explain` (see `xla_ckpt.core.sharding.sharding.Sharding.spec`)."""
+    """Sharding of the array, for display and for `explain` (see `xla_ckpt.core.sharding.sharding.Sharding.spec`)."""
 
     weak_type: bool | None = None
-    """Whether it is an array of jax's with a weak type; None for arrays that are none of jax's."""
+    """True if it is a weakly typed JAX array. None for arrays of other frameworks."""
 
     def __post_init__(self) -> None:
         whole = Box.from_shape(self.shape)
@@ -159,32 +159,32 @@ class ArrayLeaf:
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
-        """What this process holds of it; may be nothing."""
+        """Shards on this process. May be empty."""
         return self.layout.shards
 
     @property
     def spec(self) -> tuple[object, ...] | None:
-        """How it is split."""
+        """Sharding of the array."""
         return self.layout.spec
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the global array."""
+        """Number of bytes of the global array."""
         return Box.from_shape(self.shape).size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafTable(ColumnarSequence[ArrayLeaf]):
-    """The array leaves of a process: a row for each. What those that lie alike have in common is said once."""
+    """Array leaves of a process: a row per leaf. Leaves with equal dtype and layout share one entry of `kinds`."""
 
     paths: Sequence[str]
     kinds: Sequence[tuple[DType, LocalLayout]]
     kind: IntArray
-    """The index of each leaf's form."""
+    """Index into `kinds`, per leaf."""
 
     @classmethod
     def from_leaves(cls, leaves: Sequence[ArrayLeaf]) -> LeafTable:
-        """The columns of some leaves."""
+        """Create the columns from a sequence of leaves."""
         if isinstance(leaves, LeafTable):
             return leaves
         forms: dict[tuple[DType, int], tuple[int, LocalLayout]] = {}
@@ -203,19 +203,25 @@ class LeafTable(ColumnarSequence[ArrayLeaf]):
 
 
 def create_leaf(path: str, dtype: DType, local: LocalArray) -> ArrayLeaf:
-    """The leaf of a local tensor that lies like this."""
+    """Create the leaf of a local array."""
     return ArrayLeaf(path, dtype, create_local_layout(local))
 
 
 def create_local_layout(local: LocalArray, *, write_whole: bool = False, weak_type: bool | None = None) -> LocalLayout:
-    """What a process holds whose tensor lies like this. `write_whole`: one holder writes each shard whole."""
+    """Create the layout of a local array.
+
+    Args:
+        local: The local array.
+        write_whole: True if one holder writes each shard whole.
+        weak_type: True for a weakly typed JAX array, None for arrays of other frameworks.
+    """
     shards = tuple(_create_shard(piece, local, write_whole) for piece in local.pieces)
     return LocalLayout(shape=local.shape, shards=shards, spec=local.spec, weak_type=weak_type)
 
 
 def _create_shard(piece: Piece, local: LocalArray, write_whole: bool) -> LocalShard:
     replica, replicas, group = local.replica, local.replicas, local.group
-    if piece.copy is not None:  # each copy of the array has the copies of this piece in it
+    if piece.copy is not None:  # each replica of the array contains all copies of this piece
         replica, replicas = replica * piece.copy.count + piece.copy.index, replicas * piece.copy.count
         group = group, piece.copy.group
     return LocalShard(

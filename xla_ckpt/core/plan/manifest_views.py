@@ -1,8 +1,8 @@
-"""Views of a manifest: one module as the model, master weights as weights, without rank numbers, or derived arrays.
+"""Views of a manifest: one module as the model, master weights as weights, rank numbers excluded, or derived arrays.
 
-A shard is a box of an array and the location of its bytes. So an array that consists of parts of stored ones is a
-record with other boxes: no byte moves, and readers load and verify it like any other. Rank numbers are what
-neuronx-distributed's `SPMDRank` stores as untrained parameters: they describe one arrangement of ranks, not a weight.
+A shard is a box of an array and the location of its bytes. Therefore an array that consists of parts of stored ones is
+a record with other boxes: no bytes are moved, and readers load and verify it like any other array. Rank numbers are
+untrained parameters that neuronx-distributed's `SPMDRank` stores. They describe an arrangement of ranks, not a weight.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from xla_ckpt.errors import IncompatibleCheckpointError
 
 
 def extract_module(manifest: Manifest, module_path: str) -> Manifest | None:
-    """The manifest of a tag whose model is one module of the stored one; None if it has no such module.
+    """Return a manifest whose model is one module of the stored model, or None if there is no such module.
 
-    What a model has is stored flat: the array ``w`` of the module ``master`` is ``model/master.w``.
+    Model state is stored flat: the array ``w`` of the module ``master`` is ``model/master.w``.
 
     Args:
-        manifest: What is stored.
-        module_path: The leaf path of the module, such as ``model/master``.
+        manifest: Manifest of the checkpoint.
+        module_path: Leaf path of the module, such as ``model/master``.
 
     Raises:
-        IncompatibleCheckpointError: Nothing says how one of its arrays was split.
+        IncompatibleCheckpointError: The sharding of one of its arrays is unknown.
     """
     top = get_children(manifest.skeleton) or {}
     model = get_children(top.get(schema.MODEL)) or {}
@@ -53,7 +53,7 @@ def extract_module(manifest: Manifest, module_path: str) -> Manifest | None:
             arrays[leaf] = record
         elif record is not None:
             aliases[leaf] = first[stored]
-    # Of a tag of adapters alone it stays true that it is one.
+    # A checkpoint that contains only adapters keeps its record of the base model.
     base = {schema.BASE: top[schema.BASE]} if schema.BASE in top else {}
     return replace(
         manifest,
@@ -67,14 +67,14 @@ def extract_module(manifest: Manifest, module_path: str) -> Manifest | None:
 
 
 def _extract_metadata(manifest: Manifest, prefix: str) -> dict[str, dict[str, Any]]:
-    """The metadata of a module, and of those in it, under the names that they have without what is around it."""
+    """Return the metadata of a module and its submodules, under names relative to the module."""
     of_model = manifest.module_metadata.get(schema.MODEL, {})
     alone = {f"{name}."[len(prefix) : -1]: of for name, of in of_model.items() if f"{name}.".startswith(prefix)}
     return {schema.MODEL: alone} if alone else {}
 
 
 def find_top_modules(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...] | None]]:
-    """Leaf path of each module at the top of a stored model -> the names of its arrays, and their shapes if known."""
+    """Return the leaf path of each top-level module of a stored model -> its array names -> their shapes, if known."""
     modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for leaf in (*manifest.arrays, *manifest.aliases, *manifest.unreadable):
         if schema.get_member(leaf) == schema.MODEL:
@@ -85,10 +85,10 @@ def find_top_modules(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...] 
 
 
 def find_model_copies(manifest: Manifest) -> list[str]:
-    """Leaf paths of the modules of which a stored model consists, if they have arrays of the same names and shapes.
+    """Return the leaf paths of a stored model's top-level modules if all have arrays of the same names and shapes.
 
-    A model and its master weights, or their average, are so. Layers of one size are not: they have numbers for names,
-    or no modules in them.
+    This is true for a model with its master weights or their average. Layers of equal size are excluded: they have
+    numbers as names, or no submodules.
     """
     modules = find_top_modules(manifest)
     names = next(iter(modules.values()), {})
@@ -98,7 +98,7 @@ def find_model_copies(manifest: Manifest) -> list[str]:
 
 
 def has_master_weights(manifest: Manifest) -> bool:
-    """Whether a tag has the master weights of its optimizer, by the names of the parameters."""
+    """Return True if a checkpoint contains the optimizer's master weights by parameter name."""
     try:
         get_part(manifest.skeleton, paths.join(schema.OPTIMIZER, schema.MASTER))
     except KeyError:
@@ -107,9 +107,10 @@ def has_master_weights(manifest: Manifest) -> bool:
 
 
 def use_master_weights(manifest: Manifest, hints: LoadHints) -> Manifest:
-    """The manifest in which a weight is its master weight, where exactly that type is wanted, and not the weight's own.
+    """Return a manifest that maps weights to their master weights, if the target's dtype matches only the master
+    weights.
 
-    An optimizer has to be wanted, too: whoever reads a model alone gets the weights that it had.
+    Only applies if the optimizer is requested: loading only a model returns the weights that it had.
     """
     if not hints.wants_optimizer:
         return manifest
@@ -120,9 +121,7 @@ def use_master_weights(manifest: Manifest, hints: LoadHints) -> Manifest:
         if stored is None or master is None or stored.shape != master.shape:
             continue
         if hint.dtype == master.dtype.name and hint.dtype != stored.dtype.name:
-            masters[leaf] = master.replace_metadata(
-                spec=stored.spec
-            )  # master weights may have been dealt out over dp besides
+            masters[leaf] = master.replace_metadata(spec=stored.spec)  # master weights may also be sharded over dp
     if not masters:
         return manifest
     return replace(
@@ -131,7 +130,8 @@ def use_master_weights(manifest: Manifest, hints: LoadHints) -> Manifest:
 
 
 def find_rank_axes(dtype: DType, shape: Sequence[int], spec: Sequence[Any] | None, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which an array of a model has a row of integers for each rank; none if it is another array.
+    """Return the mesh axes along which a model array has a row of integers per rank, or an empty tuple for other
+    arrays.
 
     >>> from xla_ckpt.core.dtypes import get_dtype
     >>> find_rank_axes(get_dtype("int32"), (4, 2), (("dp", "cp", "tp"), None), Mesh(dp=2, tp=2))
@@ -148,9 +148,9 @@ def find_rank_axes(dtype: DType, shape: Sequence[int], spec: Sequence[Any] | Non
 
 
 def has_rank_numbers(array: ArrayRecord | UnreadableArray, mesh: Mesh) -> bool:
-    """Whether a stored array of a model has integers for each rank of the job that saved it (see `find_rank_axes`).
+    """Return True if a stored model array has integers for each rank of the job that saved it (see `find_rank_axes`).
 
-    Of an array of which nobody knows how it was split each rank has a row.
+    An array of unknown sharding is assumed to have them if each rank stored one row of integers.
     """
     if isinstance(array, UnreadableArray):
         return (
@@ -160,13 +160,13 @@ def has_rank_numbers(array: ArrayRecord | UnreadableArray, mesh: Mesh) -> bool:
 
 
 def has_same_rank_numbers(axes: Sequence[str], mesh: Mesh, other_mesh: Mesh) -> bool:
-    """Whether the ranks along these axes are arranged alike in two jobs, and so have the same numbers."""
+    """Return True if two jobs arrange the ranks along these axes in the same way, so that rank numbers are equal."""
     asked = {*axes, "ep"} if "dp" in axes else {*axes}
     return all(mesh.sizes[axis] == other_mesh.sizes[axis] for axis in asked)
 
 
 def exclude_rank_numbers(manifest: Manifest) -> tuple[Manifest, tuple[str, ...]]:
-    """The same tag less what says something of each rank of the job that saved it, and the leaf paths of that."""
+    """Return the manifest without rank numbers of the job that saved it, and the leaf paths of the excluded arrays."""
     mesh = Mesh.parse(manifest.mesh or "")
     stored: dict[str, ArrayRecord | UnreadableArray] = {**manifest.arrays, **manifest.unreadable}
     gone = {p for p, array in stored.items() if schema.get_member(p) == schema.MODEL and has_rank_numbers(array, mesh)}
@@ -185,16 +185,16 @@ def exclude_rank_numbers(manifest: Manifest) -> tuple[Manifest, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SourceRegion:
-    """Elements of a new array, and where they are in one that is stored."""
+    """A region of a derived array and its source in a stored array."""
 
     box: Box
-    """Region of the new array."""
+    """Region of the derived array."""
 
     leaf: str
     """Leaf path of the stored array."""
 
     source_box: Box
-    """Region of the stored array; of the same shape."""
+    """Region of the stored array, of the same shape."""
 
     def __post_init__(self) -> None:
         if self.box.shape != self.source_box.shape:
@@ -203,28 +203,29 @@ class SourceRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedArray:
-    """A new array."""
+    """Definition of an array that is derived from stored ones."""
 
     shape: tuple[int, ...]
     regions: tuple[SourceRegion, ...]
-    """Disjoint; together they are the whole array."""
+    """Disjoint regions that together cover the whole array."""
 
     spec: tuple[object, ...] | None = None
-    """How a job splits it (see `xla_ckpt.core.sharding.sharding.Sharding.spec`), or None."""
+    """Sharding in the job (see `xla_ckpt.core.sharding.sharding.Sharding.spec`), or None."""
 
 
 def derive_array(leaf: str, array: DerivedArray, manifest: Manifest) -> ArrayRecord:
-    """The record of a new array.
+    """Create the record of a derived array.
 
     Args:
-        leaf: Its leaf path, for errors.
-        array: What it consists of.
-        manifest: What is stored.
+        leaf: Leaf path of the array, for errors.
+        array: Definition of the array.
+        manifest: Manifest of the checkpoint.
 
     Raises:
-        IncompatibleCheckpointError: A part is not stored, or nothing says how its array was split, or the parts have
-            different element types.
-        FormatError: The parts are not every element exactly once.
+        IncompatibleCheckpointError: A source array is not stored or its sharding is unknown, or the sources have
+            different
+            dtypes.
+        FormatError: The regions do not contain every element exactly once.
     """
     sources = {part.leaf: manifest.get_array(part.leaf) for part in array.regions}
     types = {record.dtype.name: name for name, record in sources.items()}
@@ -244,7 +245,7 @@ def derive_array(leaf: str, array: DerivedArray, manifest: Manifest) -> ArrayRec
 
 
 def _derive_shards(source: SourceRegion, record: ArrayRecord) -> Iterator[Shard]:
-    """What is stored of a part, with the boxes that it has in the new array."""
+    """Yield the stored shards of a source region, with their boxes in the derived array."""
     offset = tuple(new - old for new, old in zip(source.box.start, source.source_box.start, strict=True))
     for shard in record.find_overlapping(source.source_box):
         region = shard.box.intersect(source.source_box)
@@ -252,6 +253,6 @@ def _derive_shards(source: SourceRegion, record: ArrayRecord) -> Iterator[Shard]
             continue
         whole = shard.parent_box or shard.box
         box = region.translate(offset)
-        # The digests of a region cover all of it. So a part of it keeps the place of the whole.
+        # The checksums of a region cover all of it, so a part of it keeps the location of the whole region.
         frame = None if region == whole else ParentBox(whole.start, whole.stop).translate(offset)
         yield Shard(box, shard.file, shard.offset, frame)

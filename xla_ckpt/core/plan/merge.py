@@ -1,8 +1,8 @@
 """Merge the records of all ranks into the contents of a manifest, and compare replicas.
 
-Each rank reports its files and shards. The first rank of each pipeline stage also reports the structure of the state;
-a rank with a state of its own (`extras/<name>/ranks/<rank>`) reports that part. Samples of array bytes and fingerprints
-of plain values detect replicas that differ although no sharding was declared.
+Each rank reports its files and shards. The first rank of each pipeline stage also reports the structure of the state. A
+rank with rank-local state (`extras/<name>/ranks/<rank>`) reports that part. Samples of array bytes and fingerprints of
+plain values detect replicas that differ although no sharding was declared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DIVERGED_HINT = (
     "If replicas have drifted apart that nothing keeps equal: options=SaveOptions(replicas='first') saves the first of "
     "them, and the tag says of which arrays. Parts of an array must not be saved so: only the first part would be kept."
 )
-"""What a hint says of the way out for replicas that are no longer equal."""
+"""Part of a hint that explains how to save replicas that have diverged."""
 
 _PER_RANK_MEMBER_HINT = "Wrap a member of extras that every rank has its own of in xla_ckpt.PerRank."
 _PER_RANK_STATE_HINT = (
@@ -51,40 +51,41 @@ _PER_RANK_STATE_HINT = (
 )
 
 RankDifference = tuple[int, list[int]]
-"""A rank, and others that have something else."""
+"""A rank, and other ranks with different content."""
 
 ReplicaPolicy = Literal["equal", "first"]
-"""What a save asks of replicas: that they are equal, or nothing, and then it stores the first one's bytes."""
+"""Policy for replicas: ``equal`` requires equal bytes, ``first`` stores the bytes of the first replica."""
 
 
 class LeafNumbering:
-    """Numbers for the leaf paths of all records."""
+    """Common numbering of the leaf paths of all records."""
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self.numbers: dict[str, int] = {}
-        """Leaf path -> its number."""
+        """Leaf path -> number."""
         self._columns: dict[int, IntArray] = {}
-        """By the identity of a record's names: the ranks of a stage have them in common."""
+        """Numbers by the id of a record's names, which the ranks of a stage share."""
         for record in records:
             if id(record.names) not in self._columns:
                 numbers = [self.numbers.setdefault(name, len(self.numbers)) for name in record.names]
                 self._columns[id(record.names)] = np.array(numbers, np.int64)
 
     def map_column(self, record: RankRecord, leaf: IntArray) -> IntArray:
-        """These numbers, for a column of a record's own ones."""
+        """Map a column of a record's own leaf numbers to the common numbers."""
         return self._columns[id(record.names)][leaf]
 
 
 def compare_replicas(
     records: Sequence[RankRecord], mesh: Mesh, replicas: ReplicaPolicy, numbers: LeafNumbering
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Compare what ranks have in common.
+    """Compare the replicated content of all ranks.
 
     Returns:
-        Warnings, and the leaf paths of arrays whose replicas differ and may differ. Buffers are not among them.
+        Warnings, and the leaf paths of arrays whose replicas differ, if `replicas` allows that. Buffers are not
+            included.
 
     Raises:
-        DivergentReplicasError: Ranks differ in what has to be equal.
+        DivergentReplicasError: Content that must be equal differs between ranks.
     """
     warnings: list[str] = []
     bad: dict[str, RankDifference] = {}
@@ -133,9 +134,10 @@ def compare_replicas(
 def _find_differing_samples(
     records: Sequence[RankRecord], numbers: LeafNumbering
 ) -> Iterator[tuple[str, int, int, bool]]:
-    """(leaf path, rank, other rank, whether it is a buffer) of samples of one place with different contents.
+    """Yield (leaf path, first rank, other rank, True for a buffer) of samples at equal positions with different
+    content.
 
-    The first rank is the first that has a sample of the place. They come in the order of the records.
+    The first rank is the first with a sample of the position. Samples are yielded in the order of the records.
     """
     leaf = np.concatenate([numbers.map_column(record, record.samples.leaf) for record in records])
     if not len(leaf):
@@ -144,7 +146,7 @@ def _find_differing_samples(
         np.concatenate([getattr(record.samples, name) for record in records])
         for name in ("layout_fingerprint", "content_fingerprint", "warn_only")
     )
-    order = np.lexsort((place, leaf))  # stable: of equal places, the first rank's comes first
+    order = np.lexsort((place, leaf))  # stable: among equal positions, the first rank's sample comes first
     begins = np.r_[True, (np.diff(leaf[order]) != 0) | (place[order][1:] != place[order][:-1])]
     first = np.empty_like(order)
     first[order] = order[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
@@ -155,7 +157,7 @@ def _find_differing_samples(
 
 
 def describe_divergence(count: int) -> str:
-    """That the replicas of so many arrays differ, and what is stored of them.
+    """Return a sentence about the number of arrays whose replicas differ.
 
     >>> describe_divergence(1)
     "the replicas of 1 array differ, and the bytes of the first are stored (replicas='first'):"
@@ -171,7 +173,7 @@ _COPIES_HINT = (
 
 
 def _build_hint(leaf: str, mesh: Mesh, spec: Any = None) -> str:
-    """What is the likely cause of a difference."""
+    """Return a hint with the likely cause of a difference."""
     if any(map(has_sections, spec or ())):
         return f"{_COPIES_HINT} The mesh of this save was {mesh}. {DIVERGED_HINT}"
     if schema.get_member(leaf) == schema.EXTRAS:
@@ -190,7 +192,7 @@ def _list_differences(bad: Mapping[str, RankDifference]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuplicateRegion:
-    """A region that two ranks wrote, which did not know of each other. Equal copies are fine, and one is kept."""
+    """A region that two ranks wrote because neither knew of the other. Equal copies are valid, and one is kept."""
 
     leaf: str
     box: Box
@@ -202,7 +204,7 @@ class DuplicateRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedRecords:
-    """The contents of the manifest."""
+    """Contents of the manifest."""
 
     skeleton: Any
     arrays: ArrayTable
@@ -214,7 +216,7 @@ class MergedRecords:
     module_metadata: Mapping[str, Mapping[str, Any]]
 
     def build_manifest(self, header: ManifestHeader, mesh: Mesh) -> Manifest:
-        """The manifest of the tag that the ranks of `mesh` saved."""
+        """Build the manifest of the checkpoint that the ranks of `mesh` saved."""
         return Manifest(
             header=header,
             skeleton=self.skeleton,
@@ -229,10 +231,10 @@ class MergedRecords:
 
 
 def merge_records(records: Sequence[RankRecord], mesh: Mesh, replicas: ReplicaPolicy = "equal") -> MergedRecords:
-    """Put the records of all ranks together. Arrays whose replicas may and do differ are marked in the result.
+    """Merge the records of all ranks. Arrays whose replicas differ, if allowed, are marked as divergent.
 
     Raises:
-        DivergentReplicasError: Ranks that should hold the same hold different values.
+        DivergentReplicasError: Replicated content differs between ranks.
         SaveError: The ranks together did not write every element exactly once, or disagree about the structure.
     """
     numbers = LeafNumbering(records)
@@ -260,7 +262,7 @@ def merge_records(records: Sequence[RankRecord], mesh: Mesh, replicas: ReplicaPo
                 )
         aliases.update(record.aliases)
         for path, of_modules in record.module_metadata.items():
-            # A stage has metadata of its own modules, and of those around them, which other stages have, too.
+            # A stage has the metadata of its own modules and of their parents, which other stages have, too.
             module_metadata.setdefault(path, {}).update(of_modules)
         if record.skeleton is not None:
             own_skeleton = renumber_objects(record.skeleton, first_object.__add__) if first_object else record.skeleton
@@ -281,7 +283,7 @@ def merge_records(records: Sequence[RankRecord], mesh: Mesh, replicas: ReplicaPo
 def _merge_arrays(
     records: Sequence[RankRecord], infos: Mapping[str, ArrayInfo], numbers: LeafNumbering, first_files: Sequence[int]
 ) -> tuple[ArrayTable, list[DuplicateRegion]]:
-    """All arrays, from the shards of all ranks; and what two ranks wrote, which is not in them twice."""
+    """Return all arrays from the shards of all ranks, and the regions that two ranks wrote (included once)."""
     shards = ShardTable.concatenate([record.shards for record in records], first_files)
     leaf = np.concatenate([numbers.map_column(record, record.leaf) for record in records])
     ranks = np.repeat([record.rank for record in records], [len(record.leaf) for record in records])
@@ -294,7 +296,7 @@ def _merge_arrays(
     ]
     number = np.array([numbers.numbers.get(name, len(numbers.numbers)) for name in infos], np.int64)
     row = _find_whole_shards(shards, order, ends, number, [fact[1] for fact in infos.values()])
-    whole = np.flatnonzero(row >= 0)  # as most arrays of a job of few ranks
+    whole = np.flatnonzero(row >= 0)  # most arrays of a job with few ranks
     names, which = list(infos), row[whole]
     used, form = np.unique(np.array(kind, np.int64)[whole], return_inverse=True)
     all_kinds = [*kinds]
@@ -328,14 +330,14 @@ def _merge_arrays(
 def _find_whole_shards(
     shards: ShardTable, order: IntArray, ends: IntArray, number: IntArray, shapes: Sequence[tuple[int, ...]]
 ) -> IntArray:
-    """The row of the shard of each array that has one, which is all of it and not empty; -1 for any other array.
+    """Return the row of each array's only shard if it is the whole array and not empty, otherwise -1.
 
     Args:
-        shards: All of them.
-        order: Their rows, sorted by array.
-        ends: Where those of each array begin in `order`, and where the last ones end.
-        number: Of each array that is asked about.
-        shapes: Their global shapes.
+        shards: All shards.
+        order: Rows of the shards, sorted by array.
+        ends: Start of each array's rows in `order`, followed by the end of the last.
+        number: Number of each requested array.
+        shapes: Global shapes of the requested arrays.
     """
     counts = np.append(np.diff(ends), 0)[number]
     row = np.full(len(number), -1, np.int64)
@@ -343,7 +345,7 @@ def _find_whole_shards(
     if shards.has_parent is not None or not len(asked):
         return row
     rows = order[ends[number[asked]]]
-    # Boxes of fewer dims have zeros in the last columns, and so have the shapes.
+    # Boxes with fewer dims have zeros in the last columns, so the shapes are padded with zeros, too.
     sizes = np.zeros((len(asked), shards.box.dims), np.int64)
     for i, at in enumerate(asked.tolist()):
         sizes[i, : len(shapes[at])] = shapes[at]
@@ -357,7 +359,12 @@ def _find_whole_shards(
 def _merge_array(
     leaf: str, info: ArrayInfo, shards: ShardTable, ranks: IntArray
 ) -> tuple[ArrayRecord, list[DuplicateRegion]]:
-    """The record of an array, from its shards, each with the rank that wrote it; and what two ranks wrote."""
+    """Return the record of an array from its shards and the ranks that wrote them, and the regions that two ranks
+    wrote.
+
+    Raises:
+        SaveError: The shards do not contain every element exactly once.
+    """
     name, shape, spec, weak_type = info
     dtype = dtypes.get_dtype(name)
     try:
@@ -406,7 +413,11 @@ def _is_plain_dict(skeleton: Any) -> bool:
 
 
 def _merge_skeletons(a: Any, b: Any, path: str, rank: int) -> Any:
-    """One skeleton that has the members of both."""
+    """Merge two skeletons recursively.
+
+    Raises:
+        SaveError: The skeletons have different values at the same path.
+    """
     if a == b:
         return a
     if _is_plain_dict(a) and _is_plain_dict(b):
@@ -414,7 +425,7 @@ def _merge_skeletons(a: Any, b: Any, path: str, rank: int) -> Any:
         return both | {k: v for k, v in b.items() if k not in a}
     if isinstance(a, list) and isinstance(b, list):
         name = path.rsplit("/", 1)[-1]
-        # The one list that pipeline stages share: group by group, each with its own parameters.
+        # The only list that pipeline stages share: the parameter groups, each with the stage's own parameters.
         if name == schema.PARAM_GROUPS and len(a) == len(b):
             return [_merge_skeletons(x, y, path, rank) for x, y in zip(a, b, strict=True)]
         if name == schema.PARAMS:

@@ -1,7 +1,7 @@
-"""Consistency between ranks: arrays that must be the same in a pipeline stage, and descriptions of mismatches.
+"""Consistency between ranks: arrays that must be equal in a pipeline stage, and descriptions of mismatches.
 
-The first rank of a stage reports all of its arrays, and the others a fingerprint. Only those with another fingerprint
-report all of theirs, which keeps records small.
+The first rank of a stage reports all of its arrays, and the others a fingerprint. Only ranks with another fingerprint
+report all of their arrays, which keeps records small.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from xla_ckpt.core.sharding.mesh import Mesh
 from xla_ckpt.errors import SaveError
 
 MAX_LISTED_RANKS = 8
-"""Leaves or ranks that a message names before it only counts."""
+"""Maximum number of leaves or ranks that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMismatch:
-    """Ranks that say different things."""
+    """A difference between the values of ranks."""
 
     expected: str
-    """What most of them say, and which they are."""
+    """Value of most ranks, and the list of these ranks."""
 
     found: str
-    """What the others say, and which these are."""
+    """Values of the other ranks, and the lists of these ranks."""
 
     rank: int
-    """The first of the others."""
+    """First of the other ranks."""
 
     @classmethod
     def find(cls, text_by_rank: Mapping[int, str]) -> RankMismatch | None:
-        """The disagreement of ranks of which each says a text; None if all say the same.
+        """Return the mismatch between the values of ranks, or None if all are equal.
 
         >>> RankMismatch.find({0: "a", 1: "b", 2: "a"})
         RankMismatch(expected='a on ranks 0, 2', found='b on rank 1', rank=1)
@@ -55,7 +55,7 @@ class RankMismatch:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a message names them.
+    """Format ranks for a message.
 
     >>> format_ranks([3]), format_ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
@@ -69,18 +69,18 @@ ArrayInfo = tuple[str, tuple[int, ...], Any, bool | None]
 """(dtype, global shape, spec, weak type) of an array."""
 
 ArrayInfoByLeaf = Mapping[str, ArrayInfo]
-"""By leaf path."""
+"""Array infos by leaf path."""
 
 MISSING = "nothing"
 
 
 def compute_arrays_fingerprint(arrays: ArrayInfoByLeaf) -> str:
-    """The same text for the same arrays."""
+    """Return a fingerprint that is equal for equal arrays."""
     return compute_text_fingerprint(json.dumps(sorted(arrays.items())))
 
 
 def find_mismatched_ranks(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
-    """Ranks that have other arrays than the first rank of their pipeline stage.
+    """Return the ranks whose fingerprint differs from the first rank of their pipeline stage.
 
     >>> find_mismatched_ranks(["a", "b", "a", "c"], Mesh(dp=4))
     [1, 3]
@@ -89,10 +89,10 @@ def find_mismatched_ranks(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
 
 
 def find_first_stages(leaves_by_stage: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The first pipeline stage of each leaf that several hold: that one stores it.
+    """Return the first pipeline stage of each leaf that several stages hold. That stage stores it.
 
     Args:
-        leaves_by_stage: The leaf paths that each of them holds.
+        leaves_by_stage: Leaf paths on each stage.
 
     >>> find_first_stages([["model/wte", "model/0"], ["model/1"], ["model/wte", "model/2"]])
     {'model/wte': 0}
@@ -105,15 +105,16 @@ def find_first_stages(leaves_by_stage: Sequence[Sequence[str]]) -> dict[str, int
 
 
 def check_same_arrays(arrays_by_rank: Sequence[ArrayInfoByLeaf], mismatched_ranks: Sequence[int], mesh: Mesh) -> None:
-    """Compare the arrays of ranks that differ with those of the others in their stages.
+    """Check that mismatched ranks have the same arrays as the other ranks of their stages.
 
     Args:
-        arrays_by_rank: What each rank has reported. What the odd ones and the first of each stage have reported is all.
-        mismatched_ranks: The ranks that differ.
-        mesh: How the ranks are arranged.
+        arrays_by_rank: Arrays that each rank reported. Only needed for mismatched ranks and the first rank of each
+            stage.
+        mismatched_ranks: Ranks whose fingerprint differs.
+        mesh: Mesh of the job.
 
     Raises:
-        SaveError: An array is something else on some ranks.
+        SaveError: An array differs between ranks.
     """
     for stage in sorted({mesh.first_of_stage(rank) for rank in mismatched_ranks}):
         members = [rank for rank in range(len(arrays_by_rank)) if mesh.first_of_stage(rank) == stage]

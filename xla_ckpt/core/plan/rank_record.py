@@ -1,8 +1,8 @@
-"""Rank record: what one rank reports of its part of a save, and its JSON form for rank 0.
+"""Rank record: one rank's report of its part of a save, and its JSON form for rank 0.
 
-Files, shards and samples are columns of numbers, and leaf paths have numbers, too. All ranks of a pipeline stage have
-the same arrays, except for rank-local ones: the first rank of the stage sends the names, and the others number them in
-the same order.
+Files, shards and samples are columns of numbers, and leaf paths are numbered. All ranks of a pipeline stage have the
+same arrays, except for rank-local ones. The first rank of the stage sends the names, and the others number them in the
+same order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from xla_ckpt.core.sharding.box import BoolArray, BoxArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSample:
-    """A few bytes of a replicated leaf on one rank, as fingerprints."""
+    """Fingerprints of a few bytes of a replicated leaf on one rank."""
 
     layout_fingerprint: int
-    """That of where its pieces lie: only equal places are compared."""
+    """Fingerprint of the positions of its pieces. Only samples of equal positions are compared."""
 
     content_fingerprint: int
     warn_only: bool = False
-    """Whether a difference is worth a warning only (a buffer)."""
+    """True if a difference only causes a warning (for a buffer)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaSampleTable:
-    """Many samples: a row for each."""
+    """Many samples: a row per sample."""
 
     leaf: IntArray
     """Number of the leaf path."""
@@ -50,13 +50,13 @@ class ReplicaSampleTable:
         return len(self.leaf)
 
     def to_json(self) -> list[Any]:
-        """As plain JSON."""
+        """Return the samples as plain JSON."""
         digests = [pack_digests(column.tolist()) for column in (self.layout_fingerprint, self.content_fingerprint)]
         return [len(self), pack_ints(self.leaf), *digests, pack_ints(self.warn_only)]
 
     @classmethod
     def from_json(cls, json: Sequence[Any]) -> ReplicaSampleTable:
-        """What `to_json` described."""
+        """Create the table from the result of `to_json`."""
         count, leaf, place, content, loose = json
         return cls(
             unpack_int_array(leaf, count),
@@ -68,37 +68,37 @@ class ReplicaSampleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankRecord:
-    """What one rank reports of its part of a save."""
+    """One rank's report of its part of a save."""
 
     rank: int
     files: tuple[FileRecord, ...]
     names: tuple[str, ...]
-    """Leaf paths, in the order of their numbers. In a record that comes from another rank, those alone that the first
-    rank of its stage does not say (see `resolve_names`)."""
+    """Leaf paths, in the order of their numbers. A record received from another rank only contains the names that the
+    first rank of its stage does not report (see `resolve_names`)."""
 
     shared_count: int = 0
-    """How many of the first names the first rank of the stage says, and this one does not."""
+    """Number of leading names that the first rank of the stage reports instead of this one."""
 
     leaf: IntArray
     """Number of the leaf path of each shard."""
 
     shards: ShardTable
-    """They name files by their index in `files`."""
+    """Written shards. Their file indices refer to `files`."""
 
     samples: ReplicaSampleTable
-    """One for each leaf and set of ranks that hold the same parts of it."""
+    """One sample per leaf and per set of ranks that hold the same parts of it."""
 
     arrays: ArrayInfoByLeaf
     aliases: Mapping[str, str]
     skeleton: Any
     objects: tuple[int, ...] = ()
-    """Index into `files` of each pickled object, as the skeleton numbers them."""
+    """Index into `files` of each pickled object, by the object's index in the skeleton."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
     """Part of the state -> fingerprint of its plain values."""
 
     module_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """As `Manifest.module_metadata`, of the state dicts in `skeleton`."""
+    """Metadata of the state dicts in `skeleton`, as in `Manifest.module_metadata`."""
 
     @classmethod
     def from_shards(
@@ -110,13 +110,15 @@ class RankRecord:
         reports_common: bool = True,
         **facts: Any,
     ) -> RankRecord:
-        """The record of what a rank wrote and sampled, by leaf path.
+        """Create the record of the shards and samples of a rank.
 
         Args:
-            shards: What it wrote.
-            samples: By leaf path.
+            shards: Shards that the rank wrote.
+            samples: Samples by leaf path.
             common_leaves: Leaf paths that all ranks of its stage have.
-            reports_common: Whether it says these names, since it is the first of its stage, or has other arrays.
+            reports_common: True if the record contains these names, because the rank is the first of its stage or has
+                other
+                arrays.
             facts: The other fields.
         """
         numbers = {name: number for number, name in enumerate(sorted(common_leaves))}
@@ -137,7 +139,7 @@ class RankRecord:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON, for the way to rank 0."""
+        """Return the record as plain JSON, to send to rank 0."""
         return {
             "rank": self.rank,
             "files": [dump_file_record(file) for file in self.files],
@@ -155,7 +157,7 @@ class RankRecord:
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> RankRecord:
-        """The record that `to_json` described, before it is `resolve_names` another one."""
+        """Create the record from the result of `to_json`. Call `resolve_names` to add the common names."""
         leaf, shards = _unpack_shards(json["shards"])
         return cls(
             rank=json["rank"],
@@ -174,7 +176,7 @@ class RankRecord:
         )
 
     def resolve_names(self, stage_leader: RankRecord) -> RankRecord:
-        """The record with all of its names, of which the first rank of the stage has said some."""
+        """Return the record with all names, including those that the first rank of the stage reported."""
         if not self.shared_count:
             return self
         common = stage_leader.names[: self.shared_count]
@@ -182,7 +184,7 @@ class RankRecord:
 
 
 def _pack_shards(leaf: IntArray, shards: ShardTable) -> list[Any]:
-    """Columns one after the other, each as differences, which repeat: compressed they are a third of the numbers."""
+    """Return the columns as differences, which are repetitive: compressed they take a third of the size."""
     frames: list[IntArray | BoolArray] = []
     if shards.has_parent is not None and shards.parent is not None:
         frames = [shards.has_parent, *shards.parent.start.T, *shards.parent.stop.T]

@@ -1,4 +1,4 @@
-"""Read costs of a storage: batch size, gap, and concurrency that plans depend on."""
+"""Read costs of a storage: batch size, gap and concurrency that read plans depend on."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCosts:
-    """How a storage is read fast."""
+    """Parameters for fast reads from a storage."""
 
     batch_bytes: int
-    """Bytes that are read in one go, at most, unless a scattered part spans more."""
+    """Maximum number of bytes per read batch, unless a scattered part spans more."""
 
     chunk_bytes: int
-    """Bytes of a batch that are read and verified at a time: all of it where each read has a price of its own."""
+    """Number of bytes of a batch that are read and verified at a time. The whole batch if requests are costly."""
 
     direct_bytes: int
-    """Contiguous reads from this size on go straight into their destination."""
+    """Minimum size (bytes) of contiguous reads that go directly into their destination."""
 
     max_gap: int
-    """Neighbouring reads this close (bytes) are one read: skipping so little would cost more than reading it."""
+    """Maximum gap (bytes) between neighbouring reads that are merged, because a separate read would cost more."""
 
     concurrent_reads: int
-    """Reads at a time that the storage needs to be fast. 0: as many as the caller says."""
+    """Number of concurrent reads that the storage needs to be fast. 0: the caller's setting."""
 
     is_cached: bool
-    """Whether what was read is cheap to read again: the page cache has it."""
+    """True if rereading is cheap because the page cache contains the bytes."""
 
 
 DIRECT_BYTES = 256 * 1024
-"""As `ReadCosts.direct_bytes`, for a disk."""
+"""`ReadCosts.direct_bytes` of a disk."""
 
 LOCAL_DISK_COSTS = ReadCosts(
     batch_bytes=8 * 1024 * 1024,
@@ -39,4 +39,4 @@ LOCAL_DISK_COSTS = ReadCosts(
     concurrent_reads=0,
     is_cached=True,
 )
-"""A disk of this machine."""
+"""Read costs of a local disk."""

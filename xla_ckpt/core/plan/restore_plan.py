@@ -1,9 +1,9 @@
-"""Restore plan: which bytes of which file one process reads, and batches of whole digest blocks.
+"""Restore plan: the bytes of each file that one process reads, in batches of whole checksum blocks.
 
-From a manifest and the requested boxes `plan_restore` computes all reads, and proves before any I/O that every
-requested element is covered exactly once. `plan_read_batches` groups them: large contiguous parts are read directly
-into their destination. Everything else (scattered parts, many small neighbours, the ends of a part that begins or ends
-inside a block) is read through a staging buffer.
+`plan_restore` computes all reads from a manifest and the requested boxes, and checks before any I/O that every
+requested element is covered exactly once. `plan_read_batches` groups the reads. Large contiguous parts are read
+directly into their destination. All other parts (scattered parts, many small neighbours, and the ends of a part that
+begins or ends inside a block) are read through a staging buffer.
 """
 
 from __future__ import annotations
@@ -24,77 +24,77 @@ from xla_ckpt.core.sharding.memory_layout import compute_runs, split_by_span
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 
 MAX_SPAN = 16 * 1024 * 1024
-"""Scattered reads are cut into parts that span at most this many bytes of a file: the memory of one reader."""
+"""Maximum span (bytes) in a file of one part of a scattered read, to bound the memory of a reader."""
 
 
 @slots_dataclass()
 class ReadRequest:
-    """A box of a stored array that the caller wants, in memory of its own."""
+    """A box of a stored array that the caller requests, with separate memory."""
 
     leaf: str
     box: Box
     slot: int
-    """The caller's number for the memory that receives it."""
+    """Caller's number of the destination memory."""
 
     memory_box: Box | None = None
-    """The larger box that the memory is, if it is one."""
+    """Box of the destination memory, if it is larger than `box`."""
 
 
 @slots_dataclass(kw_only=True)
 class ScatteredPart:
-    """A part that is not one run of bytes on both sides: the boxes that say how it lies there."""
+    """A part that is not a single run of bytes in both the file and the memory, described by boxes."""
 
     stored_box: Box
-    """Box of the stored shard, or its frame."""
+    """Box of the stored shard, or its parent box."""
 
     memory_box: Box
-    """Box of the memory that receives it."""
+    """Box of the destination memory."""
 
     part_box: Box
-    """What moves: inside of both."""
+    """Box that is copied. Both other boxes contain it."""
 
     itemsize: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RestorePlan:
-    """Everything that one process reads, in file order: a row for each part of a stored shard that it wants.
+    """All reads of one process, in file order: a row per requested part of a stored shard.
 
-    All numbers are bytes, but for those of leaves, slots and files.
+    All numbers are in bytes, except for leaves, slots and files.
     """
 
     leaves: Sequence[str]
-    """Leaf paths, each once for each of its wants."""
+    """Leaf paths, one per request."""
 
     leaf: IntArray
     """Index into `leaves`."""
 
     slot: IntArray
-    """The caller's number for the memory that receives it."""
+    """Caller's number of the destination memory."""
 
     file: IntArray
     """Index into the manifest's files."""
 
     offset: IntArray
-    """Of the first byte of the shard, or of its frame, in the file."""
+    """File offset of the shard, or of its parent box."""
 
     shard_bytes: IntArray
-    """Size of the shard, or of its frame."""
+    """Size of the shard, or of its parent box."""
 
     shard_offset: IntArray
-    """Of the first byte that is wanted, in the shard."""
+    """Offset of the first requested byte in the shard."""
 
     span: IntArray
-    """From the first byte that is wanted to one past the last."""
+    """Number of bytes from the first requested byte to one past the last."""
 
     slot_offset: IntArray
-    """Of the first byte in the memory that receives it."""
+    """Offset of the first byte in the destination memory."""
 
     nbytes: IntArray
-    """Size of what is wanted: `span`, or less if it is scattered."""
+    """Number of requested bytes: `span`, or less if the part is scattered."""
 
     scattered_index: IntArray
-    """Index into `scattered_parts`; -1 for what is one run of bytes on both sides."""
+    """Index into `scattered_parts`, or -1 for a single run of bytes in both the file and the memory."""
 
     scattered_parts: Sequence[ScatteredPart] = field(default=())
 
@@ -103,23 +103,23 @@ class RestorePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the wanted boxes hold."""
+        """Number of bytes of the requested boxes."""
         return int(self.nbytes.sum())
 
     @property
     def block_ranges(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Size of a digest block of each shard, and the first and one past the last that each read touches."""
+        """Block size of each shard, and the first and one past the last checksum block that each read touches."""
         size = compute_block_sizes(self.shard_bytes)
         return size, self.shard_offset // size, -(-(self.shard_offset + self.span) // size)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that are read for them: whole blocks, so that they can be verified."""
+        """Number of bytes that are read: whole blocks, so that they can be verified."""
         return sum(self.bytes_by_file.values())
 
     @property
     def bytes_by_file(self) -> Mapping[int, int]:
-        """The bytes that are read of each file that is touched."""
+        """Number of bytes that are read from each touched file."""
         size, first, last = self.block_ranges
         files, which = np.unique(self.file, return_inverse=True)
         total = np.zeros(len(files), np.int64)
@@ -127,17 +127,17 @@ class RestorePlan:
         return dict(zip(files.tolist(), total.tolist(), strict=True))
 
     def select(self, rows: IntArray | BoolArray) -> RestorePlan:
-        """Some of the reads."""
+        """Return a plan with some of the reads."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return RestorePlan(leaves=self.leaves, scattered_parts=self.scattered_parts, **columns)
 
     def match_slots(self, slots: Collection[int]) -> BoolArray:
-        """Which reads are for one of these slots."""
+        """Return a mask of the reads into these slots."""
         return np.isin(self.slot, np.fromiter(slots, np.int64, len(slots)))
 
     @staticmethod
     def concatenate(plans: Sequence[RestorePlan]) -> RestorePlan:
-        """All of several plans, in file order."""
+        """Concatenate several plans, in file order."""
         columns = {name: np.concatenate([getattr(plan, name) for plan in plans]) for name in _COLUMNS}
         leaves, scattered = 0, 0
         shifts: list[tuple[int, int]] = []
@@ -166,7 +166,7 @@ _COLUMNS = tuple(f.name for f in fields(RestorePlan) if f.name not in ("leaves",
 def plan_whole_shards(
     leaves: Sequence[str], *, slot: IntArray, file: IntArray, offset: IntArray, shard_bytes: IntArray
 ) -> RestorePlan:
-    """Reads of whole shards, each of them into memory of its own, in file order."""
+    """Create reads of whole shards, each into separate memory, in file order."""
     zeros = np.zeros(len(file), np.int64)
     plan = RestorePlan(
         leaves=leaves,
@@ -185,18 +185,18 @@ def plan_whole_shards(
 
 
 def plan_restore(manifest: Manifest, requests: Sequence[ReadRequest]) -> RestorePlan:
-    """Decide what to read for these boxes.
+    """Plan the reads for the requested boxes.
 
     Raises:
-        IncompatibleCheckpointError: A leaf is not stored, or a box lies outside of it.
-        FormatError: The stored shards do not cover a wanted box exactly once.
+        IncompatibleCheckpointError: A leaf is not stored, or a box is outside of it.
+        FormatError: The stored shards do not cover a requested box exactly once.
     """
     arrays = manifest.arrays
     rows = [arrays.row_by_leaf.get(manifest.aliases.get(want.leaf, want.leaf), -1) for want in requests]
     if manifest.unreadable or -1 in rows:
         for want in requests:
             manifest.get_array(want.leaf)
-    # Arrays of one form of which the same box is wanted are read alike: that is found out once for all of them.
+    # Requests of the same box of arrays with equal metadata have the same read pattern, which is computed once.
     alike: dict[tuple[int, Box, Box | None, ParentBoxes], list[int]] = {}
     for i, (want, row, form) in enumerate(zip(requests, rows, arrays.metadata_index[rows].tolist(), strict=True)):
         alike.setdefault((form, want.box, want.memory_box, arrays.get_parent_boxes(row)), []).append(i)
@@ -219,7 +219,7 @@ def plan_restore(manifest: Manifest, requests: Sequence[ReadRequest]) -> Restore
 
 @dataclass(slots=True)
 class _ReadPattern:
-    """How a box is read of any array of a form: a row for each part of a shard that moves."""
+    """Read pattern of a box for any array with the same metadata: a row per part of a shard."""
 
     rows: list[tuple[int, ...]] = field(default_factory=list)
     """Cell, and the columns of `RestorePlan` from `shard_bytes` to `scattered_index`."""
@@ -228,18 +228,30 @@ class _ReadPattern:
 
     @property
     def columns(self) -> list[IntArray]:
-        """Those of all rows."""
+        """Columns of all rows."""
         return [*np.array(self.rows, np.int64).reshape(len(self.rows), _PATTERN_WIDTH).T]
 
 
 _PATTERN_WIDTH = 1 + len(_COLUMNS[_COLUMNS.index("shard_bytes") :])
-"""Numbers in a row of a pattern."""
+"""Numbers per row of a pattern."""
 
 
 def _build_pattern(
     metadata: ArrayMetadata, parent_boxes: ParentBoxes, box: Box, memory_box: Box, leaf: str
 ) -> _ReadPattern:
-    """How a box of the arrays of a form is read into memory that is a larger box; `leaf` is one of them, for errors."""
+    """Compute how a box of arrays with this metadata is read into memory of a larger box.
+
+    Args:
+        metadata: Metadata of the arrays.
+        parent_boxes: Parent box of each shard, or None.
+        box: The requested box.
+        memory_box: Box of the destination memory.
+        leaf: Leaf path of one of the arrays, for errors.
+
+    Raises:
+        IncompatibleCheckpointError: The box is outside of the array.
+        FormatError: The shards do not cover the box.
+    """
     if not Box.from_shape(metadata.shape).contains(box):
         raise IncompatibleCheckpointError(
             "the wanted region lies outside of the stored array",
@@ -264,7 +276,7 @@ def _build_pattern(
                 )
             place = stored.size * itemsize, source.offset, source.span, target.offset, part.size * itemsize
             pattern.rows.append((cell, *place, scatter))
-    # Forms hold each element once (their constructor's promise), so an equal count is full cover.
+    # `ArrayMetadata` guarantees that each element is stored once, so an equal count means full coverage.
     if covered != box.size:
         raise FormatError(
             "stored shards do not cover a wanted region",
@@ -276,7 +288,7 @@ def _build_pattern(
 
 
 def _split_part(stored_box: Box, part: Box, itemsize: int) -> list[Box]:
-    """One part for what is contiguous in a shard, several of bounded span for what is scattered."""
+    """Return a single part if it is contiguous in the shard, otherwise several parts of bounded span."""
     block = compute_block_size(stored_box.size * itemsize)
     if compute_runs(part, stored_box, itemsize).is_contiguous:
         return [part]
@@ -287,19 +299,19 @@ def _split_part(stored_box: Box, part: Box, itemsize: int) -> list[Box]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExtentTable:
-    """Whole digest blocks of stored shards, and the reads that need them: a row for each, in file order.
+    """Whole checksum blocks of stored shards, and the reads that need them: a row per extent, in file order.
 
-    Only whole blocks can be verified. An extent may hold more bytes than its read wants, at both ends.
+    Only whole blocks can be verified, so an extent may contain more bytes than its read requests, at both ends.
     """
 
     plan_row: IntArray
     """Row in the plan."""
 
     first_block: IntArray
-    """First digest block."""
+    """First checksum block."""
 
     stop_block: IntArray
-    """One past the last digest block."""
+    """One past the last checksum block."""
 
     start: IntArray
     """File offset of the first byte."""
@@ -308,7 +320,7 @@ class ExtentTable:
     """File offset of one past the last byte."""
 
     direct: BoolArray
-    """Whether the bytes go straight into their destination."""
+    """True if the bytes are read directly into their destination."""
 
     def __len__(self) -> int:
         return len(self.plan_row)
@@ -317,7 +329,7 @@ class ExtentTable:
     def from_blocks(
         cls, plan: RestorePlan, plan_row: IntArray, first_block: IntArray, stop_block: IntArray, direct: BoolArray
     ) -> ExtentTable:
-        """The extents of these blocks of these reads."""
+        """Create the extents of block ranges of reads."""
         offset, shard = plan.offset[plan_row], plan.shard_bytes[plan_row]
         size = compute_block_sizes(shard)
         start, stop = offset + first_block * size, offset + np.minimum(stop_block * size, shard)
@@ -326,13 +338,13 @@ class ExtentTable:
         )
 
     def select(self, rows: IntArray | slice) -> ExtentTable:
-        """Some of them."""
+        """Return some of the extents."""
         return ExtentTable(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadBatch:
-    """Neighbouring extents of one file, which are read in one go."""
+    """Neighbouring extents of one file, which are read together."""
 
     plan: RestorePlan
     extents: ExtentTable
@@ -345,38 +357,44 @@ class ReadBatch:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is one extent whose bytes are read straight into their destination."""
+        """True if the batch is one extent that is read directly into its destination."""
         return bool(self.extents.direct[0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all extents: more than are read where they overlap."""
+        """Number of bytes of all extents. Overlapping bytes count several times."""
         return int((self.extents.stop - self.extents.start).sum())
 
     @property
     def wanted_ranges(self) -> tuple[IntArray, IntArray]:
-        """What its read wants of each extent: offsets in the shard, of the first byte and of one past the last."""
+        """Requested range of each extent: offsets in the shard, of the first byte and of one past the last."""
         plan, extents = self.plan, self.extents
         first, offset = plan.shard_offset[extents.plan_row], plan.offset[extents.plan_row]
-        # A long part comes in several extents: each has the bytes that the part and the extent have in common.
+        # A long part has several extents. The range of each is its intersection with the part.
         low = np.maximum(first, extents.start - offset)
         return low, np.minimum(first + plan.span[extents.plan_row], extents.stop - offset)
 
     @property
     def is_fully_wanted(self) -> bool:
-        """Whether all bytes of the blocks are wanted; only for plans that want none of them twice."""
+        """True if all bytes of the blocks are requested. Only valid for plans that request no byte twice."""
         (low, high), read, extents = self.wanted_ranges, self.extents.plan_row, self.extents
         wanted = np.where(self.plan.scattered_index[read] < 0, high - low, self.plan.nbytes[read])
-        behind = np.concatenate([extents.start[:1], np.maximum.accumulate(extents.stop)[:-1]])  # of those before
+        behind = np.concatenate([extents.start[:1], np.maximum.accumulate(extents.stop)[:-1]])  # of previous extents
         return bool(wanted.sum() == np.maximum(extents.stop - np.maximum(extents.start, behind), 0).sum())
 
     def get_leaf(self, extent: int = 0) -> str:
-        """The leaf path of the array that one of the extents belongs to."""
+        """Return the leaf path of the array that an extent belongs to."""
         return self.plan.leaves[int(self.plan.leaf[self.extents.plan_row[extent]])]
 
 
 def plan_read_batches(plan: RestorePlan, *, direct: bool, costs: ReadCosts = LOCAL_DISK_COSTS) -> list[ReadBatch]:
-    """Everything that is read, in file order. `direct`: whether any of it may go straight into its destination."""
+    """Return the batches of all reads, in file order.
+
+    Args:
+        plan: All reads.
+        direct: True to allow reads directly into their destination.
+        costs: Read costs of the storage.
+    """
     extents = _build_extents(plan, direct, costs)
     alone, through = np.flatnonzero(extents.direct), np.flatnonzero(~extents.direct)
     some = extents.select(through)
@@ -387,16 +405,16 @@ def plan_read_batches(plan: RestorePlan, *, direct: bool, costs: ReadCosts = LOC
 
 
 def _build_batch(plan: RestorePlan, extents: ExtentTable) -> ReadBatch:
-    # Extents may overlap, so the last one need not reach furthest.
+    # Extents may overlap, so the last one does not necessarily end last.
     return ReadBatch(plan, extents, int(plan.file[extents.plan_row[0]]), int(extents.start[0]), int(extents.stop.max()))
 
 
 def _group_adjacent(file: IntArray, start: IntArray, stop: IntArray, costs: ReadCosts) -> Iterator[tuple[int, int]]:
-    """(first, one past the last) of extents that are close together, and together small enough for a buffer."""
+    """Yield (first, one past the last) of groups of extents that are close together and fit into a buffer."""
     if not len(file):
         return
     furthest = _compute_furthest_stop(file, stop)
-    # Reads of one shard may overlap. One that begins before the others do is not in what they read.
+    # Reads of one shard may overlap. A group does not cover an extent that starts before its first extent.
     apart = (file[1:] != file[:-1]) | (start[1:] > furthest[:-1] + costs.max_gap) | (start[1:] < start[:-1])
     bounds = np.concatenate([[0], np.flatnonzero(apart) + 1, [len(file)]])
     small = furthest[bounds[1:] - 1] - start[bounds[:-1]] <= costs.batch_bytes
@@ -410,7 +428,7 @@ def _group_adjacent(file: IntArray, start: IntArray, stop: IntArray, costs: Read
 
 
 def _compute_furthest_stop(file: IntArray, stop: IntArray) -> IntArray:
-    """For each extent, the furthest end of it and those before it in its file."""
+    """Return, for each extent, the furthest end of it and the previous extents in its file."""
     if ((stop[1:] >= stop[:-1]) | (file[1:] != file[:-1])).all():
         return stop
     bounds = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
@@ -418,8 +436,10 @@ def _compute_furthest_stop(file: IntArray, stop: IntArray) -> IntArray:
 
 
 def _build_extents(plan: RestorePlan, direct: bool, costs: ReadCosts) -> ExtentTable:
-    """The extents of all reads. The rows of a scattered part are copied between strided views of the whole, so all its
-    blocks come together; the plan has bounded what they span. A large contiguous one is cut.
+    """Build the extents of all reads.
+
+    The rows of a scattered part are copied between strided views, so all of its blocks form one extent, whose span the
+    plan has bounded. A large contiguous part is split into several extents.
     """
     size, first, last = plan.block_ranges
     one_run = plan.scattered_index < 0
@@ -446,26 +466,26 @@ def _build_extents(plan: RestorePlan, direct: bool, costs: ReadCosts) -> ExtentT
 def _split_direct_read(
     plan: RestorePlan, plan_row: int, block_bytes: int, costs: ReadCosts
 ) -> Sequence[tuple[int, int, int, bool]]:
-    """The extents of a large contiguous read: the blocks that are wanted whole go straight into their destination.
+    """Return the extents of a large contiguous read. Blocks that are requested completely are read directly.
 
-    The first and the last block may also hold bytes that are not wanted. Read straight, those would overwrite the
-    destination's neighbours, so these blocks go through the buffer.
+    The first and the last block may also contain bytes that are not requested. A direct read would overwrite the memory
+    next to the destination, so these blocks are read through the buffer.
     """
     begin = int(plan.shard_offset[plan_row])
     end = begin + int(plan.span[plan_row])
     begins_inside = begin % block_bytes != 0
     ends_inside = (
         end % block_bytes != 0 and end != plan.shard_bytes[plan_row]
-    )  # the last block of a shard may be short, and is whole
+    )  # the last block of a shard may be short, and is complete
     head, tail = -(-begin // block_bytes), end // block_bytes if ends_inside else -(-end // block_bytes)
     rows = [(plan_row, begin // block_bytes, head, False)] if begins_inside else []
     rows += [(plan_row, a, b, True) for a, b in _group_blocks(block_bytes, head, tail, costs)]
-    # A read that lies inside of one block has a tail before its head: that block has been dealt with.
+    # A read inside a single block has its tail before its head: that block has already been added.
     return [*rows, (plan_row, tail, tail + 1, False)] if ends_inside and head <= tail else rows
 
 
 def _group_blocks(block_bytes: int, first: int, last: int, costs: ReadCosts) -> Iterator[tuple[int, int]]:
-    """Some blocks in groups that fit in a worker's buffer."""
+    """Yield ranges of blocks that fit into a worker's buffer."""
     step = max(costs.batch_bytes // block_bytes, 1)
     for block in range(first, last, step):
         yield block, min(block + step, last)

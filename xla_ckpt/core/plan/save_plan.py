@@ -1,7 +1,7 @@
-"""Save plan: which bytes of which shard one process writes, into which file, at which offset.
+"""Save plan: the bytes of each shard that one process writes, with their files and offsets.
 
-A `FilePlan` is one payload file: the source of the bytes of each region, and the elements of arrays that they are.
-Every process computes its `SavePlan` alone, from the leaves that it holds.
+A `FilePlan` is one payload file: the source of the bytes of each region, and the array elements that they contain. Each
+process computes its `SavePlan` from its own leaves, without communication.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from xla_ckpt.core.tree import schema
 
 @slots_dataclass(kw_only=True)
 class RegionSource:
-    """Where the bytes of a region come from."""
+    """Source of the bytes of a region."""
 
     leaf: str
     shard_index: int
     """Index into the leaf's local shards."""
 
     offset: int
-    """Of the first byte in that shard's C-ordered memory."""
+    """Byte offset in the C-ordered memory of that shard."""
 
     nbytes: int
 
 
 @slots_dataclass(kw_only=True)
 class FileEntry:
-    """A shard that lies in a file."""
+    """A shard in a file."""
 
     leaf: str
     box: Box
     region: int
-    """Index of the region that it is, or is a part of."""
+    """Index of the region that contains the shard."""
 
     parent_box: Box | None = None
-    """See `xla_ckpt.core.manifest.manifest.Shard.frame`."""
+    """Parent box (see `xla_ckpt.core.manifest.arrays.Shard`)."""
 
     is_copy: bool = False
-    """Whether the manifest finds these elements elsewhere: some layouts store replicas."""
+    """True if the manifest refers to another copy of these elements, because some layouts store replicas."""
 
     cast: DType | None = None
-    """In exports: the element type that they are written in, if they are stored in another one."""
+    """Only in exports: dtype in the file, if it differs from the stored one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RegionSourceTable(ColumnarSequence[RegionSource]):
-    """Where the bytes of many regions come from: a row for each, with the fields of a `RegionSource`."""
+    """Sources of many regions: a row per region, with the fields of `RegionSource`."""
 
     leaf: Sequence[str]
     shard_index: IntArray
@@ -68,7 +68,7 @@ class RegionSourceTable(ColumnarSequence[RegionSource]):
 
     @classmethod
     def from_sources(cls, sources: Sequence[RegionSource]) -> RegionSourceTable:
-        """The columns of some sources."""
+        """Create the columns from a sequence of sources."""
         if isinstance(sources, RegionSourceTable):
             return sources
         numbers = np.array([(s.shard_index, s.offset, s.nbytes) for s in sources], np.int64).reshape(-1, 3)
@@ -83,7 +83,7 @@ class RegionSourceTable(ColumnarSequence[RegionSource]):
         return RegionSource(leaf=self.leaf[index], shard_index=shard, offset=offset, nbytes=nbytes)
 
     def select(self, rows: IntArray) -> RegionSourceTable:
-        """Some of them."""
+        """Return some of the sources."""
         return RegionSourceTable(
             leaf=[self.leaf[row] for row in rows.tolist()],
             shard_index=self.shard_index[rows],
@@ -94,12 +94,12 @@ class RegionSourceTable(ColumnarSequence[RegionSource]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileEntryTable(ColumnarSequence[FileEntry]):
-    """The shards of a file of which each is a region: a row for each."""
+    """Shards of a file in which each region is a shard: a row per shard."""
 
     leaf: Sequence[str]
     boxes: Sequence[Box]
     box_index: IntArray
-    """The index of each shard's box."""
+    """Index into `boxes`, per shard."""
 
     def __len__(self) -> int:
         return len(self.leaf)
@@ -108,7 +108,7 @@ class FileEntryTable(ColumnarSequence[FileEntry]):
         return FileEntry(leaf=self.leaf[index], box=self.boxes[self.box_index[index]], region=index)
 
     def select(self, rows: IntArray) -> FileEntryTable:
-        """Some of them, in a file that has their regions alone."""
+        """Return the entries of a file that contains only these regions."""
         return FileEntryTable(
             leaf=[self.leaf[row] for row in rows.tolist()], boxes=self.boxes, box_index=self.box_index[rows]
         )
@@ -116,14 +116,14 @@ class FileEntryTable(ColumnarSequence[FileEntry]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafShardTable:
-    """Shards, and the leaf path of each."""
+    """Shards with their leaf paths."""
 
     leaf: Sequence[str]
     shards: ShardTable
 
     @classmethod
     def from_shards(cls, shards: Sequence[tuple[str, Shard]]) -> LeafShardTable:
-        """The columns of some of them."""
+        """Create the columns from (leaf path, shard) pairs."""
         return cls([leaf for leaf, _ in shards], ShardTable.from_shards([shard for _, shard in shards]))
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class LeafShardTable:
 
     @staticmethod
     def concatenate(tables: Sequence[LeafShardTable]) -> LeafShardTable:
-        """All of them, one after the other."""
+        """Concatenate several tables."""
         if len(tables) < 2:
             return tables[0] if tables else LeafShardTable.from_shards(())
         columns = ShardTable.concatenate([shards.shards for shards in tables], [0] * len(tables))
@@ -140,37 +140,37 @@ class LeafShardTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """One payload file."""
+    """Plan of one payload file."""
 
     path: str
-    """Relative to the tag directory."""
+    """Path relative to the checkpoint directory."""
 
     layout: FileLayout
-    """Where its regions lie, and what stands between them."""
+    """Positions of the regions, and the bytes between them."""
 
     sources: Sequence[RegionSource] = ()
-    """Bytes of each region."""
+    """Source of each region."""
 
     entries: Sequence[FileEntry] = ()
-    """What elements it holds. Regions may have more: padding."""
+    """Shards in the file. Regions may also contain padding."""
 
     directory: str | None = None
-    """A directory that is made along with it, and may stay empty."""
+    """Directory that is created with the file, and may stay empty."""
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all regions."""
+        """Number of bytes of all regions."""
         return sum(nbytes for _, nbytes in self.layout.region_ranges)
 
     def to_streaming(self) -> FilePlan:
-        """The same file as it is written in the order of its bytes (see `FileLayout.to_streaming`)."""
+        """Return the plan with the file written sequentially (see `FileLayout.to_streaming`)."""
         codec = self.layout.to_streaming()
         return self if codec is self.layout else replace(self, layout=codec)
 
     def exclude_leaves(self, leaves: frozenset[str]) -> FilePlan | None:
-        """The same file if the manifest finds `leaves` elsewhere; None if nothing else is in it.
+        """Return the plan without these leaves, which the manifest finds elsewhere; None if the file has no others.
 
-        Their regions are left out. In a file that needs all of its regions they stay, and count as copies.
+        Their regions are removed. If the format needs all regions, they are kept and marked as copies.
         """
         kept = np.array([i for i, source in enumerate(self.sources) if source.leaf not in leaves], np.int64)
         if len(kept) == len(self.sources):
@@ -181,7 +181,7 @@ class FilePlan:
         return rest if len(kept) else None
 
     def select_regions(self, regions: IntArray) -> FilePlan | None:
-        """The same file with these of its regions alone, which ascend; None if it needs all of them."""
+        """Return the plan with only these regions (ascending), or None if the format needs all regions."""
         codec = self.layout.exclude_regions(frozenset(range(len(self.sources))).difference(regions.tolist()))
         if codec is None:
             return None
@@ -197,7 +197,7 @@ class FilePlan:
 
 
 def collect_shards(files: Sequence[FilePlan]) -> LeafShardTable:
-    """What the manifest finds in some files, which are numbered from 0."""
+    """Return the shards in a sequence of files that the manifest refers to, with files numbered from 0."""
     columns, single = [], []
     for number, file in enumerate(files):
         places, entries = file.layout.region_ranges, file.entries
@@ -208,7 +208,7 @@ def collect_shards(files: Sequence[FilePlan]) -> LeafShardTable:
                 offset=np.array([offset for offset, _ in places], np.int64),
             )
             columns.append(LeafShardTable(entries.leaf, of_file))
-        else:  # a layout may have a file for each array: no columns are made of a single shard
+        else:  # a layout may have a file per array: columns of a single shard would be slow
             single += [
                 (e.leaf, Shard(e.box, number, places[e.region][0], e.parent_box)) for e in entries if not e.is_copy
             ]
@@ -216,11 +216,12 @@ def collect_shards(files: Sequence[FilePlan]) -> LeafShardTable:
 
 
 DEFAULT_ITEM = "tree"
-"""Payload directory of arrays that belong to no member of a training state. Each member has one of its own name."""
+"""Payload directory of arrays that belong to no member of a training state. Each member has a directory of the same
+name."""
 
 
 def get_item_and_key(leaf: str) -> tuple[str, str]:
-    """Payload directory and key in its files for a leaf path.
+    """Return the payload directory and the key in its files for a leaf path.
 
     >>> get_item_and_key("model/layers.0.weight"), get_item_and_key("params/w")
     (('model', 'layers.0.weight'), ('tree', 'params/w'))
@@ -232,18 +233,18 @@ def get_item_and_key(leaf: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Everything that one process writes."""
+    """All files that one process writes."""
 
     files: tuple[FilePlan, ...]
 
     @property
     def nbytes(self) -> int:
-        """Array bytes that this process writes."""
+        """Number of array bytes that this process writes."""
         return sum(f.data_bytes for f in self.files)
 
     @property
     def shard_ranges(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """First byte that this process writes of each shard (leaf path, index), and the one behind the last."""
+        """(leaf path, shard index) -> first byte that this process writes of the shard, and one past the last."""
         bounds: dict[tuple[str, int], tuple[int, int]] = {}
         for file in self.files:
             for source in file.sources:
@@ -253,14 +254,14 @@ class SavePlan:
         return bounds
 
     def to_streaming(self) -> SavePlan:
-        """The same for a storage whose files are written in the order of their bytes."""
+        """Return the plan for a storage whose files are written sequentially."""
         return SavePlan(tuple(file.to_streaming() for file in self.files))
 
     def exclude_leaves(self, leaves: frozenset[str]) -> SavePlan:
-        """What this process writes if other processes, which did not share in this plan, store `leaves`.
+        """Return the plan without `leaves`, which processes outside of this plan store.
 
-        Nobody's part of the other leaves changes, and so each of its sources is one of this plan's: a snapshot that
-        was taken for this plan has all bytes that it needs. The processes of this plan must agree about `leaves`.
+        The assignment of the other leaves does not change, so each source is also in this plan, and a snapshot for this
+        plan contains all bytes that are needed. The processes of this plan must agree about `leaves`.
         """
         kept = (file.exclude_leaves(leaves) for file in self.files)
         return SavePlan(tuple(file for file in kept if file is not None))
@@ -273,32 +274,32 @@ class OwnedRegion:
     leaf: ArrayLeaf
     box: Box
     source: RegionSource
-    """Its bytes."""
+    """Source of its bytes."""
 
     local_device: int
-    """Which local device holds it."""
+    """Index of the local device that holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OwnedRegionTable(ColumnarSequence[OwnedRegion]):
-    """What a process writes of its leaves: a row for each region. Those that lie alike have a form in common."""
+    """Regions that a process writes: a row per region. Regions with equal shards share one entry of `kinds`."""
 
     leaves: LeafTable
     leaf: IntArray
-    """The row of its leaf."""
+    """Row of the leaf, per region."""
 
     shard_index: IntArray
-    """Index into the leaf's local shards."""
+    """Index into the leaf's local shards, per region."""
 
     kinds: Sequence[tuple[DType, Box]]
-    """Element type, and region of the global array."""
+    """(dtype, region of the global array) per kind."""
 
     kind: IntArray
     offset: IntArray
-    """Of its first byte in the shard's C-ordered memory, for each form."""
+    """Byte offset in the shard's C-ordered memory, per kind."""
 
     local_device: IntArray
-    """Which local device holds it, for each form."""
+    """Index of the local device that holds it, per kind."""
 
     def __len__(self) -> int:
         return len(self.leaf)
@@ -314,9 +315,11 @@ class OwnedRegionTable(ColumnarSequence[OwnedRegion]):
 
 
 def assign_regions(leaves: Sequence[ArrayLeaf], *, split: bool = True) -> OwnedRegionTable:
-    """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest.
+    """Assign regions of the leaves to this process, independent of files. Its replicas write the rest.
 
-    `split`: whether the replicas of a large shard split it; else each shard is written whole by one of them.
+    Args:
+        leaves: Leaves of this process.
+        split: True to split large shards among their replicas. Otherwise one replica writes each shard whole.
     """
     leaves = LeafTable.from_leaves(leaves)
     kinds = [(dtype, shard) for dtype, holding in leaves.kinds for shard in holding.shards]
@@ -343,17 +346,17 @@ def assign_regions(leaves: Sequence[ArrayLeaf], *, split: bool = True) -> OwnedR
 
 
 class FileNaming(Protocol):
-    """What the files are called that regions are dealt out to, and how each is laid out."""
+    """Names and layouts of the files of a save."""
 
     def place(self, leaf: str) -> tuple[str, str]:
-        """(directory, key in its files) of a leaf path; the directory of the tag itself is called ``""``."""
+        """Return (directory, key in its files) of a leaf path. ``""`` is the checkpoint directory itself."""
 
     def create_layout(self, path: str, regions: RegionTable) -> FileLayout:
-        """The layout of a file."""
+        """Create the layout of a file."""
 
 
 class NativeFileNaming:
-    """Plain safetensors files, in a directory for each member of a training state."""
+    """Plain safetensors files, in a directory per member of a training state."""
 
     def place(self, leaf: str) -> tuple[str, str]:
         return get_item_and_key(leaf)
@@ -370,10 +373,14 @@ def plan_save(
     *,
     file_naming: FileNaming | None = None,
 ) -> SavePlan:
-    """Decide what process `rank` of `world_size` writes, in files of which no two hold the same key twice.
+    """Plan the files that process `rank` of `world_size` writes. No file contains the same key twice.
 
-    `local_devices` is the number of local devices that the job has per process, when its leaves name several. By
-    default the files are those of the native layout.
+    Args:
+        leaves: Leaves of this process.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        local_devices: Number of local devices per process, if the leaves name several.
+        file_naming: Names and layouts of the files. Default: the native layout.
     """
     file_naming = NativeFileNaming() if file_naming is None else file_naming
     own = assign_regions(leaves)
@@ -383,10 +390,10 @@ def plan_save(
     number = {item: i for i, item in enumerate(items)}
     item = np.array([number[item] for item, _ in places], np.int64)
     lane = own.local_device[own.kind]
-    # Stock readers know one region per name and file: the second box of a name goes to a second file.
+    # Other safetensors readers support one region per name and file, so the second box of a name goes to a second file.
     again = _count_previous(own.leaf * (lane.max(initial=0) + 1) + lane)
     width = np.array([dtype.itemsize for dtype, _ in own.kinds], np.int64)[own.kind]
-    order = np.lexsort((-width, again, lane, item))  # wide element types first, so that all are aligned
+    order = np.lexsort((-width, again, lane, item))  # large dtypes first, so that all are aligned
     keys = np.array([item, lane, again])[:, order]
     begins = np.flatnonzero((np.diff(keys, prepend=-1) != 0).any(axis=0))
     files = []
@@ -411,7 +418,7 @@ def plan_save(
 
 
 def _count_previous(values: IntArray) -> IntArray:
-    """How often each value stands before itself.
+    """Return, for each value, the number of equal values before it.
 
     >>> _count_previous(np.array([7, 5, 7, 7])).tolist()
     [0, 0, 1, 2]
@@ -430,19 +437,19 @@ def _format_file_name(writer: int, writers: int, repeat: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """What one process reports after its bytes are durable: the pure part of its record."""
+    """One process's report after its bytes are durable: the pure part of its record."""
 
     files: tuple[FileRecord, ...]
     shards: LeafShardTable
-    """They name files by their index in `files`."""
+    """Written shards. Their file indices refer to `files`."""
 
     @classmethod
     def from_records(cls, plans: Sequence[FilePlan], records: Sequence[FileRecord]) -> WriteResult:
-        """What is reported of files that were written as planned."""
+        """Create the result of writing files as planned."""
         return cls(tuple(records), collect_shards(plans))
 
     def add_shared(self, other: WriteResult) -> WriteResult:
-        """This, and what was there already."""
+        """Return the result with reused files added."""
         if not other.files:
             return self
         moved = replace(other.shards.shards, file=other.shards.shards.file + len(self.files))

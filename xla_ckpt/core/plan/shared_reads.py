@@ -1,4 +1,4 @@
-"""Cooperative reads: which rank reads what, if several ranks want the same bytes or the same rows."""
+"""Cooperative reads: assigns reads to ranks if several ranks request the same bytes or the same rows."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OverlappingReads:
-    """Different boxes of one leaf with the same rows: the columns of a row-parallel weight, say.
+    """Different boxes of one leaf with the same rows, such as the columns of a row-parallel weight.
 
-    Each alone would read whole digest blocks, which hold the others' columns, too. Together every member reads some of
-    the rows, for all of them.
+    Separately, each rank would read whole checksum blocks, which also contain the columns of the others. Instead every
+    member reads some of the rows for all members.
     """
 
     leaf: str
     boxes: tuple[tuple[Box, Ranks], ...]
-    """Each box, and the ranks that want it."""
+    """Each box, and the ranks that request it."""
 
     @property
     def members(self) -> Ranks:
-        """All ranks that want one of the boxes."""
+        """All ranks that request one of the boxes."""
         return tuple(sorted({rank for _, ranks in self.boxes for rank in ranks}))
 
     @property
     def bounds(self) -> Box:
-        """The smallest box around all of them."""
+        """Smallest box that contains all boxes."""
         return reduce(_compute_bounding_box, (box for box, _ in self.boxes))
 
     def assign_rows(self, rank: int) -> Box | None:
-        """What a member reads; None if there are fewer rows than members, and it has none."""
+        """Return the rows that a member reads, or None if there are fewer rows than members and it gets none."""
         whole, members = self.bounds, self.members
         i, n = members.index(rank), len(members)
         first, rows = whole.start[0], whole.shape[0]
@@ -51,15 +51,15 @@ def _compute_bounding_box(a: Box, b: Box) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class ReadGroups:
-    """What a job's ranks want in common. All ranks have the same."""
+    """Reads that a job's ranks have in common. Equal on all ranks."""
 
     identical: tuple[tuple[str, Box, Ranks], ...]
-    """Boxes that several ranks want."""
+    """Boxes that several ranks request."""
 
     overlapping: tuple[OverlappingReads, ...]
 
     def to_json(self) -> list[object]:
-        """As plain JSON, for the way to the other ranks."""
+        """Return the groups as plain JSON, to send to the other ranks."""
         return [
             [[leaf, b.start, b.stop, ranks] for leaf, b, ranks in self.identical],
             [[m.leaf, [[b.start, b.stop, ranks] for b, ranks in m.boxes]] for m in self.overlapping],
@@ -67,7 +67,7 @@ class ReadGroups:
 
     @classmethod
     def from_json(cls, json: Any) -> ReadGroups:
-        """What `to_json` described."""
+        """Create the groups from the result of `to_json`."""
 
         def box(start: Any, stop: Any) -> Box:
             return Box(tuple(start), tuple(stop))
@@ -83,7 +83,11 @@ class ReadGroups:
 
 
 def group_reads(requests_by_rank: Sequence[Sequence[tuple[str, Box]]]) -> ReadGroups:
-    """What the ranks have in common, from the (leaf, box) that each of them wants."""
+    """Group the reads that ranks have in common.
+
+    Args:
+        requests_by_rank: (leaf, box) pairs that each rank requests.
+    """
     rows: dict[tuple[str, tuple[int, ...]], dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, boxes_wanted in enumerate(requests_by_rank):
         for leaf, box in boxes_wanted:
@@ -101,25 +105,25 @@ def group_reads(requests_by_rank: Sequence[Sequence[tuple[str, Box]]]) -> ReadGr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadShare:
-    """One rank's part of reading together."""
+    """One rank's share of cooperative reads."""
 
     rank: int
     groups: ReadGroups
     slots: Mapping[tuple[str, Box], int]
-    """The slot of each box that this rank wants."""
+    """Slot of each box that this rank requests."""
 
     readers: Mapping[int, tuple[int, Ranks]]
-    """Slot -> (the rank that reads it for all, the ranks that want it), of boxes that several ranks want."""
+    """Slot -> (the rank that reads it for all, the ranks that request it), for boxes that several ranks request."""
 
     def select_own_reads(self, plan: RestorePlan) -> RestorePlan:
-        """The part of the plan that this rank reads straight into its slots."""
+        """Return the part of the plan that this rank reads directly into its slots."""
         mixed = [(m.leaf, box) for m in self.groups.overlapping for box, _ in m.boxes]
         others = {self.slots[wanted] for wanted in mixed if wanted in self.slots}
         others |= {slot for slot, (reader, _) in self.readers.items() if reader != self.rank}
         return plan.select(~plan.match_slots(others))
 
     def plan_overlapping_reads(self, first_slot: int) -> list[tuple[OverlappingReads, ReadRequest]]:
-        """What this rank reads for mixed boxes, into memory of its own, numbered from `first_slot`."""
+        """Return this rank's reads of overlapping boxes, into separate memory with slots numbered from `first_slot`."""
         wants: list[tuple[OverlappingReads, ReadRequest]] = []
         for mixed in self.groups.overlapping:
             if self.rank in mixed.members and (box := mixed.assign_rows(self.rank)) is not None:
@@ -128,7 +132,7 @@ class ReadShare:
 
 
 def assign_readers(rank: int, groups: ReadGroups, requests: Sequence[ReadRequest]) -> ReadShare:
-    """Deal the reading of equal boxes out: the largest first, each to the member that has least to read so far."""
+    """Assign the reads of identical boxes: the largest first, each to the member with the fewest elements so far."""
     slots = {(w.leaf, w.box): w.slot for w in requests}
     load: dict[Ranks, dict[int, int]] = {}
     readers: dict[int, tuple[int, Ranks]] = {}

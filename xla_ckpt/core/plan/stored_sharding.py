@@ -1,8 +1,7 @@
 """Shardings of stored arrays on another mesh, and mismatches in the order of their rows.
 
-An array is split as a rule says, and otherwise as it was when it was saved. The rows of a rank follow from the sections
-of its own sharding: a program with other sections than the job that saved the array would load other rows, and no shape
-would show it.
+An array is sharded by a matching rule, otherwise as it was saved. A rank's own sharding determines its rows: a program
+with other sections than the job that saved the array would load other rows, although the shapes are equal.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from xla_ckpt.core.tree.optimizer_schema import BY_SHAPE, StateRule
 from xla_ckpt.core.tree.skeleton import get_children
 
 ZERO1_AXES = ("dp", "edp", "cp")
-"""Mesh axes over which a ZeRO-1 optimizer may deal out rows."""
+"""Mesh axes that may split the rows of ZeRO-1 optimizer states."""
 
 
 def find_optimizer_parameters(manifest: Manifest) -> frozenset[str] | None:
-    """The path components of the parameters that a stored optimizer has; None where it does not name them.
+    """Return the path components of a stored optimizer's parameters, or None if it does not name them.
 
-    Other members of its state belong to no parameter (``optimizer/state/k``).
+    Other members of the state belong to no parameter (``optimizer/state/k``).
     """
     return schema.find_grouped_parameters((get_children(manifest.skeleton) or {}).get(schema.OPTIMIZER))
 
 
 def resolve_sharding(leaf: str, manifest: Manifest, rules: ParsedRules) -> Sharding:
-    """How an array is split: as a rule says, else as it was when it was saved.
+    """Return the sharding of an array: from a matching rule, otherwise as it was saved.
 
-    What a rule says of a parameter holds for its optimizer's states, in the dims that they have. Of a state of other
-    dims it says nothing.
+    The rule of a parameter also applies to its optimizer states, along the dims that they share. It does not apply to
+    states with other dims.
 
     Args:
         leaf: Leaf path of a stored array.
-        manifest: What is stored.
-        rules: The caller's rules.
+        manifest: Manifest of the checkpoint.
+        rules: Sharding rules of the caller.
 
     Raises:
-        ValueError: A rule does not fit.
+        ValueError: The array is not stored, or a rule does not fit.
     """
     record = manifest.find_array(leaf)
     if record is None:
@@ -66,7 +65,7 @@ def resolve_sharding(leaf: str, manifest: Manifest, rules: ParsedRules) -> Shard
 
 
 def find_leaf_rule(leaf: str, rules: ParsedRules) -> Sharding | None:
-    """What a rule says of an array, or of the parameter whose state it is; None if none does."""
+    """Return the rule's sharding for an array, or for the parameter that owns the state; None if no rule matches."""
     name = schema.get_parameter_path(leaf) or leaf
     return find_sharding(rules, name, schema.strip_member(name))
 
@@ -83,12 +82,12 @@ def _apply_rule(sharding: Sharding, record: ArrayRecord, parameter: ArrayRecord 
 
 
 def get_stored_sharding(record: ArrayRecord) -> Sharding:
-    """How an array was split when it was saved, over the axes that a mesh has."""
+    """Return the sharding at the time of the save, over the axes of a `Mesh`."""
     return parse_stored_spec(record.spec)
 
 
 def find_foreign_axes(spec: Sequence[Any] | None) -> set[str]:
-    """Names in a spec of axes that no mesh has: those of a DTensor's or a jax array's own mesh.
+    """Return the axis names in a spec that a `Mesh` does not have, such as the axes of a DTensor's or JAX mesh.
 
     >>> find_foreign_axes(["tp", ["dp", "x"], None])
     {'x'}
@@ -98,7 +97,7 @@ def find_foreign_axes(spec: Sequence[Any] | None) -> set[str]:
 
 
 def parse_stored_spec(spec: Sequence[Any] | None) -> Sharding:
-    """The sharding that a spec describes, over the axes that a mesh has."""
+    """Parse a stored spec, ignoring axes that a `Mesh` does not have."""
     dims: list[DimSharding | None] = []
     for entry in spec or ():
         names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -109,9 +108,9 @@ def parse_stored_spec(spec: Sequence[Any] | None) -> Sharding:
 
 
 def compute_local_array(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> LocalArray:
-    """Where a rank's part of an array lies.
+    """Compute a rank's part of an array.
 
-    Rows that a ZeRO-1 optimizer deals out are cut after tensor parallelism has cut them, as it does.
+    Rows of ZeRO-1 states are split after tensor parallelism, as the optimizer does.
 
     Raises:
         ValueError: The sharding does not fit.
@@ -126,8 +125,13 @@ def compute_local_array(leaf: str, sharding: Sharding, shape: tuple[int, ...], m
 def derive_state_sharding(
     sharding: Sharding, rule: StateRule, parameter_shape: Sequence[int], shape: Sequence[int]
 ) -> Sharding:
-    """How state of the local shape `shape` is split, of a parameter of the local shape `parameter_shape` that is split
-    like this.
+    """Derive the sharding of an optimizer state from its parameter.
+
+    Args:
+        sharding: Sharding of the parameter.
+        rule: Mapping between the dims of the parameter and the state.
+        parameter_shape: Local shape of the parameter.
+        shape: Local shape of the state.
 
     Raises:
         ValueError: The state cannot have this shape.
@@ -146,13 +150,13 @@ def derive_state_sharding(
 
 
 def get_zero1_axes(sharding: Sharding) -> tuple[str, ...]:
-    """The mesh axes over which the rows of a state are dealt out."""
+    """Return the ZeRO-1 mesh axes that split the rows of a state."""
     first = sharding.dims[0] if sharding.dims else None
     return () if first is None else tuple(a for a in first.axes if a in ZERO1_AXES)
 
 
 def exclude_axes(sharding: Sharding, axes: Sequence[str]) -> Sharding:
-    """The same, unsplit over these axes."""
+    """Return the sharding without these axes."""
     dims: list[DimSharding | None] = []
     for split in sharding.dims:
         kept = () if split is None else tuple(a for a in split.axes if a not in axes)
@@ -161,10 +165,10 @@ def exclude_axes(sharding: Sharding, axes: Sequence[str]) -> Sharding:
 
 
 def pad_evenly(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Sharding, tuple[int, ...]]:
-    """The sharding of an array into equal local tensors, whose ends may be padding, and their shape.
+    """Return a sharding into equal local tensors, padded at the end, and the local shape.
 
     Raises:
-        ValueError: Sections do not divide: they cannot be padded.
+        ValueError: The sections do not divide. They cannot be padded.
     """
     dims = sharding.pad_dims(len(shape))
     local = tuple(_compute_padded_size(n, split, mesh) for split, n in zip(dims, shape, strict=True))
@@ -177,10 +181,10 @@ def _compute_padded_size(n: int, split: DimSharding | None, mesh: Mesh) -> int:
 
 
 def describe_section_mismatch(stored: Sharding, wanted: Sharding, shape: Sequence[int]) -> str | None:
-    """How two splits of an array contradict each other; None if they do not.
+    """Describe the difference between the sections of two shardings, or return None if there is none.
 
-    Only a stored split whose sections have sizes or copies is compared: those are queries, keys and values. A stride
-    may be that of a DTensor, and says nothing about the order of the rows.
+    Only stored sections with sizes or copies are compared: these are queries, keys and values. A stride may come from a
+    DTensor, and does not determine the order of the rows.
     """
     for n, one, other in zip(shape, stored.pad_dims(len(shape)), wanted.pad_dims(len(shape)), strict=True):
         if one is None or other is None or not set(one.axes) & set(other.axes) or not one.has_custom_sections:
@@ -192,10 +196,11 @@ def describe_section_mismatch(stored: Sharding, wanted: Sharding, shape: Sequenc
 
 
 def describe_head_order_mismatch(stored: Sharding, wanted: Sharding) -> str | None:
-    """How the order of the heads differs between the job that saved an array and the one that wants it; or None.
+    """Describe the difference in the order of heads between a saved array and its target, or return None if there is
+    none.
 
-    Where keys and values are repeated as a whole, the heads of the queries are in an order that depends on the number
-    of copies. Where neighbouring ranks hold the same, they are in the order that they have without copies.
+    If the keys and values are repeated as a whole, the order of the query heads depends on the number of copies. If
+    neighbouring ranks hold the same copy, the order is the same as without copies.
     """
     texts, orders = [], []
     for sharding in (stored, wanted):
@@ -209,14 +214,14 @@ def describe_head_order_mismatch(stored: Sharding, wanted: Sharding) -> str | No
 
 
 def has_fused_sections(sharding: Sharding) -> bool:
-    """Whether an array consists of queries, keys and values: sections with sizes, or with copies."""
+    """Return True if an array consists of queries, keys and values: sections with sizes or with copies."""
     return any(split is not None and split.has_custom_sections for split in sharding.dims)
 
 
 def find_copy_mismatch(sharding: Sharding, mesh: Mesh) -> tuple[int, int] | None:
-    """How many copies of a section were held, and how many the ranks of a mesh would hold; None if they are as many.
+    """Return the stored number of copies of a section and the number on this mesh, or None if they are equal.
 
-    Copies on neighbouring ranks do not count: they do not change the order of the heads.
+    Copies on neighbouring ranks are ignored, because they do not change the order of the heads.
 
     Raises:
         ValueError: The ranks cannot hold equally many copies.
@@ -230,7 +235,7 @@ def find_copy_mismatch(sharding: Sharding, mesh: Mesh) -> tuple[int, int] | None
 
 
 def _compute_sizes(sections: Sequence[Section], n: int) -> list[int]:
-    """The sizes of the sections of a dim of `n` elements."""
+    """Return the sizes of the sections of a dim with `n` elements."""
     return [n // len(sections) if s.size is None else s.size for s in sections]
 
 

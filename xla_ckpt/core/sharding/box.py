@@ -1,8 +1,8 @@
 """Boxes: rectangular regions of an array's index space; many boxes as columns (`BoxArray`) or as a `Grid`.
 
-A box is half-open and uses global coordinates: the box of a shard is its region of the whole array, whatever buffer
-contains it. Resharding is intersection of boxes. A tensor that is split over a mesh is nearly always a grid: three
-lists of cut positions stand for a thousand boxes, and bisection finds the few that overlap a region.
+A box is half-open and uses global coordinates: the box of a shard is its region of the whole array, whichever buffer
+contains it. Resharding is intersection of boxes. The shards of a tensor that is split over a mesh nearly always form a
+grid: three lists of cut positions represent a thousand boxes, and bisection finds the few that overlap a region.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_DIMS = 64
-"""An array of more tensor dims is refused."""
+"""Maximum number of tensor dims. Larger arrays are rejected."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The elements `start[d] <= i[d] < stop[d]` of a tensor; empty where a start meets its stop.
+    """The elements `start[d] <= i[d] < stop[d]` of a tensor. Empty if a start equals its stop.
+
+    Raises:
+        ValueError: A start is negative or greater than its stop.
 
     >>> left, mid = Box((0, 0), (4, 2)), Box((2, 1), (6, 5))
     >>> left.intersect(mid)
@@ -36,13 +39,13 @@ class Box:
     """
 
     start: tuple[int, ...]
-    """First index held, per tensor dim (elements)."""
+    """First index, per tensor dim (elements)."""
 
     stop: tuple[int, ...]
-    """One past the last index held, per tensor dim (elements)."""
+    """One past the last index, per tensor dim (elements)."""
 
     size: int = field(init=False, repr=False, compare=False)
-    """Number of elements (1 for the box of a scalar). Plans ask for it some thirty times an array."""
+    """Number of elements (1 for the box of a scalar). Cached, because plans read it about thirty times per array."""
 
     def __post_init__(self) -> None:
         for dim, (low, high) in enumerate(zip(self.start, self.stop, strict=True)):
@@ -52,7 +55,7 @@ class Box:
 
     @classmethod
     def from_shape(cls, shape: Iterable[int]) -> Box:
-        """The box of a whole tensor.
+        """Return the box of a whole tensor.
 
         >>> Box.from_shape((2, 3))
         Box(start=(0, 0), stop=(2, 3))
@@ -62,7 +65,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements per tensor dim."""
-        # Planning a load asks for it some ninety times an array: `map` is three times as fast as a generator here.
+        # Load planning reads this about ninety times per array. `map` is three times as fast as a generator here.
         return tuple(map(sub, self.stop, self.start))
 
     @property
@@ -75,7 +78,7 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, in global coordinates; None if no element is shared."""
+        """Return the common region, in global coordinates, or None if the boxes share no element."""
         if self == other:
             return self if self.size else None
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
@@ -85,7 +88,7 @@ class Box:
         return Box(start, stop)
 
     def relative_to(self, origin: Box) -> Box:
-        """The same region in the coordinates of a buffer that holds `origin`.
+        """Return the same region in the coordinates of a buffer that contains `origin`.
 
         >>> Box((2, 1), (4, 2)).relative_to(Box((2, 0), (6, 5)))
         Box(start=(0, 1), stop=(2, 2))
@@ -96,14 +99,14 @@ class Box:
         )
 
     def translate(self, offset: Sequence[int]) -> Self:
-        """The same region `offset` elements further along every tensor dim."""
+        """Return the region shifted by `offset` elements along every tensor dim."""
         return type(self)(
             tuple(a + o for a, o in zip(self.start, offset, strict=True)),
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box (an empty box is in all)."""
+        """Return True if every element of `other` is in this box (always True for an empty `other`)."""
         if other is self:
             return True
         return other.size == 0 or (
@@ -112,7 +115,7 @@ class Box:
         )
 
     def slice_dim(self, dim: int, low: int, high: int) -> Box:
-        """The slice `low <= i < high` (global indices) of this box along one tensor dim.
+        """Return the slice `low <= i < high` (global indices) of this box along one tensor dim.
 
         >>> Box((0, 0), (4, 2)).slice_dim(0, 1, 3)
         Box(start=(1, 0), stop=(3, 2))
@@ -120,22 +123,22 @@ class Box:
         return Box((*self.start[:dim], low, *self.start[dim + 1 :]), (*self.stop[:dim], high, *self.stop[dim + 1 :]))
 
     def __str__(self) -> str:
-        """As in Python's slicing: ``[2:4, 1:2]``."""
+        """Format as Python slices: ``[2:4, 1:2]``."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
 @functools.lru_cache(maxsize=4096)
 def _create_box(shape: tuple[int, ...]) -> Box:
-    """One box for all tensors of a shape: a model has few shapes, and many tensors of each."""
+    """Return one shared box for all tensors of a shape. A model has few shapes and many tensors of each."""
     return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ParentBox(Box):
-    """A box whose start may lie before the first element of the array.
+    """A box that may start before the first element of the array.
 
-    The rows of one tensor that is stored may be those of several arrays: the second half of a stored tensor is a whole
-    array, and the box that all of the tensor would be in that array begins before it.
+    The rows of one stored tensor may belong to several arrays. If an array is the second half of a stored tensor, then
+    the box of the whole tensor, in the coordinates of that array, starts at a negative index.
 
     >>> str(ParentBox((-2, 0), (2, 3)))
     '[-2:2, 0:3]'
@@ -149,9 +152,9 @@ class ParentBox(Box):
 
 
 def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None if the boxes are disjoint.
+    """Return two boxes that share an element, or None if the boxes are disjoint.
 
-    A sweep along the first tensor dim: quadratic only in how many boxes are open at once.
+    Sweeps along the first tensor dim: quadratic only in the number of boxes that are open at once.
     """
     alive: list[Box] = []
     for box in sorted(b for b in boxes if b.size):
@@ -168,22 +171,21 @@ def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 
 
 MAX_CORNERS = 1 << 6
-"""Most corners of a box that `is_tiling` looks at: nobody splits an array along more dims than that."""
+"""Maximum number of corners per box in `is_tiling`. In practice arrays are not split along more dims."""
 
 
 def is_tiling(boxes: Sequence[Box], whole: Box) -> bool | None:
-    """Whether the boxes hold every element of `from_shape` exactly once, in time linear in their number; None if
-    unknown.
+    """Return True if the boxes contain every element of `whole` exactly once, or None if unknown. Takes linear time.
 
-    Each corner of a box counts +1 or -1, by turns. Inside of a tiling they cancel, and those of `from_shape` are left;
-    and since the corners say what the sum of the boxes' indicator functions is, they are left of a tiling only.
+    Each corner of a box counts +1 or -1, alternately. In a tiling the inner corners cancel, and only the corners of
+    `whole` remain. The converse holds because the corners determine the sum of the boxes' indicator functions.
 
     >>> is_tiling([Box((0, 0), (2, 3)), Box((2, 0), (4, 1)), Box((2, 1), (4, 3))], Box((0, 0), (4, 3)))
     True
     """
     nonempty = [b for b in boxes if b.size]
     spans = list(zip(whole.start, whole.stop, strict=True))
-    # Along a dim that no box splits there is nothing to find out.
+    # Dims that no box splits need no check.
     dims = [d for d, span in enumerate(spans) if any((b.start[d], b.stop[d]) != span for b in nonempty)]
     if 1 << len(dims) > MAX_CORNERS:
         return None
@@ -206,17 +208,17 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxArray:
-    """Many boxes: a row for each, a column for each tensor dim. Boxes of fewer dims have zeros in the last columns."""
+    """Many boxes: a row per box, a column per tensor dim. Boxes with fewer dims have zeros in the last columns."""
 
     start: IntArray
     """First element of each box, shape (boxes, dims)."""
 
     stop: IntArray
-    """One past its last element, shape (boxes, dims)."""
+    """One past the last element of each box, shape (boxes, dims)."""
 
     @classmethod
     def from_boxes(cls, boxes: Sequence[Box]) -> BoxArray:
-        """Those of some boxes."""
+        """Create the columns from a sequence of boxes."""
         dims = max((len(box.start) for box in boxes), default=0)
         if any(len(box.start) < dims for box in boxes):
             padding = (0,) * dims
@@ -232,26 +234,26 @@ class BoxArray:
 
     @property
     def dims(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return int(self.start.shape[1])
 
     def select(self, rows: IntArray, dims: int | None = None) -> BoxArray:
-        """Some of the boxes; with `dims`, as boxes of so many dims."""
+        """Return the boxes in `rows`, truncated to `dims` dims if given."""
         return BoxArray(self.start[rows, :dims], self.stop[rows, :dims])
 
     def get_box(self, row: int) -> Box:
-        """One of them."""
+        """Return the box in one row."""
         return Box(tuple(self.start[row].tolist()), tuple(self.stop[row].tolist()))
 
     def find_first_duplicates(self) -> IntArray:
-        """For each box, the first row that has the same one."""
+        """Return, for each box, the first row that contains an equal box."""
         both = np.concatenate([self.start, self.stop], axis=1)
         _, first, which = np.unique(both, axis=0, return_index=True, return_inverse=True)
         return np.asarray(first[which.reshape(-1)], np.int64)
 
     @staticmethod
     def concatenate(arrays: Sequence[BoxArray]) -> BoxArray:
-        """All of them, one after the other."""
+        """Concatenate several arrays of boxes."""
         dims = max(corners.dims for corners in arrays)
         wide = [
             corners if corners.dims == dims else BoxArray(_pad_dims(corners.start, dims), _pad_dims(corners.stop, dims))
@@ -266,7 +268,11 @@ def _pad_dims(values: IntArray, dims: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Boxes between neighbouring cuts; cell 0 is at the start of every tensor dim, the last dim runs fastest.
+    """A grid of boxes between neighbouring cuts, in C order: cell 0 is at the start of every dim, the last dim varies
+    fastest.
+
+    Raises:
+        ValueError: The cuts along a dim do not ascend.
 
     >>> grid = Grid(((0, 2, 4), (0, 3)))
     >>> [str(grid.get_cell(i)) for i in range(grid.cell_count)]
@@ -274,17 +280,17 @@ class Grid:
     """
 
     cuts: tuple[tuple[int, ...], ...]
-    """Per tensor dim: ascending cut positions, both ends included (elements)."""
+    """Ascending cut positions per tensor dim, including both ends (elements)."""
 
     cell_count: int = field(init=False, repr=False, compare=False)
     """Number of cells."""
 
     bounds: Box = field(init=False, repr=False, compare=False)
-    """The box that the cells make up together."""
+    """Bounding box of all cells."""
 
     def __post_init__(self) -> None:
         for dim, cuts in enumerate(self.cuts):
-            # A box without elements is a grid of one cell. In any other grid the cuts must rise, because cells are
+            # A box without elements is a grid of one cell. In any other grid the cuts must ascend, because cells are
             # found by bisection.
             empty = len(cuts) == 2 and cuts[0] == cuts[1]
             rises = all(a < b for a, b in pairwise(cuts))
@@ -299,10 +305,10 @@ class Grid:
         return tuple(len(c) - 1 for c in self.cuts)
 
     def get_cell(self, index: int) -> Box:
-        """The box of one cell."""
+        """Return the box of one cell."""
         if self.cell_count == 1 and index == 0:
-            return self.bounds  # as of nearly all arrays
-        # The number of a cell is read like a number whose digits are its places along the dims, the last dim first.
+            return self.bounds  # true for nearly all arrays
+        # The index of a cell is a mixed-radix number whose digits are its positions along the dims, the last dim first.
         start, stop = [], []
         for cuts, count in zip(reversed(self.cuts), reversed(self.counts), strict=True):
             index, i = divmod(index, count)
@@ -311,7 +317,7 @@ class Grid:
         return Box(tuple(reversed(start)), tuple(reversed(stop)))
 
     def find_overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """(index, box) of every cell that shares an element with `box`, in order."""
+        """Yield (index, box) of every cell that shares an element with `box`, in order."""
         spans = [
             _find_cells_between(cuts, low, high) for cuts, low, high in zip(self.cuts, box.start, box.stop, strict=True)
         ]
@@ -322,27 +328,28 @@ class Grid:
             start = tuple(c[i] for c, i in zip(self.cuts, where, strict=True))
             stop = tuple(c[i + 1] for c, i in zip(self.cuts, where, strict=True))
             cell = Box(start, stop)
-            # The bisection also finds a cell for an empty box, and the cell of an empty grid. They share no element.
+            # Bisection also finds a cell for an empty box, and the cell of an empty grid, although they share no
+            # element.
             if cell.intersect(box) is not None:
                 yield index, cell
 
 
 def _find_cells_between(cuts: Sequence[int], low: int, high: int) -> range:
-    """The cells along one dim from the one that holds `low` to the one that holds ``high - 1``, as far as they exist.
+    """Return the existing cells along one dim, from the one that contains `low` to the one that contains ``high - 1``.
 
     >>> _find_cells_between((0, 2, 4, 6), 1, 4)
     range(0, 2)
     """
-    first = bisect_right(cuts, low) - 1  # the last cut that is not behind `low`
-    last = bisect_left(cuts, high)  # the first cut that is not before `high`
+    first = bisect_right(cuts, low) - 1  # the last cut at or before `low`
+    last = bisect_left(cuts, high)  # the first cut at or after `high`
     return range(max(first, 0), min(last, len(cuts) - 1))
 
 
 def fit_grid(start: IntArray, stop: IntArray) -> tuple[Grid, IntArray] | None:
-    """The grid that some boxes are, and the row of each of its cells; None if they are no grid.
+    """Return the grid that the boxes form and the row of each of its cells, or None if they do not form a grid.
 
     Args:
-        start: First element of each box, which is not empty; shape (boxes, dims).
+        start: First element of each box, shape (boxes, dims). Boxes must not be empty.
         stop: One past its last element, shape (boxes, dims).
 
     >>> fit_grid(np.array([[2], [0]]), np.array([[3], [2]]))
@@ -353,7 +360,7 @@ def fit_grid(start: IntArray, stop: IntArray) -> tuple[Grid, IntArray] | None:
         return None
     columns = zip(start.T.tolist(), stop.T.tolist(), strict=True)
     cuts = tuple(tuple(sorted({*starts, *stops})) for starts, stops in columns)
-    # Boxes that lie criss-cross may have cuts for millions of cells: their number is compared before there is a grid.
+    # Irregular boxes may have cuts for millions of cells, so the number of cells is compared before a grid is created.
     if prod(len(along) - 1 for along in cuts) != boxes:
         return None
     number = np.zeros(boxes, np.int64)
@@ -363,7 +370,7 @@ def fit_grid(start: IntArray, stop: IntArray) -> tuple[Grid, IntArray] | None:
         if (along[place + 1] != stop[:, dim]).any():
             return None
         number = number * (len(along) - 1) + place
-    # As many boxes as cells: each cell is a box, unless two boxes are one cell.
+    # There are as many boxes as cells, so each cell is a box unless two boxes are the same cell.
     if np.bincount(number, minlength=boxes).max() > 1:
         return None
     return Grid(cuts), np.argsort(number)
@@ -371,7 +378,7 @@ def fit_grid(start: IntArray, stop: IntArray) -> tuple[Grid, IntArray] | None:
 
 @functools.lru_cache(maxsize=4096)
 def create_grid(box: Box) -> Grid:
-    """The grid of one box: one for all arrays of a shape, of which a model has few.
+    """Return the grid of one box, shared by all arrays of a shape.
 
     >>> create_grid(Box((0, 2), (3, 4)))
     Grid(cuts=((0, 3), (2, 4)))
@@ -380,7 +387,7 @@ def create_grid(box: Box) -> Grid:
 
 
 def fit_grids(boxes: BoxArray) -> list[tuple[Grid, list[int]]]:
-    """Boxes that are not empty, as one grid if they are one, else each as a grid; with the rows of the cells."""
+    """Return non-empty boxes as one grid if they form one, otherwise as one grid each, with the row of each cell."""
     whole = fit_grid(boxes.start, boxes.stop)
     if whole is not None:
         return [(whole[0], whole[1].tolist())]

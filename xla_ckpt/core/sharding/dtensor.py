@@ -1,7 +1,7 @@
-"""DTensor placements as boxes: which regions of the global array a rank has.
+"""DTensor placements as boxes: the regions of the global array that a rank holds.
 
-`find_nesting_order` decides in which order the mesh dims split a tensor dim: FSDP2 splits what tensor parallelism has
-left, and torch marks that as a strided shard. Any other strided shard is interleaved.
+`find_nesting_order` computes the order in which the mesh dims split a tensor dim. FSDP2 splits the local shards of
+tensor parallelism, and torch marks that as a strided shard. All other strided shards are interleaved.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from xla_ckpt.core.sharding.box import MAX_DIMS, Box
 from xla_ckpt.core.sharding.local_array import Piece, compute_chunk_bounds
 
 IndexRange = tuple[int, int]
-"""Half-open, like the bounds of a box."""
+"""Half-open range of indices, like the bounds of a box."""
 
 
 @dataclass(frozen=True, slots=True)
 class DimShard:
-    """How one mesh dim cuts a tensor dim, as seen by one process."""
+    """Split of a tensor dim by one mesh dim, as seen by one process."""
 
     shard_count: int
     """Size of the mesh dim."""
@@ -30,16 +30,16 @@ class DimShard:
     """Coordinate of the process along it."""
 
     split_factor: int = 1
-    """Chunks that are made before each of them is cut into `shard_count`; more than 1 for a strided shard."""
+    """Number of chunks that exist before each is split into `shard_count` parts. Greater than 1 for a strided shard."""
 
 
 def compute_local_intervals(size: int, shards: Sequence[DimShard]) -> list[IndexRange]:
-    """The elements of a tensor dim that a process holds, in the order of its local tensor; no interval is empty.
+    """Return the ranges of a tensor dim that a process holds, in the order of its local tensor. No range is empty.
 
-    `shards` come in the order of the mesh dims. A strided cut whose factor says that later mesh dims have cut before it
-    is applied after those (see `find_nesting_order`): FSDP2 really cuts what tensor parallelism has left, which for
-    sizes that do not divide is not the same as cutting in the order of the mesh. Any other strided cut is interleaved:
-    the process holds its part of every chunk.
+    `shards` are in the order of the mesh dims. If the factor of a strided shard equals the number of parts that later
+    mesh dims create, it is applied after them (see `find_nesting_order`): FSDP2 splits the shards of tensor
+    parallelism, which differs from splitting in mesh order if sizes do not divide. Any other strided shard is
+    interleaved: the process holds its part of every chunk.
 
     FSDP over tensor parallelism: 7 of 13 rows, then the last 3 of 7. A fused projection of three sections:
 
@@ -58,10 +58,10 @@ def compute_local_intervals(size: int, shards: Sequence[DimShard]) -> list[Index
 
 
 def find_nesting_order(shards: Sequence[DimShard]) -> tuple[int, ...] | None:
-    """Positions of the cuts in the order in which each one cuts the whole of what those before it left.
+    """Return the positions of the shards, ordered so that each one splits the part that the previous ones leave.
 
-    The factor of a strided cut is the number of parts that later mesh dims have made before. None if some factor is not
-    such a number: then no order of plain cuts gives the same.
+    The factor of a strided shard is the number of parts that later mesh dims have created before it. Returns None if a
+    factor is not such a number, because then no order of plain splits is equivalent.
 
     >>> find_nesting_order([DimShard(2, 0, split_factor=2), DimShard(2, 0)])
     (1, 0)
@@ -69,7 +69,7 @@ def find_nesting_order(shards: Sequence[DimShard]) -> tuple[int, ...] | None:
     True
     """
     order: list[int] = []
-    # From the last mesh dim to the first, because a factor speaks of mesh dims behind its own: those are in `order`.
+    # From the last mesh dim to the first, because a factor refers to later mesh dims: these are already in `order`.
     for i in reversed(range(len(shards))):
         place = _count_earlier_shards(shards[i].split_factor, [shards[j].shard_count for j in order])
         if place is None:
@@ -79,7 +79,7 @@ def find_nesting_order(shards: Sequence[DimShard]) -> tuple[int, ...] | None:
 
 
 def build_dim_spec(named: Sequence[tuple[str, DimShard]]) -> tuple[object, ...] | None:
-    """What cuts a tensor dim, outermost first, as `Sharding.spec` has it."""
+    """Return the mesh dims that split a tensor dim, outermost first, as in `Sharding.spec`."""
     if not named:
         return None
     nested = find_nesting_order([cut for _, cut in named])
@@ -89,7 +89,7 @@ def build_dim_spec(named: Sequence[tuple[str, DimShard]]) -> tuple[object, ...] 
 
 
 def _count_earlier_shards(factor: int, parts: Sequence[int]) -> int | None:
-    """How many of the first cuts together make `split_factor` parts; None if no number of them does."""
+    """Return the number of leading entries of `parts` whose product is `factor`, or None if there is no such number."""
     product = 1
     for count, more in enumerate(parts):
         if product == factor:
@@ -99,7 +99,7 @@ def _count_earlier_shards(factor: int, parts: Sequence[int]) -> int | None:
 
 
 def find_uneven_shards(size: int, shards: Sequence[DimShard]) -> Iterator[tuple[int, DimShard]]:
-    """(elements that it cuts, cut) of each interleaved cut that does not divide those elements into equal blocks."""
+    """Yield (elements to split, shard) of each interleaved shard that does not divide them into equal blocks."""
     if find_nesting_order(shards) is not None:
         return
     for i, cut in enumerate(shards):
@@ -109,7 +109,7 @@ def find_uneven_shards(size: int, shards: Sequence[DimShard]) -> Iterator[tuple[
 
 
 def compute_interleaved_intervals(size: int, shard: DimShard) -> list[IndexRange]:
-    """One part of each of `split_factor` chunks.
+    """Return one part of each of `split_factor` chunks.
 
     >>> [compute_interleaved_intervals(5, DimShard(2, i, split_factor=2)) for i in range(2)]
     [[(0, 2), (3, 4)], [(2, 3), (4, 5)]]
@@ -120,14 +120,14 @@ def compute_interleaved_intervals(size: int, shard: DimShard) -> list[IndexRange
 
 
 def build_pieces(dims: Sequence[Sequence[IndexRange]]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
-    """The pieces of a local tensor, and its shape. In each tensor dim it holds these intervals, one behind the other.
+    """Return the pieces of a local tensor and its shape. The local tensor concatenates the given ranges along each dim.
 
     >>> pieces, shape = build_pieces([[(0, 2), (4, 6)], [(3, 6)]])
     >>> [f"{p.local_box} is {p.global_box}" for p in pieces], shape
     (['[0:2, 0:3] is [0:2, 3:6]', '[2:4, 0:3] is [4:6, 3:6]'], (4, 3))
     """
     pieces = []
-    # Every combination of one interval of each dim is a rectangle, in the local tensor as in the global one.
+    # Every combination of one range per dim is a rectangle, both in the local tensor and in the global array.
     for choice in product(*(list(_assign_local_offsets(intervals)) for intervals in dims)):
         local = Box(tuple(at for at, _, _ in choice), tuple(at + high - low for at, low, high in choice))
         box = Box(tuple(low for _, low, _ in choice), tuple(high for _, _, high in choice))
@@ -136,7 +136,7 @@ def build_pieces(dims: Sequence[Sequence[IndexRange]]) -> tuple[tuple[Piece, ...
 
 
 def _assign_local_offsets(intervals: Sequence[IndexRange]) -> Iterator[tuple[int, int, int]]:
-    """(start in the local tensor, low, high) of each interval."""
+    """Yield (start in the local tensor, low, high) of each range."""
     at = 0
     for low, high in intervals:
         yield at, low, high
@@ -144,10 +144,11 @@ def _assign_local_offsets(intervals: Sequence[IndexRange]) -> Iterator[tuple[int
 
 
 def _apply_in_order(size: int, shards: Sequence[DimShard]) -> list[IndexRange]:
-    """What is left of a tensor dim after the cuts, in the order of the mesh dims."""
+    """Return the ranges of a tensor dim that remain after applying the shards in mesh order."""
     left: list[IndexRange] = [(0, size)] if size else []
     for cut in shards:
-        # A cut sees what is left as one sequence. The intervals that it chooses there are translated back.
+        # A shard treats the remaining elements as one sequence. The ranges that it selects are mapped back to the
+        # tensor dim.
         kept: list[IndexRange] = []
         for low, high in compute_interleaved_intervals(_sum_lengths(left), cut):
             kept.extend(_slice_intervals(left, low, high))
@@ -156,8 +157,8 @@ def _apply_in_order(size: int, shards: Sequence[DimShard]) -> list[IndexRange]:
 
 
 def _slice_intervals(intervals: Sequence[IndexRange], first: int, last: int) -> Iterator[IndexRange]:
-    """Where the elements ``first <= i < last`` lie of the sequence that these intervals make up."""
-    passed = 0  # elements of the sequence in front of the interval
+    """Yield the ranges of the elements ``first <= i < last`` of the concatenated intervals."""
+    passed = 0  # elements of the sequence before this interval
     for low, high in intervals:
         start, stop = max(first, passed), min(last, passed + high - low)
         if start < stop:
@@ -166,7 +167,7 @@ def _slice_intervals(intervals: Sequence[IndexRange], first: int, last: int) -> 
 
 
 def _merge_adjacent(intervals: Sequence[IndexRange]) -> list[IndexRange]:
-    """The intervals, neighbours joined: fewer pieces are fewer entries in the manifest and fewer reads."""
+    """Return the intervals with adjacent ones merged. Fewer pieces mean fewer manifest entries and fewer reads."""
     joined: list[IndexRange] = []
     for low, high in intervals:
         if joined and joined[-1][1] == low:
@@ -181,39 +182,40 @@ def _sum_lengths(intervals: Sequence[IndexRange]) -> int:
 
 
 MAX_INTERLEAVED_CHUNKS = 1 << 12
-"""Chunks that interleaved strided shards may make: a hostile file may name any number, and each of them takes time."""
+"""Maximum number of chunks of interleaved strided shards. A malicious file may name any number, and each costs time."""
 
 
 class MeshDimPlacement(NamedTuple):
-    """What one mesh dim does."""
+    """Placement of a DTensor along one mesh dim."""
 
     dim: int | None
-    """The tensor dim that it cuts; None if it holds copies."""
+    """Tensor dim that the mesh dim shards, or None if it replicates."""
 
     split_factor: int = 1
-    """See `Cut`."""
+    """See `DimShard.split_factor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorLayout:
-    """What a local tensor is of a global one."""
+    """Position of a local tensor in the global array."""
 
     global_shape: tuple[int, ...]
-    """Of the global one."""
+    """Shape of the global array (elements)."""
 
     local_shape: tuple[int, ...] | None = None
-    """Shape that the local tensor has to have; None if this rank has nothing of it, whatever its local tensor is."""
+    """Required shape of the local tensor, or None if this rank holds no part of the array, whatever its local tensor
+    is."""
 
     pieces: tuple[Piece, ...] = ()
 
     spec: tuple[object, ...] | None = None
-    """See `ArrayMetadata.spec`."""
+    """Sharding of the array (see `ArrayMetadata.spec`)."""
 
     uneven_shards: tuple[tuple[int, DimShard], ...] = ()
-    """See `xla_ckpt.core.sharding.dtensor.find_uneven_shards`: versions of torch do not agree about these."""
+    """Uneven interleaved shards (see `find_uneven_shards`). Versions of torch disagree about these."""
 
     problem: str = ""
-    """Why it cannot be told how it was cut; then there are no pieces."""
+    """Reason why the layout is unknown. If set, there are no pieces."""
 
 
 def compute_dtensor_layout(
@@ -223,17 +225,17 @@ def compute_dtensor_layout(
     placements: Sequence[MeshDimPlacement],
     names: Sequence[str] | None,
 ) -> DTensorLayout:
-    """How a DTensor was cut.
+    """Compute the layout of a DTensor on one rank.
 
     Args:
         shape: Global shape.
         mesh_shape: Size of each mesh dim.
-        coordinate: Place of the rank along each.
-        placements: What each of them does.
-        names: What they are called.
+        coordinate: Coordinate of the rank along each mesh dim.
+        placements: Placement along each mesh dim.
+        names: Names of the mesh dims, or None for ``mesh0``, ``mesh1``, ...
 
     Raises:
-        ValueError: These contradict each other.
+        ValueError: The arguments contradict each other, or strided shards create too many chunks.
 
     >>> placements = [MeshDimPlacement(0), MeshDimPlacement(None)]
     >>> layout = compute_dtensor_layout((6, 4), (2, 2), (1, 0), placements, ("dp", "tp"))

@@ -1,4 +1,4 @@
-"""The map from one rank's local tensor to the global array, in pieces.
+"""Mapping of one rank's local tensor to the global array, in pieces.
 
 Every kind of parallelism is converted to this form.
 """
@@ -15,40 +15,44 @@ from xla_ckpt.core.sharding.box import Box
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:
-    """Which copy a piece is, where several ranks hold it that hold different parts of the rest."""
+    """Copy number of a piece that several ranks hold, although they hold different parts of the rest of the array."""
 
     index: int
-    """From 0."""
+    """Index of this copy, from 0."""
 
     count: int
-    """How many copies there are, on ranks that are otherwise alike."""
+    """Number of copies, among ranks that are otherwise equal."""
 
     group: Hashable
-    """Names the holders among those ranks."""
+    """Identifier of the group of ranks that hold the copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a local tensor that are neighbours in the global array, too."""
+    """A box of a local tensor that is also a box of the global array.
+
+    Raises:
+        ValueError: The boxes have different shapes.
+    """
 
     local_box: Box
-    """Where they are in the local tensor."""
+    """Box in the local tensor."""
 
     global_box: Box
-    """Where they are in the global array; of the same shape."""
+    """Box in the global array, of the same shape."""
 
     local_device: int = 0
-    """Which local device holds them."""
+    """Index of the local device that holds the elements."""
 
     copy: PieceCopy | None = None
-    """Which copy of them this is; None if they have no more copies than the whole array."""
+    """Copy number of this piece, or None if the piece has no more copies than the whole array."""
 
     def __post_init__(self) -> None:
         if self.local_box.shape != self.global_box.shape:
             raise ValueError(f"{self.local_box} of a local tensor cannot be {self.global_box} of the global one")
 
     def compute_parent_box(self, local_shape: Sequence[int]) -> Box:
-        """The box of the global array that a whole local tensor of this shape would be, if it were like this piece.
+        """Return the box of a whole local tensor of this shape in the global array, extrapolated from this piece.
 
         >>> str(Piece(Box((0, 1), (2, 2)), Box((4, 1), (6, 2))).compute_parent_box((2, 3)))
         '[4:6, 0:3]'
@@ -59,42 +63,42 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalArray:
-    """A local tensor, and where its elements are in the global array. What no piece covers is padding.
+    """A local tensor and the position of its elements in the global array. Elements that no piece covers are padding.
 
-    Padding is never stored in files of this library.
+    xla-ckpt never stores padding in native files.
     """
 
     shape: tuple[int, ...]
     """Global shape (elements)."""
 
     pieces: tuple[Piece, ...]
-    """Disjoint. A rank that holds nothing of the array has none."""
+    """Disjoint pieces. Empty if the rank holds no part of the array."""
 
     replica: int = 0
-    """Which of the equal copies this is."""
+    """Index of this replica."""
 
     replicas: int = 1
-    """How many copies there are in the job."""
+    """Number of replicas in the job."""
 
     group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.core.plan.leaf.LocalShard`). Pieces with a `copy` have more of them."""
+    """Identifier of the set of holders (see `xla_ckpt.core.plan.leaf.LocalShard`). Pieces with a `copy` have more
+    holders."""
 
     spec: tuple[object, ...] | None = None
-    """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""
+    """Sharding per tensor dim (see `Sharding.spec`), for display and for `explain`."""
 
     boxes: tuple[Box, ...] = field(init=False, repr=False, compare=False)
-    """The regions of the global array that the pieces are, each of them once. A load asks for them several times an
-    array."""
+    """Distinct global boxes of the pieces. Cached, because a load reads them several times per array."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boxes", tuple(dict.fromkeys(piece.global_box for piece in self.pieces)))
 
     def is_filled_by(self, shape: Sequence[int]) -> bool:
-        """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
+        """Return True if a local tensor of this shape is a single piece without padding, as nearly all tensors are."""
         return len(self.pieces) == 1 and self.pieces[0].local_box == Box.from_shape(shape)
 
     def slice_rows(self, low: int, high: int) -> tuple[Piece, ...]:
-        """The pieces of a tensor that holds only the rows ``low <= i < high`` of the local one.
+        """Return the pieces of a tensor that holds only the rows ``low <= i < high`` of the local tensor.
 
         >>> array = LocalArray(shape=(6, 2), pieces=(Piece(Box.from_shape((3, 2)), Box((3, 0), (6, 2))),))
         >>> [(str(p.local_box), str(p.global_box)) for p in array.slice_rows(1, 3)]
@@ -117,13 +121,14 @@ def _slice_rows(pieces: Iterable[Piece], low: int, high: int) -> Iterable[Piece]
 
 @functools.lru_cache(maxsize=4096)
 def create_unsharded(shape: tuple[int, ...]) -> LocalArray:
-    """A tensor that this process holds alone: one value for all tensors of a shape."""
+    """Return the local array of an unsharded, unreplicated tensor, shared by all tensors of a shape."""
     box = Box.from_shape(shape)
     return LocalArray(shape=shape, pieces=(Piece(box, box),))
 
 
 def compute_chunk_bounds(low: int, high: int, parts: int, index: int) -> tuple[int, int]:
-    """One of `parts` chunks of a range, as `torch.chunk` and DTensor cut it: the last ones may be short or empty.
+    """Return one of `parts` chunks of a range, as `torch.chunk` and DTensor split it: the last ones may be short or
+    empty.
 
     >>> [compute_chunk_bounds(0, 5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

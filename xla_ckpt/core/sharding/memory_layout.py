@@ -1,7 +1,7 @@
 """Memory layout of regions: strides, contiguous byte runs, and strided memory of a program.
 
-`compute_runs` converts a box in a C-ordered buffer to runs of bytes; `split_by_span` cuts a region into parts of
-bounded span. `StridedMemory` describes an array at an address, to find aliases.
+`compute_runs` converts a box in a C-ordered buffer to runs of bytes. `split_by_span` splits a region into parts of
+bounded span. `StridedMemory` describes an array at an address, to detect aliases.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from xla_ckpt.core.sharding.box import Box
 class ByteRuns:
     """A region of a C-ordered buffer as equally long runs of contiguous bytes.
 
-    ``counts[i]`` runs lie ``strides[i]`` bytes apart along each outer dim; one run of `run_bytes` starts at `offset`.
-    Made several times for each read and each region that is written, so it is not `kw_only`.
+    ``counts[i]`` runs are ``strides[i]`` bytes apart along each outer dim. The first run of `run_bytes` starts at
+    `offset`. Instances are created several times per read and per written region, so the class is not `kw_only`.
     """
 
     offset: int
@@ -30,29 +30,29 @@ class ByteRuns:
     """Bytes of one run."""
 
     counts: tuple[int, ...]
-    """Runs along each outer dim, outermost first; empty for a single run."""
+    """Number of runs along each outer dim, outermost first. Empty for a single run."""
 
     strides: tuple[int, ...]
     """Bytes from one run to the next along each outer dim."""
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the region is one run."""
+        """True if the region is one run."""
         return not self.counts
 
     @property
     def span(self) -> int:
-        """Bytes from the first byte of the region to one past its last."""
+        """Number of bytes from the first byte of the region to one past its last."""
         return self.run_bytes + sum((c - 1) * s for c, s in zip(self.counts, self.strides, strict=True))
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the region."""
+        """Number of bytes in the region."""
         return self.run_bytes * prod(self.counts)
 
 
 def compute_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one element of a C-ordered buffer to the next, along each dim.
+    """Return the strides of a C-ordered buffer: the bytes from one element to the next, along each dim.
 
     >>> compute_strides((2, 3, 4), 2)
     (24, 8, 2)
@@ -67,42 +67,42 @@ def compute_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def compute_runs(region: Box, buffer: Box, itemsize: int) -> ByteRuns:
-    """How `region` lies in a buffer that holds `buffer` in C order.
+    """Return the byte runs of `region` in a C-ordered buffer that contains the elements of `buffer`.
 
     >>> compute_runs(Box((1, 0), (3, 4)), Box.from_shape((4, 4)), 2)
     ByteRuns(offset=8, run_bytes=16, counts=(), strides=())
     >>> compute_runs(Box((0, 1), (2, 3)), Box.from_shape((4, 4)), 2)
     ByteRuns(offset=2, run_bytes=4, counts=(2,), strides=(8,))
     """
-    if region is buffer or region == buffer:  # the whole of the buffer: nearly every array of a checkpoint
+    if region is buffer or region == buffer:  # the whole buffer, as for nearly every array
         return _create_single_run(region.size * itemsize)
     first = region.relative_to(buffer).start
     shape, extent = region.shape, buffer.shape
     steps = compute_strides(extent, itemsize)
     offset = sum(i * step for i, step in zip(first, steps, strict=True))
-    # From the innermost dim outwards: a dim lengthens the run as long as the region is whole in all dims behind it.
-    # The first dim in which it is not whole still belongs to the run, because its own elements are neighbours.
+    # From the innermost dim outwards: a dim extends the run as long as the region spans the buffer in all inner dims.
+    # The first dim that it does not span still belongs to the run, because its own elements are adjacent.
     nbytes, outer = itemsize, len(shape)
     while outer > 0:
         outer -= 1
         nbytes *= shape[outer]
         if shape[outer] != extent[outer]:
             break
-    # A dim of one element repeats nothing. Counted, it would make a contiguous region look scattered.
+    # A dim of one element repeats nothing. If it were counted, a contiguous region would look scattered.
     repeated = [dim for dim in range(outer) if shape[dim] != 1]
     return ByteRuns(offset, nbytes, tuple(shape[dim] for dim in repeated), tuple(steps[dim] for dim in repeated))
 
 
 @functools.lru_cache(maxsize=4096)
 def _create_single_run(nbytes: int) -> ByteRuns:
-    """The whole of a buffer of so many bytes."""
+    """Return the run of a whole buffer of `nbytes` bytes."""
     return ByteRuns(0, nbytes, (), ())
 
 
 def split_by_span(region: Box, buffer: Box, itemsize: int, max_span: int) -> Iterator[Box]:
-    """Cut `region` so that each part spans at most `max_span` bytes of the buffer (single elements may span more).
+    """Split `region` so that each part spans at most `max_span` bytes of the buffer (single elements may span more).
 
-    Parts come in the order of their first byte, and together they are `region`.
+    Parts are yielded in the order of their first byte, and together they are `region`.
     """
     if region.size == 0:
         return
@@ -110,8 +110,8 @@ def split_by_span(region: Box, buffer: Box, itemsize: int, max_span: int) -> Ite
     if dim is None or compute_runs(region, buffer, itemsize).span <= max_span:
         yield region
         return
-    # The outermost dim that can be cut is cut into groups of rows. A further row adds the same number of bytes to the
-    # span each time. If a single row spans too much, every row is cut again, along its next dim.
+    # The outermost dim that can be split is split into groups of rows. Each further row adds the same number of bytes
+    # to the span. If a single row spans too much, every row is split again, along its next dim.
     first, last = region.start[dim], region.stop[dim]
     one_row = compute_runs(region.slice_dim(dim, first, first + 1), buffer, itemsize).span
     further_row = compute_runs(region.slice_dim(dim, first, first + 2), buffer, itemsize).span - one_row
@@ -121,15 +121,15 @@ def split_by_span(region: Box, buffer: Box, itemsize: int, max_span: int) -> Ite
 
 
 HOST_MEMORY = "host"
-"""The memory of the process: a torch tensor may have that of a numpy array."""
+"""Memory space of the process. A torch tensor may share it with a numpy array."""
 
 
 @slots_dataclass()
 class StridedMemory:
-    """The elements of an array in a program's memory."""
+    """Elements of an array in the memory of the program."""
 
     memory_space: Hashable
-    """Which memory: addresses of two of them have nothing to do with each other."""
+    """Identifier of the memory. Addresses in different memory spaces are unrelated."""
 
     address: int
     """Address of the first element (bytes)."""
@@ -142,7 +142,7 @@ class StridedMemory:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Address of the lowest byte, and of the one behind the highest.
+        """Address of the lowest byte, and one past the highest.
 
         >>> StridedMemory("host", 100, (2, 3), (-16, 4), 4).span
         (84, 112)
@@ -153,7 +153,7 @@ class StridedMemory:
         ) + self.itemsize
 
     def slice_box(self, box: Box) -> StridedMemory:
-        """A region of it."""
+        """Return the memory of a region of the array."""
         if box.shape == self.shape:
             return self
         first = sum(low * step for low, step in zip(box.start, self.strides, strict=True))
@@ -161,7 +161,7 @@ class StridedMemory:
 
     @property
     def has_distinct_elements(self) -> bool:
-        """Whether each element has memory of its own, as far as the strides tell.
+        """True if the strides show that no two elements share memory.
 
         >>> StridedMemory("host", 0, (4, 3), (0, 4), 4).has_distinct_elements
         False
@@ -179,7 +179,7 @@ class StridedMemory:
 
 
 def create_contiguous(memory_space: Hashable, address: int, shape: Sequence[int], itemsize: int) -> StridedMemory:
-    """An array in C order.
+    """Return the memory of an array in C order.
 
     >>> create_contiguous("host", 64, (2, 3), 4).strides
     (12, 4)

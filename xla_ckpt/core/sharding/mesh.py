@@ -1,4 +1,4 @@
-"""Mesh: the ranks of a job along named parallel axes (pp, dp, ep, cp, tp), and which rank this process is."""
+"""Mesh: the ranks of a job along named parallel axes (pp, dp, ep, cp, tp), and the coordinates of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import check_fields
 
 MESH_AXES = ("pp", "dp", "cp", "tp")
-"""Axes that make up the world, outermost first: neuronx-distributed's rank order."""
+"""Axes that make up the world, outermost first, in neuronx-distributed's rank order."""
 
 
 @check_fields
@@ -18,18 +18,18 @@ MESH_AXES = ("pp", "dp", "cp", "tp")
 class Mesh:
     """Ranks arranged by parallelism, in neuronx-distributed's order: pp outermost, then dp, cp, and tp innermost.
 
-    Expert parallelism divides data parallelism (as in neuronx-distributed): `ep` ranks that are neighbours along dp
-    hold different experts, and ``dp // ep`` groups of them are replicas.
+    Expert parallelism divides data parallelism (as in neuronx-distributed): `ep` neighbouring ranks along dp hold
+    different experts, and ``dp // ep`` such groups are replicas.
 
     Args:
-        pp: Pipeline stages.
-        dp: Data-parallel replicas (experts included: ``dp == edp * ep``).
-        ep: Expert-parallel ranks inside `dp`.
-        cp: Context-parallel ranks.
-        tp: Tensor-parallel ranks.
+        pp: Number of pipeline stages.
+        dp: Number of data-parallel replicas (experts included: ``dp == edp * ep``).
+        ep: Number of expert-parallel ranks inside `dp`.
+        cp: Number of context-parallel ranks.
+        tp: Number of tensor-parallel ranks.
 
     Raises:
-        ValueError: A size below 1, or `ep` does not divide `dp`.
+        ValueError: A size is below 1, or `ep` does not divide `dp`.
 
     >>> mesh = Mesh(dp=2, tp=4)
     >>> mesh.size, mesh.coordinates(5)
@@ -57,14 +57,14 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along every axis, ``ep`` and ``edp`` (``dp // ep``) included."""
+        """Number of ranks along every axis, including ``ep`` and ``edp`` (``dp // ep``)."""
         return {**{a: getattr(self, a) for a in MESH_AXES}, "ep": self.ep, "edp": self.dp // self.ep}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands along every axis, ``ep`` and ``edp`` included.
+        """Return the coordinates of `rank` along every axis, including ``ep`` and ``edp``.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: `rank` is outside of the mesh.
         """
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside of a mesh of {self.size}")
@@ -74,7 +74,10 @@ class Mesh:
         return {**{a: at[a] for a in MESH_AXES}, "ep": at["dp"] % self.ep, "edp": at["dp"] // self.ep}
 
     def rank(self, at: Mapping[str, int]) -> int:
-        """The rank at these coordinates; axes that are not named are at 0.
+        """Return the rank at these coordinates. Axes that are not given default to 0.
+
+        Raises:
+            ValueError: A coordinate is outside of the mesh.
 
         >>> Mesh(dp=2, tp=4).rank({"dp": 1, "tp": 1})
         5
@@ -88,7 +91,7 @@ class Mesh:
         return rank
 
     def first_of_stage(self, rank: int) -> int:
-        """The first rank of the pipeline stage of a rank, which speaks for all of its stage.
+        """Return the first rank of a rank's pipeline stage, which reports for the whole stage.
 
         >>> Mesh(pp=2, dp=2).first_of_stage(3)
         2
@@ -96,15 +99,15 @@ class Mesh:
         return rank - rank % (self.size // self.pp) if self.pp > 1 else 0
 
     def __str__(self) -> str:
-        """``pp=1,dp=2,ep=1,cp=1,tp=4``: what `parse` reads."""
+        """Format as ``pp=1,dp=2,ep=1,cp=1,tp=4``, the form that `parse` reads."""
         return ",".join(f"{a}={getattr(self, a)}" for a in ("pp", "dp", "ep", "cp", "tp"))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """A mesh from ``pp=1,dp=2,tp=4``; axes that are not named have one rank.
+        """Parse a mesh from a string such as ``pp=1,dp=2,tp=4``. Axes that are not given have one rank.
 
         Raises:
-            ValueError: Text of another form.
+            ValueError: The string has another form.
 
         >>> Mesh.parse("dp=2,tp=4").size
         8
@@ -119,10 +122,10 @@ class Mesh:
 
 
 def parse_mesh(mesh: object) -> Mesh | None:
-    """A mesh as callers give it: ``Mesh(dp=2, tp=4)`` or ``"dp=2,tp=4"``.
+    """Return the mesh of a caller's argument: ``Mesh(dp=2, tp=4)``, ``"dp=2,tp=4"`` or None.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The argument is invalid.
     """
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
@@ -139,14 +142,14 @@ def parse_mesh(mesh: object) -> Mesh | None:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What a process knows about the job when it describes its arrays."""
+    """Position of this process in the job."""
 
     rank: int = 0
     world_size: int = 1
     mesh: Mesh = field(default_factory=Mesh)
-    """How the ranks are arranged; pure data parallelism where nobody says otherwise."""
+    """Arrangement of the ranks. Pure data parallelism by default."""
 
     @property
     def is_stage_leader(self) -> bool:
-        """Whether this process speaks for its pipeline stage."""
+        """True if this process reports for its pipeline stage."""
         return self.rank == self.mesh.first_of_stage(self.rank)

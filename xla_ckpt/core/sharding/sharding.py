@@ -1,10 +1,10 @@
-"""Shardings: which tensor dims are split over which mesh axes, sections of fused dims, and rules by leaf path.
+"""Shardings: the mesh axes that split each tensor dim, sections of fused dims, and sharding rules by leaf path.
 
-A local array follows from the mesh, the rank and the shape of the local tensor, without communication. The rows of a
-fused projection of grouped-query attention are sections (queries, keys, values), each of which is split on its own; if
+The mesh, the rank and the shape of the local tensor determine a local array, without communication. The rows of a fused
+grouped-query attention projection consist of sections (queries, keys, values), and each section is split separately. If
 there are more ranks than key-value heads, several ranks hold the same keys and values, as with neuronx-distributed's
-`kv_size_multiplier`. The global array contains them once. Rules are regular expressions with a sharding, for arrays
-that do not describe theirs; the first match counts.
+`kv_size_multiplier`. The global array contains them once. Rules pair a regular expression with a sharding, for arrays
+that do not describe their own. The first matching rule applies.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ _SECTION_PATTERN = re.compile(r"(\d*)\s*(?:x\s*(\d+)(?:/(\d+))?(?:\s+(adjacent))
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a tensor dim."""
+    """A section of a tensor dim.
+
+    Raises:
+        ValueError: A field is out of range.
+    """
 
     size: int | None = None
-    """Elements in the global array. None: as many as each of the other sections, or all if there is no other."""
+    """Number of elements in the global array. None: equal shares of the dim."""
 
     copies: int = 1
-    """How many ranks hold each element. With `n` ranks the section is cut into ``n // copies`` parts, and rank `r` has
-    part ``r % (n // copies)``: the parts are repeated as a whole, as neuronx-distributed repeats them on trn1. A single
-    rank holds the section once, whatever this says."""
+    """Number of ranks that hold each element. With `n` ranks the section is split into ``n // copies`` parts, and rank
+    `r` holds part ``r % (n // copies)``: the sequence of parts is repeated, as in neuronx-distributed on trn1. A single
+    rank holds the section once, whatever the value."""
 
     adjacent: bool = False
-    """Whether neighbouring ranks hold the same: rank `r` has part ``r // copies``, as on trn2."""
+    """True if neighbouring ranks hold the same part: rank `r` holds part ``r // copies``, as on trn2."""
 
     max_parts: int | None = None
-    """Into how many parts the section may be cut at most: there are no more heads. A stored array says so, for ranks
-    other than those that saved it: they hold as many copies as they have to, and `copies` is what the ranks held that
-    saved it."""
+    """Maximum number of parts, which is the number of heads. Stored with an array for loads on other numbers of ranks:
+    these hold as many copies as necessary, and `copies` is the number of copies at the time of the save."""
 
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
@@ -56,7 +59,7 @@ class Section:
 
     @property
     def spec(self) -> int | str:
-        """As JSON can hold it, and a person can read it: what `parse_section` reads."""
+        """Section in the JSON and text form that `parse_section` reads."""
         size = "" if self.size is None else str(self.size)
         if self.copies == 1:
             return size if self.size is None else self.size
@@ -64,15 +67,15 @@ class Section:
         return f"{size}x{self.copies}{parts}{' adjacent' if self.adjacent else ''}"
 
     def count_copies(self, ranks: int) -> int:
-        """How many of `ranks` ranks hold each element.
+        """Return the number of ranks, out of `ranks`, that hold each element.
 
         Raises:
-            ValueError: They cannot hold equally many copies.
+            ValueError: The ranks cannot hold equally many copies.
         """
         if ranks == 1:
             return 1
         copies = self.copies
-        # The same number of copies keeps the heads of the queries in their order; but no part may be cut any further.
+        # Keeping the number of copies keeps the order of the query heads, unless parts would have to be split further.
         if self.max_parts is not None and (ranks % copies or ranks // copies > self.max_parts):
             copies = max(1, ranks // self.max_parts)
         if ranks % copies:
@@ -80,14 +83,14 @@ class Section:
         return copies
 
     def to_stored(self, ranks: int) -> Section:
-        """The same section as `ranks` ranks that hold it say it to other ranks."""
+        """Return the section as stored by a job that holds it on `ranks` ranks, for use on other numbers of ranks."""
         if self.copies == 1 or self.max_parts is not None or ranks == 1:
             return self
         return replace(self, max_parts=ranks // self.copies)
 
 
 def parse_section(entry: Any) -> Section:
-    """A section as a person writes it: a size, a size and its copies, or copies alone; ``/8`` are its parts.
+    """Parse a section: a size, a size with copies, or only copies. ``/8`` gives the number of parts.
 
     Raises:
         ValueError: `entry` has another form.
@@ -107,7 +110,7 @@ def parse_section(entry: Any) -> Section:
 
 
 def has_sections(entry: object) -> bool:
-    """Whether an entry of a spec ends with a list of sections.
+    """Return True if an entry of a spec ends with a list of sections.
 
     >>> has_sections(("tp", (8, "4x2"))), has_sections(("tp", 3)), has_sections("tp"), has_sections(None)
     (True, False, False, False)
@@ -117,7 +120,7 @@ def has_sections(entry: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SectionBlock:
-    """Neighbouring elements of one tensor dim that a rank holds."""
+    """Neighbouring elements of one tensor dim on one rank."""
 
     start: int
     """First element in the local tensor."""
@@ -129,17 +132,17 @@ class SectionBlock:
     """First element in the global array."""
 
     copy: int = 0
-    """Which of the equal copies this is."""
+    """Index of this copy."""
 
     copies: int = 1
     adjacent: bool = False
 
 
 def compute_global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
-    """Elements of a dim in the global array, of which each rank has `n`.
+    """Return the global size of a dim that has `n` elements on each rank.
 
     Raises:
-        ValueError: The ranks' parts cannot come from such sections.
+        ValueError: The local sizes are inconsistent with the sections.
     """
     if n < 0:
         raise ValueError(f"a tensor dim of size {n}")
@@ -165,33 +168,33 @@ def compute_global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
 
 
 def compute_local_size(total: int, ranks: int, sections: Sequence[Section]) -> int:
-    """Elements that each rank has of a dim of `total`.
+    """Return the local size, on each rank, of a dim of `total` elements.
 
     Raises:
-        ValueError: The sections do not add up to it, or do not divide.
+        ValueError: The sections do not add up to `total`, or do not divide.
     """
     sizes = zip(_compute_sizes(total, sections), sections, strict=True)
     return sum(_divide_evenly(size, ranks // section.count_copies(ranks)) for size, section in sizes)
 
 
 def compute_blocks(n: int, ranks: int, index: int, sections: Sequence[Section], total: int) -> list[SectionBlock]:
-    """The blocks that one rank holds of a tensor dim.
+    """Return the blocks of a tensor dim that one rank holds.
 
     Args:
         n: Elements of the dim in the local tensor.
-        ranks: How many ranks the dim is split over.
-        index: Which of them this one is.
-        sections: What the dim consists of.
-        total: Elements of the dim in the global array. They may be fewer than those of all ranks if the last ones are
+        ranks: Number of ranks that the dim is split over.
+        index: Index of this rank among them.
+        sections: Sections of the dim.
+        total: Elements of the dim in the global array. Fewer than the sum over all ranks if the last elements are
             padding.
 
     Raises:
-        ValueError: The sections do not fit.
+        ValueError: The sizes are inconsistent with the sections.
     """
     if total < 0:
         raise ValueError(f"a tensor dim of size {total}")
     if total != compute_global_size(n, ranks, sections):
-        # Padding lies behind the last element of the array. In sections nobody could tell where that is.
+        # Padding follows the last element of the array. With several sections its position would be ambiguous.
         if tuple(sections) != (Section(),) or total > n * ranks:
             raise ValueError(
                 f"a dim of {total} elements cannot be {ranks} times {n} of which the last ones are padding"
@@ -199,7 +202,7 @@ def compute_blocks(n: int, ranks: int, index: int, sections: Sequence[Section], 
         low = min(index * n, total)
         return [SectionBlock(0, min(low + n, total) - low, low)]
     if ranks == 1:
-        return [SectionBlock(0, n, 0)]  # the sections of a single rank are neighbours
+        return [SectionBlock(0, n, 0)]  # the sections of a single rank are adjacent
     blocks, at, first = [], 0, 0
     for section, size in zip(sections, _compute_sizes(total, sections), strict=True):
         copies = section.count_copies(ranks)
@@ -212,7 +215,11 @@ def compute_blocks(n: int, ranks: int, index: int, sections: Sequence[Section], 
 
 
 def _compute_sizes(total: int, sections: Sequence[Section]) -> list[int]:
-    """The sizes of the sections of a dim."""
+    """Return the sizes of the sections of a dim.
+
+    Raises:
+        ValueError: The sections do not add up to `total`, or do not divide.
+    """
     sizes = [_divide_evenly(total, len(sections)) if s.size is None else s.size for s in sections]
     if sum(sizes) != total:
         raise ValueError(f"sections of {_format_sections(sections)} elements are {sum(sizes)}, and the dim has {total}")
@@ -230,26 +237,30 @@ def _format_sections(sections: Sequence[Section]) -> str:
 
 
 REPLICATED_AXES = ("edp", "ep", "cp", "tp")
-"""Mesh axes along which an unsplit array is the same everywhere. ``pp`` is none: its stages hold different arrays."""
+"""Mesh axes that replicate an unsplit array. ``pp`` is not among them, because its stages hold different arrays."""
 
 SPLIT_AXES = ("pp", "dp", "edp", "ep", "cp", "tp")
-"""Mesh axes that a tensor dim may be split over; ``dp`` is ``edp`` times ``ep``."""
+"""Mesh axes that may split a tensor dim. ``dp`` is ``edp`` times ``ep``."""
 
 STAGE_AXES = ("dp", "cp", "tp")
-"""The mesh axes along which the ranks of one pipeline stage lie."""
+"""Mesh axes that span the ranks of one pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class DimSharding:
-    """How one tensor dim is split."""
+    """Sharding of one tensor dim.
+
+    Raises:
+        ValueError: The axes are unknown or repeated, or the sections are inconsistent.
+    """
 
     axes: tuple[str, ...]
     """Mesh axes, outermost first."""
 
     sections: tuple[Section, ...] = (Section(),)
-    """The dim consists of these, one behind the other, and each is divided over the axes on its own. A rank's local
-    tensor holds its part of the first, then of the second, ... Sections without a size are equally large: so many of
-    them are Megatron's and neuronx-distributed's `partition_stride`, for projections that are fused into one tensor."""
+    """Consecutive sections of the dim, each split over the axes separately. A rank's local tensor holds its part of the
+    first section, then of the second, ... Sections without a size have equal sizes: their number is the
+    `partition_stride` of Megatron and neuronx-distributed, for projections that are fused into one tensor."""
 
     def __post_init__(self) -> None:
         unknown = [a for a in self.axes if a not in SPLIT_AXES]
@@ -262,7 +273,7 @@ class DimSharding:
 
     @classmethod
     def from_stride(cls, axes: tuple[str, ...], stride: int) -> DimSharding:
-        """A split into `stride` sections of one size.
+        """Create a split into `stride` sections of equal size.
 
         Raises:
             ValueError: `stride` is below 1.
@@ -273,23 +284,26 @@ class DimSharding:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each rank holds a single chunk of the dim that nobody else holds."""
+        """True if each rank holds a single chunk of the dim that no other rank holds."""
         return self.sections == (Section(),)
 
     @property
     def has_custom_sections(self) -> bool:
-        """Whether its sections have sizes or copies: more than a stride says."""
+        """True if the sections have sizes or copies, which a stride cannot express."""
         return any(s != Section() for s in self.sections)
 
     @property
     def has_copies(self) -> bool:
-        """Whether some section is held by several ranks."""
+        """True if several ranks hold the same section."""
         return any(s.copies > 1 for s in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How an array is split. Tensor dims behind the last one that is named are not split.
+    """Sharding of an array. Tensor dims after the last one in `dims` are not split.
+
+    Raises:
+        ValueError: A mesh axis splits two tensor dims, or is a part of another axis.
 
     >>> Sharding.parse((("dp", "tp"), None)).spec
     (('dp', 'tp'), None)
@@ -298,7 +312,7 @@ class Sharding:
     dims: tuple[DimSharding | None, ...] = ()
 
     shape: tuple[int | None, ...] | None = None
-    """The true global size of each tensor dim, where local tensors are padded; None where they are not."""
+    """Unpadded global size of each tensor dim, or None where local tensors are not padded."""
 
     def __post_init__(self) -> None:
         axes = self.axes
@@ -312,22 +326,23 @@ class Sharding:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a part of the array is held by several ranks of an axis that splits it."""
+        """True if several ranks of an axis that splits the array hold the same part."""
         return any(split is not None and split.has_copies for split in self.dims)
 
     @property
     def spec(self) -> tuple[object, ...]:
-        """As JSON can hold it: per tensor dim None, or the axes, with the stride or the sections behind them."""
+        """Sharding as JSON: per tensor dim None or the axes, followed by the stride or the sections."""
         return tuple(map(_format_dim, self.dims))
 
     @classmethod
     def parse(cls, spec: Any) -> Sharding:
-        """The sharding that a spec in JAX's manner names: ``("tp", None)``, ``(("dp", "tp"), None)``, or None.
+        """Parse a spec in JAX's style: ``("tp", None)``, ``(("dp", "tp"), None)``, or None.
 
-        An integer after the axes is the stride: ``(("tp", 3), None)``. A list after them has the sections: their sizes
-        in elements of the global array, with ``x4`` behind the size of one that four ranks hold alike, and ``x4
-        adjacent`` if neighbouring ranks do: ``(("tp", [4096, "1024x4", "1024x4"]), None)``. A single section needs no
-        size: ``(("tp", ["x4"]), None)``. Stored arrays also say into how many parts a section was cut, ``"1024x4/8"``.
+        An integer after the axes is the stride: ``(("tp", 3), None)``. A list after them contains the sections, as
+        sizes in elements of the global array. ``x4`` after a size means that four ranks hold the same part, and ``x4
+        adjacent`` that these ranks are neighbours: ``(("tp", [4096, "1024x4", "1024x4"]), None)``. A single section
+        needs no size: ``(("tp", ["x4"]), None)``. Stored arrays also record the number of parts of a section:
+        ``"1024x4/8"``.
 
         Raises:
             ValueError: `spec` has another form.
@@ -341,14 +356,14 @@ class Sharding:
         return cls(tuple(_parse_dim(entry) for entry in spec))
 
     def pad_dims(self, ndim: int) -> tuple[DimSharding | None, ...]:
-        """The split of each dim of an array of so many dims."""
+        """Return the split of each dim of an array with `ndim` dims."""
         return (*self.dims, *(None,) * (ndim - len(self.dims)))
 
     def map_local_shape(self, local_shape: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
-        """Where a rank's local tensor of this shape lies.
+        """Map a rank's local tensor of this shape to the global array.
 
         Raises:
-            ValueError: The shape cannot come from this sharding.
+            ValueError: The shape is inconsistent with this sharding.
         """
         if len(self.dims) > len(local_shape):
             raise ValueError(f"{len(self.dims)} dims are sharded, the tensor has {len(local_shape)}")
@@ -375,10 +390,10 @@ class Sharding:
         )
 
     def map_global_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
-        """Where a rank's part of a global array of this shape lies. Dims that do not divide are cut into chunks.
+        """Compute a rank's part of a global array of this shape. Dims that do not divide are split into chunks.
 
         Raises:
-            ValueError: More dims are sharded than the array has, or one in sections does not divide.
+            ValueError: More dims are sharded than the array has, or a dim with sections does not divide.
         """
         if len(self.dims) > len(shape):
             raise ValueError(f"{len(self.dims)} dims are sharded, the array has {len(shape)}")
@@ -406,7 +421,7 @@ class Sharding:
         replica, replicas, group = compute_replica(self.axes, mesh.sizes, mesh.coordinates(rank))
         return LocalArray(
             shape=tuple(shape),
-            pieces=(Piece(Box.from_shape(box.shape), box),),  # kept where it is empty, because it says the local shape
+            pieces=(Piece(Box.from_shape(box.shape), box),),  # kept even if empty, because it records the local shape
             replica=replica,
             replicas=replicas,
             group=group,
@@ -414,16 +429,16 @@ class Sharding:
         )
 
     def map_zero1_shape(self, local_shape: Sequence[int], mesh: Mesh, rank: int, axes: tuple[str, ...]) -> LocalArray:
-        """Where a rank's ZeRO-1 shard of such a tensor lies: its rows, zero-padded, are dealt out along `axes`.
+        """Map a rank's ZeRO-1 shard of a local tensor: its rows, zero-padded, are split over `axes`.
 
         Raises:
-            ValueError: The tensor cannot come from this sharding, or is split over these axes already.
+            ValueError: The shape is inconsistent with this sharding, or the tensor is already split over these axes.
         """
         full = self.map_local_shape(local_shape, mesh, rank)
         first = self.dims[0] if self.dims else None
         split = DimSharding(axes) if first is None else DimSharding((*first.axes, *axes), first.sections)
         here = Sharding((split, *self.dims[1:]))
-        # Zero padding goes behind the last row, so the last ranks hold fewer rows of the tensor than others, or none.
+        # Zero padding follows the last row, so the last ranks hold fewer rows of the tensor than others, or none.
         low, high = compute_chunk_bounds(
             0, local_shape[0], count_parts(axes, mesh.sizes), compute_part_index(axes, mesh, rank)
         )
@@ -434,14 +449,14 @@ class Sharding:
             replica=replica,
             replicas=replicas,
             group=group,
-            # What the sections have of copies is a matter of the ranks that split the parameter, without dp.
+            # The number of copies of a section depends on the ranks that split the parameter, without dp.
             spec=Sharding(
                 (DimSharding(split.axes, self._to_stored_sections(first, mesh)), *self._to_stored(mesh).dims[1:])
             ).spec,
         )
 
     def _to_stored(self, mesh: Mesh) -> Sharding:
-        """The same as a stored array says it to other ranks than those of `mesh`."""
+        """Return the sharding as stored for ranks of other meshes than `mesh`."""
         dims = tuple(s if s is None else DimSharding(s.axes, self._to_stored_sections(s, mesh)) for s in self.dims)
         return replace(self, dims=dims)
 
@@ -454,7 +469,7 @@ class Sharding:
 
 
 REPLICATED = Sharding()
-"""The sharding of an array that is the same on all ranks."""
+"""Sharding of an array that is replicated on all ranks."""
 
 
 def _parse_dim(entry: Any) -> DimSharding | None:
@@ -473,7 +488,7 @@ def _parse_dim(entry: Any) -> DimSharding | None:
 
 
 def _format_dim(split: DimSharding | None) -> object:
-    """One entry of `Sharding.spec`: what `_parse_dim` reads."""
+    """Return one entry of `Sharding.spec`, in the form that `_parse_dim` reads."""
     if split is None:
         return None
     if split.has_custom_sections:
@@ -484,9 +499,11 @@ def _format_dim(split: DimSharding | None) -> object:
 
 
 def _build_pieces(blocks: Sequence[Sequence[SectionBlock]], axes: Sequence[tuple[str, ...]]) -> tuple[Piece, ...]:
-    """The pieces of a local tensor that holds these blocks of each dim: one for each combination of blocks.
+    """Return the pieces of a local tensor that holds these blocks of each dim: one per combination of blocks.
 
-    `axes` are the mesh axes that split each dim.
+    Args:
+        blocks: Blocks of each dim.
+        axes: Mesh axes that split each dim.
     """
     pieces = []
     for choice in product(*blocks):
@@ -500,7 +517,7 @@ def _build_pieces(blocks: Sequence[Sequence[SectionBlock]], axes: Sequence[tuple
 
 
 def _find_copy(choice: Sequence[SectionBlock], axes: Sequence[tuple[str, ...]]) -> PieceCopy | None:
-    """Which copy a piece is, of the sections that it lies in; None if nobody else holds these sections."""
+    """Return the copy number of a piece, or None if no other rank holds its sections."""
     index, count, group = 0, 1, []
     for block, named in zip(choice, axes, strict=True):
         if block.copies > 1:
@@ -510,12 +527,12 @@ def _find_copy(choice: Sequence[SectionBlock], axes: Sequence[tuple[str, ...]]) 
 
 
 def count_parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """The number of parts of something that is split over these axes."""
+    """Return the number of parts of a dim that is split over these axes."""
     return prod(sizes[a] for a in axes)
 
 
 def compute_part_index(axes: Sequence[str], mesh: Mesh, rank: int) -> int:
-    """Which part a rank has when something is split over these axes."""
+    """Return the index of a rank's part of a dim that is split over these axes."""
     at, sizes, index = mesh.coordinates(rank), mesh.sizes, 0
     for axis in axes:
         index = index * sizes[axis] + at[axis]
@@ -523,7 +540,7 @@ def compute_part_index(axes: Sequence[str], mesh: Mesh, rank: int) -> int:
 
 
 def compute_replica(axes: Sequence[str], sizes: dict[str, int], at: dict[str, int]) -> tuple[int, int, object]:
-    """(replica, replicas, name of the group of holders) on a rank, of an array that these axes split."""
+    """Return (replica, replicas, identifier of the group of holders) of a rank, for an array that these axes split."""
     split = _expand_dp_axis(axes)
     others = [a for a in REPLICATED_AXES if a not in split]
     replica = 0
@@ -533,7 +550,7 @@ def compute_replica(axes: Sequence[str], sizes: dict[str, int], at: dict[str, in
 
 
 def find_group_axes(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, ...] | None:
-    """The mesh axes along which exactly the ranks of a group lie, in its order; None if there are no such axes.
+    """Return the mesh axes that span exactly the ranks of a group, in its order, or None if there are no such axes.
 
     >>> find_group_axes([1, 3], Mesh(dp=2, tp=2), 1)
     ('dp',)
@@ -549,21 +566,21 @@ def find_group_axes(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, .
 
 
 def _expand_dp_axis(axes: Iterable[str]) -> frozenset[str]:
-    """The axes with ``edp`` and ``ep`` in place of ``dp``, which is the two of them."""
+    """Return the axes with ``dp`` replaced by ``edp`` and ``ep``."""
     return frozenset(single for axis in axes for single in (("edp", "ep") if axis == "dp" else (axis,)))
 
 
 ShardingRules = Sequence[tuple[str, Any]]
-"""(regular expression, spec): the first expression that is found in a leaf's path or name decides."""
+"""Pairs of (regex, spec). The first regex that matches a part of a leaf's path or name applies."""
 
 ParsedRules = Sequence[tuple[re.Pattern[str], Sharding]]
 
 
 def parse_rules(rules: ShardingRules | None) -> ParsedRules:
-    """The caller's rules.
+    """Parse a caller's sharding rules.
 
     Raises:
-        UsageError: One of them is malformed.
+        UsageError: A rule is malformed.
     """
     if isinstance(rules, Mapping):
         raise UsageError(
@@ -587,7 +604,7 @@ def parse_rules(rules: ShardingRules | None) -> ParsedRules:
 
 
 def find_unused_rules(rules: ParsedRules, leaves: Iterable[str]) -> list[str]:
-    """Rules in which no leaf is found, as messages: each is a typing error, or belongs to another pipeline stage."""
+    """Return a message for each rule that matches no leaf: a typing error, or a rule for another pipeline stage."""
     leaf_paths = list(leaves)
     return [
         f"no leaf path has a part that the sharding rule ({rule[0].pattern!r}, {rule[1].spec}) fits"
@@ -597,11 +614,11 @@ def find_unused_rules(rules: ParsedRules, leaves: Iterable[str]) -> list[str]:
 
 
 def find_sharding(rules: ParsedRules, *names: str) -> Sharding | None:
-    """What the first rule says that is found in one of an array's names; None if there is none."""
+    """Return the sharding of the first rule that matches one of an array's names, or None if no rule matches."""
     rule = find_rule(rules, *names)
     return None if rule is None else rule[1]
 
 
 def find_rule(rules: ParsedRules, *names: str) -> tuple[re.Pattern[str], Sharding] | None:
-    """The first rule that is found in one of an array's names; None if there is none."""
+    """Return the first rule that matches one of an array's names, or None if no rule matches."""
     return next((rule for rule in rules if any(rule[0].search(name) for name in names)), None)

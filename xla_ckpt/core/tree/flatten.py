@@ -1,8 +1,8 @@
 """Flatten a nested state into named arrays and a skeleton, and rebuild it (`Unflattener`).
 
-The skeleton is JSON, like a JAX treedef: it has ``{"$array": kind}`` in place of each array and ``{"$object": n}`` in
-place of each value that only pickle can store. The caller decides which values are arrays and names their kind
-(``torch``, ``numpy``, ``jax``). A skeleton may come from a forged file, so `Unflattener` refuses everything that
+The skeleton is JSON, like a JAX treedef: it contains ``{"$array": kind}`` in place of each array and ``{"$object": n}``
+in place of each value that only pickle can store. The caller decides which values are arrays and names their kind
+(``torch``, ``numpy``, ``jax``). A skeleton may come from a malicious file, so `Unflattener` rejects everything that
 `flatten` does not write, and calls no code that the file chooses.
 """
 
@@ -32,51 +32,51 @@ from xla_ckpt.core.tree.values import (
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError, UnsupportedStateError
 
 MAX_DEPTH = 100
-"""Containers inside containers; deeper trees are a cycle in all but name. Python's own stack ends not far behind."""
+"""Maximum number of nested containers. Python's recursion limit is not much higher."""
 
 NAMESPACE_CLASSES = frozenset({"argparse:Namespace", "types:SimpleNamespace"})
-"""Classes that are nothing but a bag of attributes."""
+"""Classes that only consist of attributes."""
 
 EXTRA_COMPONENT = "~about"
-"""Path component of what a composite value takes beside its arrays. No key begins with ``~``, unless it is escaped."""
+"""Path component of the extra data of a composite value. Keys that start with ``~`` are escaped, so it is unique."""
 
 CONTENT_COMPONENT = "~content"
-"""Path component of what an object of a class that extends a plain type or container holds beside its fields."""
+"""Path component of the content of an object that extends a plain type or container, in addition to its fields."""
 
 DEFAULT_FACTORIES: dict[str, Any] = {t.__name__: t for t in (int, float, str, bool, list, dict, set, tuple)}
-"""What a defaultdict may make its values with, by name."""
+"""Supported default factories of a defaultdict, by name."""
 
 
 @dataclass(slots=True)
 class FlatTree:
-    """A tree taken apart."""
+    """A flattened tree."""
 
     arrays: dict[str, Any] = field(default_factory=dict)
     """Array leaves by leaf path, in tree order."""
 
     objects: list[tuple[str, Any]] = field(default_factory=list)
-    """(leaf path, value) of what is neither array, container nor plain; the skeleton refers to it by index."""
+    """(leaf path, value) of all values that are not arrays, containers or plain. The skeleton refers to their index."""
 
     skeleton: Json = None
-    """The tree without them."""
+    """The tree without arrays and objects."""
 
     module_metadata: dict[str, dict[str, Json]] = field(default_factory=dict)
-    """Leaf path of each module's state dict -> module -> its metadata (see `module_metadata`)."""
+    """Leaf path of each module's state dict -> module -> its metadata (see `get_module_metadata`)."""
 
 
 GetArrayKind = Callable[[Any], str | None]
-"""value -> what kind of array it is, or None if it is none."""
+"""Function that returns the kind of an array, or None if the value is not an array."""
 
 
 class _Flattener:
-    """Takes one tree apart. Its methods return the skeleton of what they are given."""
+    """Flattens one tree. Its methods return the skeleton of their argument."""
 
     def __init__(self, get_array_kind: GetArrayKind, codec: ValueCodec) -> None:
         self.get_array_kind = get_array_kind
         self.codec = codec
         self.flat = FlatTree()
         self.open_containers: set[int] = set()
-        """The containers around the value that is visited: one that comes again contains itself."""
+        """Ids of the containers around the current value, to detect cycles."""
 
     def visit(self, value: Any, path: str) -> Json:
         if (kind := self.get_array_kind(value)) is not None:
@@ -96,7 +96,7 @@ class _Flattener:
             self.open_containers.discard(id(value))
 
     def flatten_container(self, value: Any, path: str) -> Json:
-        """A container, by its exact class: a subclass may hold more than its members."""
+        """Flatten a container by its exact class, because a subclass may have more state than its members."""
         kind = type(value)
         if kind in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
             return self.flatten_mapping(value, path)
@@ -113,7 +113,7 @@ class _Flattener:
         return self.flatten_instance(value, path)
 
     def flatten_mapping(self, value: Any, path: str) -> Json:
-        """A dict, or one of the standard library's classes of dicts."""
+        """Flatten a dict, or an instance of a dict class of the standard library."""
         kind = type(value)
         metadata = get_module_metadata(value) if kind is collections.OrderedDict else None
         if metadata is not None:
@@ -131,7 +131,11 @@ class _Flattener:
         return self.flatten_pairs(f"${kind.__name__}", value, path)
 
     def flatten_metadata(self, value: Mapping[str, Any], path: str) -> Json:
-        """The metadata of one module, which must be plain."""
+        """Flatten the metadata of one module.
+
+        Raises:
+            UnsupportedStateError: The metadata contain a value that is not plain.
+        """
         walk = _Flattener(lambda _: None, self.codec)
         encoded = walk.visit({name: v for name, v in value.items() if name != ASSIGN_KEY}, path)
         if walk.flat.objects:
@@ -145,7 +149,7 @@ class _Flattener:
         return encoded
 
     def flatten_set(self, value: Any, path: str) -> Json:
-        """A set, in an order that does not depend on the process; a pickle if a member is no plain value."""
+        """Flatten a set in an order that is the same in all processes. It is pickled if a member is not plain."""
         members = [self.encode_key(v) for v in value]
         if NotImplemented in members:
             return self.add_object(value, path)
@@ -153,7 +157,7 @@ class _Flattener:
         return {f"${type(value).__name__}": ordered}
 
     def flatten_instance(self, value: Any, path: str) -> Json:
-        """An instance of a class that comes apart, or that the skeleton names; a pickle if it is of any other class."""
+        """Flatten an instance of a supported class. Instances of other classes are pickled."""
         if (composite := value if isinstance(value, Composite) else self.codec.split_value(value)) is not None:
             return self.flatten_composite(composite, path)
         name = get_class_name(type(value))
@@ -164,7 +168,7 @@ class _Flattener:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             members = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
             base = find_container_base(type(value))
-            if base is None or set(getattr(value, "__dict__", {})) - set(members):  # what is no field would be lost
+            if base is None or set(getattr(value, "__dict__", {})) - set(members):  # non-field attributes would be lost
                 return self.add_object(value, path)
             body = [name, self.flatten_fields(members, path)]
             if base is object:
@@ -182,13 +186,13 @@ class _Flattener:
 
     @staticmethod
     def flatten_enum(value: Any) -> Json:
-        """A member of an enum, or a combination of flags; NotImplemented for any other value."""
+        """Flatten an enum member or a combination of flags. Returns NotImplemented for other values."""
         if is_enum_member(value):
             return {"$enum": [get_class_name(type(value)), value.name]}
         return {"$flags": [get_class_name(type(value)), value.value]} if is_flags(value) else NotImplemented
 
     def flatten_composite(self, value: Composite, path: str) -> Json:
-        """A value that consists of several parts. What else it takes must be plain."""
+        """Flatten a value that consists of several parts. Its extra data must be plain."""
         about = self.visit(value.extra, paths.join(path, EXTRA_COMPONENT))
         return {"$composite": [value.name, self.flatten_fields(value.members, path), about]}
 
@@ -205,7 +209,7 @@ class _Flattener:
 
     def flatten_pairs(self, name: str, value: Mapping[Any, Any], path: str) -> Json:
         keys = [self.encode_key(k) for k in value]
-        if NotImplemented in keys:  # a key that is itself an object: the whole dict is one
+        if NotImplemented in keys:  # a key is an object, so the whole dict is pickled
             return self.add_object(value, path)
         return {
             name: [
@@ -214,7 +218,9 @@ class _Flattener:
         }
 
     def encode_key(self, value: Any) -> Json:
-        """A dict key or set member as JSON: plain values, tuples and enums of them; else NotImplemented."""
+        """Encode a dict key or set member as JSON: plain values, tuples and enums. Returns NotImplemented for other
+        values.
+        """
         plain = self.codec.encode(value)
         if plain is not NotImplemented:
             return plain
@@ -237,15 +243,20 @@ class _Flattener:
 
 
 def format_key(key: Json) -> str:
-    """The path component of an encoded dict key."""
+    """Return the path component of an encoded dict key."""
     return paths.escape(key) if isinstance(key, str) else paths.escape_json_key(json_text.dumps(key))
 
 
 def flatten(tree: Any, get_array_kind: GetArrayKind, codec: ValueCodec) -> FlatTree:
-    """Take `tree` apart.
+    """Flatten `tree` into arrays, objects and a skeleton.
+
+    Args:
+        tree: The state.
+        get_array_kind: Returns the kind of an array, or None if the value is not an array.
+        codec: Encoder of plain values.
 
     Raises:
-        UnsupportedStateError: A cycle, or absurd nesting.
+        UnsupportedStateError: The tree contains a cycle, or is nested too deeply.
 
     >>> flat = flatten({"w": 3.5, "names": ("a", 1)}, lambda v: "mine" if isinstance(v, float) else None, ValueCodec())
     >>> flat.arrays, flat.skeleton
@@ -257,17 +268,17 @@ def flatten(tree: Any, get_array_kind: GetArrayKind, codec: ValueCodec) -> FlatT
 
 
 ResolveClass = Callable[[str, type], Any]
-"""(``module:qualname``, base kind) -> the class of a namedtuple, dataclass or enum; raises where it cannot."""
+"""(``module:qualname``, base kind) -> the class of a namedtuple, dataclass or enum. Raises an error if unknown."""
 
 MAX_HASH_COLLISIONS = 1000
-"""Most keys of a dict, or members of a set, with the same hash: each of them is compared with all others."""
+"""Maximum number of dict keys or set members with equal hashes, because each is compared with all others."""
 
 
 def check_hashes(keys: list[Any]) -> None:
-    """Check that a dict of these keys, or a set, is made in time linear in their number.
+    """Check that a dict or set with these keys can be built in linear time.
 
     Raises:
-        ValueError: Too many of them have the same hash.
+        ValueError: Too many keys have the same hash.
     """
     if (
         len(keys) > MAX_HASH_COLLISIONS
@@ -277,7 +288,11 @@ def check_hashes(keys: list[Any]) -> None:
 
 
 def refuse_class(name: str, base: type) -> Any:
-    """A `ResolveClass` that knows no class."""
+    """Reject a class: a `ResolveClass` without any classes.
+
+    Raises:
+        FormatError: Always.
+    """
     raise FormatError(f"the skeleton names the class {name}", hint=f"It should be a {base.__name__} of this program.")
 
 
@@ -286,26 +301,26 @@ class Unflattener:
     """Rebuilds a tree from its skeleton."""
 
     get_array: Callable[[str, str], Any]
-    """(leaf path, kind of array) -> the array to put there."""
+    """(leaf path, kind of array) -> the array."""
 
     codec: ValueCodec
     get_object: Callable[[int, str], Any] = lambda index, path: refuse_class(f"object {index}", type(None))
-    """(index, leaf path) -> the pickled object to put there."""
+    """(index, leaf path) -> the unpickled object."""
 
     resolve_class: ResolveClass = refuse_class
 
     compose: Callable[[Composite], Any] | None = None
-    """What is put in the place of a value that consists of several arrays; None for that value."""
+    """Composite value -> its replacement, or None to compose the value itself."""
 
     module_metadata: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    """Leaf path of each module's state dict -> module -> its metadata, as `flatten` found them."""
+    """Leaf path of each module's state dict -> module -> its metadata, as returned by `flatten`."""
 
     def build(self, skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Any:
-        """The tree below `path`.
+        """Build the tree below `path`.
 
         Raises:
-            FormatError: The skeleton is nothing that `flatten` writes.
-            IncompatibleCheckpointError: A class that it names is another one in this program.
+            FormatError: The skeleton is not in the form that `flatten` writes.
+            IncompatibleCheckpointError: A class in the skeleton differs from the class in this program.
         """
         if depth > MAX_DEPTH:
             raise FormatError(f"the skeleton is nested deeper than {MAX_DEPTH}", leaf=path)
@@ -324,7 +339,7 @@ class Unflattener:
 
     def _build_dict(self, skeleton: dict[str, Json], path: str, depth: int) -> Any:
         if len(skeleton) == 1 and type(kind := skeleton.get("$array")) is str:
-            return self.get_array(path, kind)  # as nearly every leaf of a large state is
+            return self.get_array(path, kind)  # true for nearly every leaf of a large state
         if len(skeleton) != 1 or not next(iter(skeleton)).startswith("$"):
             return self._build_fields(skeleton, path, depth + 1)
         ((name, body),) = skeleton.items()
@@ -332,7 +347,7 @@ class Unflattener:
             return self.codec.decode(skeleton)
         try:
             return _BUILDERS[name](self, body, path, depth + 1)
-        except CheckpointError as error:  # `annotate_errors` would take a third of the time of many arrays
+        except CheckpointError as error:  # `annotate_errors` would take a third of the time for many arrays
             error.at(leaf=path)
             raise
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -345,13 +360,13 @@ class Unflattener:
         return {k: self.build(v, paths.join(path, paths.escape(k)), depth) for k, v in body.items()}
 
     def _build_pairs(self, body: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
-        """Pairs of which a dict can be made in time linear in their number."""
+        """Build the items of a dict, and check that the dict can be built in linear time."""
         pairs = [(self.build(k, path, depth), self.build(v, paths.join(path, format_key(k)), depth)) for k, v in body]
         check_hashes([key for key, _ in pairs])
         return pairs
 
     def _build_set_members(self, body: Json, path: str, depth: int) -> list[Any]:
-        """Items of which a set can be made likewise."""
+        """Build the members of a set, and check that the set can be built in linear time."""
         items = self._build_items(body, path, depth)
         check_hashes(items)
         return items
@@ -381,7 +396,7 @@ class Unflattener:
         base = find_container_base(kind)
         if base is None or len(content) != (base is not object):
             raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
-        value = base.__new__(kind)  # no __init__: a file must not be able to call code
+        value = base.__new__(kind)  # without __init__, so that a file cannot call code
         if content:
             members = self.build(content[0], paths.join(path, CONTENT_COMPONENT), depth)
             for k, v in enumerate(members) if base is list else members.items():
@@ -396,7 +411,7 @@ class Unflattener:
         base = find_scalar_base(kind)
         if base is None or type(value) is not base:
             raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
-        extended: Any = base.__new__(kind, value)  # neither the __new__ nor the __init__ of the class
+        extended: Any = base.__new__(kind, value)  # without the __new__ and __init__ of the class
         vars(extended).update(self._build_fields(fields, path, depth))
         return extended
 
@@ -457,4 +472,4 @@ _BUILDERS: dict[str, Callable[[Unflattener, Json, str, int], Any]] = {
     "$extended": Unflattener._build_extended,
     "$composite": Unflattener._build_composite,
 }
-"""Name in the file -> what makes the value of (an `Unflattener`, the body, its path, its depth)."""
+"""Name in the skeleton -> function that builds the value from (an `Unflattener`, the body, its path, its depth)."""

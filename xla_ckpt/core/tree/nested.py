@@ -9,7 +9,7 @@ from typing import Any
 from xla_ckpt.errors import CorruptCheckpointError
 
 KeyPath = tuple[Any, ...]
-"""The keys and numbers that lead to a value."""
+"""Keys and indices that lead to a value."""
 
 
 def map_leaves(
@@ -20,17 +20,18 @@ def map_leaves(
     is_leaf: Callable[[Any], bool] | None = None,
     keep_classes: bool = False,
 ) -> Any:
-    """The same containers, with ``function(keys, leaf)`` in place of every value that is no container.
+    """Return the same containers with each leaf replaced by ``function(key_path, leaf)``.
 
-    Of sequences only lists and tuples are containers, and their subclasses are leaves: a `torch.Size`, for instance.
+    Of sequences only lists and tuples are containers. Their subclasses are leaves, such as `torch.Size`.
 
     Args:
         value: The containers.
-        function: Gets the keys that lead to a leaf, and the leaf.
-        key_path: Those that lead to `value`.
-        is_leaf: Says which further values are leaves; a container for which it is false is none.
+        function: Called with the key path of a leaf, and the leaf.
+        key_path: Key path of `value`.
+        is_leaf: Returns True for containers that are leaves.
         keep_classes: Keep the classes of dicts and of named tuples. Otherwise all mappings become dicts, and named
-            tuples are leaves.
+            tuples
+            are leaves.
 
     >>> map_leaves({"a": [1, (2,)]}, lambda keys, leaf: f"{keys}: {leaf}")
     {'a': ["('a', 0): 1", ("('a', 1, 0): 2",)]}
@@ -51,9 +52,9 @@ def map_leaves(
 
 
 def _copy_class(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:
-    """A dict of the class of `value` with these members; a plain dict in place of any other mapping.
+    """Create a dict of the class of `value` with these members, or a plain dict if `value` is another mapping.
 
-    A copy of another mapping may share its members with the program's, which would be overwritten.
+    A copy of another mapping may share its members with the program's object, which would then be overwritten.
     """
     if not isinstance(value, dict):
         return members
@@ -62,13 +63,13 @@ def _copy_class(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:
         for key, member in members.items():
             duplicate[key] = member  # `update` of a Counter would add
     except Exception:
-        # It is code of the program's own, and a plain dict holds the same.
+        # The program's own class failed. A plain dict contains the same members.
         return members
     return members if duplicate is value else duplicate
 
 
 def to_dicts_and_lists(value: Any) -> Any:
-    """The same values, in dicts in place of all mappings, and in lists in place of all lists and tuples.
+    """Convert all mappings to dicts, and all lists and tuples to lists.
 
     >>> to_dicts_and_lists({"a": (1, (2,))})
     {'a': [1, [2]]}
@@ -79,7 +80,7 @@ def to_dicts_and_lists(value: Any) -> Any:
 
 
 def iterate_leaves(value: Any) -> Iterator[Any]:
-    """All values in nested mappings, lists and tuples of any kind that are no such containers themselves.
+    """Yield all values in nested mappings, lists and tuples that are not such containers themselves.
 
     >>> list(iterate_leaves({"a": [1, (2,)], "b": 3}))
     [1, 2, 3]
@@ -95,18 +96,18 @@ def iterate_leaves(value: Any) -> Iterator[Any]:
 
 
 MAX_MISSING_MEMBERS = 1000
-"""Members of a list that may be missing: DCP stores nothing of an empty dict."""
+"""Maximum number of missing members of a list. DCP does not store empty dicts."""
 
 
 class _OpenContainer(dict[str | int, Any]):
-    """A container whose members have keys of their own, unlike a dict that is one value."""
+    """Container that is being built, unlike a dict that is a value."""
 
 
 def build_nested(items: Iterable[tuple[Sequence[str | int], Any]]) -> dict[str, Any]:
-    """The values at their paths: strings are keys of dicts, integers are places in lists.
+    """Build nested containers from values and their paths: strings are dict keys, integers are list indices.
 
     Raises:
-        CorruptCheckpointError: A path is that of a value and of a container, or of a dict and of a list.
+        CorruptCheckpointError: Paths contradict each other, or most of a list is missing.
 
     >>> build_nested([(("a", "b"), 1), (("c", 1, "d"), 2)])
     {'a': {'b': 1}, 'c': [None, {'d': 2}]}

@@ -1,6 +1,6 @@
 """Sharding of optimizer states by key: elementwise, along some dims, replicated, or per rank.
 
-`OptimizerSchema` is the public description of a kind of optimizer. Keys that it does not name follow torch's own
+`OptimizerSchema` is the public description of an optimizer class. Keys that it does not contain follow torch's own
 optimizers, and otherwise the shape of the state.
 """
 
@@ -16,14 +16,14 @@ from xla_ckpt.core.tree import path as paths
 from xla_ckpt.errors import CheckpointError, UsageError
 
 Dims = tuple[int | EllipsisType | None, ...]
-"""For each dim of a state the dim of its parameter that it is, or None (see `OptimizerSchema`)."""
+"""Parameter dim for each dim of a state, or None (see `OptimizerSchema`)."""
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
-"""From what each rank had, by rank, and the rank and number of ranks of now, to what this rank has."""
+"""Function from all saved ranks' states, this rank and the number of ranks to this rank's state."""
 
 
 class StateLayout(enum.Enum):
-    """How a state lies."""
+    """Relation of a state to its parameter."""
 
     ELEMENTWISE = "as its parameter: it has its shape"
     ALONG_DIMS = "along dims of its parameter that are named"
@@ -35,21 +35,21 @@ class StateLayout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """What is known about a state."""
+    """Layout of one state."""
 
     layout: StateLayout
     dims: Dims = ()
-    """Where it lies along dims of its parameter: which."""
+    """Parameter dim of each state dim, for `ALONG_DIMS`."""
 
     declared: bool = False
-    """Whether somebody registered it; else it goes by torch's usual keys, or by its shape."""
+    """True if the rule was registered. False if it follows torch's usual keys, or the shape."""
 
     def map_dims(self, parameter_shape: Sequence[int], shape: Sequence[int]) -> tuple[int | None, ...]:
-        """For each dim of a state of this shape, the dim of its parameter that it lies along; None for its own.
+        """Return the parameter dim of each dim of a state, or None for dims that the parameter does not have.
 
         Args:
             parameter_shape: Shape of the parameter.
-            shape: Shape of the state; both local, or both global.
+            shape: Shape of the state. Both shapes are local, or both global.
 
         Raises:
             ValueError: The state cannot have this shape.
@@ -76,7 +76,11 @@ class StateRule:
         return dims
 
     def _resolve_dims(self, parameter_ndim: int, ndim: int) -> tuple[int | None, ...]:
-        """The dims by their numbers from the front, for a parameter and a state of so many dims."""
+        """Return the dims as non-negative indices, for a parameter and a state with these numbers of dims.
+
+        Raises:
+            ValueError: The dims are out of range, or not distinct.
+        """
         dims: list[int | None] = []
         for place, d in enumerate(self.dims):
             if isinstance(d, EllipsisType):
@@ -96,7 +100,7 @@ def create_mismatch_error(
     parameter_shape: Sequence[int],
     shape: Sequence[int],
 ) -> CheckpointError:
-    """The error for a state whose shape is none that its rule allows, as `StateRule.map_dims` said."""
+    """Create the error for a state whose shape contradicts its rule (see `StateRule.map_dims`)."""
     return error_class(
         f"what is registered of the optimizer does not fit to its state: {error}",
         leaf=leaf,
@@ -106,34 +110,39 @@ def create_mismatch_error(
 
 
 MASTER_RULE = StateRule(StateLayout.ELEMENTWISE)
-"""How master weights lie."""
+"""Rule of master weights."""
 
 BY_SHAPE = StateRule(StateLayout.BY_SHAPE)
-"""How a state lies of which only the shape is known."""
+"""Rule of a state of which only the shape is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSchema:
-    """How the states of a kind of optimizer lie over the ranks, by the keys of ``optimizer.state[parameter]``.
+    """Sharding of the states of an optimizer class, by the keys of ``optimizer.state[parameter]``.
 
-    It need only name states that lie otherwise than torch's: a key that is not named lies as its parameter does if it
-    has its shape, or its shape with 1 in place of some dims, and else is taken to be the same on all ranks.
+    Only states that are not sharded like torch's need to be listed. By default a state with the parameter's shape, or
+    with its shape except for some dims of size 1, is sharded like the parameter. Any other state is replicated.
 
     Args:
-        elementwise: Keys of states that have the shape of their parameter, and are split as it is.
-        dims: For keys of states that have some dims of their parameter: which of them each dim is, or None for a dim of
-            its own. ``{"left": (0, None)}`` is a factor of as many rows as the parameter. Negative numbers count from
-            the end, and ``...`` stands for all dims that are left, counted from the front: ``(..., -2)`` is the
-            parameter without its last dim. Where the parameter is split, the state is.
-        replicated: Keys of states that are the same on all ranks, of any shape, on the device of their parameter.
-        host: Keys of states that are the same on all ranks, and stay in host memory when they are loaded.
-        per_rank: Keys of which every rank has its own: the error of compressed gradients, say. Keys of state that
-            belongs to no parameter (``optimizer.state["key"]``) may be named, too. A mapping says, for each key, how
-            another number of ranks takes over: ``function(states, rank, world)`` is given what all ranks had, with
-            tensors in host memory, and returns this rank's. Without a function only as many ranks can load it.
+        elementwise: Keys of states with the shape and the sharding of their parameter.
+        dims: For keys of states that have some dims of their parameter: the parameter dim of each state dim, or None
+            for a
+            dim that the parameter does not have. ``{"left": (0, None)}`` is a factor with as many rows as the
+                parameter.
+            Negative numbers count from the end, and ``...`` represents all remaining dims from the front: ``(..., -2)``
+                is
+            the parameter without its last dim. The state is split along the dims along which the parameter is.
+        replicated: Keys of states that are replicated on all ranks, of any shape, on the device of their parameter.
+        host: Keys of states that are replicated on all ranks, and stay in host memory when they are loaded.
+        per_rank: Keys of rank-local states, such as the error of compressed gradients. Keys of state that belongs to no
+            parameter (``optimizer.state["key"]``) are allowed, too. A mapping contains, for each key, a function that
+            converts the state to another number of ranks: ``function(states, rank, world)`` receives the states of all
+            ranks, with tensors in host memory, and returns the state of this rank. Without a function the state can
+                only
+            be loaded on the same number of ranks.
 
     Raises:
-        UsageError: A key is named twice, or in a way that makes no sense.
+        UsageError: A key is listed twice, or a value is invalid.
     """
 
     elementwise: Collection[str] = ()
@@ -174,7 +183,11 @@ class OptimizerSchema:
         return dims
 
     def rule(self, keys: Sequence[str]) -> StateRule:
-        """How a state lies whose leaf path ends with these components, below its parameter."""
+        """Return the rule of a state.
+
+        Args:
+            keys: Components of the leaf path below the parameter.
+        """
         names = [paths.unescape(key) for key in keys]
         for name in (*names[:1], *names[-1:]):
             if name in self._rules:
@@ -182,7 +195,7 @@ class OptimizerSchema:
         return _TORCH_RULES.get(names[-1] if names else "", BY_SHAPE)
 
     def reshard(self, key: str) -> Reshard | None:
-        """What makes a rank's own state of those that another number of ranks had."""
+        """Return the function that converts a rank-local state to another number of ranks, or None."""
         return self.per_rank.get(key) if isinstance(self.per_rank, Mapping) else None
 
 
@@ -201,16 +214,16 @@ _ELEMENTWISE_KEYS = frozenset(
         "ax",
     }
 )
-"""States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
+"""States of torch optimizers that have the shape of their parameter (torch/optim, 2.9)."""
 
 STEP = "step"
-"""How often torch's optimizers have stepped a parameter: in host memory, unless the group has it on the device."""
+"""Step count of torch optimizers. In host memory, unless the group keeps it on the device."""
 
 _HOST_KEYS = (STEP, "mu_product")
-"""Numbers of torch's optimizers that lie in host memory, unless a group has one of `STEP_ON_DEVICE_OPTIONS`."""
+"""Scalars of torch optimizers in host memory, unless a group has one of `STEP_ON_DEVICE_OPTIONS`."""
 
 NUMBER_KEYS = frozenset({*_HOST_KEYS, "eta", "mu"})
-"""Numbers that torch's optimizers keep beside a parameter, and whose dtype does not depend on the parameter's."""
+"""Scalars of torch optimizers whose dtype does not depend on the parameter."""
 
 _TORCH_RULES = {
     **dict.fromkeys(_ELEMENTWISE_KEYS, MASTER_RULE),
@@ -218,25 +231,25 @@ _TORCH_RULES = {
 }
 
 STEP_ON_DEVICE_OPTIONS = frozenset({"capturable", "fused"})
-"""Options of a group with which torch's optimizers keep ``step`` on the device of the parameter."""
+"""Group options with which torch optimizers keep ``step`` on the device of the parameter."""
 
 TORCH_SCHEMA = OptimizerSchema()
-"""What holds for an optimizer that nobody registered."""
+"""Schema of optimizers that are not registered."""
 
 ASGD_SCHEMA = OptimizerSchema(replicated=(STEP, "eta", "mu"))
-"""What holds for torch's ASGD, which keeps its numbers on the device of the parameter (torch/optim/asgd.py, 2.9)."""
+"""Schema of torch's ASGD, which keeps its scalars on the device of the parameter (torch/optim/asgd.py, 2.9)."""
 
 UNSUPPORTED_OPTIONS = {"fused": frozenset({"xla"}), "capturable": frozenset({"cpu"})}
-"""Options of torch's optimizers with which a step raises, by the types of device where it does (torch/optim, 2.9)."""
+"""Options of torch optimizers -> device types on which a step raises an error (torch/optim, 2.9)."""
 
 
 def get_required_members(kind: str, options: Mapping[str, Any], ndim: int) -> frozenset[str]:
-    """The members that a step of an optimizer of torch's asks for in the state of a parameter that has been stepped.
+    """Return the state keys that a step of a torch optimizer requires for a parameter that has been stepped.
 
     Args:
-        kind: The name of the class in torch.optim.
-        options: The options of the parameter's group.
-        ndim: Dims of the parameter.
+        kind: Name of the class in torch.optim.
+        options: Options of the parameter's group.
+        ndim: Number of dims of the parameter.
 
     >>> sorted(get_required_members("Adam", {"amsgrad": True}, 2))
     ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step']
@@ -261,11 +274,11 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "Rprop": (STEP, "prev", "step_size"),
     "SparseAdam": (STEP, "exp_avg", "exp_avg_sq"),
 }
-"""What each of torch's optimizers asks for; Muon, SGD and LBFGS make what they lack (torch/optim, 2.9)."""
+"""Required state keys of torch optimizers. Muon, SGD and LBFGS create missing state (torch/optim, 2.9)."""
 
 _REQUIRED_WITH_OPTION = (
     ("Adam", "amsgrad", "max_exp_avg_sq"),
     ("RMSprop", "centered", "grad_avg"),
     ("RMSprop", "momentum", "momentum_buffer"),
 )
-"""(kind, option, what is asked for with it)."""
+"""(kind, option, state key that the option requires)."""

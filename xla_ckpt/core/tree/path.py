@@ -1,8 +1,8 @@
 """Leaf paths: the location of a leaf in a state tree, as one readable string.
 
-A path is the keys from the root down, joined by ``/``: ``optimizer/state/layers.0.weight/exp_avg``. A string key that
-contains ``/`` or ``~`` is escaped as in JSON Pointer (RFC 6901: ``~1`` and ``~0``). A list index is its number. Any
-other dict key is ``~(`` its JSON ``)``, which no string key can look like.
+A path consists of the keys from the root down, joined by ``/``: ``optimizer/state/layers.0.weight/exp_avg``. In a
+string key, ``/`` and ``~`` are escaped as in JSON Pointer (RFC 6901: ``~1`` and ``~0``). A list index is a number. Any
+other dict key is ``~(``, its JSON and ``)``, which differs from all string keys.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 
 ROOT = ""
-"""The path of the tree itself."""
+"""Path of the tree itself."""
 
 MAX_LISTED = 8
-"""Leaf paths that a sentence names before it only counts."""
+"""Maximum number of leaf paths that a message lists."""
 
 
 def escape(key: str) -> str:
-    """A string key as one path component.
+    """Escape a string key as one path component.
 
     >>> escape("a/b~c")
     'a~1b~0c'
@@ -27,7 +27,7 @@ def escape(key: str) -> str:
 
 
 def escape_json_key(json_text: str) -> str:
-    """A key that is not a string, given as its JSON text, as one path component.
+    """Escape a key that is not a string, given as JSON, as one path component.
 
     >>> escape_json_key("[1, 2]")
     '~([1, 2])'
@@ -36,7 +36,7 @@ def escape_json_key(json_text: str) -> str:
 
 
 def is_json_key(component: str) -> bool:
-    """Whether a path component is that of a key that is not a string.
+    """Return True if a path component represents a key that is not a string.
 
     >>> is_json_key("~(1)"), is_json_key("~0(1)")
     (True, False)
@@ -45,7 +45,7 @@ def is_json_key(component: str) -> bool:
 
 
 def join(parent: str, component: str) -> str:
-    """The path of a child.
+    """Return the path of a child.
 
     >>> join("model", "weight"), join(ROOT, "model")
     ('model/weight', 'model')
@@ -54,7 +54,7 @@ def join(parent: str, component: str) -> str:
 
 
 def split(path: str) -> tuple[str, ...]:
-    """The components of a path, still escaped.
+    """Return the components of a path, still escaped.
 
     >>> split("model/a~1b")
     ('model', 'a~1b')
@@ -63,7 +63,7 @@ def split(path: str) -> tuple[str, ...]:
 
 
 def unescape(component: str) -> str:
-    """The string key that `escape` made `format_key` from.
+    """Return the string key of a path component: the inverse of `escape`.
 
     >>> unescape("a~1b~0c")
     'a/b~c'
@@ -72,7 +72,7 @@ def unescape(component: str) -> str:
 
 
 def format_leaves(leaves: Sequence[str]) -> str:
-    """Some leaf paths as a sentence names them: the first ones, and how many more there are.
+    """Format leaf paths for a message: the first ones, and the number of the others.
 
     >>> format_leaves(["a", "b"])
     'a, b'
@@ -82,7 +82,7 @@ def format_leaves(leaves: Sequence[str]) -> str:
 
 
 def format_top_parts(leaves: Iterable[str]) -> str:
-    """The first parts of some leaf paths, as a sentence names them.
+    """Format the distinct first components of leaf paths for a message.
 
     >>> format_top_parts(["model/a", "model/b", "step"])
     'model, step'
@@ -91,7 +91,7 @@ def format_top_parts(leaves: Iterable[str]) -> str:
 
 
 def is_under(path: str, prefix: str) -> bool:
-    """Whether `path` is `prefix` or lies below it.
+    """Return True if `path` is `prefix` or below it.
 
     >>> is_under("model/w", "model"), is_under("models/w", "model")
     (True, False)
@@ -100,9 +100,9 @@ def is_under(path: str, prefix: str) -> bool:
 
 
 def is_match(path: str, pattern: str | None) -> bool:
-    """Whether a person who types `pattern` means this leaf: it has that name, lies below it, or is like it in a shell.
+    """Return True if a leaf matches a user's pattern: its path, a parent, or a shell-style wildcard pattern.
 
-    Below ``layers.0`` is also what a module of torch has there: its names have dots.
+    The submodules and parameters of a torch module also match, because their names are separated by dots.
 
     >>> is_match("model/layers.0.weight", "model/layers.0"), is_match("model/layers.01.weight", "model/layers.0")
     (True, False)

@@ -6,18 +6,18 @@
     optimizer/state/<parameter>/<key>...     state of one parameter
     optimizer/state/<key>...                 state that all parameters share, under a key of the optimizer
     optimizer/master/<parameter>             master weights of a ZeRO-1 optimizer
-    optimizer/state_per_rank                 {per_rank, mesh, ranks}: state that differs on every rank
+    optimizer/state_per_rank                 {per_rank, mesh, ranks}: rank-local state
     optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>...
-    optimizer/param_groups                   hyper-parameters, and names of the parameters, group by group
+    optimizer/param_groups                   hyper-parameters, and names of the parameters, by group
     scheduler
-    extras/<name>                            {per_rank, mesh, ranks}, if each rank has a state of its own
+    extras/<name>                            {per_rank, mesh, ranks}, if the state is rank-local
     extras/<name>/ranks/<rank>
     user_content
-    base                                     {per_rank, ranks}: each rank's record of the parameters that are left out
+    base                                     {per_rank, ranks}: each rank's record of the parameters that are not stored
     base/ranks/<rank>
 
-Every other path belongs to a tree of the caller (`xla_ckpt.save`), or to an optimizer of another structure. A LoRA
-checkpoint may contain adapters only; their names are defined here, too.
+All other paths belong to a tree of the caller (`xla_ckpt.save`), or to an optimizer of another structure. A LoRA
+checkpoint may contain only adapters. Their names are defined here, too.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ EXTRAS = "extras"
 USER_CONTENT = "user_content"
 
 BASE = "base"
-"""What a tag that has adapters alone says of the rest of the model."""
+"""Record of the base model in a checkpoint that contains only adapters."""
 
 MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT, BASE)
 """Members of the tree of a training state."""
 
 STAGE_MEMBERS = frozenset({paths.ROOT, MODEL, OPTIMIZER})
-"""Parts that differ between pipeline stages. All other members are the same on all of them."""
+"""Members that differ between pipeline stages. All others are equal on all stages."""
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -53,23 +53,23 @@ MASTER = "master"
 PER_RANK_STATE = "state_per_rank"
 
 OPTIMIZER_MEMBERS = frozenset({STATE, PARAM_GROUPS, MASTER, PER_RANK_STATE})
-"""Members of an optimizer that is stored by name. The first two are those of torch's `state_dict`."""
+"""Members of an optimizer that is stored by name. The first two are in torch's `state_dict`."""
 
 PARAMS = "params"
-"""Key of a group under which its parameters stand, as in torch's own groups."""
+"""Key of the parameters of a group, as in torch's groups."""
 
 RANKS = "ranks"
-"""Key of the states by rank, of what every rank has its own of."""
+"""Key of rank-local states by rank."""
 
 RANK_COUNT = "per_rank"
-"""Key beside it of how many ranks there are."""
+"""Key of the number of ranks with rank-local states."""
 
 MESH = "mesh"
-"""Key beside it of how they were arranged, where a number of a rank alone does not say what it had."""
+"""Key of the mesh of the ranks with rank-local states, if the rank number does not determine the state."""
 
 
 class LeafRole(enum.Enum):
-    """What stands at a leaf path."""
+    """Role of a leaf path."""
 
     WEIGHT = "a parameter or buffer of a model"
     STATE = "state of an optimizer: of one parameter, or common to all"
@@ -79,14 +79,14 @@ class LeafRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeafPath:
-    """A leaf path, taken apart."""
+    """A parsed leaf path."""
 
     role: LeafRole
     owner: str | None = None
-    """Path component of the parameter, or of the key of common state."""
+    """Path component of the parameter, or of the key of shared state."""
 
     keys: tuple[str, ...] = ()
-    """Path components below that."""
+    """Path components below the owner."""
 
 
 _OTHER = LeafPath(LeafRole.OTHER)
@@ -94,7 +94,7 @@ _ROLES = {STATE: LeafRole.STATE, MASTER: LeafRole.MASTER}
 
 
 def parse_leaf_path(path: str) -> LeafPath:
-    """A leaf path, taken apart.
+    """Parse a leaf path.
 
     >>> place = parse_leaf_path("optimizer/state/w/exp_avg")
     >>> place.role.name, place.owner, place.keys
@@ -109,7 +109,7 @@ def parse_leaf_path(path: str) -> LeafPath:
 
 
 def get_member(path: str) -> str:
-    """The member of the tree that a leaf belongs to.
+    """Return the member of the tree that a leaf belongs to.
 
     >>> get_member("model/w"), get_member("")
     ('model', '')
@@ -118,7 +118,7 @@ def get_member(path: str) -> str:
 
 
 def strip_member(path: str) -> str:
-    """A leaf path without its member: rules of sharding are found in it, too.
+    """Return a leaf path without its member. Sharding rules also match this form.
 
     >>> strip_member("model/layers.0.up"), strip_member("w")
     ('layers.0.up', '')
@@ -127,9 +127,10 @@ def strip_member(path: str) -> str:
 
 
 def get_owner(path: str) -> str | None:
-    """The path component of the parameter whose state, or master weight, an array is; None for any other array.
+    """Return the path component of the parameter that owns an optimizer state or master weight, or None for other
+    arrays.
 
-    Of state that is common to all parameters it is that of its own key: a path alone does not tell.
+    For state that all parameters share it is the state's own key, which the path cannot distinguish.
 
     >>> get_owner("optimizer/master/a~1b"), get_owner("model/w")
     ('a~1b', None)
@@ -139,7 +140,8 @@ def get_owner(path: str) -> str | None:
 
 
 def find_grouped_parameters(optimizer: Any) -> frozenset[str] | None:
-    """Path components of the parameters in the groups of a stored optimizer, by its skeleton; None without groups.
+    """Return the path components of the parameters in the groups of a stored optimizer (skeleton), or None without
+    groups.
 
     >>> sorted(find_grouped_parameters({"state": {}, "param_groups": [{"params": ["w"]}, {"params": ["b"]}]}))
     ['b', 'w']
@@ -152,7 +154,7 @@ def find_grouped_parameters(optimizer: Any) -> frozenset[str] | None:
 
 
 def find_shared_state(optimizer: Any) -> frozenset[str]:
-    """Path components of the state that belongs to no parameter, from the skeleton of a stored optimizer.
+    """Return the path components of the state that belongs to no parameter, from the skeleton of a stored optimizer.
 
     >>> sorted(find_shared_state({"state": {"w": {"step": 1}, "k": 2}, "param_groups": [{"params": ["w"]}]}))
     ['k']
@@ -166,7 +168,7 @@ def find_shared_state(optimizer: Any) -> frozenset[str]:
 
 
 def get_parameter_path(path: str) -> str | None:
-    """The leaf path of that parameter.
+    """Return the leaf path of the parameter that owns an optimizer state, or None for other arrays.
 
     >>> get_parameter_path("optimizer/state/w/exp_avg")
     'model/w'
@@ -176,7 +178,7 @@ def get_parameter_path(path: str) -> str | None:
 
 
 def get_weight_path(name: Any) -> str:
-    """The leaf path of a parameter or buffer, by its name; by its number, where it has only that.
+    """Return the leaf path of a parameter or buffer, by its name or number.
 
     >>> get_weight_path("a/b"), get_weight_path(0)
     ('model/a~1b', 'model/~(0)')
@@ -185,7 +187,7 @@ def get_weight_path(name: Any) -> str:
 
 
 def get_state_path(name: Any, *keys: Any) -> str:
-    """The leaf path of an optimizer's state, by the parameter's name and the keys below it.
+    """Return the leaf path of an optimizer state, by the parameter's name and the keys below it.
 
     >>> get_state_path("w", "exp_avg")
     'optimizer/state/w/exp_avg'
@@ -194,7 +196,7 @@ def get_state_path(name: Any, *keys: Any) -> str:
 
 
 def get_master_path(name: Any) -> str:
-    """The leaf path of a master weight.
+    """Return the leaf path of a master weight.
 
     >>> get_master_path("w")
     'optimizer/master/w'
@@ -203,7 +205,7 @@ def get_master_path(name: Any) -> str:
 
 
 def get_group_path(number: int | None = None) -> str:
-    """The leaf path of an optimizer's groups, or of one of them.
+    """Return the leaf path of an optimizer's groups, or of one group.
 
     >>> get_group_path(), get_group_path(1)
     ('optimizer/param_groups', 'optimizer/param_groups/1')
@@ -213,7 +215,7 @@ def get_group_path(number: int | None = None) -> str:
 
 
 def get_extras_path(name: str) -> str:
-    """The leaf path of a member of `extras`.
+    """Return the leaf path of a member of `extras`.
 
     >>> get_extras_path("rng")
     'extras/rng'
@@ -222,7 +224,7 @@ def get_extras_path(name: str) -> str:
 
 
 def get_per_rank_state_path() -> str:
-    """The leaf path of what every rank has its own of, of an optimizer's state.
+    """Return the leaf path of an optimizer's rank-local state.
 
     >>> get_rank_path(get_per_rank_state_path(), 0)
     'optimizer/state_per_rank/ranks/0'
@@ -231,7 +233,7 @@ def get_per_rank_state_path() -> str:
 
 
 def get_rank_path(path: str, rank: int) -> str:
-    """The leaf path of one rank's own, of something that every rank has its own of.
+    """Return the leaf path of one rank's part of rank-local state.
 
     >>> get_rank_path("extras/rng", 3)
     'extras/rng/ranks/3'
@@ -240,7 +242,7 @@ def get_rank_path(path: str, rank: int) -> str:
 
 
 def get_rank_parent(path: str) -> str | None:
-    """The leaf path of that something, from the path of one rank's own; None for any other path.
+    """Return the leaf path of rank-local state from the path of one rank's part, or None for other paths.
 
     >>> get_rank_parent("extras/rng/ranks/3"), get_rank_parent("user_content")
     ('extras/rng', None)
@@ -250,7 +252,7 @@ def get_rank_parent(path: str) -> str | None:
 
 
 def get_saved_rank_count(skeleton: Any) -> int | None:
-    """How many ranks saved their own of something; None if a skeleton is that of one state for all.
+    """Return the number of ranks that saved rank-local state, or None if the skeleton is not rank-local state.
 
     >>> get_saved_rank_count({"per_rank": 2, "ranks": {"0": 1, "1": 2}}), get_saved_rank_count({"ranks": 1})
     (2, None)
@@ -265,7 +267,9 @@ def get_saved_rank_count(skeleton: Any) -> int | None:
 
 
 def has_same_ranks(skeleton: Any, world: int, mesh: str) -> bool:
-    """Whether as many ranks, arranged alike, saved their own of something. Members of `extras` did not say how, once.
+    """Return True if rank-local state was saved by the same number of ranks on the same mesh.
+
+    Members of `extras` saved by older versions do not record the mesh, and match any.
 
     >>> has_same_ranks({"per_rank": 2, "mesh": "dp=2", "ranks": {}}, 2, "tp=2")
     False
@@ -274,7 +278,7 @@ def has_same_ranks(skeleton: Any, world: int, mesh: str) -> bool:
 
 
 def is_without_base(skeleton: Any) -> bool:
-    """Whether a state has a part of its model alone, as adapters are one.
+    """Return True if a state contains only a part of its model, such as adapters.
 
     >>> is_without_base({"model": {}, "base": {"per_rank": 1, "ranks": {}}}), is_without_base({"base": 1})
     (True, False)
@@ -283,7 +287,7 @@ def is_without_base(skeleton: Any) -> bool:
 
 
 def is_base_info(path: str) -> bool:
-    """Whether a leaf is what a tag of adapters alone says of the base model that it leaves out.
+    """Return True if a leaf belongs to the record of the base model in a checkpoint that contains only adapters.
 
     >>> is_base_info("base/ranks/0/w"), is_base_info("base/per_rank"), is_base_info("base/w")
     (True, True, False)
@@ -298,7 +302,7 @@ def _join_keys(path: str, *keys: Any) -> str:
 
 
 def get_groups(optimizer: Any) -> list[Any] | None:
-    """The groups of an optimizer's state, if they lie there as torch's own `state_dict` has them; else None.
+    """Return the groups of an optimizer's state in the structure of torch's `state_dict`, or None for other structures.
 
     >>> get_groups({"param_groups": [{"params": [0]}]}), get_groups({"param_groups": 1})
     ([{'params': [0]}], None)
@@ -310,7 +314,7 @@ def get_groups(optimizer: Any) -> list[Any] | None:
 
 
 def get_parameter_names(optimizer: Mapping[str, Any]) -> list[Any]:
-    """What the groups of an optimizer's state call its parameters, in their order.
+    """Return the names of the parameters in the groups of an optimizer's state, in their order.
 
     >>> get_parameter_names({"param_groups": [{"params": ["w"]}, {"params": ["b", "c"]}]})
     ['w', 'b', 'c']
@@ -319,7 +323,7 @@ def get_parameter_names(optimizer: Mapping[str, Any]) -> list[Any]:
 
 
 def has_numbered_parameters(optimizer: Mapping[str, Any]) -> bool:
-    """Whether the groups of an optimizer have torch's packed ids in the place of names, as its own `state_dict` has.
+    """Return True if the groups of an optimizer contain torch's packed ids instead of names, as in its `state_dict`.
 
     >>> [has_numbered_parameters({"param_groups": [{"params": names}]}) for names in ([0, 1], ["w"])]
     [True, False]
@@ -329,13 +333,13 @@ def has_numbered_parameters(optimizer: Mapping[str, Any]) -> bool:
 
 
 def rename_parameters(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names for its parameters, where `names` has one.
+    """Return an optimizer's state with the parameters in `names` renamed.
 
     >>> rename_parameters({"state": {0: 1.0}, "param_groups": [{"params": [0]}]}, {0: "w"})
     {'state': {'w': 1.0}, 'param_groups': [{'params': ['w']}]}
     """
     members = {
-        # A key of its own may be equal to a number, as 1.0 is to 1, and mean no parameter.
+        # A key of shared state may equal a number, as 1.0 equals 1, without being a parameter.
         member: {names.get(k, k) if type(k) in (int, str) else k: value for k, value in optimizer[member].items()}
         for member in (STATE, MASTER)
         if isinstance(optimizer.get(member), Mapping)
@@ -345,17 +349,17 @@ def rename_parameters(optimizer: Mapping[str, Any], names: Mapping[Any, Any]) ->
 
 
 LORA_CONFIG = "lora_config"
-"""What neuronx-distributed calls the configuration of adapters in the state of a model."""
+"""Name of the adapter configuration in the state of a neuronx-distributed model."""
 
 ADAPTER_PREFIX = "lora_"
-"""What the names of adapters' weights contain, and no other names."""
+"""Substring that only the names of adapter weights contain."""
 
 BASE_LAYER_SUFFIX = ".base_layer"
-"""What an adapter adds to the name of the layer that it is for."""
+"""Suffix that an adapter adds to the name of its base layer."""
 
 
 def has_only_adapters(skeleton: Any) -> bool:
-    """Whether a state has adapters with their configuration, and not the weights of the layers that they are for.
+    """Return True if a state contains adapters with their configuration, but not the weights of their base layers.
 
     >>> alone = dict.fromkeys(("lora_config", "q.lora_A.weight", "q.base_layer.bias", "head.weight"))
     >>> has_only_adapters({"model": alone}), has_only_adapters({"model": {**alone, "q.base_layer.weight": None}})
@@ -368,7 +372,7 @@ def has_only_adapters(skeleton: Any) -> bool:
 
 
 def sort_lora_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of adapters with its lists in order: some are made of sets, and differ between ranks.
+    """Return an adapter configuration with sorted lists, because some are created from sets and differ between ranks.
 
     >>> sort_lora_config({"r": 8, "target_modules": ["v", "q"]})
     {'r': 8, 'target_modules': ['q', 'v']}

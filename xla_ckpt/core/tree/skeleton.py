@@ -1,7 +1,7 @@
 """Skeletons of stored states: look up parts, list leaves, and match a template against them.
 
 A skeleton is the JSON structure that `core.tree.flatten` writes. `TemplateMatcher` compares a template (containers,
-arrays and placeholders of the program) with a stored skeleton, and collects the arrays to load and every mismatch.
+arrays and placeholders of the program) with a stored skeleton, and collects the arrays to load and all mismatches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xla_ckpt.core.tree.values import Json, ValueCodec
 from xla_ckpt.errors import FormatError, annotate_errors
 
 NOT_STORED = "wanted, but not stored"
-"""How it is said of a leaf that there is none."""
+"""Message for a leaf that is not stored."""
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
 _ITEMS = frozenset({"$tuple", "$slice"})
@@ -27,13 +27,13 @@ _WITH_CONTENT = frozenset({"$dataclass", "$extended"})
 
 
 def get_children(skeleton: Json) -> dict[str, Json] | None:
-    """The parts of a stored container, by path component; None for anything that is no container.
+    """Return the children of a stored container by path component, or None for other values.
 
     >>> get_children({"a": 1}), get_children({"$tuple": [5, 6]}), get_children(7)
     ({'a': 1}, {'0': 5, '1': 6}, None)
 
     Raises:
-        FormatError: It is no container that `flatten` writes.
+        FormatError: The container is malformed.
     """
     try:
         return _get_children(skeleton)
@@ -54,7 +54,7 @@ def _get_children(skeleton: Json) -> dict[str, Json] | None:
 
 
 def _get_wrapped_children(name: str, body: Json) -> dict[str, Json] | None:
-    """The parts of ``{name: body}``, where the name is that of a kind of container or of value."""
+    """Return the children of ``{name: body}``, where `name` is a kind of container or value."""
     if name in _PAIRS:
         return _map_pairs(body)
     if name in _ITEMS:
@@ -82,10 +82,10 @@ def _map_pairs(pairs: Iterable[tuple[Json, Json]]) -> dict[str, Json]:
 
 
 def get_part(skeleton: Json, path: str) -> Json:
-    """The part of a skeleton at a path.
+    """Return the part of a skeleton at a path.
 
     Raises:
-        KeyError: There is none.
+        KeyError: There is no such part.
     """
     for part in paths.split(path):
         below = get_children(skeleton)
@@ -96,13 +96,13 @@ def get_part(skeleton: Json, path: str) -> Json:
 
 
 def iterate_leaf_parts(skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Iterator[tuple[str, Json]]:
-    """(leaf path, part) of every part that has no parts itself: arrays, objects, plain values, empty containers.
+    """Yield (leaf path, part) of every part without children: arrays, objects, plain values, empty containers.
 
     >>> list(iterate_leaf_parts({"a": [1, {"$array": "torch"}], "b": {}}))
     [('a/0', 1), ('a/1', {'$array': 'torch'}), ('b', {})]
 
     Raises:
-        FormatError: A container is none that `flatten` writes, or there are more inside of each other than it allows.
+        FormatError: A container is malformed, or the nesting is too deep.
     """
     if depth > MAX_DEPTH:
         raise FormatError(f"the skeleton is nested deeper than {MAX_DEPTH}", leaf=path[:80])
@@ -111,19 +111,19 @@ def iterate_leaf_parts(skeleton: Json, path: str = paths.ROOT, depth: int = 0) -
         yield path, skeleton
         return
     for part, child in below.items():
-        if is_array(child):  # as nearly every leaf of a large state is
+        if is_array(child):  # true for nearly every leaf of a large state
             yield paths.join(path, part), child
         else:
             yield from iterate_leaf_parts(child, paths.join(path, part), depth + 1)
 
 
 def is_array(part: Json) -> bool:
-    """Whether a part of a skeleton stands for an array."""
+    """Return True if a part of a skeleton represents an array."""
     return isinstance(part, dict) and len(part) == 1 and "$array" in part
 
 
 def get_plain_values(skeleton: Json) -> dict[str, Json]:
-    """Leaf path -> typed JSON of every value of a state that is no array.
+    """Return leaf path -> typed JSON of every value of a state that is not an array.
 
     >>> get_plain_values({"a": [1, {"$array": "torch"}], "b": {}})
     {'a/0': 1, 'b': {}}
@@ -132,18 +132,18 @@ def get_plain_values(skeleton: Json) -> dict[str, Json]:
 
 
 def is_object(part: Json) -> bool:
-    """Whether a part of a skeleton stands for a pickled object."""
+    """Return True if a part of a skeleton represents a pickled object."""
     return isinstance(part, dict) and set(part) == {"$object"}
 
 
 def select_parts(skeleton: Json, part_paths: Iterable[str]) -> dict[str, Json]:
-    """A skeleton that has some parts of another one, and nothing else; they lie in dicts with string keys.
+    """Return a skeleton with only the selected parts, in dicts with string keys.
 
     >>> select_parts({"a": {"b": 1, "c": 2}, "d": 3}, ["a/c"])
     {'a': {'c': 2}}
 
     Raises:
-        KeyError: One of them is not there.
+        KeyError: A part does not exist.
     """
     tree: dict[str, Any] = {}
     for path in part_paths:
@@ -156,12 +156,16 @@ def select_parts(skeleton: Json, part_paths: Iterable[str]) -> dict[str, Json]:
 
 
 def find_arrays(skeleton: Json, path: str) -> dict[str, str]:
-    """Leaf path -> kind of every array at or below `path`."""
+    """Return leaf path -> kind of every array at or below `path`."""
     return {leaf: str(part["$array"]) for leaf, part in iterate_leaf_parts(skeleton, path) if is_array(part)}
 
 
 def find_objects(skeleton: Json) -> dict[int, str]:
-    """Number -> leaf path of every pickled object."""
+    """Return number -> leaf path of every pickled object.
+
+    Raises:
+        FormatError: An object's number is malformed.
+    """
     leaves: dict[int, str] = {}
     for leaf, part in iterate_leaf_parts(skeleton):
         if is_object(part):
@@ -173,7 +177,7 @@ def find_objects(skeleton: Json) -> dict[int, str]:
 
 
 def renumber_objects(skeleton: Json, get_number: Callable[[int], int]) -> Json:
-    """The skeleton with other numbers for its pickled objects."""
+    """Return the skeleton with its pickled objects renumbered."""
     if isinstance(skeleton, list):
         return [renumber_objects(v, get_number) for v in skeleton]
     if isinstance(skeleton, dict):
@@ -184,15 +188,15 @@ def renumber_objects(skeleton: Json, get_number: Callable[[int], int]) -> Json:
 
 
 BuildValue = Callable[[Mapping[str, Any]], Any]
-"""Makes a restored value from the restored arrays, which it finds by leaf path."""
+"""Function that builds a restored value from the restored arrays, by leaf path."""
 
 
 SplitValue = tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Any]]
-"""The parts of a value by name, and what makes a value like it from such parts."""
+"""Parts of a value by name, and a function that builds a similar value from such parts."""
 
 
 class TemplateMatcher:
-    """Lays a pattern over a stored skeleton, and collects what it wants."""
+    """Matches a template (`pattern`) with a stored skeleton, and collects the arrays to load and all mismatches."""
 
     def __init__(
         self,
@@ -207,23 +211,23 @@ class TemplateMatcher:
         self.is_array = is_array
         self.codec = codec
         self.split_container = split_container
-        """Takes a pattern apart that is a container of a class which the skeleton has no name for; else None. It is
-        given what is stored in its place, too."""
+        """(pattern, stored part) -> the parts of a container whose class the skeleton cannot represent, or None."""
         self.convert_value = convert_value
-        """Makes an array like the pattern's of what is stored and is none; NotImplemented where that makes none."""
+        """(pattern, stored part) -> an array like the pattern, created from a stored value that is not an array;
+        NotImplemented if that is impossible."""
         self.get_metadata = get_metadata
-        """Returns the metadata of the modules whose state dict is stored at a leaf path; None for anything else."""
+        """Leaf path -> metadata of the modules whose state dict is stored there, otherwise None."""
         self.restore_stored = restore_stored
-        """Called for a stored part that the pattern takes as it is."""
+        """Called for a stored part that the pattern accepts unchanged."""
         self.matched: dict[str, Any] = {}
         """Leaf path -> the pattern's array (or description of one)."""
         self.unmatched: dict[str, str] = {}
-        """Leaf path -> why the pattern does not fit there: it is not stored, or something else is."""
+        """Leaf path -> reason why the pattern does not match: the leaf is not stored, or has another type."""
 
     def match(self, pattern: Any, stored: Json, path: str = paths.ROOT) -> BuildValue:
-        """Check `pattern` against `stored`; a function from the restored arrays to the restored tree.
+        """Match `pattern` with `stored`, and return a function from the restored arrays to the restored tree.
 
-        It may be called if nothing is `unmatched`.
+        The function may only be called if `unmatched` is empty.
         """
         if self.is_array(pattern):
             return self._match_array(pattern, stored, path)
@@ -271,7 +275,7 @@ class TemplateMatcher:
     def _match_sequence(self, pattern: Any, stored: Json, path: str) -> BuildValue:
         below = get_children(stored)
         if stored is None and len(pattern) == 0 and hasattr(pattern, "_fields"):
-            return lambda arrays: pattern  # orbax has None for a named tuple without fields, as optax's EmptyState
+            return lambda arrays: pattern  # orbax stores None for a named tuple without fields, as optax's EmptyState
         if below is None or len(below) != len(pattern):
             return self._add_unmatched(path, _describe_mismatch(f"{len(pattern)} items", stored))
         names = getattr(pattern, "_fields", range(len(pattern)))
@@ -287,14 +291,14 @@ class TemplateMatcher:
         return lambda arrays: dataclasses.replace(pattern, **{name: make(arrays) for name, make in makers.items()})
 
     def _find_stored_key(self, key: Any, below: dict[str, Json] | None) -> str:
-        """That of a key of the pattern, among those that are stored: orbax has the texts of numbers in their place."""
+        """Return the stored path component of a pattern's key. orbax stores the decimal digits of integer keys."""
         part = self._format_key(key)
         if type(key) is int and below is not None and part not in below and (text := paths.escape(str(key))) in below:
             return text
         return part
 
     def _format_key(self, key: Any) -> str:
-        """The path component of a key of the pattern, as `flatten` made it from the key that was saved."""
+        """Return the path component of a pattern's key, as `flatten` creates it from the saved key."""
         if isinstance(key, str):
             return paths.escape(key)
         encoded = self.codec.encode(key)

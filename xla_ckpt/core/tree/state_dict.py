@@ -1,7 +1,7 @@
-"""PyTorch state dicts: module metadata, and names of parameters.
+"""PyTorch state dicts: module metadata and parameter names.
 
-torch stores the metadata of modules (above all the version of each) as the attribute ``_metadata`` of the OrderedDict
-that `state_dict` returns: module -> a dict, which `load_state_dict` gives to `_load_from_state_dict` of the module.
+torch stores the metadata of modules (mainly the version of each) as the attribute ``_metadata`` of the OrderedDict that
+`state_dict` returns: module -> a dict, which `load_state_dict` passes to `_load_from_state_dict` of the module.
 Parameter names are matched without the prefixes of wrappers (DistributedDataParallel, torch.compile, FSDP). If an
 optimizer numbers its parameters, `infer_parameter_names` finds their names if order and shapes allow only one choice.
 """
@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Any
 
 ASSIGN_KEY = "assign_to_params_buffers"
-"""What torch's `load_state_dict` adds for the time of a load."""
+"""Key that torch's `load_state_dict` adds during a load."""
 
 
 def get_module_metadata(value: Any) -> Mapping[str, Mapping[str, Any]] | None:
-    """Return the metadata of a module's state dict; None for any other value."""
+    """Return the metadata of a module's state dict, or None for any other value."""
     metadata = getattr(value, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return None
@@ -30,14 +30,14 @@ def get_module_metadata(value: Any) -> Mapping[str, Mapping[str, Any]] | None:
 def attach_module_metadata(
     members: Mapping[Any, Any], metadata: Mapping[str, Mapping[str, Any]]
 ) -> collections.OrderedDict[Any, Any]:
-    """Return a state dict of these members and metadata, as torch's `state_dict` does."""
+    """Return a state dict with these members and metadata, as torch's `state_dict` does."""
     state: Any = collections.OrderedDict(members)
     state._metadata = collections.OrderedDict(metadata)
     return state  # type: ignore[no-any-return]
 
 
 def copy_module_metadata(source: Any, members: dict[Any, Any]) -> dict[Any, Any]:
-    """Return members that were made of those of a state dict, with its metadata; as they are if it has none."""
+    """Return members derived from a state dict with its metadata attached, or unchanged if it has none."""
     metadata = get_module_metadata(source)
     return members if metadata is None else attach_module_metadata(members, metadata)
 
@@ -45,16 +45,16 @@ def copy_module_metadata(source: Any, members: dict[Any, Any]) -> dict[Any, Any]
 def rename_module_metadata(
     metadata: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return metadata under the names that modules have after members of a state dict were renamed.
+    """Return module metadata renamed to match renamed state dict members.
 
     Args:
-        metadata: By module.
-        names: Former name of each member -> its name.
+        metadata: Metadata by module.
+        names: Former name of each member -> its new name.
 
     >>> rename_module_metadata({"": {"version": 1}, "module": {"version": 2}}, {"module.weight": "weight"})
     {'': {'version': 2}}
     """
-    new = {"": ""}  # with a dot before each name, so that what is around all modules is the start of each of them
+    new = {"": ""}  # with a dot before each name, so that the root module is a prefix of every name
 
     def called(module: str) -> str:
         if module not in new:
@@ -73,14 +73,14 @@ def rename_module_metadata(
 
 
 WRAPPER_MODULES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Steps of a name that stand for a wrapper around the module: DistributedDataParallel, torch.compile, FSDP."""
+"""Components of a name that represent a wrapper around the module: DistributedDataParallel, torch.compile, FSDP."""
 
 RESERVED_WRAPPERS = WRAPPER_MODULES - {"module"}
-"""Those of them that no program gives to a module of its own."""
+"""Wrapper components that programs do not use as names of their own modules."""
 
 
 def strip_wrappers(name: str, wrappers: Set[str] = WRAPPER_MODULES) -> str:
-    """A name without the wrappers around the modules.
+    """Return a name without the components of wrappers.
 
     >>> strip_wrappers("module._orig_mod.layers.0.weight")
     'layers.0.weight'
@@ -91,9 +91,9 @@ def strip_wrappers(name: str, wrappers: Set[str] = WRAPPER_MODULES) -> str:
 def match_parameter_names(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], wrappers: Set[str] = WRAPPER_MODULES
 ) -> dict[str, str]:
-    """Stored name -> the program's name of the same parameter.
+    """Return stored name -> the program's name of the same parameter.
 
-    Names that are equal are the same; so are those that are without wrappers, if only one of either side is.
+    Equal names match. Names that are equal without wrappers also match, if they are unique on both sides.
     """
     same = {name: name for name in stored if name in wanted}
     stored_by_canonical = _index_unique_names((name for name in stored if name not in same), wrappers)
@@ -104,7 +104,7 @@ def match_parameter_names(
 
 
 def _index_unique_names(names: Iterable[str], wrappers: Set[str]) -> dict[str, str]:
-    """Canonical name -> name, where there is only one."""
+    """Return name without wrappers -> name, for unique names."""
     by_bare = sorted((strip_wrappers(name, wrappers), name) for name in names)
     groups = ((bare, [name for _, name in some]) for bare, some in groupby(by_bare, key=operator.itemgetter(0)))
     return {bare: some[0] for bare, some in groups if len(some) == 1}
@@ -113,14 +113,14 @@ def _index_unique_names(names: Iterable[str], wrappers: Set[str]) -> dict[str, s
 def infer_parameter_names(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, tuple[int, ...] | None], names: Mapping[str, tuple[int, ...]]
 ) -> dict[int, str] | None:
-    """The names of the numbers of some groups, if the order and the shapes of the parameters leave only one choice.
+    """Return the names of numbered parameters if their order and shapes allow only one choice, otherwise None.
 
-    A group has its parameters in the order of the model, and each parameter is in one of them. So the model's order is
-    that of the groups, mixed; a parameter fits to the next number of a group if their shapes are the same.
+    A group contains its parameters in the order of the model, and each parameter is in one group. The model's order is
+    therefore an interleaving of the groups. A parameter matches the next number of a group if their shapes are equal.
 
     Args:
-        groups: The numbers of each group.
-        shapes: Local shape of each number, where known.
+        groups: Parameter numbers of each group.
+        shapes: Local shape of each number, if known.
         names: Local shape of each parameter, in the order of the model.
 
     >>> names = {"a": (4, 4), "a.bias": (4,), "b": (4, 4)}
@@ -129,7 +129,7 @@ def infer_parameter_names(
     """
     begin = (0,) * len(groups)
     steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int]]] = []
-    ways = {begin: 1}  # how many numbers of each group are taken -> in how many ways (2 stands for more)
+    ways = {begin: 1}  # used numbers of each group -> number of ways (2: two or more)
     for shape in names.values():
         after: dict[tuple[int, ...], int] = {}
         step: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
@@ -154,4 +154,4 @@ def infer_parameter_names(
 
 
 _MAX_STATES = 10_000
-"""Beyond so many possible beginnings nobody looks for the only end."""
+"""Maximum number of partial interleavings before the search stops."""

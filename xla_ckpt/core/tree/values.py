@@ -2,8 +2,8 @@
 
 JSON does not distinguish tuples from lists, or 1 from True as a dict key, and has no sets or bytes. Every value that
 plain JSON would change is wrapped as ``{"$kind": ...}``. This module contains the kinds of the standard library's pure
-types. Types that need a framework or the operating system (torch.dtype, pathlib.Path, ...) are `ValueKind` objects
-that callers pass to `ValueCodec`. Enums, namedtuples and classes that extend plain types are recognized by their class.
+types. Types that need a framework or the operating system (torch.dtype, pathlib.Path, ...) are `ValueKind` objects that
+callers pass to `ValueCodec`. Enums, namedtuples and classes that extend plain types are recognized by their class.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from typing import Any
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 
 _HEAP = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: the flag of a class that was written in Python."""
+"""Py_TPFLAGS_HEAPTYPE: flag of a class that was defined in Python."""
 
 
 def get_class_name(kind: type) -> str:
-    """``module:qualname`` of a class, as the skeleton stores it."""
+    """Return ``module:qualname`` of a class, as stored in the skeleton."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def is_enum_member(value: Any) -> bool:
-    """Whether `value` is a named member of an enum (a combination of flags is not)."""
+    """Return True if `value` is a named member of an enum (not a combination of flags)."""
     members = getattr(type(value), "__members__", {})
     return members.get(getattr(value, "name", None)) is value if members else False
 
 
 def is_flags(value: Any) -> bool:
-    """Whether `value` is a combination of flags, of a class without code of its own for making them."""
+    """Return True if `value` is a combination of flags whose class does not customize their creation."""
     return isinstance(value, enum.Flag) and type(value.value) is int and can_make_flags(type(value))
 
 
 def can_make_flags(kind: Any) -> bool:
-    """Whether combinations of flags of a class are made without running code of the class."""
+    """Return True if combinations of flags of a class can be created without running code of the class."""
     return (
         type(kind) is enum.EnumMeta
         and issubclass(kind, enum.Flag)
@@ -56,15 +56,15 @@ def can_make_flags(kind: Any) -> bool:
 
 
 _SCALAR_TYPES = (int, float, str, bytes)
-"""Types of plain values that classes of a program extend."""
+"""Plain types that classes of a program may extend."""
 
 _PICKLE_METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 _CODE_METHODS = (*_PICKLE_METHODS, "__setattr__", "__getattribute__", "__del__")
-"""Methods by which a class says itself how it is stored, and those that run when it is made or goes."""
+"""Methods that customize pickling, and methods that run when an instance is created or deleted."""
 
 
 def find_scalar_base(kind: type) -> Any:
-    """The type of plain values that a class extends by methods and attributes alone; None if it is no such class.
+    """Return the plain type that a class extends only by methods and attributes, or None for other classes.
 
     >>> [find_scalar_base(kind) for kind in (type("Meters", (float,), {}), float, type("A", (list,), {}))]
     [<class 'float'>, None, None]
@@ -82,12 +82,13 @@ def find_scalar_base(kind: type) -> Any:
 
 
 def is_namedtuple(value: object) -> bool:
-    """Whether `value` is of a class that extends tuple by names of its members alone."""
+    """Return True if the class of `value` is a named tuple without further base classes."""
     return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
 
 
 def find_container_base(kind: type) -> Any:
-    """The dict or list that a class extends; object if it extends none; None if it extends another class of Python's.
+    """Return the dict or list class that a class extends, object if it extends none, or None for other built-in base
+    classes.
 
     >>> find_container_base(type("A", (dict,), {})), find_container_base(type("B", (Exception,), {}))
     (<class 'dict'>, None)
@@ -97,38 +98,39 @@ def find_container_base(kind: type) -> Any:
 
 
 Json = Any
-"""Anything that `json.dump_tree` writes and `json.loads` gives back equal."""
+"""Value that `json.dumps` writes and `json.loads` returns unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A type of plain value: exact type, and its two directions."""
+    """Encoder and decoder of one exact type of plain value."""
 
     name: str
     """Name in the file, without the ``$``."""
 
     type: type
-    """The exact type (not a base class) that this kind encodes."""
+    """Exact type (not a base class) that this kind encodes."""
 
     encode: Callable[[Any], Json]
-    """Value to JSON; NotImplemented for a value of the type that it cannot write: another kind of the type may."""
+    """Function from a value to JSON. Returns NotImplemented for unsupported values of the type, which another kind may
+    support."""
 
     decode: Callable[[Json], Any]
-    """JSON to value; whatever it raises is reported as a broken manifest."""
+    """Function from JSON to a value. All of its exceptions are reported as a malformed manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composite:
-    """A value that consists of several arrays, taken apart."""
+    """A value that consists of several arrays, split into its parts."""
 
     name: str
-    """What puts it together again: ``module:class``, or a name that the shell knows."""
+    """Name of the function that composes it: ``module:class``, or a name that the caller's `ValueCodec` knows."""
 
     members: Mapping[str, Any]
-    """Its arrays, by name."""
+    """Arrays by name."""
 
     extra: Any
-    """What else that takes: a tree of plain values."""
+    """Tree of plain values that is also needed to compose it."""
 
 
 def _decode_float_bits(text: str) -> float:
@@ -136,22 +138,22 @@ def _decode_float_bits(text: str) -> float:
 
 
 def encode_float(value: float) -> Json:
-    """A float, exactly: as a JSON number where that is exact, else by its bits (inf, NaN with its payload)."""
+    """Encode a float exactly: as a JSON number if possible, otherwise by its bits (inf, NaN with its payload)."""
     finite = value - value == 0
     return value if finite else {"$float": struct.pack("<d", value).hex()}
 
 
 MAX_JSON_BITS = 14_000
-"""Integers of more bits are no JSON numbers: Python reads and writes at most 4,300 decimal digits."""
+"""Maximum number of bits of integers that are JSON numbers. Python reads and writes at most 4,300 decimal digits."""
 
 
 def encode_int(value: int) -> Json:
-    """An integer: as a JSON number, or by its hexadecimal digits if that would be too long."""
+    """Encode an integer as a JSON number, or as hexadecimal digits if it would be too long."""
     return value if value.bit_length() <= MAX_JSON_BITS else {"$int": f"{value:x}"}
 
 
 def _create_instant_kind(kind: Any) -> ValueKind:
-    """A datetime, or a time. Isoformat keeps an offset, but not the rules of a named zone."""
+    """Create the kind of datetime or time. The ISO format preserves an offset, but not a named time zone."""
     return ValueKind(
         kind.__name__,
         kind,
@@ -161,7 +163,7 @@ def _create_instant_kind(kind: Any) -> ValueKind:
 
 
 def _encode_items(value: array.array[Any]) -> Json:
-    """Numbers of one type of C's, whose size differs between systems."""
+    """Encode an array of a C type, with its itemsize, which depends on the platform."""
     return [value.typecode, value.itemsize, base64.b64encode(value.tobytes()).decode()]
 
 
@@ -171,7 +173,7 @@ def _decode_items(json: Json) -> array.array[Any]:
     if items.itemsize != itemsize:
         raise ValueError(f"an item of {typecode} has {items.itemsize} bytes here")
     if typecode in "uw":
-        items.tounicode()  # what is no text would be found out only when it is used
+        items.tounicode()  # otherwise invalid text would only be detected on use
     return items
 
 
@@ -183,7 +185,7 @@ def _decode_timezone(json: Json) -> datetime.timezone:
 
 def _decode_fraction(json: Json) -> fractions.Fraction:
     numerator, denominator = json
-    # Of a text such as 1e10000000 python would make a number with as many digits.
+    # Python would expand a string such as 1e10000000 to a number with as many digits.
     if type(numerator) is not int or type(denominator) is not int:
         raise TypeError("a fraction consists of two integers")
     return fractions.Fraction(numerator, denominator)
@@ -221,7 +223,7 @@ STANDARD_KINDS: tuple[ValueKind, ...] = (
 
 
 class ValueCodec:
-    """The plain values of one program: JSON's own, the pure kinds, and the shell's.
+    """Encoder and decoder of plain values: JSON's own types, the standard kinds, and kinds of the caller.
 
     >>> codec = ValueCodec()
     >>> codec.decode(codec.encode(complex(1, 2)))
@@ -241,13 +243,13 @@ class ValueCodec:
         self._by_type: dict[type, list[ValueKind]] = {}
         self._by_name: dict[str, ValueKind] = {}
         self._load_more_kinds: Callable[[str | None], tuple[ValueKind, ...]] | None = load_more_kinds
-        """The kinds of a framework that may not be loaded yet, given the name of an unknown one, or None for that of a
-        value. Asked until it has answered."""
+        """Returns the kinds of a framework that may not be loaded yet, given the name of an unknown kind, or None for
+        an unknown value. Called until it returns kinds."""
         self._add_kinds(STANDARD_KINDS + extra_kinds)
         self.split_value = split_value
-        """Takes a value apart that consists of several arrays; None for any other."""
+        """Splits a value that consists of several arrays. Returns None for other values."""
         self.split_object = split_object
-        """Takes an object apart that would be pickled, given its leaf path; None if it is to be pickled."""
+        """(object that would be pickled, leaf path) -> its parts, or None to pickle it."""
         self._compose = compose
 
     def _add_kinds(self, kinds: tuple[ValueKind, ...]) -> None:
@@ -256,25 +258,29 @@ class ValueCodec:
             self._by_name["$" + known.name] = known
 
     def _load_more(self, name: str | None = None) -> bool:
-        """Whether there are more kinds now, because the framework is loaded that has them."""
+        """Load the kinds of a framework that has been imported since. Return True if there are more kinds now."""
         kinds = self._load_more_kinds(name) if self._load_more_kinds is not None else ()
         if kinds:
             self._add_kinds(kinds)
-            self._load_more_kinds = None  # not before: another thread may be here, too
+            self._load_more_kinds = None  # only now, because another thread may be in this method
         return bool(kinds)
 
     def compose(self, composite: Composite, resolve_class: Callable[[str, type], Any]) -> Any:
-        """The value that `split_value` has taken apart. `resolve_class` finds its class.
+        """Compose a value that `split_value` has split.
+
+        Args:
+            composite: Parts of the value.
+            resolve_class: Function that returns its class.
 
         Raises:
-            FormatError: Nobody here knows how.
+            FormatError: The kind of composite is unknown.
         """
         if self._compose is None:
             raise FormatError("unknown kind of composite value in the skeleton", found=composite.name[:80])
         return self._compose(composite, resolve_class)
 
     def encode(self, value: Any) -> Json:
-        """A scalar value as JSON, or NotImplemented if it is no plain value."""
+        """Encode a scalar value as JSON. Returns NotImplemented if it is not plain."""
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -291,10 +297,11 @@ class ValueCodec:
         return NotImplemented
 
     def decode(self, json: Json) -> Any:
-        """The value that `encode` wrote.
+        """Decode a value from `encode`.
 
         Raises:
-            FormatError: `json` is nothing that any codec of ours writes.
+            FormatError: `json` is malformed, or of an unknown kind.
+            IncompatibleCheckpointError: This machine cannot create the value.
         """
         if json is None or isinstance(json, bool | int | float | str):
             return json
@@ -315,7 +322,7 @@ class ValueCodec:
         try:
             return decode(body)
         except IncompatibleCheckpointError:
-            raise  # the file is as it was saved: this machine lacks what it takes
+            raise  # the file is intact, but this machine cannot create the value
         except Exception as error:
-            # Decoders call constructors of many libraries; whatever they raise on garbage is the file's fault.
+            # Decoders call constructors of many libraries. Any exception means that the file is malformed.
             raise FormatError(f"broken {name} value in the skeleton", found=str(body)[:80]) from error
