@@ -40,8 +40,7 @@ class PlainTable:
     Args:
         title: Line above the table on a terminal. A pipe has the column names in its first line.
         columns: Column names. The prefix ``>`` aligns cells right. The prefix ``?`` marks a column as optional:
-            optional
-            columns are dropped, the last first, if the terminal is too narrow.
+            optional columns are dropped, the last first, if the terminal is too narrow.
         rows: Plain cells.
         problem_rows: Indices of rows whose last cell describes a problem, which is shown in red.
     """

@@ -223,8 +223,7 @@ def derive_array(leaf: str, array: DerivedArray, manifest: Manifest) -> ArrayRec
 
     Raises:
         IncompatibleCheckpointError: A source array is not stored or its sharding is unknown, or the sources have
-            different
-            dtypes.
+            different dtypes.
         FormatError: The regions do not contain every element exactly once.
     """
     sources = {part.leaf: manifest.get_array(part.leaf) for part in array.regions}

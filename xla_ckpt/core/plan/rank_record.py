@@ -117,8 +117,7 @@ class RankRecord:
             samples: Samples by leaf path.
             common_leaves: Leaf paths that all ranks of its stage have.
             reports_common: True if the record contains these names, because the rank is the first of its stage or has
-                other
-                arrays.
+                other arrays.
             facts: The other fields.
         """
         numbers = {name: number for number, name in enumerate(sorted(common_leaves))}

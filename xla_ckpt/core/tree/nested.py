@@ -30,8 +30,7 @@ def map_leaves(
         key_path: Key path of `value`.
         is_leaf: Returns True for containers that are leaves.
         keep_classes: Keep the classes of dicts and of named tuples. Otherwise all mappings become dicts, and named
-            tuples
-            are leaves.
+            tuples are leaves.
 
     >>> map_leaves({"a": [1, (2,)]}, lambda keys, leaf: f"{keys}: {leaf}")
     {'a': ["('a', 0): 1", ("('a', 1, 0): 2",)]}

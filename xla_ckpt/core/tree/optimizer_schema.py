@@ -126,20 +126,17 @@ class OptimizerSchema:
     Args:
         elementwise: Keys of states with the shape and the sharding of their parameter.
         dims: For keys of states that have some dims of their parameter: the parameter dim of each state dim, or None
-            for a
-            dim that the parameter does not have. ``{"left": (0, None)}`` is a factor with as many rows as the
-                parameter.
-            Negative numbers count from the end, and ``...`` represents all remaining dims from the front: ``(..., -2)``
-                is
-            the parameter without its last dim. The state is split along the dims along which the parameter is.
+            for a dim that the parameter does not have. ``{"left": (0, None)}`` is a factor with as many rows as the
+            parameter. Negative numbers count from the end, and ``...`` represents all remaining dims from the front:
+            ``(..., -2)`` is the parameter without its last dim. The state is split along the dims along which the
+            parameter is.
         replicated: Keys of states that are replicated on all ranks, of any shape, on the device of their parameter.
         host: Keys of states that are replicated on all ranks, and stay in host memory when they are loaded.
         per_rank: Keys of rank-local states, such as the error of compressed gradients. Keys of state that belongs to no
             parameter (``optimizer.state["key"]``) are allowed, too. A mapping contains, for each key, a function that
             converts the state to another number of ranks: ``function(states, rank, world)`` receives the states of all
             ranks, with tensors in host memory, and returns the state of this rank. Without a function the state can
-                only
-            be loaded on the same number of ranks.
+            only be loaded on the same number of ranks.
 
     Raises:
         UsageError: A key is listed twice, or a value is invalid.
