@@ -1,1 +1,1 @@
-"""The command line of the package: ``xla-ckpt``."""
+"""Command-line interface: ``xla-ckpt``."""

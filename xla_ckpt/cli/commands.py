@@ -1,4 +1,4 @@
-"""The commands of ``xla-ckpt``: for each, a function that adds its arguments and one that runs it.
+"""Commands of ``xla-ckpt``: for each, a function that adds its arguments and one that runs it.
 
 The functions are in the order of `xla_ckpt.cli.main.COMMANDS`: inspect (``ls``, ``show``, ``verify``, ``explain``,
 ``diff``, ``view``), write (``export``, ``convert``), retention (``rm``, ``retain``, ``pin``, ``unpin``) and
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``ls``."""
+    """Add the arguments of ``ls``."""
     options.add_path(parser)
     options.add_json(parser)
     parser.add_argument(
@@ -44,7 +44,7 @@ def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    """The command ``ls``; returns its exit code."""
+    """Run the command ``ls``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.garbage_collection import pause_gc
     from xla_ckpt.rendering import reports
@@ -57,7 +57,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``show``."""
+    """Add the arguments of ``show``."""
     options.add_path_and_tag(parser)
     options.add_json(parser)
     parser.add_argument(
@@ -68,7 +68,7 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """The command ``show``; returns its exit code."""
+    """Run the command ``show``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.garbage_collection import pause_gc
     from xla_ckpt.inspection.checkpoints import Checkpoints
@@ -87,7 +87,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``verify``."""
+    """Add the arguments of ``verify``."""
     options.add_path_and_tag(parser)
     options.add_json(parser)
     parser.add_argument("--all", action="store_true", help="all tags of the directory")
@@ -97,7 +97,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """The command ``verify``; returns its exit code."""
+    """Run the command ``verify``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.core.tree import path
     from xla_ckpt.rendering import reports
@@ -109,7 +109,7 @@ def run_verify(args: argparse.Namespace) -> int:
         listed = results.list_root(root)
         tags = [t["tag"] for t in listed["tags"]]
         if not tags:
-            results.resolve_tag(root, None)  # says that there is none
+            results.resolve_tag(root, None)  # raises the error for a missing tag
         if others := [b["name"] for b in listed["beside"]]:
             about = "%s: not verified, since they are no tags, or not complete: %s. Give the path of one to verify it"
             logger.warning(about, root, path.format_leaves(others))
@@ -127,7 +127,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``explain``."""
+    """Add the arguments of ``explain``."""
     options.add_path_and_tag(parser)
     options.add_json(parser)
     parser.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
@@ -135,7 +135,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """The command ``explain``; returns its exit code."""
+    """Run the command ``explain``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.conversion.explain import explain
     from xla_ckpt.rendering import reports
@@ -147,7 +147,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``diff``."""
+    """Add the arguments of ``diff``."""
     parser.add_argument("a", metavar="A", help=options.PATH_HELP)
     parser.add_argument("b", metavar="B", help="the same; or the name of another tag of A's root directory")
     parser.add_argument(
@@ -162,7 +162,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    """The command ``diff``; returns its exit code."""
+    """Run the command ``diff``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.conversion.diff import diff
     from xla_ckpt.rendering import reports
@@ -183,7 +183,7 @@ MAX_PORT = 65535
 
 
 def add_view_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``view``."""
+    """Add the arguments of ``view``."""
     options.add_path_and_tag(parser)
     parser.add_argument("--port", type=_parse_port, default=0, help="of this machine (default: any that is free)")
     parser.add_argument(
@@ -199,7 +199,7 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_view(args: argparse.Namespace) -> int:
-    """The command ``view``; returns its exit code."""
+    """Run the command ``view``, and return its exit code."""
     from xla_ckpt.cli.view.server import CheckpointSite
 
     site = CheckpointSite(args.path, args.tag, **options.build_state_hints(args))
@@ -223,16 +223,16 @@ def run_view(args: argparse.Namespace) -> int:
 
 
 def _parse_port(text: str) -> int:
-    """A port, as argparse wants it."""
+    """Parse a port number for argparse."""
     if not text.isdecimal() or len(text) > len(str(MAX_PORT)) or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: they are numbers from 0 to {MAX_PORT}")
     return int(text)
 
 
 def _check_overwritable(path: Path) -> None:
-    """Refuse a file that is there and holds something else than an older page: a tag's manifest, for instance.
+    """Raise an error if the file exists and is not an older page: it may be the manifest of a tag, for example.
 
-    Pipes and devices are written to as they are.
+    Pipes and devices are accepted.
     """
     from xla_ckpt.cli.view.pages import DOCUMENT_START
 
@@ -261,7 +261,7 @@ def _serve_pages(site: CheckpointSite, port: int) -> int:
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``export``."""
+    """Add the arguments of ``export``."""
     options.add_path(parser)
     options.add_json(parser)
     from xla_ckpt.conversion.export import FLOATING_DTYPES
@@ -290,7 +290,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """The command ``export``; returns its exit code."""
+    """Run the command ``export``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.conversion.export import export_hf
     from xla_ckpt.storage.resolve import open_store
@@ -322,7 +322,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``convert``."""
+    """Add the arguments of ``convert``."""
     options.add_path(parser)
     options.add_json(parser)
     from xla_ckpt.formats.registry import list_convertible_layouts
@@ -384,7 +384,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """The command ``convert``; returns its exit code."""
+    """Run the command ``convert``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.conversion.convert import convert
 
@@ -412,19 +412,21 @@ TIME_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def add_pin_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``pin`` and ``unpin``."""
+    """Add the arguments of ``pin`` and ``unpin``."""
     parser.add_argument("path", metavar="PATH", help="root directory of tags, or one tag")
     parser.add_argument("tags", metavar="TAG", nargs="*", help="which tags, if PATH is a root directory")
     options.add_json(parser)
 
 
 def _resolve_named_tags(args: argparse.Namespace) -> tuple[Checkpoints, list[str]]:
-    """The root, and the tags that are meant; the path may be that of a tag. Each of them is there, and is ours.
+    """Return the root and the given tags, after checking that each exists and was written by this library.
+
+    The path may also be the path of a tag.
 
     Raises:
-        UsageError: The path is a root, and no tag is named: all of them, or the newest, would be a guess. Or another
-            library wrote one of them.
-        NoCheckpointError: One is not there.
+        UsageError: The path is a root, and no tag is given; there is no default, because it would be a guess. Or
+            another library wrote one of the tags.
+        NoCheckpointError: A tag does not exist.
     """
     from xla_ckpt.formats.tags import check_own_tag, list_tag_names, make_not_found_error
     from xla_ckpt.inspection.checkpoints import Checkpoints
@@ -451,7 +453,7 @@ def _resolve_named_tags(args: argparse.Namespace) -> tuple[Checkpoints, list[str
 
 
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``rm``."""
+    """Add the arguments of ``rm``."""
     add_pin_arguments(parser)
     parser.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
     parser.add_argument(
@@ -460,7 +462,7 @@ def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    """The command ``rm``; returns its exit code."""
+    """Run the command ``rm``, and return its exit code."""
     from xla_ckpt.storage.resolve import open_store
     from xla_ckpt.tags.deletion import check_deletable
     from xla_ckpt.tags.resolve import open_root
@@ -479,7 +481,7 @@ def run_rm(args: argparse.Namespace) -> int:
 
 
 def add_retain_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``retain``."""
+    """Add the arguments of ``retain``."""
     from xla_ckpt.tags.retention import PERIOD_NAMES
 
     parser.add_argument("path", metavar="ROOT", help="root directory of tags")
@@ -515,7 +517,7 @@ def add_retain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_retain(args: argparse.Namespace) -> int:
-    """The command ``retain``; returns its exit code."""
+    """Run the command ``retain``, and return its exit code."""
     from xla_ckpt.formats.tags import check_own_tag, list_tag_names, make_not_found_error, resolve_root
     from xla_ckpt.inspection.checkpoints import Checkpoints
     from xla_ckpt.tags.deletion import find_refusals, retire_tag
@@ -525,13 +527,13 @@ def run_retain(args: argparse.Namespace) -> int:
     reasons = Checkpoints(args.path).why_kept(policy)
     if not reasons:
         for tag in list_tag_names(root.store)[-1:]:
-            check_own_tag(root.store, tag)  # another library's: the error says whose it is
+            check_own_tag(root.store, tag)  # written by another library, which the error names
         raise make_not_found_error(root.store, None)
     doomed = [tag for tag, why in reasons.items() if not why]
     asks = doomed and not args.dry_run and not args.yes
     if asks and not _confirm(f"Delete {', '.join(doomed)} in {args.path}? [y/N] "):
         return _report_nothing_deleted()
-    # Somebody may have pinned one since, or read it. All are looked at in one listing, and not each before it goes.
+    # Another process may have pinned or opened a tag since. One listing checks all tags, instead of one for each tag.
     refused = {} if args.dry_run else find_refusals(open_root(root.store.snapshot_view()), doomed, force=False)
 
     def act(tag: str) -> str:
@@ -543,7 +545,7 @@ def run_retain(args: argparse.Namespace) -> int:
             return f"stays ({refused[tag].problem})"
         try:
             retire_tag(root, tag)
-        except StorageError as error:  # another user's, perhaps: the others go
+        except StorageError as error:  # perhaps another user's tag: continue with the others
             failed.append(error)
             return f"stays ({error.problem})"
         return "deleted"
@@ -559,7 +561,7 @@ def run_retain(args: argparse.Namespace) -> int:
 
 
 def _build_policy(args: argparse.Namespace) -> Retention:
-    """What the arguments of ``retain`` say."""
+    """Return the retention policy that the arguments of ``retain`` describe."""
     from xla_ckpt.tags.retention import AnyOf, EveryNSeconds, EveryNSteps, LatestN
 
     policies: list[Retention] = [] if args.newest is None else [LatestN(args.newest)]
@@ -597,7 +599,7 @@ def _parse_last(text: str) -> Retention:
         raise UsageError("--last is no time", expected="a number and a unit: 30m, 12h, 7d, 4w", found=text)
     try:
         return LatestDuration(datetime.timedelta(**{unit: int(count)}))
-    except (OverflowError, ValueError) as error:  # ValueError: more digits than Python makes an int of
+    except (OverflowError, ValueError) as error:  # ValueError: more digits than Python converts to an int
         raise UsageError(
             "--last is longer than any time that can be counted",
             expected=f"at most {datetime.timedelta.max.days}d",
@@ -606,24 +608,24 @@ def _parse_last(text: str) -> Retention:
 
 
 def run_pin(args: argparse.Namespace) -> int:
-    """The command ``pin``; returns its exit code."""
+    """Run the command ``pin``, and return its exit code."""
     root, tags = _resolve_named_tags(args)
     run_for_each_tag(args, tags, lambda tag: "pinned" if root.pin(tag) else "was pinned already")
     return 0
 
 
 def run_unpin(args: argparse.Namespace) -> int:
-    """The command ``unpin``; returns its exit code."""
+    """Run the command ``unpin``, and return its exit code."""
     root, tags = _resolve_named_tags(args)
     run_for_each_tag(args, tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
     return 0
 
 
 def _confirm(question: str) -> bool:
-    """Whether a person says yes.
+    """Return True if the user confirms.
 
     Raises:
-        UsageError: Nobody can be asked.
+        UsageError: The input is not a terminal.
     """
     if not sys.stdin.isatty():
         raise UsageError("nobody can be asked whether tags may be deleted", expected="a terminal, or --yes")
@@ -632,23 +634,23 @@ def _confirm(question: str) -> bool:
 
 
 def _report_nothing_deleted() -> int:
-    """What a person is told who said no; the exit code."""
+    """Print that nothing was deleted, and return the exit code."""
     print("xla-ckpt: nothing was deleted", file=sys.stderr)
     return 1
 
 
 MAX_LEASE_WAIT_SECONDS = 120.0
-"""Seconds that ``clean``, ``adopt`` and ``upload`` wait, at most, to see whether somebody saves there."""
+"""Maximum number of seconds that ``clean``, ``adopt`` and ``upload`` wait to see if another process saves there."""
 
 
 def add_clean_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``clean``."""
+    """Add the arguments of ``clean``."""
     parser.add_argument("path", metavar="ROOT", help="root directory of tags")
     options.add_json(parser)
 
 
 def run_clean(args: argparse.Namespace) -> int:
-    """The command ``clean``; returns its exit code."""
+    """Run the command ``clean``, and return its exit code."""
     from xla_ckpt.cli import results
     from xla_ckpt.formats.tags import list_roots_below, list_tag_names, make_not_found_error, resolve_root
 
@@ -662,14 +664,14 @@ def run_clean(args: argparse.Namespace) -> int:
 
 
 def add_adopt_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``adopt``."""
+    """Add the arguments of ``adopt``."""
     parser.add_argument("path", metavar="ROOT", help="root directory of tags, in an object store")
     parser.add_argument("tags", metavar="TAG", nargs="*", help="which tags (default: all)")
     options.add_json(parser)
 
 
 def run_adopt(args: argparse.Namespace) -> int:
-    """The command ``adopt``; returns its exit code."""
+    """Run the command ``adopt``, and return its exit code."""
     from xla_ckpt.formats.tags import make_not_found_error, resolve_root
 
     with _use_root(resolve_root(args.path), "adopting tags") as root:
@@ -688,14 +690,14 @@ def run_adopt(args: argparse.Namespace) -> int:
 
 
 def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``upload``."""
+    """Add the arguments of ``upload``."""
     parser.add_argument("path", metavar="DIR", help="directory that a job saved to first (local=)")
     parser.add_argument("destination", metavar="ROOT", help="where its tags go: s3://bucket/run")
     options.add_json(parser)
 
 
 def run_upload(args: argparse.Namespace) -> int:
-    """The command ``upload``; returns its exit code."""
+    """Run the command ``upload``, and return its exit code."""
     from xla_ckpt.features.local_first.upload import UPLOADS
     from xla_ckpt.features.local_first.upload_rules import describe_upload_state
     from xla_ckpt.formats.tags import make_not_found_error, resolve_root
@@ -709,7 +711,7 @@ def run_upload(args: argparse.Namespace) -> int:
             error = make_not_found_error(root.store, None)
             error.problem = "there is no tag of this library, which could be uploaded"
             raise error
-        uploader.root.remote.list_entries()  # where it cannot be read, this says so, and once
+        uploader.root.remote.list_entries()  # raises the error once if it cannot be read
         root.acquire_lease(MAX_LEASE_WAIT_SECONDS)
         entries = {entry.tag: entry for entry in root.list_entries()}
         before = {tag for tag, entry in entries.items() if uploader.root.read_journal(entry).is_remote}
@@ -717,7 +719,7 @@ def run_upload(args: argparse.Namespace) -> int:
             uploader.wake(None)
             uploader.finish()
         finally:
-            uploader.stop()  # if it is interrupted, its thread ends soon, and not with the last tag
+            uploader.stop()  # after an interrupt, its thread ends soon instead of after the last tag
         remote = {entry.tag: entry for entry in uploader.root.remote.list_entries()}
 
         def outcome(tag: str) -> str:
@@ -730,7 +732,7 @@ def run_upload(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _use_root(root: Root, operation: str) -> Iterator[Root]:
-    """A root. The leases that this process takes are given back when the block ends."""
+    """Yield a root, and release the leases of this process when the block ends."""
     from xla_ckpt.tags.lease import LEASES
 
     try:

@@ -12,12 +12,12 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``completion``."""
+    """Add the arguments of ``completion``."""
     parser.add_argument("shell", choices=SHELLS, help="which shell")
 
 
 def print_completion_script(args: argparse.Namespace, commands: dict[str, argparse.ArgumentParser]) -> int:
-    """Print the script of a shell for the parsers of all commands, by their names."""
+    """Print the completion script of a shell, for the parsers of all commands by name."""
     with translate_stdout_errors():
         print(
             {"bash": _build_bash_script, "zsh": _build_zsh_script, "fish": _build_fish_script}[args.shell](commands),
@@ -27,26 +27,26 @@ def print_completion_script(args: argparse.Namespace, commands: dict[str, argpar
 
 
 def list_long_options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Each long option of a command."""
-    for action in parser._actions:  # argparse has no other list of them
+    """Yield each long option of a command."""
+    for action in parser._actions:  # argparse has no public list of them
         for option in action.option_strings:
             if option.startswith("--"):
                 yield option, action
 
 
 def _get_option_choices(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Option -> its choices, of options that have some."""
+    """Return {option: choices} for the options that have choices."""
     return {o: " ".join(map(str, a.choices)) for o, a in list_long_options(parser) if a.choices is not None}
 
 
 def _get_positional_choices(parser: argparse.ArgumentParser) -> str:
-    """The choices of a positional argument; none where it is a path."""
+    """Return the choices of a positional argument; empty for a path."""
     choices = (a.choices for a in parser._actions if not a.option_strings and a.choices is not None)
     return " ".join(map(str, next(choices, ())))
 
 
 def _build_case_arms(commands: dict[str, argparse.ArgumentParser]) -> str:
-    """The arms of a ``case`` of a shell: the words that may follow a command, and the choices of its options."""
+    """Return the arms of a shell ``case``: the words that may follow a command, and the choices of its options."""
     arms = []
     for name, parser in commands.items():
         arms += [

@@ -43,22 +43,22 @@ from xla_ckpt.errors import CheckpointError, InvalidTagError, UsageError
 from xla_ckpt.keywords import suggest
 
 USAGE_ERRORS = (UsageError, InvalidTagError)
-"""Errors that end with exit code 2, as words do of which the parser makes nothing. All others end with 1."""
+"""Errors that exit with code 2, as argparse errors do. All others exit with 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Command:
-    """A command, without its arguments."""
+    """Command without its arguments."""
 
     help: str
     action: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     examples: str
-    """Lines that a person can copy, as the end of its help shows them."""
+    """Example command lines at the end of the help."""
 
 
 def _run_completion(args: argparse.Namespace) -> int:
-    """``completion``, which needs the arguments of all commands."""
+    """Run ``completion``, which needs the arguments of all commands."""
     parsers = _build_parsers()[1]
     for name, command in COMMANDS.items():
         command.add_arguments(parsers[name])
@@ -224,18 +224,18 @@ _COMMAND_SYNONYMS = {
     "check": "verify",
     "compare": "diff",
 }
-"""Words that somebody may take for commands -> what does that."""
+"""Common wrong command names -> the matching command."""
 
 
 class _SuggestingParser(argparse.ArgumentParser):
-    """A parser that says of a word which is none of the choices which one was probably meant."""
+    """Argument parser that suggests the closest choice for an invalid one."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             elsewhere = (
                 _COMMAND_SYNONYMS.get(value) if action.nargs == argparse.PARSER else None
-            )  # a word for a command
+            )  # a synonym of a command
             there = f": {elsewhere} does that" if elsewhere else suggest(value, choices)
             raise argparse.ArgumentError(action, f"there is no {value!r}{there} (choose from {', '.join(choices)})")
 
@@ -244,7 +244,7 @@ class _SuggestingParser(argparse.ArgumentParser):
 
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of what stands before the arguments of a command, and that of each command, still without them."""
+    """Return the main parser, and the parser of each command, without its arguments."""
     parser = _SuggestingParser(
         prog="xla-ckpt", description="Look into checkpoint directories, keep them, and write tags anew."
     )
@@ -264,17 +264,17 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argume
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line; a word that is none is told with what was probably meant."""
+    """Parse a command line. The error for an invalid word suggests the closest valid one."""
     parser, parsers = _build_parsers()
     at = next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
     parser.parse_args(argv[: at + 1])
     command = parsers[argv[at]]
     COMMANDS[argv[at]].add_arguments(command)
-    # Else an argument such as TAG, which may be left out, would have to stand before all options.
+    # Otherwise an optional positional argument, such as TAG, would have to come before all options.
     try:
         args, unknown = command.parse_known_intermixed_args(argv[at + 1 :])
     except AttributeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # argparse fails to clean up after an early one
+        if isinstance(error.__context__, KeyboardInterrupt):  # argparse fails to clean up after an early interrupt
             raise error.__context__ from None
         raise
     if unknown:
@@ -285,28 +285,28 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line, and return its exit code.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C. `xla_ckpt.__main__` answers it, which does so while this module is imported, too.
+        KeyboardInterrupt: Ctrl-C. `xla_ckpt.__main__` handles it, because it also covers the import of this module.
     """
     words = sys.argv[1:] if argv is None else argv
     if argv is None:
-        # The process ends with this call. The interpreter would look for garbage among all objects once more, 60 ms.
+        # The process exits after this call. A last garbage collection of all objects would take 60 ms.
         atexit.register(gc.freeze)
     try:
         args = parse_arguments(words)
-        if sys.stdout is None:  # Python's word for a closed one (`>&-`)
-            # The next file to be opened, one of a tag perhaps, would get its number, and what libraries print.
+        if sys.stdout is None:  # Python's value for a closed stream (`>&-`)
+            # The next file that is opened, for example one of a tag, would get its number, and the output of libraries.
             raise UsageError("the standard output is closed", hint="Where nobody reads it, send it to /dev/null.")
         with translate_log_messages():
             code = int(args.action(args))
         with translate_stdout_errors():
-            sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
+            sys.stdout.flush()  # handles a broken pipe here; at exit the interpreter would print an error
     except CheckpointError as error:
-        print(f"xla-ckpt: {translate_to_options(str(error))}", file=sys.stderr)  # the text of the error is printable
+        print(f"xla-ckpt: {translate_to_options(str(error))}", file=sys.stderr)  # the text is escaped for terminals
         return 2 if isinstance(error, USAGE_ERRORS) else 1
     except BrokenPipeError:
-        sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit
+        sys.stderr.close()  # `| head` has closed the pipe; this avoids an error of the interpreter at exit
         return 0
     return code

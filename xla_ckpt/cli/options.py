@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from xla_ckpt.options import ConvertOptions
 
 MAX_DIGITS = 18
-"""Of a number that a person types: Python refuses to read thousands of them."""
+"""Maximum number of digits in an argument, because Python rejects thousands of them."""
 
 PATH_HELP = (
     "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
@@ -20,17 +20,17 @@ PATH_HELP = (
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
-    """Where the tags lie."""
+    """Add the argument for the path of the tags."""
     parser.add_argument("path", metavar="PATH", help=PATH_HELP)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """How the answer is printed."""
+    """Add the option for JSON output."""
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def add_path_and_tag(parser: argparse.ArgumentParser) -> None:
-    """As `add_path`; and which tag, as an option or as the word after the path, as commands have it that keep tags."""
+    """Add the path, and the tag as an option or as the word after the path, as in commands that keep tags."""
     add_path(parser)
     parser.add_argument(
         "tag", metavar="TAG", nargs="?", default=argparse.SUPPRESS, action=_SingleTagAction, help="the same as --tag"
@@ -39,12 +39,12 @@ def add_path_and_tag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tag(parser: argparse.ArgumentParser) -> None:
-    """Which tag."""
+    """Add the option for the tag."""
     parser.add_argument("--tag", action=_SingleTagAction, help="which one (default: the newest)")
 
 
 class _SingleTagAction(argparse.Action):
-    """A tag. A second one is wrong usage, as neither can be meant alone."""
+    """Argparse action that stores a tag, and raises an error for a second one."""
 
     def __call__(
         self,
@@ -62,7 +62,7 @@ class _SingleTagAction(argparse.Action):
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """What a person may say of the model whose state a tag holds."""
+    """Add the options that describe the model whose state a tag contains."""
     from xla_ckpt.conversion.llama.job import HARDWARE_ADJACENCY
 
     parser.add_argument(
@@ -94,7 +94,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_leaf(parser: argparse.ArgumentParser) -> None:
-    """Which leaves."""
+    """Add the option that selects leaves."""
     parser.add_argument(
         "--leaf",
         metavar="PATTERN",
@@ -103,7 +103,7 @@ def add_leaf(parser: argparse.ArgumentParser) -> None:
 
 
 def add_max_memory(parser: argparse.ArgumentParser) -> None:
-    """How much memory arrays may take."""
+    """Add the option that limits the memory of arrays."""
     from xla_ckpt.options import DEFAULT_MAX_MEMORY
 
     parser.add_argument(
@@ -116,19 +116,19 @@ def add_max_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def is_positive_int(text: str) -> bool:
-    """Whether a text is a whole number from 1."""
+    """Return True if a text is an integer of at least 1."""
     return text.isdecimal() and len(text) <= MAX_DIGITS and int(text) > 0
 
 
 def parse_positive_int(text: str) -> int:
-    """A whole number from 1, as argparse wants it."""
+    """Parse an integer of at least 1 for argparse."""
     if not is_positive_int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
     return int(text)
 
 
 def parse_size_argument(text: str) -> int:
-    """A number of bytes, as argparse wants it."""
+    """Parse a number of bytes for argparse."""
     from xla_ckpt.cli import results
 
     try:
@@ -138,7 +138,7 @@ def parse_size_argument(text: str) -> int:
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
-    """Rules of how arrays are split."""
+    """Add the option for sharding rules."""
     parser.add_argument(
         "--sharding",
         nargs=2,
@@ -150,14 +150,14 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_sharding_rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """The rules that the command line gives."""
+    """Return the sharding rules of the command line."""
     from xla_ckpt.cli import results
 
     return [(pattern, results.parse_spec(text)) for pattern, text in args.sharding or ()]
 
 
 def build_state_hints(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of the state in a tag, as functions take it."""
+    """Return the hints about the state in a tag from the command line, as keyword arguments."""
     from xla_ckpt.cli import results
 
     model, optimizer = results.build_targets(args.like)
@@ -170,7 +170,7 @@ def build_state_hints(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_llama_job(args: argparse.Namespace) -> LlamaJob:
-    """What the command line says about a Llama-like model, and a job that has it."""
+    """Return the Llama-like model and job described on the command line."""
     from xla_ckpt.conversion.llama.job import LlamaJob
 
     return LlamaJob(
@@ -183,7 +183,7 @@ def build_llama_job(args: argparse.Namespace) -> LlamaJob:
 
 
 def build_convert_options(args: argparse.Namespace) -> ConvertOptions:
-    """How a conversion goes about its work."""
+    """Return the options of a conversion."""
     from xla_ckpt.options import ConvertOptions
 
     return ConvertOptions(max_memory=args.max_memory, progress=False if args.json else None)

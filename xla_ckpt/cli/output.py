@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def print_result(args: argparse.Namespace, result: Any, render: Callable[[Any], RenderableType]) -> None:
-    """Print an answer: as JSON, or as `render` makes it.
+    """Print a result as JSON, or as rendered by `render`.
 
-    A terminal gets tables as wide as itself. A pipe or a file gets every line whole, with tabs between columns.
+    Tables fit the width of a terminal. Pipes and files get complete lines, with tabs between columns.
     """
     result = translate_result_to_options(result)
     with translate_stdout_errors():
         if args.json:
-            # Of the characters that control a terminal, JSON has DEL alone as it is.
+            # DEL is the only terminal control character that JSON does not escape.
             print(json.dumps(result, indent=1).replace("\x7f", "\\u007f"), flush=True)
             return
         from rich.console import Console
@@ -43,24 +43,24 @@ def print_result(args: argparse.Namespace, result: Any, render: Callable[[Any], 
 
 @contextlib.contextmanager
 def translate_stdout_errors() -> Iterator[None]:
-    """Around what writes to the standard output.
+    """Translate errors of writes to the standard output.
 
     Raises:
-        BrokenPipeError: Who reads it has seen enough.
-        StorageError: It cannot be written: the disk is full, for instance.
+        BrokenPipeError: The reader has closed the pipe.
+        StorageError: The output cannot be written, for example because the disk is full.
     """
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        # Else the interpreter writes what is left when it ends, and complains once more.
+        # Otherwise the interpreter writes the rest at exit, and prints another error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise StorageError.of(error, "writing the answer to the standard output") from error
 
 
 def run_for_each_tag(args: argparse.Namespace, tags: Sequence[str], action: Callable[[str], str]) -> None:
-    """Do something with each tag, and print what. What was done before an error or Ctrl-C is printed, too."""
+    """Run an action for each tag, and print the results, including those before an error or Ctrl-C."""
     from xla_ckpt.cli import results
 
     done: list[dict[str, str]] = []
@@ -74,8 +74,8 @@ def run_for_each_tag(args: argparse.Namespace, tags: Sequence[str], action: Call
 
 
 _ARGUMENT_MENTION = re.compile(
-    # The library says both: an argument or a call, and in parentheses what it is at the command line. Names in a tag
-    # may be long: each is looked at once, from its beginning.
+    # Messages contain an argument or a call, followed by its command-line form in parentheses. Names in a tag may be
+    # long: each is scanned once, from its beginning.
     r"(?<![^\s(])(?:\w+= and )?"
     r"[\w.]+(?:=(?:\[[^\[\]]*\]|[^\s()\[\]]*))?"  # as_tag=, mesh="tp=2", shardings=[('up_proj', ('tp', None))]
     r"(?:\([^()]*\)[\w.]*)*"  # LlamaJob(config, ...), convert(..., to='peft')
@@ -83,15 +83,14 @@ _ARGUMENT_MENTION = re.compile(
 )
 
 _MESSAGE_FIELDS = frozenset({"problem", "problems", "hint", "notes", "message"})
-"""Members of answers in which the library speaks. All others are names and numbers."""
+"""Fields of results that contain messages of the library. All others contain names and numbers."""
 
 _DATA_FIELDS = frozenset({"arrays", "files", "values"})
-"""Members without sentences, however they are called inside: thousands of arrays and files, and what a program has
-saved, which may lie in each other as deep as can be."""
+"""Fields without messages at any depth: thousands of arrays and files, and saved user values of any nesting depth."""
 
 
 def translate_to_options(text: str) -> str:
-    """The text of an error or a warning with the options of the command line in the place of Python's arguments.
+    """Replace Python arguments in the text of an error or a warning by options of the command line.
 
     >>> translate_to_options("Pass as_tag= (--as)."), translate_to_options("Give them: model= and optimizer= (--like).")
     ('Pass --as.', 'Give them: --like.')
@@ -103,7 +102,7 @@ def translate_to_options(text: str) -> str:
 
 
 def translate_result_to_options(result: Any, is_message: bool = False) -> Any:
-    """The answer of a command, as JSON has it, with the same done to what it says of problems."""
+    """Apply `translate_to_options` to the messages in a result, given as JSON."""
     if isinstance(result, str):
         return translate_to_options(result) if is_message else result
     if isinstance(result, dict):
@@ -119,9 +118,9 @@ def translate_result_to_options(result: Any, is_message: bool = False) -> Any:
 
 
 def make_result_printable(result: Any, is_message: bool = False) -> Any:
-    """The answer of a command with escaped names; its `values` stay as they are, for they become cells of tables.
+    """Escape names in a result. Its `values` are unchanged, because they become cells of tables.
 
-    Sentences keep their line breaks: the names in them are escaped already, as those of errors are.
+    Messages keep their line breaks: names in them are escaped already, as in errors.
     """
     if isinstance(result, str):
         return make_lines_printable(result) if is_message else make_printable(result)
@@ -136,7 +135,7 @@ def make_result_printable(result: Any, is_message: bool = False) -> Any:
 
 
 class _OptionNameFormatter(logging.Formatter):
-    """The text of a record, in options."""
+    """Log formatter that replaces Python arguments by options."""
 
     def format(self, record: logging.LogRecord) -> str:
         return translate_to_options(super().format(record))
@@ -144,7 +143,7 @@ class _OptionNameFormatter(logging.Formatter):
 
 @contextlib.contextmanager
 def translate_log_messages() -> Iterator[None]:
-    """For a block, have warnings printed with options. Where a program handles them itself, they stay as they are."""
+    """Print warnings with options within the block. Log handlers of the program are unaffected."""
     if (handler := logging.lastResort) is None:  # a program took it away: they are not printed
         yield
         return

@@ -1,7 +1,7 @@
-"""Results of commands: plain JSON, and the text that a terminal shows for it.
+"""Results of commands as plain JSON, and their rendering for a terminal.
 
-Also resolves what a user typed into a root and a tag, a sharding, a model or a size. For native tags, none of this
-needs torch or orbax.
+Also parses user input: a root and a tag, a sharding, a model or a size. For native tags, none of this needs torch or
+orbax.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from xla_ckpt.storage.resolve import normalize_path, open_store
 
 
 def resolve_location(path: str, tag: str | None) -> tuple[str, str | None]:
-    """Root directory and tag from what a person types: a root, or the directory of a tag itself."""
+    """Return the root directory and the tag of a path to a root, or to a tag's directory."""
     store, tag = locate_checkpoint(path, tag)
     return store.path, tag
 
 
 def resolve_second_location(root: str, path: str, tag: str | None) -> tuple[str, str | None]:
-    """The same of the second of two tags, which may be named as a tag in the root directory of the first.
+    """Return the location of the second of two tags, which may also be the name of a tag in the root of the first.
 
     Raises:
-        NoCheckpointError: It is a plain word, and neither a tag there nor a path.
+        NoCheckpointError: It is a plain word, but neither a tag in that root nor a path.
     """
     if tag is None and "/" not in path and not open_store(normalize_path(path)).has(""):
         if path in list_tags(root):
@@ -60,21 +60,21 @@ def resolve_second_location(root: str, path: str, tag: str | None) -> tuple[str,
 
 
 def resolve_tag(root: str, tag: str | None) -> str:
-    """`tag`, or the newest there is.
+    """Return `tag`, or the newest tag if it is None.
 
     Raises:
-        NoCheckpointError: There is none.
+        NoCheckpointError: The root contains no tags.
     """
     return choose_tag(open_store(root), tag)
 
 
 def count_other_tags(root: str, tag: str) -> int:
-    """How many other tags a root directory has."""
+    """Return the number of other tags in a root directory."""
     return sum(other != tag for other in list_tags(root))
 
 
 def list_root(root: str, local: str | None = None) -> dict[str, Any]:
-    """All tags of a root directory, oldest first; with `local` those of that directory, too, and where each is."""
+    """Return all tags of a root directory, oldest first; with `local`, include the tags there, and the location of each."""
     if local is not None:
         return build_listing(root, summarize_local_and_remote(*resolve_local_and_remote(root, local)))
     store = open_store(root).snapshot_view()
@@ -85,7 +85,7 @@ def list_root(root: str, local: str | None = None) -> dict[str, Any]:
 
 
 def list_single_tag(root: str, tag: str) -> dict[str, Any]:
-    """The same of one tag, or of what is none, and which no root lists: a single file, say."""
+    """Return the same fields for one tag, or for a checkpoint that no root lists, such as a single file."""
     store = open_store(root).snapshot_view()
     if (unlisted := summarize_unlisted(store, tag)) is not None:
         return build_listing(root, [unlisted])
@@ -94,10 +94,10 @@ def list_single_tag(root: str, tag: str) -> dict[str, Any]:
 
 
 def verify_tag(root: str, tag: str, *, repair_first: bool = False, errors_as_problems: bool = False) -> dict[str, Any]:
-    """What reading all bytes of a tag found, which is repaired first if that is wanted.
+    """Read all bytes of a tag, and return the problems found. With `repair_first`, repair the tag before.
 
-    A tag that cannot be repaired, or read, is an error; `errors_as_problems` tags that are looked at, it is a problem
-    of that one.
+    A tag that cannot be repaired or read raises an error. With `errors_as_problems`, the error becomes a problem of the
+    tag instead.
     """
     repaired: Sequence[str] = ()
     try:
@@ -115,17 +115,17 @@ def verify_tag(root: str, tag: str, *, repair_first: bool = False, errors_as_pro
 
 
 def parse_spec(text: str) -> tuple[Any, ...]:
-    """A sharding as a person types it.
+    """Parse a sharding spec of the command line.
 
     >>> parse_spec("tp,_"), parse_spec("dp+tp"), parse_spec("tp*3")
     (('tp', None), (('dp', 'tp'),), (('tp', 3),))
 
-    Sections stand behind a colon (`xla_ckpt.core.sharding.sharding`):
+    Sections follow a colon (`xla_ckpt.core.sharding.sharding`):
 
     >>> parse_spec("tp:4096+1024x4+1024x4,_"), parse_spec("tp:x2")
     ((('tp', [4096, '1024x4', '1024x4']), None), (('tp', ['x2']),))
 
-    Where no dim is split, arrays of any number of dims are meant.
+    A spec without any sharded dim applies to arrays of any number of dims.
 
     >>> parse_spec("_")
     ()
@@ -148,10 +148,10 @@ def _parse_dim(word: str) -> Any:
 
 
 def build_targets(function_path: str | None) -> tuple[Any, Any]:
-    """(model, optimizer) from what a function of the user's own returns: both, or a model alone.
+    """Call a function of the user that returns a model and an optimizer, or only a model; return (model, optimizer).
 
     Raises:
-        UsageError: There is no such function, or it fails.
+        UsageError: The function does not exist, or raises an error.
     """
     if function_path is None:
         return None, None
@@ -160,13 +160,13 @@ def build_targets(function_path: str | None) -> tuple[Any, Any]:
         raise UsageError(
             "--like names a function", expected="MODULE:FUNCTION, such as my_job:build", found=function_path
         )
-    sys.path.insert(0, "")  # the current directory, as python -c has it: one that was removed is no error
+    sys.path.insert(0, "")  # the current directory, as with python -c; a directory that was removed raises no error
     try:
         program = importlib.import_module(module)
         build = getattr(program, function, None)
         built = None if build is None else build()
     except Exception as error:
-        # It is the user's code, and may raise anything.
+        # User code may raise any exception.
         hint = None
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             hint = "It is looked for in this directory and in those of PYTHONPATH, by its name without .py."
@@ -187,7 +187,7 @@ def build_targets(function_path: str | None) -> tuple[Any, Any]:
             "the function returns nothing", expected="the model, or (model, optimizer)", found=function_path
         )
     if isinstance(built, Mapping) and built.keys() <= {"model", "optimizer", "scheduler"}:
-        # It would be a model whose parameters have other names, and no array of the tag would be found in it.
+        # The parameter names of such a model would differ, so that no array of the tag would match.
         raise UsageError(
             "the function returns a dict", expected="the model, or (model, optimizer)", found=function_path
         )
@@ -195,7 +195,7 @@ def build_targets(function_path: str | None) -> tuple[Any, Any]:
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes as a person types it.
+    """Parse a number of bytes.
 
     >>> parse_size("5GB"), parse_size("1.5 mb"), parse_size("4096")
     (5000000000, 1500000, 4096)
@@ -208,7 +208,7 @@ def parse_size(text: str) -> int:
 
 
 def format_conversion(result: dict[str, Any]) -> RenderableType:
-    """The answer of ``convert``."""
+    """Render the result of ``convert``."""
     return Text(
         f"{result['tag']}: {format_bytes(result['nbytes'])} as {result['layout']} over {result['mesh']}, "
         f"{format_count(result['files'], 'file')}, in {result['path']}, in {result['seconds']:.1f} s"
@@ -216,7 +216,7 @@ def format_conversion(result: dict[str, Any]) -> RenderableType:
 
 
 def format_export(result: dict[str, Any]) -> RenderableType:
-    """The answer of ``export``."""
+    """Render the result of ``export``."""
     files = f"{len(result['files'])} files" if len(result["files"]) > 1 else result["files"][0]
     size = f"{format_count(result['arrays'], 'array')}, {format_bytes(result['nbytes'])}"
     text = f"{result['tag']}: {size}, as {files} in {result['path']}"
@@ -226,12 +226,12 @@ def format_export(result: dict[str, Any]) -> RenderableType:
 
 
 def format_tag_actions(result: dict[str, Any]) -> RenderableType:
-    """The answer of commands that do something with each of some tags."""
+    """Render the result of commands that change several tags."""
     return Text("\n".join(f"{t['tag']}: {t['done']}" for t in result["tags"]))
 
 
 def format_cleanup(result: dict[str, Any]) -> RenderableType:
-    """The answer of ``clean``."""
+    """Render the result of ``clean``."""
     lines = [f"{name}: removed" for name in result["removed"]]
     lines += [f"{its['name']}: stays ({its['why']})" for its in result["kept"]]
     return Text("\n".join(lines) or "nothing to remove")

@@ -1,4 +1,4 @@
-"""Integrations with trainers: one module for each, imported by name, so that you need only your own trainer.
+"""Trainer integrations, one module for each trainer. Import them by name, so that you need only your own trainer.
 
-docs/trainers.md describes how to use each, and which state is restored exactly.
+docs/trainers.md describes how to use each one, and which state is restored exactly.
 """

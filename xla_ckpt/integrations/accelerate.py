@@ -1,8 +1,8 @@
-"""Checkpoints of programs that use `accelerate`: what `Accelerator.save_state` stores, as a tag.
+"""Save and load the state of an accelerate `Accelerator`, in place of `save_state` and `load_state`.
 
-accelerate's hooks (`register_save_state_pre_hook`) can take the weights over, but neither the optimizers nor the random
-state: accelerate pickles those itself after the hooks, into a directory that it has made before (accelerate 1.15,
-`Accelerator.save_state`). So these are functions in the place of `save_state` and `load_state`.
+accelerate's hooks (`register_save_state_pre_hook`) can take over the weights, but not the optimizers or the random
+state: accelerate pickles these itself after the hooks, into a directory that it has created before (accelerate 1.15,
+`Accelerator.save_state`). This module therefore provides functions that replace `save_state` and `load_state`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def save_state(
     extras: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> SaveHandle:
-    """Save all that was given to `accelerator.prepare` and `register_for_checkpointing`. All ranks call it.
+    """Save all objects given to `accelerator.prepare` and `register_for_checkpointing`. Call it on all ranks.
 
     Args:
         accelerator: The Accelerator.
         root: Root directory of the tags.
         tag: Name of the checkpoint.
-        user_content: Any plain value, such as the number of the step.
+        user_content: Any plain value, such as the step number.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        keywords: Those of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
+        keywords: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
 
     Raises:
-        UsageError: DeepSpeed or Megatron-LM keep the state themselves.
+        UsageError: The job uses DeepSpeed or Megatron-LM, which manage the state themselves.
     """
     model, optimizer, scheduler, members = _contents(accelerator, extras)
     return save_checkpoint(root, tag, model, optimizer, scheduler, user_content, extras=members, **keywords)
@@ -56,28 +56,28 @@ def load_state(
     extras: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Loaded:
-    """Load what `save_state` has saved, into what was given to the Accelerator. All ranks call it.
+    """Load a checkpoint of `save_state` into the objects of an Accelerator. Call it on all ranks.
 
     Args:
         accelerator: The Accelerator, with the same objects prepared and registered in the same order.
         root: Root directory of the tags.
-        tag: Which checkpoint; None takes the newest good one.
+        tag: Name of the checkpoint; None loads the newest valid one.
         extras: Further objects, under the names that they were saved under.
-        keywords: Those of `load_checkpoint`, such as ``trust_pickle``, ``strict`` or ``options``.
+        keywords: Keywords of `load_checkpoint`, such as ``trust_pickle``, ``strict`` or ``options``.
 
     Returns:
         The `user_content` of the save, and a report.
 
     Raises:
-        NoCheckpointError: There is no such tag, or none at all.
-        UsageError: DeepSpeed or Megatron-LM keep the state themselves.
+        NoCheckpointError: The tag does not exist, or the root contains no tags.
+        UsageError: The job uses DeepSpeed or Megatron-LM, which manage the state themselves.
     """
     model, optimizer, scheduler, members = _contents(accelerator, extras)
     return load_checkpoint(root, tag, model, optimizer, scheduler, extras=members, **keywords)
 
 
 class _Steps:
-    """How many batches the Accelerator has seen: gradient accumulation counts them."""
+    """Number of batches that the Accelerator has processed, which gradient accumulation depends on."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -90,7 +90,7 @@ class _Steps:
 
 
 def _contents(accelerator: Any, extras: Mapping[str, Any] | None) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The first model, optimizer and scheduler, and everything else by name."""
+    """Return the first model, optimizer and scheduler, and all other objects by name."""
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):
         raise UsageError(
             f"{accelerator.distributed_type} keeps the state of the optimizer itself, and saves it itself",

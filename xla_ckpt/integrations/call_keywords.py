@@ -1,4 +1,4 @@
-"""The keywords that an adapter takes once, for all saves and loads of its trainer."""
+"""Keywords for the saves and loads of a trainer, which its adapter checks once in the constructor."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _OF_THE_ADAPTER = ("path", "tag", "model", "optimizer", "scheduler", "user_conte
 def keeping_keywords(
     save: Call, load: Call, *, without: tuple[str, ...] = ()
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Check the keywords of an adapter's constructor that go to its saves and loads, hours of training away.
+    """Return a decorator that checks save and load keywords when the adapter is created, before training starts.
 
     Args:
         save: The function that the adapter saves with.
         load: The function that the adapter loads with.
-        without: Names of further arguments of both that the adapter does not take.
+        without: Names of further arguments of both that the adapter does not accept.
     """
-    # An option of both kinds, such as timeout=, is looked for among those of saves.
+    # An option that exists in both classes, such as timeout=, is looked up in the save options.
     values: dict[str, type[Any]] = {"load_options": LoadOptions, "options": SaveOptions}
     return check_deferred_arguments(save, load, without=(*_OF_THE_ADAPTER, *without), **values)
 
 
 @dataclass(frozen=True, slots=True)
 class CallKeywords:
-    """The keywords of an adapter, each passed to the calls that have an argument of that name."""
+    """Keywords of an adapter, each passed to the calls that accept it."""
 
     save: dict[str, Any]
-    """The keywords of each save."""
+    """Keywords of each save."""
 
     _load: dict[str, Any]
     _load_options: LoadOptions | None
@@ -50,14 +50,14 @@ class CallKeywords:
         """Return the keywords for calls of `save` and `load`.
 
         Args:
-            keywords: Those of the adapter. ``num_workers``, ``mesh`` and ``shardings`` go to both calls, and
-                ``options`` to saves alone.
+            keywords: The adapter's keywords. ``num_workers``, ``mesh`` and ``shardings`` go to both calls, and
+                ``options`` only to saves.
             load_options: The ``options`` of loads.
             save: The function that the adapter saves with.
             load: The function that the adapter loads with.
 
         Raises:
-            UsageError: ``options`` or ``load_options`` are of another class.
+            UsageError: ``options`` or ``load_options`` has the wrong class.
         """
         resolve_options(SaveOptions, keywords.get("options"))
         resolve_options(LoadOptions, load_options)
@@ -66,9 +66,9 @@ class CallKeywords:
 
     @property
     def load_options(self) -> LoadOptions:
-        """The options of a load that begins now, which looks into the local directory of the saves, too.
+        """Options of the next load, which also reads the ``local`` directory of the saves.
 
-        The newest tag may be there alone: a load from the bucket would take an older one.
+        The newest tag may exist only there; a load that reads only the bucket would return an older one.
         """
         options = resolve_options(LoadOptions, self._load_options)
         saves: SaveOptions | None = self.save.get("options")
@@ -76,11 +76,11 @@ class CallKeywords:
 
     @property
     def load(self) -> dict[str, Any]:
-        """The keywords of a load that begins now."""
+        """Keywords of the next load."""
         return {**self._load, "options": self.load_options}
 
 
 def _select(keywords: Mapping[str, Any], call: Call) -> dict[str, Any]:
-    """Return the keywords that a function has an argument for."""
+    """Return the keywords that a function accepts."""
     names = inspect.signature(call).parameters
     return {name: value for name, value in keywords.items() if name in names}

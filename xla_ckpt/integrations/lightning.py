@@ -1,10 +1,10 @@
 """Checkpoints of a Lightning `Trainer`: a callback for any number of ranks, and a `CheckpointIO` for one process.
 
-The callback stores what Lightning's own checkpoint of a run contains, through this library: the module, its optimizers
-and schedulers as arrays and plain values that a job of another size can load, and the rest as user content. To resume,
-it hands Lightning that checkpoint before `fit` restores anything, so the order of all hooks is Lightning's own.
+The callback stores the contents of a Lightning checkpoint: the module, its optimizers and schedulers as arrays and
+plain values that a job of another size can load, and the rest as user content. To resume, it passes that checkpoint
+to Lightning before `fit` restores anything, so all hooks run in Lightning's order.
 
-A `CheckpointIO` gets one dict that Lightning has put together on rank 0.
+A `CheckpointIO` receives one dict that Lightning has assembled on rank 0.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.resolve import PathLike, normalize_path
 
 _FINISHED = "_iterator_finished"
-"""Where the state of torchdata's `StatefulDataLoader` records that its epoch is over."""
+"""Key in the state of torchdata's `StatefulDataLoader` that records the end of its epoch."""
 
 
 class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not looked into
-    """Save a run at the ends of epochs, or every so many steps, and resume from the newest tag.
+    """Callback that saves a run at the end of each epoch or every N steps, and resumes from the newest tag.
 
     ::
 
         callback = CheckpointCallback("runs/lm", async_save=True, num_kept_ckpts=3)
         Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 
-    `fit` begins by restoring the newest tag of `root`, if there is one. A tag is called ``step_N``, N being the number
-    of optimizer steps. It contains everything that Lightning's own checkpoint does, such as the state of callbacks and
-    of the data module, hyper-parameters, and the keys that ``on_save_checkpoint`` of modules and callbacks adds; and
-    the random generators and data loaders of each rank. Lightning restores it as it restores its own: it calls
+    `fit` begins by restoring the newest tag of `root`, if there is one. A tag is called ``step_N``, where N is the number
+    of optimizer steps. It contains everything in a Lightning checkpoint, such as the state of callbacks and of the data
+    module, hyperparameters, and the keys that ``on_save_checkpoint`` of modules and callbacks adds; and the random
+    generators and data loaders of each rank. Lightning restores it like its own checkpoints: it calls
     ``on_load_checkpoint`` and ``load_state_dict`` in the same order. With ``fit(ckpt_path=...)`` it restores that file
     instead.
 
-    Lightning calls this callback after all others, as it does with its own `ModelCheckpoint`. A save that is due at the
-    last step of an epoch is made when the epoch ends, after the hooks of the module and of other callbacks.
+    Lightning calls this callback after all others, like its own `ModelCheckpoint`. A save that is due at the last step of
+    an epoch is made at the end of the epoch, after the hooks of the module and of other callbacks.
 
-    A run that is resumed inside of an epoch gets the batches that are left only from a data loader that has a
-    ``state_dict`` (torchdata's ``StatefulDataLoader``); Lightning begins the epoch's data anew with any other one, and
-    logs a warning. A tag of the end of an epoch is exact with any data loader.
+    A run that is resumed within an epoch skips the batches already used only if the data loader has a ``state_dict``
+    (torchdata's ``StatefulDataLoader``). With other data loaders, Lightning restarts the data of the epoch and logs a
+    warning. A tag of the end of an epoch is exact with any data loader.
 
     Args:
         root: Root directory of the tags.
         every_n_steps: Save when the number of optimizer steps is divisible by this; None: at the end of each epoch.
-        guard: Asked after each batch; if the job is to end, the run is saved and stops.
+        guard: Checked after each batch. When the job should end, the run is saved and stops.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        strict: False resumes with the weights that fit, and logs those that do not. True leaves it to the module's
+        strict: False resumes with the weights that fit, and logs the others. True uses the module's
             ``strict_loading``, as Lightning does.
         trust_pickle: Load pickled objects, which can run any code. Plain values and arrays never need it; a callback, a
             data module or a hook that stores other objects does, and the save logs a warning that names them.
@@ -82,7 +82,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
     """
 
     best_model_path = ""
-    """Lightning reads this of a checkpoint callback for ``ckpt_path="best"``: none of the tags is the best one."""
+    """Attribute that Lightning reads for ``ckpt_path="best"``. Empty, because no tag is marked as the best one."""
 
     @check_deferred_arguments(save_checkpoint, options=SaveOptions)
     def __init__(
@@ -99,13 +99,13 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         if every_n_steps is not None and every_n_steps < 1:
             raise UsageError("every_n_steps is a number of steps", expected="1 or more", found=every_n_steps)
         self.handle: SaveHandle | None = None
-        """The newest save."""
+        """Handle of the newest save."""
 
         self._root, self._every, self._guard = root, every_n_steps, guard
         self._extras, self._options = dict(extras or {}), save_options
         self._strict, self._trust = strict, trust_pickle
         self._places = {name: save_options[name] for name in ("mesh", "shardings") if name in save_options}
-        self._saved_at = 0  # nothing is trained yet
+        self._saved_at = 0  # no training step yet
         self._due = False
         self._random = CapturedRNGState()
         self._resumed: Resumed | None = None
@@ -114,74 +114,74 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
     # Resuming, in the order of a Trainer's events.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Read the newest tag, and hand it to Lightning, which restores it after this."""
+        """Read the newest tag, and pass it to Lightning, which restores it after this hook."""
         if stage == "fit" and not shards_itself(trainer):
             self._resume(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Have the states of optimizers fit those that exist by now. Lightning loads them after this."""
+        """Adapt the optimizer states to the optimizers, which exist at this point. Lightning loads them after this hook."""
         if shards_itself(trainer):
             self._resume(trainer, pl_module)
         if self._resumed is None:
             return
         if self._hook is not None:
             self._hook.remove()
-            if not self._resumed.has_weights:  # the program has named another checkpoint
+            if not self._resumed.has_weights:  # the program has given another checkpoint
                 self._resumed = None
                 return
-        # The search of a batch size or a learning rate has dropped it.
+        # A batch size or learning rate search has dropped it.
         trainer._checkpoint_connector._loaded_checkpoint = self._resumed.checkpoint
         self._resumed.fit_optimizers(trainer, pl_module)
         self._saved_at = self._resumed.checkpoint["global_step"]
-        self._random.restore()  # the samplers' seeds are drawn after this
+        self._random.restore()  # the seeds of samplers are drawn after this
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore what Lightning does not, of a tag of the end of an epoch."""
+        """Restore the state in a tag of the end of an epoch that Lightning does not restore."""
         if self._resumed is None:
             return
         _step_schedulers(trainer, pl_module, self._resumed.monitored)
         loop = trainer.fit_loop
         states = loop._combined_loader_states_to_load
-        # torchdata's loaders have generators of their own, which go on in the next epoch. Lightning does not load them
-        # between epochs: a loader of another kind would take its place at the end of the last epoch for that in this.
+        # torchdata's loaders have their own generators, which continue in the next epoch. Lightning does not load them
+        # between epochs: a loader of another kind would then treat its position at the end of the last epoch as one in this.
         if states and all(isinstance(state, Mapping) and state.get(_FINISHED) for state in states):
             loop._combined_loader._load_state_dicts(states)
-            loop._combined_loader._state_dicts()  # which makes the iterators that have come to their ends
+            loop._combined_loader._state_dicts()  # which creates the iterators that have reached their ends
             self._random.restore()
             iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Inside of an epoch, set the random state once more: the samplers drew from it at the epoch's begin."""
+        """Set the random state again within an epoch, because the samplers drew from it at the beginning of the epoch."""
         if self._resumed is not None and not self._resumed.has_begun:
             self._resumed.has_begun = True
             if batch_idx > 0:
                 self._random.restore()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save, if it is the step for it, or the job is to end."""
+        """Save if a save is due at this step, or if the job should end."""
         ending = self._guard is not None and self._guard.should_save()
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-            return  # no checkpoint has the gradients of the batches since the last step
+            return  # no checkpoint contains the gradients of the batches since the last step
         step = trainer.global_step
         is_step = self._every is not None and step % self._every == 0
         due = self._due or (step != self._saved_at and (is_step or ending))
-        # What follows such a batch may change anything: the hooks of a validation, or of the epoch's end.
+        # The hooks of a validation, or of the end of the epoch, follow such a batch and may change any state.
         waits = trainer.is_last_batch or _validation_follows(trainer)
         self._due = due and waits
         if ending:
             trainer.should_stop = True
-        if due and (ending or not waits):  # a job that is to end may not have the time to wait
+        if due and (ending or not waits):  # a job that should end may not have the time to wait
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save, if the last step asked for it, and the epoch goes on."""
+        """Save if the last step requested it and the epoch continues."""
         if self._due and not trainer.is_last_batch:
             self._save(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save, if the ends of epochs are meant, or the last step asked for it."""
+        """Save if saves are made at the end of epochs, or if the last step requested it."""
         if self._resumed is not None and trainer.fit_loop.restarting:
-            # Lightning does not step these in an epoch that it has not begun.
+            # Lightning does not step these in an epoch that it has not started.
             _step_schedulers(trainer, pl_module, _monitored(trainer))
         self._resumed = None
         if self._due or (self._every is None and trainer.global_step != self._saved_at):
@@ -212,7 +212,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         )
 
     def _dump(self, trainer: Any) -> dict[str, Any]:
-        """Lightning's checkpoint of the run. A hook that raises on one rank fails the save on all of them."""
+        """Return Lightning's checkpoint of the run. A hook that raises on one rank fails the save on all of them."""
         checkpoint: dict[str, Any] = {}
 
         def dump() -> None:
@@ -227,7 +227,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         return checkpoint
 
     def _resume(self, trainer: Any, module: Any) -> None:
-        """Read the newest tag, and give Lightning the checkpoint that it holds."""
+        """Read the newest tag, and pass its checkpoint to Lightning."""
         if not has_checkpoint(self._root):
             return
         connector, loaders = trainer._checkpoint_connector, _Loaders([])
@@ -241,7 +241,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
             rename_weights(resumed.checkpoint["state_dict"], module)  # for hooks; layers may be missing until `setup`
 
             def fit(module: Any, weights: dict[str, Any], *_: Any) -> None:
-                if connector._loaded_checkpoint is resumed.checkpoint:  # and no other that the program has named
+                if connector._loaded_checkpoint is resumed.checkpoint:  # and the program has given no other one
                     resumed.fit_weights(module, weights, partial(self._load, stored.tag))
 
             self._hook = module.register_load_state_dict_pre_hook(fit)
@@ -250,7 +250,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         self._resumed = resumed
 
     def _load_shards(self, trainer: Any, module: Any, extras: Mapping[str, Any]) -> Resumed:
-        """Load weights, optimizers and schedulers into those of the run, as strategies do that shard the module."""
+        """Load weights, optimizers and schedulers into the sharded objects of the run, for strategies that shard the module."""
         loaded = self._load(None)
         older: dict[str, dict[str, Any]] = {} if RUN in (loaded.user_content or {}) else {RUN: {}}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -284,8 +284,9 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
 
 
 def _ended(states: Sequence[Any]) -> list[Any]:
-    """Return the states of data loaders at the end of an epoch. Lightning does not ask for more than the last batch, so
-    torchdata's loaders have not noticed it.
+    """Return the states of data loaders at the end of an epoch.
+
+    Lightning requests no batch after the last one, so torchdata's loaders have not yet recorded the end.
     """
     return [
         {**state, _FINISHED: True} if isinstance(state, Mapping) and _FINISHED in state else state for state in states
@@ -293,15 +294,15 @@ def _ended(states: Sequence[Any]) -> list[Any]:
 
 
 def _validation_follows(trainer: Any) -> bool:
-    """Return True if Lightning runs a validation after the batch that has just ended, inside of the epoch."""
+    """Return True if Lightning runs a validation after the batch that has just ended, within the epoch."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def _monitored(trainer: Any) -> dict[int, Any]:
-    """Number of a scheduler -> the value with which it is to be stepped when this epoch has ended, after all hooks.
+    """Return {scheduler index: the value to step it with} for the end of this epoch, after all hooks.
 
-    (lightning 2.6, `_FitLoop.on_advance_end`; its own checkpoints lack that step.)
+    (lightning 2.6, `_FitLoop.on_advance_end`; Lightning's own checkpoints lack that step.)
     """
     if (
         not trainer.lightning_module.automatic_optimization
@@ -324,7 +325,7 @@ def _step_schedulers(trainer: Any, module: Any, monitored: Mapping[int, Any]) ->
 
 
 class _Loaders:
-    """The states of the data loaders of this rank."""
+    """States of this rank's data loaders."""
 
     def __init__(self, states: list[Any]) -> None:
         self.states = states
@@ -337,7 +338,7 @@ class _Loaders:
 
 
 def _resharded(states: Sequence[Mapping[str, Any]], _rank: int, world: int) -> Mapping[str, Any]:
-    """The state of the data loaders in a job of another size: there is one only if no loader has a state."""
+    """Return the data loader state for a job of another size, which exists only if no loader has a state."""
     if any(state[LOADERS] for state in states):
         raise UsageError(
             "the data loaders have states of their own, each of a part of the data",
@@ -349,22 +350,22 @@ def _resharded(states: Sequence[Mapping[str, Any]], _rank: int, world: int) -> M
 
 
 class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
-    """Writes the checkpoints of `ModelCheckpoint` and `Trainer.save_checkpoint` as tags. For one process.
+    """`CheckpointIO` that saves the checkpoints of `ModelCheckpoint` and `Trainer.save_checkpoint` as tags, in one process.
 
     ::
 
         Trainer(plugins=[TagIO(async_save=True)], callbacks=[ModelCheckpoint("runs/lm")])
 
-    ``runs/lm/epoch=0-step=10.ckpt`` is the tag ``epoch=0-step=10.ckpt`` of the root ``runs/lm`` then. What Lightning
-    puts into a checkpoint comes back; the random state is no part of that. In a job of several ranks Lightning calls a
-    `CheckpointIO` on rank 0 alone, where nothing says how arrays are split: `CheckpointCallback` is for those.
+    Here, ``runs/lm/epoch=0-step=10.ckpt`` is the tag ``epoch=0-step=10.ckpt`` in the root ``runs/lm``. All entries of a
+    Lightning checkpoint are restored; they do not include the random state. In a job of several ranks, Lightning calls a
+    `CheckpointIO` only on rank 0, without information about how arrays are sharded. Use `CheckpointCallback` there.
 
     Args:
-        load_options: The `options` of `xla_ckpt.restore`; by default those of `default_options`. Unless they name a
-            directory, loads look into the ``local`` one of the saves.
+        load_options: The `options` of `xla_ckpt.restore`; `default_options` by default. Unless they set ``local``, loads
+            also read the ``local`` directory of the saves.
         keywords: Keywords of `xla_ckpt.save`, such as ``async_save`` or ``options``, and of `xla_ckpt.restore`, such as
-            ``trust_pickle``; ``num_workers``, ``mesh`` and ``shardings`` go to both. Lightning decides itself which
-            checkpoints are deleted, and how the weights have to fit (the module's ``strict_loading``).
+            ``trust_pickle``; ``num_workers``, ``mesh`` and ``shardings`` go to both. Lightning itself decides which
+            checkpoints to delete, and how strictly to match the weights (the module's ``strict_loading``).
     """
 
     @keeping_keywords(save, restore, without=("cast",))
@@ -375,7 +376,7 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
         """Save a checkpoint under a path.
 
         Raises:
-            UsageError: The job has several ranks, or there are `storage_options`.
+            UsageError: The job has several ranks, or `storage_options` are given.
         """
         root, tag = _place(path)
         if storage_options is not None:
@@ -394,13 +395,13 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what was saved under a path, as CPU tensors.
+        """Load the checkpoint at a path, as CPU tensors.
 
         Pickled objects are loaded with ``weights_only=False``, and with ``TagIO(trust_pickle=True)`` unless
         `weights_only` is True.
 
         Raises:
-            CheckpointError: As `xla_ckpt.restore`.
+            CheckpointError: As in `xla_ckpt.restore`.
         """
         root, tag = _place(path)
         keywords = self._keywords.load
@@ -410,14 +411,14 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
         return tree
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a tag, once what is in flight is saved. If it is gone already, do nothing.
+        """Delete a tag after the saves in flight. Do nothing if it does not exist.
 
         Raises:
-            CheckpointError: As `xla_ckpt.Checkpoints.delete`.
+            CheckpointError: As in `xla_ckpt.Checkpoints.delete`.
         """
         finalize_checkpoint()
         root, tag = _place(path)
-        # A run that resumes from an older checkpoint deletes once more what was deleted after it.
+        # A run that resumes from an older checkpoint deletes again the checkpoints deleted after it.
         with contextlib.suppress(NoCheckpointError):
             Checkpoints(root).delete(tag, force=True)
 
@@ -427,6 +428,6 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
 
 
 def _place(path: PathLike) -> tuple[str, str]:
-    """The root directory and the tag of a path."""
+    """Return the root directory and the tag of a path."""
     root, _, tag = normalize_path(path).rstrip("/").rpartition("/")
     return root, tag

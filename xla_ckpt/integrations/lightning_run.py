@@ -1,7 +1,8 @@
-"""Lightning's checkpoint of a run, as the objects that a save takes; and a stored state as that checkpoint again.
+"""Conversion between a Lightning checkpoint dict and the objects of a save.
 
 A checkpoint is the dict of `_CheckpointConnector.dump_checkpoint` (lightning 2.6). Weights, optimizers and schedulers
-become the objects of `save_checkpoint`, so optimizer state is stored by parameter name. All else is its rest.
+become the objects of `save_checkpoint`, so optimizer state is stored by parameter name. The remaining entries are
+stored as the rest.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from xla_ckpt.state.stateful import restore_key_types
 logger = get_logger(__name__)
 
 RUN = "lightning"
-"""Where the `user_content` of a tag has the rest. Tags of older versions have an extra of this name instead, with the
-loops and the states of callbacks and of the precision plugin."""
+"""Key of the rest in the `user_content` of a tag. Tags of older versions have an extra of this name instead, with the
+loops and the states of callbacks and of the precision plugin.
+"""
 
 MONITORED = "monitored"
-"""Where the `user_content` has what is stored of `Resumed.monitored`."""
+"""Key of the stored `Resumed.monitored` values in the `user_content`."""
 
 LOADERS = "combined_loader"
-"""Where the state of a fit loop has those of its data loaders (`_FitLoop.on_save_checkpoint`)."""
+"""Key of the data loader states in the state of a fit loop (`_FitLoop.on_save_checkpoint`)."""
 
 
 _EXTRA = "_extra_state"
-"""torch's name for what a module's `get_extra_state` returns."""
+"""torch's key for the return value of a module's `get_extra_state`."""
 
 
 def shards_itself(trainer: Any) -> bool:
@@ -52,22 +54,22 @@ def shards_itself(trainer: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The objects that a save stores of a checkpoint."""
+    """Objects that a save stores for a Lightning checkpoint."""
 
     model: Any
     optimizers: list[Any]
     schedulers: list[Any]
     loaders: list[Any]
-    """The states of the data loaders, of which each rank has its own."""
+    """States of the data loaders, which differ between ranks."""
 
     rest: dict[str, Any]
 
 
 def contents_of(checkpoint: Mapping[str, Any], trainer: Any, module: Any) -> Contents:
-    """Split a checkpoint of Lightning's into the objects of a save.
+    """Split a Lightning checkpoint into the objects of a save.
 
-    If no hook has changed the weights or an optimizer's state, the object itself is saved: it knows which of its arrays
-    differ between ranks, and how they are split.
+    If no hook has changed the weights or the state of an optimizer, the object itself is saved, because it records
+    which of its arrays differ between ranks, and how they are sharded.
     """
     rest = dict(checkpoint)
     weights, states = rest.pop("state_dict", {}), rest.pop("optimizer_states", [])
@@ -77,7 +79,7 @@ def contents_of(checkpoint: Mapping[str, Any], trainer: Any, module: Any) -> Con
     if not shards_itself(trainer):
         own = module.state_dict()
         tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-        # A module makes its extra state anew in each call, so that it is never the same.
+        # A module returns a new extra state in each call, so it cannot be compared by identity.
         if weights.keys() != own.keys() or not _is_same(tensors, {name: own[name] for name in tensors}):
             model = _as_module(weights, _trained(module))
         names = get_parameter_names(module)
@@ -89,14 +91,14 @@ def contents_of(checkpoint: Mapping[str, Any], trainer: Any, module: Any) -> Con
 
 
 def _is_whole_in(optimizer: Any, state: Any, has_its_model: bool) -> bool:
-    """Return True if an optimizer is saved itself, beside the model from which the names of its parameters come."""
+    """Return True if the optimizer object itself is saved, with the model that provides its parameter names."""
     if hasattr(optimizer, "consolidate_state_dict"):
-        return True  # the save refuses it with a hint: other ranks than one have no state of it here
+        return True  # the save raises an error with a hint: only rank 0 has the state here
     return has_its_model and _is_same(state, optimizer.state_dict())
 
 
 def numbered(kind: str, objects: Iterable[Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the first object, or None, and the others by the names that extras give them."""
+    """Return the first object, or None, and the other objects under their names as extras."""
     first, *others = [*objects] or [None]
     return first, {f"{kind}_{number}": other for number, other in enumerate(others, 1)}
 
@@ -107,7 +109,7 @@ def _fit_loop(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two states have the same arrays, and equal plain values."""
+    """Return True if two states contain the same arrays and equal plain values."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -121,17 +123,17 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _trained(module: Any) -> dict[str, bool]:
-    """Return name -> True if it is trained, of each parameter, by the name that a save stores it under."""
+    """Return {name: True if trained} for all parameters, under the names that a save uses."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {strip_wrappers(name, RESERVED_WRAPPERS): parameter.requires_grad for name, parameter in parameters}
 
 
 class _Holder(torch.nn.Module):
-    """A part of a module that is made of weights."""
+    """Module that only contains weights."""
 
 
 class _HolderWithExtra(_Holder):
-    """One whose state has more than tensors."""
+    """Module with weights and extra state."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__()
@@ -145,9 +147,9 @@ class _HolderWithExtra(_Holder):
 
 
 def _as_module(weights: Mapping[str, Any], trained: Mapping[str, bool]) -> Any:
-    """Return weights as a module of its own, in which those of `trained` are parameters, and others are buffers.
+    """Return weights as a new module, with the names in `trained` as parameters and all others as buffers.
 
-    Buffers may differ between ranks. Weights among which a hook has put anything else stay a dict.
+    Buffers may differ between ranks. If a hook has added values that are not weights, return the dict unchanged.
     """
     if not all(isinstance(value, torch.Tensor) or name.endswith(_EXTRA) for name, value in weights.items()):
         return dict(weights)
@@ -176,7 +178,7 @@ def _as_module(weights: Mapping[str, Any], trained: Mapping[str, bool]) -> Any:
 
 
 class _DumpedOptimizer:
-    """The state of an optimizer in a checkpoint, with the names of its parameters."""
+    """Optimizer state of a checkpoint, with the names of its parameters."""
 
     def __init__(self, optimizer: Any, state: Any, names: Mapping[Any, str]) -> None:
         self._state = state
@@ -189,27 +191,27 @@ class _DumpedOptimizer:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
-        """Refuse: it is only saved."""
+        """Raise an error, because this object can only be saved."""
         raise NotImplementedError
 
 
 def rename_weights(weights: dict[str, Any], module: Any) -> None:
-    """Give weights the names that a module has, whose wrappers, such as `torch.compile`, may add steps to them."""
+    """Rename weights to the names in a module, whose wrappers, such as `torch.compile`, may add prefixes."""
     for stored, name in match_renamed_members(weights.keys(), module.state_dict().keys(), module).items():
         weights[name] = weights.pop(stored)
 
 
 class Resumed:
-    """A checkpoint of Lightning's that is made of a stored state, until Lightning has restored it.
+    """Lightning checkpoint built from a stored state, used until Lightning has restored it.
 
     Args:
-        tree: The stored state. Without optimizers and a model in it, Lightning restores the rest alone.
+        tree: The stored state. If it contains no optimizers and no model, Lightning restores only the rest.
         path: Root directory of the tag.
         tag: The tag.
-        strict: False leaves out what does not fit.
+        strict: False ignores entries that do not fit.
 
     Raises:
-        IncompatibleCheckpointError: It is no run of Lightning's.
+        IncompatibleCheckpointError: The tag was not saved from a Lightning run.
     """
 
     def __init__(self, tree: Mapping[str, Any], *, path: str, tag: str, strict: bool) -> None:
@@ -218,11 +220,11 @@ class Resumed:
         self._by_position = [_by_position(state) for state in self._states]
         self._has_adapters_alone = schema.BASE in tree
         self.has_weights = self.has_begun = False
-        """True from the load of the weights on, and from the first batch on."""
+        """True after the weights have been loaded, and after the first batch has started."""
 
         content = tree.get(schema.USER_CONTENT) or {}
         self.monitored: Mapping[int, Any] = content.get(MONITORED, {})
-        """Number of a scheduler -> the value with which Lightning steps it after the save."""
+        """Scheduler index -> the value with which Lightning steps it after the save."""
 
         self.checkpoint, _ = migrate_checkpoint(
             {
@@ -232,7 +234,7 @@ class Resumed:
                 "lr_schedulers": _members(tree, schema.SCHEDULER),
             }
         )
-        """What Lightning restores. Hooks of the program may change it."""
+        """Checkpoint that Lightning restores. Hooks of the program may change it."""
 
     def put_loaders(self, states: list[Any]) -> None:
         """Add the states of this rank's data loaders."""
@@ -240,15 +242,15 @@ class Resumed:
             _fit_loop(self.checkpoint)[LOADERS] = states
 
     def fit_weights(self, module: Any, weights: dict[str, Any], compare_base: Callable[[Any], Any]) -> None:
-        """Have a state dict fit the module that is about to load it, after all hooks have changed it.
+        """Adapt a state dict to the module that is about to load it, after all hooks have changed it.
 
-        Without `strict`, what does not fit is replaced by what the module has.
+        Without `strict`, entries that do not fit are replaced by the module's current values.
 
         Args:
             module: The module.
             weights: The state dict, which is changed in place.
-            compare_base: Load the tag's weights into a model. Of a tag of adapters alone, that compares the other
-                weights, which the module keeps.
+            compare_base: Loads the tag's weights into a model. If the tag contains only adapters, this compares the
+                base weights, which the module keeps.
         """
         self.has_weights = True
         own = module.state_dict()
@@ -276,10 +278,10 @@ class Resumed:
                 weights[name] = value
 
     def fit_optimizers(self, trainer: Any, module: Any) -> None:
-        """Have the states of optimizers and schedulers fit those that the Trainer has, which exist by now.
+        """Adapt the states of optimizers and schedulers to those of the Trainer, which exist at this point.
 
-        Lightning loads them by position. A state that no hook has replaced is matched by the names of parameters, if
-        these are the same ones in another order.
+        Lightning loads them by position. A state that no hook has replaced is reordered by parameter name if it has the
+        same parameters in another order.
         """
         names = get_parameter_names(module)
         states = self.checkpoint.get("optimizer_states", [])
@@ -298,7 +300,7 @@ class Resumed:
 
 
 def _rest_of(tree: Mapping[str, Any], path: str, tag: str) -> dict[str, Any]:
-    """Return what Lightning's checkpoint has beside weights, optimizers and schedulers."""
+    """Return the entries of the Lightning checkpoint other than weights, optimizers and schedulers."""
     content, extras = tree.get(schema.USER_CONTENT), tree.get(schema.EXTRAS, {})
     if isinstance(content, Mapping) and RUN in content:
         return dict(content[RUN])
@@ -309,7 +311,7 @@ def _rest_of(tree: Mapping[str, Any], path: str, tag: str) -> dict[str, Any]:
             tag=tag,
             hint="Resume from a tag of CheckpointCallback. Of other tags, xla_ckpt.load_checkpoint loads the weights.",
         )
-    older = extras[RUN]  # there was one precision plugin with a state, and its class was not stored
+    older = extras[RUN]  # there was one precision plugin with state, and its class was not stored
     precision = {"MixedPrecision": older["precision"]} if older["precision"] else {}
     return {
         "epoch": content["epoch"],
@@ -331,16 +333,16 @@ def _members(tree: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def _by_position(state: Any) -> Any:
-    """Return the state of an optimizer as torch has it: numbers for names, in the order of the groups."""
+    """Return an optimizer state in torch's form: parameter indices instead of names, in the order of the groups."""
     if not is_standard(state):
         return state
     numbers = {name: number for number, name in enumerate(dict.fromkeys(schema.get_parameter_names(state)))}
-    # Some layouts store all keys of dicts as text.
+    # Some layouts store all dict keys as strings.
     return schema.rename_parameters(state, {**{str(name): number for name, number in numbers.items()}, **numbers})
 
 
 def _in_order_of(optimizer: Any, names: Mapping[Any, str], stored: Any, state: Any, module: Any) -> Any:
-    """Return a state by position in which each group lists its parameters in the order of the optimizer's group."""
+    """Return a state by position, with each group's parameters in the order of the optimizer's group."""
     if not is_standard(stored) or len(stored[schema.PARAM_GROUPS]) != len(optimizer.param_groups):
         return state
     own = [[find_parameter_name(p, names) for p in group[schema.PARAMS]] for group in optimizer.param_groups]
@@ -359,5 +361,5 @@ def _in_order_of(optimizer: Any, names: Mapping[Any, str], stored: Any, state: A
 
 
 def _sizes(state: Any) -> list[int]:
-    """Return how many parameters each group of an optimizer's state has."""
+    """Return the number of parameters in each group of an optimizer state."""
     return [len(group[schema.PARAMS]) for group in state[schema.PARAM_GROUPS]] if is_standard(state) else []

@@ -1,12 +1,13 @@
-"""A storage for torch_checkpointing's manager: files with digests, in directories that are committed durably.
+"""Storage backend for torch_checkpointing: durable files with checksums, in directories that are committed atomically.
 
-``CheckpointManager.Config(storage_config=StorageConfig())`` takes the place of the package's own storage of local file
-systems, and keeps its layout. (Interface: torch_checkpointing 0.1.1, `torch_checkpointing/storage/base_storage.py`.)
+``CheckpointManager.Config(storage_config=StorageConfig())`` replaces the package's storage for local file systems and
+keeps its layout. (Interface: torch_checkpointing 0.1.1, `torch_checkpointing/storage/base_storage.py`.)
 
-The package tells a storage of files and of one rename, and not of a save. So each file that is written below
-``tmp_<name>`` has a record there, from before its first byte on: which run of the job writes it, and, when it is
-durable, its digests. The rename of ``tmp_<name>`` to ``<name>`` looks at all records. If a file was not written to its
-end, it is refused; files of an earlier run, which was killed, are removed. The records become one file of digests.
+The package calls a storage for single files and one rename, but does not announce a save. Each file written below
+``tmp_<name>`` therefore gets a record in that directory before its first byte. The record contains the run of the job
+that writes the file and, once the file is durable, its checksums. The rename of ``tmp_<name>`` to ``<name>`` checks all
+records: it fails if a file is incomplete, and removes files of an earlier run that was killed. The records are then
+merged into one file of checksums.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ logger = get_logger(__name__)
 
 
 def _agree_on_run_name() -> str:
-    """A name of this run of the job, which all of its ranks find.
+    """Return a name for this run of the job that is the same on all ranks.
 
     Raises:
-        UsageError: There are other ranks, and no process group by which they could find the same one.
+        UsageError: There are other ranks, but no process group or launcher variable from which to derive a common name.
     """
     drawn = uuid.uuid4().hex
     if dist.is_available() and dist.is_initialized():
@@ -60,42 +61,42 @@ def _agree_on_run_name() -> str:
 
 @dataclass
 class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]  # torch_checkpointing is not looked into
-    """Makes a `DurableStorage`, in the process that saves and in those that it starts.
+    """Factory for `DurableStorage`, used in the process that saves and in its subprocesses.
 
     Raises (on construction):
         UsageError: The ranks of the job cannot agree on `run`.
     """
 
     temp_dir_prefix: str = "tmp_"
-    """What the names of unfinished directories begin with, as in the package's `CheckpointWriterConfig`."""
+    """Prefix of unfinished directories, as in the package's `CheckpointWriterConfig`."""
 
     run: str = field(default_factory=_agree_on_run_name)
-    """A name of this run of the job: the same on all ranks, and another one each time that the job starts."""
+    """Name of this run of the job: the same on all ranks, and different each time that the job starts."""
 
     def create_storage(self) -> DurableStorage:
         return DurableStorage(self)
 
 
 class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  # likewise
-    """Local files, each with digests, durable when its stream is closed, and compared whenever it is read.
+    """Local file storage with checksums: files are durable when their streams are closed, and verified on every read.
 
-    A directory is committed by the rename of ``tmp_<name>``, if each file in it was written to its end by this run.
+    The rename of ``tmp_<name>`` commits a directory if this run has completely written each file in it.
 
     Raises:
-        OSError: The file system refused.
-        CorruptCheckpointError: From reads: a byte is not what was written.
-        SaveError: From the rename: a file was not written to its end, or past this storage. Nothing is committed.
-        NotDurableError: From the rename: the file system refused to make the new name durable, and to take it back.
+        OSError: A file system operation failed.
+        CorruptCheckpointError: From reads: the data does not match its checksums.
+        SaveError: From the rename: a file is incomplete, or was written without this storage. Nothing is committed.
+        NotDurableError: From the rename: the new name could not be made durable, and the rename could not be undone.
     """
 
     def __init__(self, config: StorageConfig) -> None:
         super().__init__(filesystem.LocalFileSystemStorageConfig(use_direct_io=False))
         self._config = config
         self._last_read: tuple[Any, Mapping[str, FileRecord]] = None, {}
-        """The directory of the last file that was read, and its digests: most loads read one directory."""
+        """Directory of the file read last, with its checksums, because most loads read a single directory."""
 
     def stream_read(self, path: Path, read_args: base_storage.ReadArgs | None = None) -> io.RawIOBase:
-        """A file for reading. One of a committed directory is compared with its digests."""
+        """Open a file for reading. Files in committed directories are verified against their checksums."""
         reader = self._open_verified(Path(path))
         if reader is None:
             return super().stream_read(path, read_args)  # type: ignore[no-any-return]
@@ -105,25 +106,25 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
             return io.BytesIO(reader.readall())  # type: ignore[return-value]  # as the package's own storage does
 
     def stream_write(self, path: Path) -> io.RawIOBase:
-        """A file for writing: whole and durable when the stream is closed.
+        """Open a file for writing. It is complete and durable when the stream is closed.
 
-        Where a ``with`` block fails, or nobody closes it, it is not whole.
+        It stays incomplete if a ``with`` block fails or the stream is never closed.
         """
         path = Path(path)
         if not path.parent.is_dir():
-            raise RuntimeError(f"there is no directory {path.parent}")  # the package's own storage raises this, too
+            raise RuntimeError(f"there is no directory {path.parent}")  # as the package's own storage does
         record = self._find_record(path)
         if record is not None:
             record.write(None)
         return _Writer(path.open("wb", buffering=0), record)
 
     def write(self, path: Path, data: Any) -> None:
-        """Write a whole file, durably."""
+        """Write a complete file durably."""
         with self.stream_write(path) as stream:
             stream.write(data)
 
     def delete(self, path: Path) -> None:
-        """Remove a file, and its record."""
+        """Remove a file and its record."""
         super().delete(path)
         if (record := self._find_record(Path(path))) is not None:
             record.remove()
@@ -131,7 +132,7 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Give a file or a directory another name, durably. The class says what it does with an unfinished one."""
+        """Rename a file or a directory durably. The rename of an unfinished directory commits it (see the class)."""
         src, dst = Path(src_path), Path(dst_path)
         commits = src.parent == dst.parent and src.name == self._config.temp_dir_prefix + dst.name
         if commits and (src / RECORDS_DIRECTORY).is_dir() and not _is_occupied(dst):
@@ -145,16 +146,16 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
             _remove_records(dst)
 
     def _find_record(self, path: Path) -> DraftFileRecord | None:
-        """The record of a file below an unfinished directory; None of another one."""
+        """Return the record of a file below an unfinished directory; None for other files."""
         prefix = self._config.temp_dir_prefix
         draft = next((folder for folder in path.parents if folder.name.startswith(prefix)), None)
         return None if draft is None else DraftFileRecord(draft, path.relative_to(draft).as_posix(), self._config.run)
 
     def _open_verified(self, path: Path) -> _Reader | None:
-        """A file of a directory with digests; None of another one.
+        """Open a file of a directory with checksums for verified reading; return None for other files.
 
         Raises:
-            CorruptCheckpointError: The digests are damaged, or the file has another size.
+            CorruptCheckpointError: The checksums are damaged, or the size of the file differs.
         """
         folder = next((folder for folder in path.parents if (folder / DIGESTS).is_file()), None)
         if folder is None or not path.is_file():
@@ -178,12 +179,12 @@ class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  
 
 
 def _is_occupied(path: Path) -> bool:
-    """Whether something is there that a rename does not replace."""
+    """Return True if the path exists and a rename would not replace it."""
     return path.exists() and not (path.is_dir() and not any(path.iterdir()))
 
 
 def _remove_records(committed: Path) -> None:
-    """Remove what a commit leaves of its records. Nobody reads them; that they stay is no failure of the commit."""
+    """Remove the records that remain after a commit. Errors are ignored, because no reader uses the records."""
     try:
         shutil.rmtree(committed / RECORDS_DIRECTORY)
     except OSError as error:
@@ -191,7 +192,7 @@ def _remove_records(committed: Path) -> None:
 
 
 class _Writer(io.RawIOBase):
-    """A file being written: digested as it comes, and durable once it is closed."""
+    """Stream that computes checksums while it writes, and makes the file durable when it is closed."""
 
     def __init__(self, file: io.FileIO, record: DraftFileRecord | None) -> None:
         self._file = file
@@ -227,11 +228,11 @@ class _Writer(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:
-        self._file.close()  # nobody has closed the stream: the file is not whole
+        self._file.close()  # the stream was not closed, so the file stays incomplete
 
 
 class _Reader(io.RawIOBase):
-    """A file being read, whose bytes are compared with their digests."""
+    """Stream that verifies the data it reads against checksums."""
 
     def __init__(self, directory: VerifiedDirectory, root: str, file: str) -> None:
         self._directory = directory
@@ -260,7 +261,8 @@ class _Reader(io.RawIOBase):
             try:
                 got = self._source.read_into(view, self._at)
             except CheckpointError as error:
-                # Its frames have parts of the memory, which the package closes before it lets the error pass.
+                # The frames of its traceback keep views of the memory, which the package closes before it re-raises
+                # the error.
                 damage = error.with_traceback(None)
             else:
                 self._at += got

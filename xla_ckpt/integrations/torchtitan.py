@@ -1,7 +1,7 @@
-"""torchtitan's checkpoint manager, with this library's saves and loads of DCP's directories.
+"""Checkpoint manager for torchtitan: atomic, verified saves and loads of DCP directories.
 
-In a configuration of torchtitan's, ``checkpoint=CheckpointManager.Config(enable=True, ...)`` with this class takes the
-place of torchtitan's own manager, in the same folder. (Interface and names of the parts: torchtitan 0.3,
+In a torchtitan configuration, ``checkpoint=CheckpointManager.Config(enable=True, ...)`` with this class replaces
+torchtitan's manager, in the same folder. (Interface and member names: torchtitan 0.3,
 `torchtitan/components/checkpointer`.)
 """
 
@@ -33,40 +33,41 @@ logger = get_logger(__name__)
 
 _STEP = re.compile(r"step-(\d+)")
 _RNG = "rng"
-"""What the random generators are called in a checkpoint."""
+"""Name of the random generators in a checkpoint."""
 
 _SETTINGS = {
     PARTIAL_LOAD: "CheckpointManager.Config(strict=False)",
     TRUST_PICKLE: "Set CheckpointManager.Config(trust_pickle=True)",
 }
-"""Arguments that errors of `xla_ckpt.dcp` propose -> the settings that pass them."""
+"""Arguments named in errors of `xla_ckpt.dcp` -> the manager's settings that set them."""
 
 
 class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  # torchtitan is not looked into
-    """torchtitan's manager, whose directories appear complete and verified, or not at all.
+    """torchtitan checkpoint manager whose directories are committed atomically and verified.
 
-    Either manager goes on from what the other one saved. This one stores the random generators of each rank, too, and
-    sets them when it loads; torchtitan's own does not look at them. Hugging Face's files are left to torchtitan.
+    Each manager can resume from checkpoints of the other. This one also stores the random generators of each rank, and
+    sets them when it loads; torchtitan's manager ignores them. Hugging Face files are handled by torchtitan.
 
     Args:
         config: See `Config`.
         states: Further members, such as torchtitan's ``train_state``.
-        members: The other arguments of torchtitan's own manager.
+        members: The other arguments of torchtitan's manager.
 
     Raises:
-        UsageError: The configuration wants saves by a process of their own.
+        UsageError: The configuration asks for saves in a separate process.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(checkpointer.CheckpointManager.Config):  # type: ignore[misc]  # likewise
-        """torchtitan's own settings, and this library's."""
+        """torchtitan's checkpoint settings, with additional ones of this manager."""
 
         trust_pickle: bool = False
-        """Whether stored values that are no tensors may be of any class. Loading them may run code."""
+        """True allows stored non-tensor values of any class. Loading them may run arbitrary code."""
 
         strict: bool = True
-        """False leaves what is not stored as it is, and logs it. torchtitan leaves out whole members by
-        ``exclude_from_loading``."""
+        """False keeps the current values of missing entries, and logs them. To exclude whole members, use torchtitan's
+        ``exclude_from_loading``.
+        """
 
     def __init__(self, config: Any, *, states: dict[str, Any], **members: Any) -> None:
         if config.enable and AsyncMode(config.async_mode) is AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -93,7 +94,7 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
             future = dcp.async_save(state_dict, checkpoint_id=checkpoint_id, process_group=self.pg)
         else:
             dcp.save(state_dict, checkpoint_id=checkpoint_id)
-        if enable_garbage_collection:  # torchtitan has switched off Python's own
+        if enable_garbage_collection:  # torchtitan has disabled Python's garbage collection
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return future
 
@@ -107,9 +108,9 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
         self.states[MODEL].load_state_dict(state_dict)
 
     def _steps(self) -> list[int]:
-        """The steps of which there is a complete checkpoint.
+        """Return the steps with a complete checkpoint.
 
-        torchtitan's own look takes what a killed save has left behind for one.
+        torchtitan's own method also returns the leftovers of killed saves.
         """
         return sorted(int(match[1]) for tag in list_tags(self.folder) if (match := _STEP.fullmatch(tag)))
 
@@ -124,7 +125,7 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
 
 @contextmanager
 def _naming_settings() -> Iterator[None]:
-    """Have errors propose this manager's settings in the place of arguments of the calls behind it."""
+    """Replace argument names in errors with the names of this manager's settings."""
     try:
         yield
     except CheckpointError as error:
@@ -134,7 +135,7 @@ def _naming_settings() -> Iterator[None]:
 
 
 class _Generators:
-    """The random generators of all ranks, each under a key of its own."""
+    """Random generators of all ranks, each under its own key."""
 
     def state_dict(self) -> dict[str, Any]:
         return {_own(): RNGState().state_dict()}
@@ -147,9 +148,10 @@ class _Generators:
 
 
 class _Planner(ChunkLoadPlanner):
-    """Asks only for random generators that are stored.
+    """Load planner that requests random generators only if they are stored.
 
-    torchtitan's own manager stores none, a smaller job those of fewer ranks, one without accelerators none of theirs.
+    They are missing in checkpoints of torchtitan's manager; for some ranks in checkpoints of smaller jobs; and for
+    accelerators in checkpoints of jobs without any.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, *args: Any) -> None:
@@ -165,5 +167,5 @@ class _Planner(ChunkLoadPlanner):
 
 
 def _own() -> str:
-    """The key of this rank's."""
+    """Return the key of this rank."""
     return f"rank_{dist.get_rank() if dist.is_initialized() else 0}"

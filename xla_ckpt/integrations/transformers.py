@@ -1,8 +1,8 @@
-"""Checkpoints of a Hugging Face `Trainer`: a callback, and how its `train` goes on from a tag.
+"""Checkpoints of a Hugging Face `Trainer`: a callback that saves tags and resumes `train` from one.
 
-The Trainer decides from the files of a folder how many batches it skips, before it calls any callback. So
-`CheckpointCallback.resume` makes a folder that holds the Trainer's own state and no weights, keeps the Trainer from
-loading weights, and the callback loads the tag as soon as the optimizer is there. (Files and order of events:
+The Trainer computes the number of batches to skip from the files of a folder, before it calls any callback.
+`CheckpointCallback.resume` therefore creates a folder with the Trainer's state and no weights, and prevents the Trainer
+from loading weights. The callback loads the tag as soon as the optimizer exists. (Files and order of events:
 `Trainer.train` and `Trainer._inner_training_loop` of transformers 4.57 and 5.24.)
 """
 
@@ -33,11 +33,11 @@ from xla_ckpt.storage.resolve import PathLike
 logger = get_logger(__name__)
 
 _STATE = "trainer_state"
-"""Where the Trainer's own state is in the `user_content` of a tag."""
+"""Key of the Trainer's state in the `user_content` of a tag."""
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
-    """Saves what a `Trainer` would save, when it would, as a tag; and has a Trainer go on from the newest one.
+    """Callback that saves a `Trainer` run to tags whenever the Trainer would save, and resumes from the newest tag.
 
     ::
 
@@ -45,20 +45,21 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = Trainer(model, TrainingArguments(..., save_strategy="steps", save_steps=100), callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-    `TrainingArguments` say when: ``save_strategy`` and ``save_steps``. The Trainer writes no checkpoint of its own.
-    A tag is called ``checkpoint-N``, N being the number of steps, and holds the model, the optimizer, the scheduler,
-    the Trainer's state, the random generators of each rank, and the gradient scaler if there is one.
+    ``save_strategy`` and ``save_steps`` of `TrainingArguments` determine when to save. The Trainer itself writes no
+    checkpoints. A tag is called ``checkpoint-N``, where N is the number of steps, and contains the model, the
+    optimizer, the scheduler, the Trainer's state, the random generators of each rank, and the gradient scaler if there
+    is one.
 
-    The tag is written when the next step begins, after the logs and the evaluation of the step that asked for it, with
-    the random state of that moment; a run that is resumed sets it at the same place. It also sets the generators at the
-    begin of the epoch to what they were there, so that samplers that draw from them give the same order.
+    The tag is written when the next step begins, after the logs and the evaluation of the step that requested it, with
+    the random state of that moment; a resumed run sets it at the same place. It also sets the generators at the
+    beginning of the epoch to their values there, so that samplers that draw from them give the same order.
 
     Args:
         root: Root directory of the tags.
-        guard: Asked after each step; if the job is to end, the run is saved and stops.
+        guard: Checked after each step. When the job should end, the run is saved and stops.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        load_options: The `options` of `load_checkpoint`; by default those of `default_options`. Unless they name a
-            directory, loads look into the ``local`` one of the saves.
+        load_options: The `options` of `load_checkpoint`; `default_options` by default. Unless they set ``local``, loads
+            also read the ``local`` directory of the saves.
         keywords: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``, and of
             `load_checkpoint`, such as ``trust_pickle``, ``strict`` or ``cast``; ``num_workers``, ``mesh`` and
             ``shardings`` go to both.
@@ -75,7 +76,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         **keywords: Any,
     ) -> None:
         self.handle: SaveHandle | None = None
-        """The newest save."""
+        """Handle of the newest save."""
 
         self._root, self._guard, self._extras = root, guard, dict(extras or {})
         self._keywords = CallKeywords.of(keywords, load_options, save=save_checkpoint, load=load_checkpoint)
@@ -88,17 +89,17 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._held: Any = None
 
     def resume(self, trainer: Any, tag: str | None = None) -> str | None:
-        """What `trainer.train` gets as ``resume_from_checkpoint``. All ranks call it, before `train`.
+        """Return the ``resume_from_checkpoint`` argument for `trainer.train`. Call it on all ranks, before `train`.
 
         Args:
             trainer: The Trainer that has this callback.
-            tag: Which tag; None takes the newest.
+            tag: Tag to resume from; None selects the newest.
 
         Returns:
-            A folder for the Trainer, which it reads once; None if there is no tag: the run begins anew.
+            A folder for the Trainer, which reads it once; None if there is no tag, which starts a new run.
 
         Raises:
-            UsageError: The Trainer has not got this callback, or does what cannot be taken over.
+            UsageError: The Trainer does not have this callback, or uses an unsupported feature.
             IncompatibleCheckpointError: The tag was not saved by this callback.
         """
         self._check(trainer)
@@ -121,9 +122,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return self._folder.name
 
     def _hold_back_weights(self, trainer: Any, folder: str) -> None:
-        """Keep the Trainer from loading weights from a folder, until `on_train_begin`.
+        """Prevent the Trainer from loading weights from a folder, until `on_train_begin`.
 
-        Each kind of models looks for other files there, and so does each kind of Trainers.
+        The file names that it looks for depend on the class of the model and of the Trainer.
         """
 
         def load_nothing(checkpoint: str, *_: Any) -> None:
@@ -157,7 +158,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     # The events of a Trainer, in their order.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Load the tag that `resume` found."""
+        """Load the tag that `resume` selected."""
         if self._trainer is None:
             raise UsageError(
                 "the Trainer does not look for its checkpoint",
@@ -167,7 +168,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             return
         self._folder.cleanup()
         self._folder = None
-        del self._trainer._load_from_checkpoint  # its class's own is in force again
+        del self._trainer._load_from_checkpoint  # restores the method of the class
         load_checkpoint(
             self._root,
             self._tag,
@@ -181,7 +182,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._resumed_in_epoch = not float(state.epoch or 0).is_integer()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Save, if the last epoch asked for it; samplers draw from the generators after this."""
+        """Save if the previous epoch requested it, before samplers draw from the generators."""
         self._save_if_due(state, objects)
         if self._resumed:
             (self._epoch if self._resumed_in_epoch else self._now).restore()
@@ -189,35 +190,35 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             if self._resumed_in_epoch:
                 self._held = _sampler_of_epochs(objects["train_dataloader"])
         if self._held is not None:
-            # The loader with which transformers 4 and accelerate 1.14 skip batches counts epochs from 0: without this,
-            # the rest of a later epoch would come in the order of the first one. transformers 5 tells the sampler its
-            # epoch after this event: held without the number, it would give the order of the first one, too.
+            # The loader with which transformers 4 and accelerate 1.14 skip batches counts epochs from 0. Without this
+            # call, the rest of a later epoch would have the order of the first one. transformers 5 sets the sampler's
+            # epoch after this event; held without the number, the sampler would give the order of the first epoch, too.
             self._held.set_epoch(int(state.epoch))
             self._held.set_epoch = lambda epoch: None
         self._epoch.capture()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Save, if the step before asked for it; its logs and evaluations are done."""
+        """Save if the previous step requested it, after its logs and evaluations."""
         if self._resumed_in_epoch:
             self._now.restore()
             self._resumed_in_epoch = False
         if self._held is not None:
-            del self._held.set_epoch  # its class's own is in force again
+            del self._held.set_epoch  # restores the method of the class
             self._held = None
         self._save_if_due(state, objects)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Take a save over from the Trainer, and ask the guard."""
+        """Take over a save requested by the Trainer, and check the guard."""
         if self._guard is not None and self._guard.should_save():
             control.should_save = control.should_training_stop = True
         self._take_over(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Take a save over from the Trainer."""
+        """Take over a save requested by the Trainer."""
         self._take_over(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Save, if the last step asked for it, and wait for what is in flight."""
+        """Save if the last step requested it, and wait for saves in flight."""
         self._save_if_due(state, objects)
         finalize_checkpoint()
 
@@ -242,13 +243,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         )
 
     def _members(self) -> dict[str, Any]:
-        """What a tag holds beside the model, the optimizer and the scheduler."""
+        """Return the stored objects other than the model, the optimizer and the scheduler."""
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         members = {"rng": self._now, "epoch_rng": self._epoch} | ({} if scaler is None else {"scaler": scaler})
         return {**members, **self._extras}
 
     def _callback_states(self) -> dict[str, Any]:
-        """The states of other callbacks, such as early stopping, in the form in which a Trainer reads them."""
+        """Return the states of other callbacks, such as early stopping, in the form that a Trainer reads."""
         states: dict[str, list[Any]] = {}
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
@@ -257,7 +258,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _sampler_of_epochs(loader: Any) -> Any:
-    """The sampler of a loader of accelerate's whose order is that of an epoch's number; None if it has no such one."""
+    """Return the sampler of an accelerate loader whose order depends on the epoch number; None if it has none."""
     loader = getattr(loader, "dataloader", loader)  # accelerate's wrapper for XLA
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if hasattr(sampler, "set_epoch") else None

@@ -1,8 +1,7 @@
-"""Records of the files in a directory that several processes write, without a call that begins the save.
+"""Per-file records in a directory that several processes write, without a call that starts the save.
 
-A record is written beside each file before its first byte. It names the run of the job that writes the file and, once
-the file is durable, contains its digests. When all files are written, the records show whether the directory is
-complete.
+A record is written next to each file before its first byte. It contains the run of the job that writes the file and,
+once the file is durable, its checksums. When all files are written, the records show if the directory is complete.
 """
 
 from __future__ import annotations
@@ -23,33 +22,36 @@ from xla_ckpt.storage.resolve import open_parent, open_store
 logger = get_logger(__name__)
 
 RECORDS_DIRECTORY = ".xla_ckpt"
-"""The directory of the records, in the one that is being written."""
+"""Name of the directory of records, inside the directory being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFileRecord:
-    """What is known of a file of an unfinished directory."""
+    """Record of one file in an unfinished directory."""
 
     draft: Path
     file: str
-    """The path of the file, relative to the directory."""
+    """Path of the file, relative to the directory."""
 
     run: str
-    """The run that asks."""
+    """Name of the current run."""
 
     @property
     def _record_path(self) -> Path:
         return self.draft / RECORDS_DIRECTORY / f"{self.file}.json"
 
     def write(self, record: FileRecord | None) -> None:
-        """Say that this run writes the file, and its digests once it is whole."""
+        """Record that this run writes the file, with its checksums once it is complete."""
         self._record_path.parent.mkdir(parents=True, exist_ok=True)
         self._record_path.write_text(
             json.dumps({"run": self.run, "file": None if record is None else dump_file_record(record)})
         )
 
     def read(self) -> tuple[str, FileRecord | None]:
-        """Which run has written the file, and its digests if it is whole. A loss of power may have torn the record."""
+        """Return the run that has written the file, and its checksums if it is complete.
+
+        A power loss may have truncated the record.
+        """
         try:
             about = json.loads(self._record_path.read_text())
             return about["run"], None if about["file"] is None else parse_file_record(about["file"])
@@ -57,11 +59,11 @@ class DraftFileRecord:
             return "", None
 
     def remove(self) -> None:
-        """Forget the file."""
+        """Remove the record."""
         self._record_path.unlink(missing_ok=True)
 
     def move(self, other: DraftFileRecord | None) -> None:
-        """The file has another name now, perhaps outside of the directory."""
+        """Move the record after its file was renamed, possibly to a path outside of the directory."""
         _, record = self.read()
         if other is not None:
             other.write(None if record is None else replace(record, path=other.file))
@@ -69,17 +71,17 @@ class DraftFileRecord:
 
 
 def _list_records(draft: Path, run: str) -> list[DraftFileRecord]:
-    """The records of an unfinished directory."""
+    """Return the records of an unfinished directory."""
     folder = draft / RECORDS_DIRECTORY
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
     return [DraftFileRecord(draft, name.removesuffix(".json"), run) for name in names]
 
 
 def finalize_draft(draft: Path, run: str) -> None:
-    """Make an unfinished directory complete and durable: after this it needs nothing but its name.
+    """Make an unfinished directory complete and durable, ready for its rename.
 
     Raises:
-        SaveError: A file was not written to its end, or past this storage.
+        SaveError: A file is incomplete, or was written without this storage.
     """
     finished = {
         about.file: record for about in _list_records(draft, run) if (record := _check_finished(about)) is not None
@@ -94,7 +96,7 @@ def finalize_draft(draft: Path, run: str) -> None:
                 file=path.as_posix(),
                 hint="A callback writes files with args.storage. If another program has left this one, remove it.",
             )
-    (draft / DIGESTS).unlink(missing_ok=True)  # that of a commit that was killed
+    (draft / DIGESTS).unlink(missing_ok=True)  # of a commit that was killed
     store, name = open_parent(draft)
     with contextlib.closing(store.open(name, lock=False)) as directory:
         write_file(directory, DIGESTS, dump_digests(list(finished.values())))
@@ -103,10 +105,10 @@ def finalize_draft(draft: Path, run: str) -> None:
 
 
 def _check_finished(draft_file: DraftFileRecord) -> FileRecord | None:
-    """The digests of a file that this run has written; None if an earlier run has, whose file is removed.
+    """Return the checksums of a file that this run has written. Remove a file of an earlier run, and return None.
 
     Raises:
-        SaveError: The file is not whole.
+        SaveError: The file is incomplete.
     """
     path, (run, record) = draft_file.draft / draft_file.file, draft_file.read()
     if run != draft_file.run:
@@ -128,7 +130,7 @@ def _check_finished(draft_file: DraftFileRecord) -> FileRecord | None:
 
 
 def open_file_system(path: Path) -> FileSystem:
-    """The names in a local directory."""
+    """Return the file system of a local directory."""
     store = open_store(path).file_system
     assert store is not None, "a Path is no address of a bucket"
     return store

@@ -29,7 +29,7 @@ DEFAULT_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check has seen, and a sentence that says how."""
+    """Verdict of a check, with a sentence that explains it."""
 
     verdict: Literal["holds", "does not hold", "could not be seen", "was not looked at"]
     sentence: str
@@ -46,17 +46,17 @@ OUT_OF_TIME = skipped(
 
 @dataclass(frozen=True, slots=True)
 class ChildProcess:
-    """A process of a selftest (`start_child.py`)."""
+    """Child process of a selftest (`xla_ckpt.cli.selftest.child`)."""
 
     process: subprocess.Popen[str]
     output: IO[str]
-    """What it says."""
+    """Standard output of the process."""
 
     errors: IO[str]
-    """What it, or Python for it, prints as errors."""
+    """Error output of the process."""
 
     def describe_exit(self) -> str:
-        """How it ended, or is about to end: its exit code, and the last line of its errors."""
+        """Return the exit code of the process and the last line of its errors, waiting for its end."""
         code = self.process.wait()
         self.errors.seek(0)
         last = self.errors.read().strip().rpartition("\n")[2]
@@ -64,7 +64,7 @@ class ChildProcess:
 
 
 class CheckContext:
-    """A fresh folder, and the time (of `time.monotonic`) until which it may be used."""
+    """Scratch directory of a check, and its deadline (`time.monotonic`)."""
 
     def __init__(self, path: str, deadline: float) -> None:
         self.store: Store = open_store(path)
@@ -72,16 +72,16 @@ class CheckContext:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that are left."""
+        """Seconds until the deadline."""
         return max(self._deadline - time.monotonic(), 0.0)
 
     def get_root_path(self, name: str) -> str:
-        """The path of a root in it, for tags."""
+        """Return the path of a root for tags in the scratch directory."""
         return f"{self.store.path}/{name}"
 
     @contextlib.contextmanager
     def make_folder(self, name: str) -> Iterator[Directory]:
-        """A new directory in it."""
+        """Create a new directory in the scratch directory."""
         store = self.store.object_store
         if store is not None:
             yield store.get_directory(name)
@@ -92,12 +92,12 @@ class CheckContext:
 
     @contextlib.contextmanager
     def start_child(self, *words: str) -> Iterator[ChildProcess]:
-        """A process that does what the words say (`start_child.py`).
+        """Start a child process with these arguments (`xla_ckpt.cli.selftest.child`).
 
-        It is killed when the block ends, or the time does.
+        It is killed at the end of the block, or at the deadline.
         """
         command = [sys.executable, "-P", "-m", "xla_ckpt.cli.selftest.child", *words]
-        errors = os.fdopen(os.memfd_create("errors of a child"), "w+", errors="replace")  # no disk can be full
+        errors = os.fdopen(os.memfd_create("errors of a child"), "w+", errors="replace")  # unaffected by a full disk
         child = subprocess.Popen(  # noqa: S603  # this library's own program
             command,
             stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ class CheckContext:
             stderr=errors,
             env=get_subprocess_env(),
             cwd="/",
-            start_new_session=True,  # Ctrl-C is for its parent, which ends it
+            start_new_session=True,  # Ctrl-C goes to the parent, which ends it
             text=True,
         )
         timer = threading.Timer(self.seconds_left, child.kill)
@@ -122,17 +122,17 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise, and how it is seen."""
+    """Guarantee of the library, and the function that checks it."""
 
     name: str
     promise: str
     run: Callable[[CheckContext], CheckResult]
 
     time_share: float = 1.0
-    """The part of the time that is left which it may take."""
+    """Fraction of the remaining time that the check may use."""
 
     def __call__(self, context: CheckContext) -> CheckResult:
-        """Look whether the promise holds."""
+        """Check the guarantee."""
         if not context.seconds_left:
             return OUT_OF_TIME
         return run_catching_errors(partial(self._prepare_and_run, context))
@@ -143,7 +143,7 @@ class Check:
 
 
 def run_catching_errors(run: Callable[[], CheckResult]) -> CheckResult:
-    """What was seen. Storage that refuses something has broken no promise, unless it has lost what it had taken."""
+    """Run a check, and return its result. Storage errors fail the check only if acknowledged data was lost."""
     try:
         return run()
     except (CorruptCheckpointError, FileNotFoundError) as error:

@@ -20,16 +20,16 @@ from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.resolve import open_root
 
 ELEMENT_COUNT = 1 << 20
-"""Numbers in each tag of the process that is killed: 8 MiB."""
+"""Number of elements in each tag of the process that is killed: 8 MiB."""
 
 REFUSED, TAKEN = "refused", "taken"
-"""What the process says that asks for a lease."""
+"""Output lines of the process that tries to acquire a lease."""
 
 
 def save_until_killed(path: str) -> Iterator[int]:
-    """Save tag after tag, and say the number of each that is committed."""
+    """Save tags in a loop, and yield the number of each committed one."""
     parent, number = os.getppid(), 0
-    while os.getppid() == parent:  # else it would go on for ever after a parent that was killed
+    while os.getppid() == parent:  # otherwise it would continue forever after its parent was killed
         number += 1
         tree = {"w": np.full(ELEMENT_COUNT, number, np.int64)}
         xla_ckpt.save(path, f"step_{number}", tree, options=xla_ckpt.SaveOptions(retention=xla_ckpt.LatestN(2)))
@@ -37,7 +37,7 @@ def save_until_killed(path: str) -> Iterator[int]:
 
 
 def acquire_lease(path: str, timeout: str) -> Iterator[str]:
-    """Say whether this process gets the lease of a root."""
+    """Try to acquire the lease of a root, and yield the result."""
     try:
         open_root(open_store(path)).acquire_lease(float(timeout))
     except RootInUseError:

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from xla_ckpt.storage.base import Store
 
 MAX_SECONDS = 86400.0
-"""How long one may take at most (s)."""
+"""Maximum time limit (s)."""
 
 FAILURE_VERDICTS = ("does not hold", "was not looked at")
-"""Verdicts with which the exit code is 1. What no program can see is no failure; what there was no time for is one."""
+"""Verdicts that set exit code 1. They include checks that ran out of time, not checks that are impossible."""
 
 REMOVE_TIMEOUT_SECONDS = 10.0
-"""Seconds for which its folder may be in use by processes that were just killed."""
+"""Seconds for which processes that were just killed may still use the folder."""
 
 
 def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``selftest``."""
+    """Add the arguments of ``selftest``."""
     from xla_ckpt.cli.selftest.checks import DEFAULT_SECONDS
 
     parser.add_argument("path", metavar="ROOT", help="a directory that is there, or s3://bucket/path")
@@ -45,7 +45,7 @@ def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_seconds(text: str) -> float:
-    """A length of time, as argparse wants it."""
+    """Parse a duration for argparse."""
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) <= MAX_SECONDS:
             return seconds
@@ -53,7 +53,7 @@ def _parse_seconds(text: str) -> float:
 
 
 def run_selftest(args: argparse.Namespace) -> int:
-    """The command ``selftest``; returns its exit code."""
+    """Run the command ``selftest``, and return its exit code."""
     from xla_ckpt.cli.selftest.environment import describe_environment
     from xla_ckpt.storage.resolve import open_store
 
@@ -67,7 +67,7 @@ def run_selftest(args: argparse.Namespace) -> int:
             answers.append(answer)
             if not args.json:
                 print_result(args, answer, _format_result)
-        if args.json:  # here, since the folder's removal may fail
+        if args.json:  # here, because the removal of the folder may fail
             print_result(args, {"path": args.path, **where, "checks": answers}, _format_result)
     return int(any(answer["verdict"] in FAILURE_VERDICTS for answer in answers))
 
@@ -85,7 +85,7 @@ def _format_result(result: dict[str, Any]) -> RenderableType:
 
 
 def _check_root(store: Store) -> None:
-    """Refuse a root in which no process of a selftest can save."""
+    """Raise an error for a root in which a selftest cannot save."""
     from xla_ckpt.tags.resolve import open_root
 
     if store.path.startswith("memory:"):
@@ -102,7 +102,7 @@ def _check_root(store: Store) -> None:
 
 @contextlib.contextmanager
 def _use_scratch_folder(store: Store) -> Iterator[Store]:
-    """A new folder in the root. It is gone afterwards, also if the selftest is given up.
+    """Create a folder in the root, and remove it at the end, also if the selftest is interrupted.
 
     Raises:
         StorageError: It cannot be written, or cannot be removed.
@@ -114,7 +114,7 @@ def _use_scratch_folder(store: Store) -> Iterator[Store]:
             folder = _make_scratch_folder(store, name)
         except StorageError:
             stack.pop_all()
-            if store.file_system is not None:  # it may be there, and not be durable; in a bucket nothing is
+            if store.file_system is not None:  # it may exist without being durable; a bucket contains nothing
                 with contextlib.suppress(StorageError):
                     _remove_scratch_folder(store, name, timeout=0.0)
             raise
@@ -129,13 +129,13 @@ def _make_scratch_folder(store: Store, name: str) -> Store:
     with wrap_os_errors("making a folder for the selftest", path=store.path, hint=hint):
         folder = open_store(f"{store.path}/{name}")
         folder.prepare()
-        if folder.object_store is not None:  # a bucket has no folders: only a file shows that one can be written
+        if folder.object_store is not None:  # a bucket has no folders: only a file shows that it can be written
             write_file(folder.object_store.get_directory("begun"), "file", b"")
     return folder
 
 
 def _run_checks(folder: Store, seconds: float) -> Iterator[dict[str, Any]]:
-    """What each check has seen, one after the other."""
+    """Run the checks sequentially, and yield their results."""
     from xla_ckpt.cli.selftest.checks import CheckContext
     from xla_ckpt.cli.selftest.device_checks import DEVICE_CHECKS
     from xla_ckpt.cli.selftest.storage_checks import list_storage_checks
@@ -149,10 +149,10 @@ def _run_checks(folder: Store, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def _remove_scratch_folder(store: Store, name: str, timeout: float = REMOVE_TIMEOUT_SECONDS) -> None:
-    """Remove the folder. What commits for a killed process may go on in it for an instant.
+    """Remove the folder, with retries: the committer of a killed process may still write to it for a moment.
 
     Raises:
-        StorageError: The storage refuses it, and has done so for `timeout` seconds.
+        StorageError: The folder cannot be removed within `timeout` seconds.
     """
     from xla_ckpt.storage.signals import defer_signals
     from xla_ckpt.tags.lease import LEASES

@@ -28,19 +28,19 @@ from xla_ckpt.core.dtypes import DTYPE_NAMES, get_dtype
 from xla_ckpt.extras import is_installed
 
 ELEMENTS_PER_TYPE = 256
-"""Elements of each type."""
+"""Number of elements of each dtype."""
 
 STEPS = 20
-"""In-place steps while a save is in flight."""
+"""Number of in-place steps while a save is in flight."""
 
 CHANGED_ELEMENTS = 1 << 22
-"""Elements that these steps change."""
+"""Number of elements that these steps change."""
 
 PROMISE = "its arrays come back byte for byte, and a save in the background has the values of its call"
 
 
 def _check_framework(framework: str, context: CheckContext) -> CheckResult:
-    """What a process of its own says of the devices of a framework."""
+    """Check the devices of a framework in a separate process."""
     if not is_installed(framework):
         return inconclusive(f"{framework} is not installed.")
     with context.start_child(framework, context.get_root_path(framework)) as child:
@@ -54,17 +54,17 @@ def _check_framework(framework: str, context: CheckContext) -> CheckResult:
 DEVICE_CHECKS = [
     Check(framework, PROMISE, partial(_check_framework, framework)) for framework in ("torch", "torch_xla", "jax")
 ]
-"""``python -m xla_ckpt.cli.selftest.child torch ROOT`` shows what the process of a framework prints."""
+"""Device checks. ``python -m xla_ckpt.cli.selftest.child torch ROOT`` shows the output of a framework's process."""
 
 
 def _make_random_elements(name: str) -> Any:
-    """Random bytes that are elements of a type."""
+    """Return random bytes that are valid elements of a dtype."""
     bits = np.frombuffer(os.urandom(ELEMENTS_PER_TYPE * get_dtype(name).itemsize), np.uint8)
     return bits & 1 if name == "bool" or get_dtype(name).safetensors is None else bits  # int4 in a byte has 16 values
 
 
 def _get_bytes(array: Any) -> bytes:
-    """The bytes of an array, wherever it lies."""
+    """Return the bytes of an array on any device."""
     if hasattr(array, "detach"):
         import torch
 
@@ -75,18 +75,18 @@ def _get_bytes(array: Any) -> bytes:
 def _check_device(
     path: str, device: str, arrays_and_bytes: Mapping[str, tuple[Any, bytes]], tensor: Any, step: Callable[[Any], Any]
 ) -> CheckResult:
-    """Look at one device.
+    """Check one device.
 
     Args:
         path: A root for its tags.
         device: Its name.
-        arrays_and_bytes: Arrays that lie there, and the bytes that they were made of, by the names of their types.
-        tensor: An array that lies there, of floats.
-        step: Changes it in place, as far as the framework does so, and returns it.
+        arrays_and_bytes: Arrays on the device, and the bytes that they were made from, by dtype name.
+        tensor: An array of floats on the device.
+        step: Changes the array in place, as far as the framework supports that, and returns it.
     """
     xla_ckpt.save(path, "types", {name: array for name, (array, _) in arrays_and_bytes.items()})
     tree = xla_ckpt.restore(path, "types").tree
-    # Some devices have other bytes than they are given (no float64), and some ways to the host change them (NaNs).
+    # Some devices change the bytes that they are given (no float64), and so do some copies to the host (NaNs).
     changed = [
         name
         for name, (array, bits) in arrays_and_bytes.items()
@@ -110,7 +110,7 @@ def _check_device(
 
 
 def _dump_worst_result(results: list[CheckResult]) -> str:
-    """The worst verdict, and all sentences, as a line."""
+    """Return the worst verdict, and all messages, as a line."""
     order = ("does not hold", "could not be seen", "holds")
     worst = min((seen.verdict for seen in results), key=order.index)
     return json.dumps({"verdict": worst, "sentence": " ".join(seen.sentence for seen in results)})
@@ -127,7 +127,7 @@ def _check_torch_device(path: str, device: Any, name: str, synchronize: Callable
                 arrays[kind_name] = bits.view(kind).to(device), _get_bytes(bits)
                 synchronize()
             except (RuntimeError, TypeError):
-                continue  # the device has no such type: the sentence lists it
+                continue  # the device does not support the dtype, which the message lists
 
     def step(value: Any) -> Any:
         value.add_(1)
@@ -139,7 +139,7 @@ def _check_torch_device(path: str, device: Any, name: str, synchronize: Callable
 
 
 def check_torch(path: str) -> Iterator[str]:
-    """Say what holds on the CPU, and on the accelerator that torch has."""
+    """Yield the results for the CPU, and for the accelerator that torch has."""
     import torch
 
     devices = {"cpu": torch.device("cpu")}
@@ -152,7 +152,7 @@ def check_torch(path: str) -> Iterator[str]:
 
 
 def check_torch_xla(path: str) -> Iterator[str]:
-    """Say what holds on the device that torch_xla has."""
+    """Yield the result for the device that torch_xla has."""
     import torch_xla
     import torch_xla.runtime
 
@@ -163,7 +163,7 @@ def check_torch_xla(path: str) -> Iterator[str]:
 
 
 def check_jax(path: str) -> Iterator[str]:
-    """Say what holds on the first device that jax has."""
+    """Yield the result for the first device that jax has."""
     import jax
     import ml_dtypes
 
@@ -176,8 +176,8 @@ def check_jax(path: str) -> Iterator[str]:
                 bits = _make_random_elements(name)
                 arrays[name] = jax.device_put(bits.view(kind)), bits.tobytes()
             except (TypeError, ValueError, NotImplementedError, RuntimeError):
-                continue  # the device has no such type: the sentence lists it
-    step = jax.jit(lambda value: value + 1, donate_argnums=0)  # its memory may be used again, as of training steps
+                continue  # the device does not support the dtype, which the message lists
+    step = jax.jit(lambda value: value + 1, donate_argnums=0)  # its memory may be reused, as in training steps
     first = jax.numpy.arange(CHANGED_ELEMENTS, dtype="float32")
     device = jax.devices()[0]
     name = device.platform if device.device_kind == device.platform else f"{device.platform} ({device.device_kind})"

@@ -15,13 +15,13 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.system_info import get_file_system_type
 
 PACKAGES = ("torch", "torch_xla", "libneuronxla", "libtpu", "jax", "jaxlib", "orbax-checkpoint", "obstore", "numpy")
-"""The packages, by the names that they are installed by, on which it depends what a selftest sees."""
+"""Packages that affect the results of a selftest, by their names on PyPI."""
 
 
 def describe_environment(store: Store) -> dict[str, str]:
-    """Where and when this process looks: the machine, the storage, the versions and the date, in words.
+    """Return the machine, the storage, the package versions and the date, as text.
 
-    Of addresses it has the name of an S3 server alone, if the environment says one.
+    The only addresses in it are S3 server names that the environment contains.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -1,6 +1,6 @@
 """Selftest checks of the storage.
 
-They cover names, renames, fsync, conditional writes, bytes, free space, clock skew, leases, throughput, and atomicity
+They check names, renames, fsync, conditional writes, bytes, free space, clock skew, leases, throughput, and atomicity
 of saves whose process is killed.
 """
 
@@ -37,25 +37,25 @@ from xla_ckpt.storage.base import Directory, FileSystem, read_file, write_file
 from xla_ckpt.tags.lease import DIRECTORY_EXPIRY_SECONDS, RECORD_EXPIRY_SECONDS
 
 MAX_BYTES = 1 << 29
-"""Bytes that a selftest has in its folder at a time, at most."""
+"""Maximum number of bytes that a selftest stores in its folder at a time."""
 
 MEASURED_BYTES = 1 << 26
-"""Bytes that are written and read back, and for their speed."""
+"""Number of bytes that the throughput checks write and read back."""
 
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Seconds in which a process has ended that has given back its lease because it ends."""
+"""Seconds to wait for the exit of a process that releases its lease when it exits."""
 
 MIN_FSYNC_SECONDS = 20e-6
-"""An fsync that takes less (s) has waited for no disk."""
+"""Minimum duration of a real fsync (s). A faster one has not waited for a disk."""
 
 MAX_CLOCK_SKEW_SECONDS = 60.0
-"""Seconds by which the clock of a file server may differ."""
+"""Maximum clock skew of a file server (s)."""
 
 MAX_SLOWDOWN = 3.0
-"""A save or a load may take so many times as long as plain writing or reading."""
+"""Maximum duration of a save or a load, relative to plain writes or reads of the same bytes."""
 
 KILL_FRACTIONS = (0.5, 0.25, 0.75, 0.1, 0.9, 0.4, 0.6, 0.98)
-"""When a process is killed, as parts of the length of its save before."""
+"""Times at which a process is killed, as fractions of the duration of its previous save."""
 
 
 def _check_names(context: CheckContext) -> CheckResult:
@@ -142,7 +142,7 @@ def _make_random_bytes() -> ByteArray:
 
 
 def _read_file(folder: Directory, path: str, into: ByteArray) -> None:
-    """Read a file plainly, around the page cache if it is not in it."""
+    """Read a file plainly, bypassing the page cache if it is not cached."""
     with contextlib.closing(folder.open(path, MEASURED_BYTES)) as source:
         source.read_once(into.data, 0, allocate(1 << 23).data)
 
@@ -206,12 +206,12 @@ def _check_lease(context: CheckContext) -> CheckResult:
 
 
 def _report_early_exit(context: CheckContext, what: str, child: ChildProcess) -> CheckResult:
-    """What is said of a process that ended by itself, if it did not do so because the time is over."""
+    """Return the result for a process that ended by itself, unless it ended at the deadline."""
     return inconclusive(f"{what}, with {child.describe_exit()}.") if context.seconds_left else OUT_OF_TIME
 
 
 def _report_lost_lease(context: CheckContext, child: ChildProcess) -> CheckResult:
-    """What it means that a second process had the lease of one that was to save without an end."""
+    """Return the result for a second process that acquired the lease of a process that saves in a loop."""
     try:
         child.process.wait(EXIT_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -223,7 +223,7 @@ def _report_lost_lease(context: CheckContext, child: ChildProcess) -> CheckResul
 
 def _check_speed(context: CheckContext) -> CheckResult:
     data, again, path = _make_random_bytes(), allocate(MEASURED_BYTES), context.get_root_path("speed")
-    xla_ckpt.save(path, "first", {"w": data[:1024]})  # from now on the process runs that commits
+    xla_ckpt.save(path, "first", {"w": data[:1024]})  # starts the process that commits
     best = dict.fromkeys(("write", "save", "read", "load"), float("inf"))
     with context.make_folder("raw") as folder:
         for file in map(str, range(3)):
@@ -244,7 +244,7 @@ def _check_speed(context: CheckContext) -> CheckResult:
     measured = f"Save: {save:.2f} times, load: {load:.2f} times; {rates}."
     if max(save, load) <= MAX_SLOWDOWN:
         return passed(measured)
-    # Another program that uses the storage meanwhile looks the same.
+    # Another program that uses the storage at the same time would give the same result.
     return inconclusive(f"{measured} Try it again while nothing else uses this storage.")
 
 
@@ -275,7 +275,7 @@ def _check_kill(context: CheckContext) -> CheckResult:
 
 
 def find_tag_problem(path: str, newest: int) -> str | None:
-    """What is wrong with the tags of a process that was killed, after it had committed those up to a number.
+    """Return the problem with the tags of a killed process that had committed up to a number; None if there is none.
 
     Raises:
         StorageError: They cannot be read.
@@ -283,7 +283,7 @@ def find_tag_problem(path: str, newest: int) -> str | None:
     tags = xla_ckpt.list_tags(path)
     for tag in tags:
         for problem in xla_ckpt.verify(path, tag).problems:
-            if isinstance(problem, StorageError):  # it says nothing of the bytes
+            if isinstance(problem, StorageError):  # gives no information about the bytes
                 raise problem
             return f"{tag} is damaged: {problem}"
         if (np.asarray(xla_ckpt.restore(path, tag).tree["w"]) != int(tag.removeprefix("step_"))).any():
@@ -294,7 +294,7 @@ def find_tag_problem(path: str, newest: int) -> str | None:
 
 
 def list_storage_checks(*, is_object_store: bool) -> list[Check]:
-    """The checks of an object store, or of a file system: first that of the room, and then the quick ones."""
+    """Return the checks for an object store or a file system: free space first, then the quick ones."""
     of_kind = [
         Check("conditional writes", "a record is replaced on its condition, or not at all", _check_conditional_writes)
     ]

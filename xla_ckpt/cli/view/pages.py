@@ -29,10 +29,10 @@ from xla_ckpt.rendering.html import escape_html
 from xla_ckpt.rendering.table import Bar, Cell, PlainTable
 
 WIDTH = 640
-"""Of a drawing, in its own units: on a narrow screen it is drawn smaller."""
+"""Width of a drawing, in its own units; narrow screens scale it down."""
 
 COLORS = ("#4062bb", "#c2571a", "#2d7d46", "#8a4fae", "#a33b3b", "#3b7f8c", "#7d6a1f", "#5d6470")
-"""Of neighbouring parts. White text can be read on each."""
+"""Colors of adjacent parts. White text is readable on each."""
 
 
 def _build_svg(height: float, title: str, shapes: Sequence[str]) -> str:
@@ -55,7 +55,7 @@ def _draw_text(x: float, y: float, text: str, anchor: str = "start", css_class: 
 
 
 def draw_timeline(tags: Sequence[Mapping[str, Any]]) -> str:
-    """The tags over time, each as high as it is large; nothing if fewer than two say when they were saved."""
+    """Draw the tags over time, with heights by size. Return nothing if fewer than two have a save time."""
     times = [(_parse_timestamp(tag["created"]), tag) for tag in tags]
     known = [(at, tag) for at, tag in times if at is not None]
     if len(known) < 2:
@@ -91,7 +91,7 @@ def _find_created(known: Sequence[tuple[float, Mapping[str, Any]]], seconds: flo
 
 
 def draw_histogram(statistics: Mapping[str, Any]) -> str:
-    """How often values lie in each of as many equal parts between the smallest and the largest one."""
+    """Draw the histogram of values, in equal bins between the smallest and the largest one."""
     counts = statistics["counts"]
     if not counts:
         return ""
@@ -113,7 +113,7 @@ def draw_histogram(statistics: Mapping[str, Any]) -> str:
 
 
 def draw_shards(shape: Sequence[int], shards: Sequence[Mapping[str, Any]]) -> str:
-    """Where the parts of an array lie in it, over the two dims that are cut most, and the ranks that had them."""
+    """Draw the shards of an array over the two dims with the most splits, with the ranks that stored them."""
     if not shards or not shape:
         return ""
     cuts = [len({part["start"][dim] for part in shards}) for dim in range(len(shape))]
@@ -139,13 +139,13 @@ def draw_shards(shape: Sequence[int], shards: Sequence[Mapping[str, Any]]) -> st
 
 
 def _scale_to_drawing(shard: Mapping[str, Any], dim: int, extent: int, length: float) -> tuple[float, float]:
-    """Where a part begins along a dim, and how long it is, in a drawing that has so much room."""
+    """Return the start and the length of a shard along a dim, in a drawing of this length."""
     low, high = shard["start"][dim], shard["stop"][dim]
     return (length * low / extent, length * (high - low) / extent) if extent else (0.0, length)
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as people write them.
+    """Format sorted numbers as ranges.
 
     >>> _format_ranges([0, 1, 2, 5]), _format_ranges([3])
     ('0-2, 5', '3')
@@ -160,21 +160,21 @@ def _format_ranges(numbers: Sequence[int]) -> str:
 
 
 MAX_ARRAYS = 5000
-"""Arrays of a tag that one page lists. Of more, a pattern says which."""
+"""Maximum number of arrays listed on a page. A pattern selects from more."""
 
 MAX_TREE_DEPTH = 8
-"""Levels of the tree of a tag: names may have any number of dots."""
+"""Maximum depth of the array tree of a tag. Names may contain any number of dots."""
 
 MAX_LISTED_SHARDS = 64
-"""Parts of an array that are listed under their drawing."""
+"""Maximum number of shards listed below the drawing of an array."""
 
 Query = Mapping[str, str]
-"""What is asked for: ``{"page": "tag", "tag": "step_10"}``; of the first page, nothing."""
+"""Query parameters of a page: ``{"page": "tag", "tag": "step_10"}``; empty for the first page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One page: what it is called, and its HTML, which begins with a heading."""
+    """Page: its title, and its HTML, which begins with a heading."""
 
     title: str
     body: str
@@ -182,7 +182,7 @@ class Page:
 
 @dataclass(slots=True)
 class _TreeNode:
-    """A level of the tree of a tag."""
+    """Level of the array tree of a tag."""
 
     children: dict[str, _TreeNode] = field(default_factory=dict)
     arrays: list[Mapping[str, Any]] = field(default_factory=list)
@@ -190,16 +190,16 @@ class _TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRenderer:
-    """How pages are made."""
+    """Renderer of pages, for the server or a single document."""
 
     href: Callable[[Query], str | None]
-    """The link to what is asked for; None where this place has no such page."""
+    """Function that returns the link for a query; None if no such page exists here."""
 
     heading_level: int = 1
-    """Of a page's heading."""
+    """Level of the page heading."""
 
     interactive: bool = True
-    """Whether there is a server that answers forms."""
+    """True if a server answers forms."""
 
     def render_root(
         self,
@@ -208,12 +208,12 @@ class PageRenderer:
         timings: Mapping[str, Mapping[str, Any]],
         roots: Sequence[Mapping[str, Any]],
     ) -> Page:
-        """All tags of a root directory: when they were saved, their sizes, how long it took, and what keeps them.
+        """Render all tags of a root directory: save times, sizes, durations, and the reasons why they are kept.
 
         Args:
             path: The root directory.
             tags: The fields of each `TagSummary`, oldest first.
-            timings: Of tags that keep a report of their save.
+            timings: Timings of the tags that contain a save report.
             roots: The root directories below it: path, number of tags, newest tag.
         """
         largest = max((tag["nbytes"] or 0 for tag in tags), default=0) or 1
@@ -263,7 +263,7 @@ class PageRenderer:
         return self._build_page(f"Checkpoints in {path}", parts)
 
     def render_tag(self, contents: Mapping[str, Any], *, has_report: bool) -> Page:
-        """What a tag holds: `contents` are those of `TagContents.to_json`."""
+        """Render the contents of a tag, given as `TagContents.to_json`."""
         tag, arrays = contents["tag"], contents["arrays"]
         links = (
             [self._build_link("where the time of its save went", {"page": "save", "tag": tag})] if has_report else []
@@ -273,7 +273,7 @@ class PageRenderer:
         ]
         parts += [f"<p>{text}</p>" for text in links]
         parts.append(self._build_heading(1, format_count(len(arrays), "array")))
-        asks = self.interactive and tag.isprintable()  # other characters are not shown as they are, nor come back so
+        asks = self.interactive and tag.isprintable()  # other characters are not displayed or sent back unchanged
         if asks:
             parts.append(
                 _build_form("tag", {"tag": tag}, [_build_input("leaf", "Only leaves like", "*layers.0*")], "Show")
@@ -296,7 +296,7 @@ class PageRenderer:
         return self._build_page(f"Tag {tag}", parts)
 
     def render_array(self, sample: Mapping[str, Any]) -> Page:
-        """One array: how it lies over the ranks, and its values. `sample` are those of `ArraySample.to_json`."""
+        """Render one array: its shards and its values, given as `ArraySample.to_json`."""
         about = (
             f"{sample['dtype']}, {format_shape(sample['shape'])}, {format_bytes(sample['nbytes'])}, "
             f"in {format_count(sample['shards'], 'part')}; split over the mesh: {format_spec(sample['split'])}"
@@ -315,11 +315,11 @@ class PageRenderer:
         return self._build_page(sample["leaf"], [*parts, self._build_heading(1, "Values"), *_render_values(sample)])
 
     def render_save(self, report: Mapping[str, Any]) -> Page:
-        """Where the time of a save went, rank by rank: `report` are those of `Checkpoints.timings`."""
+        """Render the timings of a save for each rank, given as in `Checkpoints.timings`."""
         return self._build_table_page(f"The save of {report['tag']}", reports.render_save_report(dict(report)))
 
     def render_plan(self, explanation: Mapping[str, Any]) -> Page:
-        """What a restore over another mesh would read: `explanation` are those of `Explanation.to_json`."""
+        """Render the reads of a restore on another mesh, given as `Explanation.to_json`."""
         page = self._build_table_page(
             f"{explanation['tag']} over {explanation['mesh']}", reports.render_explanation(dict(explanation))
         )
@@ -332,7 +332,7 @@ class PageRenderer:
         return Page(page.title, f"{page.body}\n{drawn}")
 
     def render_comparison(self, difference: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> Page:
-        """What differs between two tags. `difference`: `Difference.to_json`; `layers`: the sums over each layer."""
+        """Render the differences between two tags: `Difference.to_json`, and `layers`, the sums over each layer."""
         tags = {side: difference[side]["tag"] for side in "ab"}
         most = max((float(how["relative"]) for how in layers.values() if how["relative"] != "inf"), default=0.0) or 1.0
         rows: list[Sequence[Cell]] = [
@@ -350,7 +350,7 @@ class PageRenderer:
         return self._build_page(f"From {tags['a']} to {tags['b']}", parts)
 
     def render_problem(self, text: str) -> Page:
-        """Why there is no page."""
+        """Render an error message in place of a page."""
         return self._build_page("This cannot be shown", [f'<p class="red" role="alert">{escape_html(text)}</p>'])
 
     def _build_table_page(self, title: str, table: RenderableType) -> Page:
@@ -372,7 +372,7 @@ class PageRenderer:
             options = "".join(
                 f'<option value="{escape_html(tag)}"{" selected" if tag == chosen else ""}>{escape_html(tag)}</option>'
                 for tag in reversed(tags)
-                if tag.isprintable()  # other characters are not shown as they are, and another name would come back
+                if tag.isprintable()  # other characters are not displayed or sent back unchanged
             )
             fields.append(f'<label>{label} <select name="{name}">{options}</select></label>')
         fields.append(_build_input("leaf", "Only leaves like", "*layers.0*"))
@@ -390,7 +390,7 @@ class PageRenderer:
             return self.href({"page": "array", "tag": tag, "leaf": row["leaf"]}) if column == "leaf" else None
 
         def shown(node: _TreeNode, *, is_open: bool) -> tuple[str, int, int]:
-            """Its HTML, how many arrays are in it, and their bytes."""
+            """Return the HTML of a node, the number of arrays in it, and their bytes."""
             number, nbytes, parts = len(node.arrays), sum(array["nbytes"] for array in node.arrays), []
             if node.arrays:
                 parts.append(html.render_html(_build_array_table(node.arrays, splits), link))
@@ -408,7 +408,7 @@ class PageRenderer:
 
 
 def _split_levels(leaf: str) -> list[str]:
-    """The levels above an array in the tree.
+    """Return the levels above an array in the tree.
 
     >>> _split_levels("model/layers.0.weight"), _split_levels("w")
     (['model', 'layers', '0'], [])
@@ -522,22 +522,22 @@ input, select, button { font: inherit; padding: .3rem .5rem; max-width: 100%; bo
 DOCUMENT_START = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="xla-ckpt view">'
 )
-"""How each document begins. A file that begins so may be written anew; any other one is somebody's."""
+"""First bytes of each document. Only files that start with them may be overwritten."""
 
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; style-src 'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'; "
     "form-action 'self'; base-uri 'none'"
 )
-"""What a browser may do with a page: show it, by its own style, and send its forms back to where it came from."""
+"""Content-Security-Policy of pages: display with the embedded style, and send forms only to the same server."""
 
 
 def render_document(title: str, body: str, *, home: str | None) -> bytes:
-    """A document.
+    """Render a complete HTML document.
 
     Args:
         title: Its title.
         body: HTML of its main part.
-        home: Link to the first page; None where this is all there is.
+        home: Link to the first page; None if there is only one page.
     """
     back = "" if home is None else f'<nav aria-label="Pages"><a href="{escape_html(home)}">All tags</a></nav>'
     return (
@@ -551,7 +551,7 @@ def render_document(title: str, body: str, *, home: str | None) -> bytes:
 
 
 def render_single_document(title: str, pages: Sequence[tuple[str, Page]]) -> bytes:
-    """All pages in one document, which needs no server. Each comes with the name by which links find it."""
+    """Render all pages in one document that needs no server. Each page comes with the name used in links."""
     contents = "".join(f'<li><a href="#{escape_html(name)}">{escape_html(page.title)}</a></li>' for name, page in pages)
     sections = "\n".join(f'<section id="{escape_html(name)}">{page.body}</section>' for name, page in pages)
     listed = f'<nav aria-label="Contents"><ul>{contents}</ul></nav>'

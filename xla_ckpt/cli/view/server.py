@@ -34,22 +34,22 @@ from xla_ckpt.rendering.formatting import format_bytes
 from xla_ckpt.storage.resolve import open_store
 
 MAX_TIMED_TAGS = 200
-"""Tags of which the report of the save is read for the first page, the newest ones."""
+"""Number of tags, the newest ones, whose save reports are read for the first page."""
 
 MAX_COMPARED_BYTES = 1 << 30
-"""Bytes of arrays that a page compares, at most: who waits for a page does not wait for terabytes."""
+"""Maximum number of array bytes that a page compares, because a browser does not wait for terabytes."""
 
 MAX_DOCUMENT_TAGS = 10
-"""Tags that have a page in a single document, the newest ones."""
+"""Number of tags, the newest ones, that have a page in a single document."""
 
 
 class CheckpointSite:
-    """The pages of one root directory. They are read when they are asked for, so they are always new.
+    """Pages of one root directory, read at each request, so that they are always current.
 
     Args:
-        path: Root directory; or a tag or a file itself, of which the first page is that of the tag.
-        tag: Which one, where the root is named and its tag is meant alone.
-        about: For tags that another library wrote: what their files do not say, as the arguments of `show`.
+        path: Root directory; or a tag or a file, whose page is then the first page.
+        tag: Tag to show if `path` is a root; None shows all of them.
+        about: Arguments of `show` for tags of other libraries whose files lack this information.
     """
 
     def __init__(self, path: str, tag: str | None = None, **hints: Any) -> None:
@@ -60,10 +60,10 @@ class CheckpointSite:
         self.hints = hints
 
     def render_page(self, query: Query, renderer: PageRenderer) -> Page:
-        """The page that is asked for.
+        """Render the requested page.
 
         Raises:
-            CheckpointError: It cannot be read, or makes no sense.
+            CheckpointError: The data cannot be read, or the query is invalid.
         """
         tag = query.get("tag") or self.single_tag
         match query.get("page", ""):
@@ -84,14 +84,14 @@ class CheckpointSite:
         raise UsageError("there is no such page", found=query["page"][:80])
 
     def render_single_document(self, query: Query) -> bytes:
-        """The first page, the newest tags and their saves in one document.
+        """Render the first page, the newest tags and their saves in one document.
 
         Args:
-            query: What is shown besides: of the newest tag the arrays that are like a pattern (`leaf`), the plan of a
-                restore over a mesh (`mesh`), and what differs from another tag (`a`).
+            query: Further contents: the arrays of the newest tag that match a pattern (`leaf`), the plan of a restore
+                on a mesh (`mesh`), and the differences from another tag (`a`).
 
         Raises:
-            CheckpointError: There is no tag of which something is asked for besides, or no such plan or difference.
+            CheckpointError: There is no tag for the further contents, or the plan or the comparison fails.
         """
         tags = self.root.tags()[-MAX_DOCUMENT_TAGS:][::-1] if self.single_tag is None else [self.single_tag]
         if query and not tags:
@@ -115,13 +115,13 @@ class CheckpointSite:
             return None if name is None else f"#{name}"
 
         pages = PageRenderer(href=href, heading_level=2, interactive=False)
-        # Of several tags one that is damaged hides no other one. One that was named has to be there.
+        # One damaged tag does not hide the others. A tag given by name must exist.
         page = self.render_page_or_problem if self.single_tag is None else self.render_page
         shown = [page(item, pages) for item in addresses] + [self.render_page(item, pages) for item in asked]
         return render_single_document(f"Checkpoints in {self.root.path}", list(zip(names.values(), shown, strict=True)))
 
     def render_page_or_problem(self, query: Query, renderer: PageRenderer) -> Page:
-        """The page that is asked for, or one that says why there is none: a damaged tag hides no other one."""
+        """Render the requested page, or its error message, so that a damaged tag does not hide the others."""
         try:
             return self.render_page(query, renderer)
         except CheckpointError as error:
@@ -135,23 +135,23 @@ class CheckpointSite:
         )
 
     def _load_timings(self, tags: list[str]) -> dict[str, dict[str, Any]]:
-        """What the ranks measured, of those tags that keep it."""
+        """Return the timings of the ranks, for tags that contain them."""
         timed = {}
         for tag in tags:
             try:
                 timed[tag] = self.root.timings(tag)
             except CheckpointError:
-                continue  # it has none, or a damaged one: a tag's own page leads to what is wrong
+                continue  # no report, or a damaged one: the tag's own page shows the problem
         return timed
 
     def _render_tag(self, tag: str | None, leaf: str | None, renderer: PageRenderer) -> Page:
         contents = self.root.show(tag, leaf=leaf, **self.hints)
         try:
             self.root.timings(contents.tag)
-        except UsageError:  # it keeps none
+        except UsageError:  # no report
             return renderer.render_tag(contents.to_json(), has_report=False)
         except CheckpointError:
-            pass  # it is damaged, which its own page says
+            pass  # damaged, which its own page reports
         return renderer.render_tag(contents.to_json(), has_report=True)
 
     def _render_comparison(self, query: Query, renderer: PageRenderer) -> Page:
@@ -173,7 +173,7 @@ class CheckpointSite:
 
 
 def _sum_by_layer(difference: Difference) -> Mapping[str, ArrayDiff]:
-    """The sum over the arrays that moved, for each layer, or each part of the state where names have no number."""
+    """Return the sum of the changed arrays for each layer, or each part of the state if names contain no number."""
     layers: dict[str, ArrayDiff] = {}
     for leaf, how in difference.moved.items():
         layers[get_layer_name(leaf)] = layers.get(get_layer_name(leaf), ArrayDiff()) + how
@@ -181,7 +181,7 @@ def _sum_by_layer(difference: Difference) -> Mapping[str, ArrayDiff]:
 
 
 def get_layer_name(leaf: str) -> str:
-    """The layer that an array belongs to: its name up to the first number, without what lies deeper.
+    """Return the layer that an array belongs to: its name up to and including the first number.
 
     >>> get_layer_name("model/layers.12.mlp.up.weight"), get_layer_name("model/norm.weight"), get_layer_name("a/0.w/b")
     ('model/layers.12', 'model', 'a/0')
@@ -197,10 +197,10 @@ def get_layer_name(leaf: str) -> str:
 LOOPBACK = "127.0.0.1"
 
 ALLOWED_HOSTS = frozenset({LOOPBACK, "localhost"})
-"""What a browser calls this machine. A page of another name that leads here (DNS rebinding) is not answered."""
+"""Host names of this machine in a browser. Other host names are rejected, which prevents DNS rebinding."""
 
 IDLE_TIMEOUT_SECONDS = 20.0
-"""How long a connection may be silent."""
+"""Seconds after which an idle connection is closed."""
 
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -214,16 +214,16 @@ HEADERS = {
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Answers with the pages of a site, under an address that nobody can guess.
+    """HTTP server for the pages of a site, under a secret URL.
 
-    Connections have threads, as browsers open some that they do not use; pages are read one after another.
+    Each connection has a thread, because browsers open connections that they do not use. Pages are read sequentially.
 
     Args:
         site: The pages.
-        port: 0 takes any that is free.
+        port: Port number; 0 selects a free one.
 
     Raises (on construction):
-        OSError: The port is taken.
+        OSError: The port is in use.
     """
 
     daemon_threads = True
@@ -236,12 +236,12 @@ class ViewServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the first page."""
+        """URL of the first page."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/{self.token}/"
 
 
 def build_url_query(query: Query) -> str:
-    """The link to a page from any other one. Names in a tag may have halves of surrogate pairs.
+    """Return the relative link to a page. Names in a tag may contain surrogates.
 
     >>> build_url_query({"page": "tag", "tag": "a&b"}), build_url_query({})
     ('?page=tag&tag=a%26b', '?')
@@ -250,7 +250,7 @@ def build_url_query(query: Query) -> str:
 
 
 class _RequestHandler(BaseHTTPRequestHandler):
-    """One request. Methods other than GET are refused by the base class."""
+    """Handler of one request. The base class rejects methods other than GET."""
 
     server: ViewServer
     timeout = IDLE_TIMEOUT_SECONDS
@@ -280,4 +280,4 @@ class _RequestHandler(BaseHTTPRequestHandler):
         return "xla-ckpt"
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # its name in the base class
-        """Nothing: the address has the token in it."""
+        """Log nothing, because the URL contains the secret token."""
