@@ -40,7 +40,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Emulation:
-    """torch_xla's functions, replaced; `undo` (or leaving the ``with`` block) puts the originals back."""
+    """Replaced functions of torch_xla; `undo` (or leaving the ``with`` block) restores the originals."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -54,14 +54,14 @@ class Emulation:
         self.undo()
 
     def replace(self, module: Any, **functions: Callable[..., Any]) -> None:
-        """Put functions in the place of those of a module."""
+        """Replace functions of a module."""
         for name, function in functions.items():
             original = getattr(module, name)
             self._originals.append((module, name, original))
             setattr(module, name, functools.wraps(original)(function))
 
     def undo(self) -> None:
-        """Put all originals back."""
+        """Restore all originals."""
         while self._originals:
             module, name, original = self._originals.pop()
             setattr(module, name, original)
@@ -69,22 +69,22 @@ class Emulation:
 
 
 _active: list[Emulation] = []
-"""The emulation in force, if any."""
+"""Active emulation, if any."""
 
 
 def emulate(*, join: bool = True) -> Emulation:
-    """Have torch_xla answer for all processes of this torchrun job, from now on or for a ``with`` block.
+    """Make torch_xla's queries and collectives cover all processes of this torchrun job, or only in a ``with`` block.
 
-    Calling it again replaces nothing a second time. The device is the CPU, unless ``PJRT_DEVICE`` says another one.
+    Further calls replace nothing. The device is the CPU, unless ``PJRT_DEVICE`` selects another one.
 
     Args:
-        join: Join the process group (gloo) if the program has not done so yet. With False the program calls
-            ``init_process_group`` itself, with any backend and `init_method`; if it does not, the first collective
-            joins. ``NEURON_COMPAT_EMULATE=1`` means False.
+        join: Join the process group (gloo) if the program has not done so yet. With False, the program calls
+            ``init_process_group`` itself, with any backend and `init_method`; otherwise the first collective joins.
+            ``NEURON_COMPAT_EMULATE=1`` means False.
 
     Raises:
-        RuntimeError: There is no process group, and no torchrun environment to make one from; or a process group was
-            made before, by a torch_xla that did not know the other processes.
+        RuntimeError: There is no process group, and no torchrun environment to create one from; or a process group was
+            created before the emulation, by a torch_xla that did not know the other processes.
     """
     distributed: Any = torch.distributed
     if not _active:
@@ -100,7 +100,7 @@ def emulate(*, join: bool = True) -> Emulation:
 
 
 def _get_rank_and_world_size() -> tuple[int, int]:
-    """(this rank, number of ranks): of the process group, or what torchrun says before there is one."""
+    """Return (this rank, number of ranks) of the process group, or from torchrun's environment before there is one."""
     distributed: Any = torch.distributed
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not distributed.is_initialized():
@@ -115,14 +115,14 @@ def _get_rank_and_world_size() -> tuple[int, int]:
 
 
 def _ensure_process_group() -> None:
-    """Make the process group, if the program has not."""
+    """Create the process group if the program has not."""
     distributed: Any = torch.distributed
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")
 
 
 def _replace_torch_xla(rank: int, world: int) -> Emulation:
-    """torch_xla's functions, replaced by ours."""
+    """Replace torch_xla's functions by the emulation."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     xm, xr = import_module("torch_xla.core.xla_model"), import_module("torch_xla.runtime")
     emulation = Emulation()
@@ -150,7 +150,7 @@ def _replace_torch_xla(rank: int, world: int) -> Emulation:
 
 
 def _find_group(groups: Groups) -> tuple[tuple[int, ...], Any]:
-    """(ranks of this process' group in their order, process group) for XLA's list of replica groups."""
+    """Return (ranks of this process's group in order, process group) for XLA's list of replica groups."""
     _ensure_process_group()
     distributed: Any = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
@@ -163,14 +163,14 @@ def _find_group(groups: Groups) -> tuple[tuple[int, ...], Any]:
 
 @functools.cache
 def _create_process_group(members: tuple[int, ...]) -> Any:
-    """A gloo group of these ranks. They alone make it: the stages of a pipeline have lists of their own."""
+    """Create a gloo group. Only its members do so, because the stages of a pipeline have different lists of groups."""
     distributed: Any = torch.distributed
-    # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
+    # torch_xla replaces torch.distributed.new_group by a function without this argument.
     return distributed.distributed_c10d.new_group(list(members), backend="gloo", use_local_synchronization=True)
 
 
 def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
-    """The value of every rank of the group, in the group's order, on the CPU."""
+    """Return the values of all ranks in the group, in its order, on the CPU."""
     members, group = _find_group(groups)
     values = gather_tensors(value.detach().cpu(), group)
     by_rank = dict(zip(sorted(members), values, strict=True))  # a process group orders its ranks itself
@@ -178,19 +178,19 @@ def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
 
 
 def _get_group_index(groups: Groups) -> int:
-    """The place of this process in its group."""
+    """Return the index of this process in its group."""
     distributed: Any = torch.distributed
     return _find_group(groups)[0].index(distributed.get_rank())
 
 
 def _reduce(kind: str, value: torch.Tensor, scale: float, groups: Groups) -> torch.Tensor:
-    """The values of the group, reduced and scaled, on the CPU."""
+    """Return the reduced and scaled value of the group, on the CPU."""
     total = functools.reduce(_REDUCTIONS[kind], _gather(value, groups))
     return total if scale == 1.0 else total * scale
 
 
 def _apply_to_each(inputs: Tensors, output: Tensors, function: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
-    """Apply `function` to a tensor or to each of a list, into `output` where that is given."""
+    """Apply `function` to a tensor or to each of a list, writing to `output` if it is given."""
     if isinstance(inputs, torch.Tensor):
         result = function(inputs).to(inputs.device)
         return result if output is None else output.copy_(result)
@@ -292,9 +292,9 @@ def _rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) ->
 
 
 def gather_tensors(value: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """The value of every rank of a process group, in the group's order, on the device of `value`."""
+    """Return the values of all ranks in a process group, in its order, on the device of `value`."""
     distributed: Any = torch.distributed
-    data = value.contiguous().reshape(-1).view(torch.uint8)  # bytes: gloo does not know all element types
+    data = value.contiguous().reshape(-1).view(torch.uint8)  # as bytes, because gloo does not support all dtypes
     received = [torch.empty_like(data) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(received, data, group=group)
     return [part.view(value.dtype).reshape(value.shape) for part in received]

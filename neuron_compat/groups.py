@@ -19,10 +19,10 @@ FIXED_AXES = {
     "pp_tp": ("dp", "cp"),
     "world": (),
 }
-"""Kind of group -> the axes along which its members stand at the same place.
+"""Kind of group -> the axes along which all members have the same index.
 
-Ranks that differ in their part of the context hold the same weights, so they count as replicas of experts (``edp``),
-as in neuronx-distributed, and ZeRO-1 deals its states out to them, too (``dp_cp``).
+Context-parallel ranks hold the same weights, so they count as replicas of experts (``edp``), as in neuronx-distributed,
+and ZeRO-1 also shards its states over them (``dp_cp``).
 """
 
 NXD_NAMES = {
@@ -34,11 +34,11 @@ NXD_NAMES = {
     "edp": "expert_data_parallel",
     "kv": "kv_shared",
 }
-"""Kind of group -> what neuronx-distributed's functions call it."""
+"""Kind of group -> its name in neuronx-distributed's functions."""
 
 
 def list_rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
-    """All groups of a kind, members and groups in ascending order: XLA's replica groups.
+    """Return all groups of a kind, with members and groups in ascending order, as XLA's replica groups.
 
     >>> from xla_ckpt import Mesh
     >>> list_rank_groups(Mesh(dp=2, tp=2), "tp"), list_rank_groups(Mesh(dp=2, tp=2), "dp")
@@ -52,7 +52,7 @@ def list_rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
 
 
 def find_rank_group(mesh: Mesh, kind: str, rank: int) -> list[int]:
-    """The ranks of a rank's group, in ascending order.
+    """Return the ranks of a rank's group, in ascending order.
 
     >>> from xla_ckpt import Mesh
     >>> find_rank_group(Mesh(pp=2, dp=2, tp=2), "pp_tp", 5)
@@ -62,9 +62,9 @@ def find_rank_group(mesh: Mesh, kind: str, rank: int) -> list[int]:
 
 
 def list_kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[list[int]]:
-    """The ranks that hold copies of the same keys and values, one tensor-parallel group after the other.
+    """Return the groups of ranks with the same keys and values, for one tensor-parallel group after the other.
 
-    Within a tensor-parallel group they are in the order of the parts of keys and values that they hold.
+    Within a tensor-parallel group, they are ordered by the part of the keys and values that they hold.
 
     >>> list_kv_groups([[0, 1, 2, 3]], 2, adjacent=False), list_kv_groups([[0, 1, 2, 3]], 2, adjacent=True)
     ([[0, 2], [1, 3]], [[0, 1], [2, 3]])

@@ -19,7 +19,7 @@ LIBPYTHON_NOTE = (
 
 
 def import_module(module: str) -> Any:
-    """A module, imported now. If Python's shared library is what torch_xla lacks, the error has a note that says so.
+    """Import a module. If torch_xla fails because Python's shared library is missing, add a note to the error.
 
     Raises:
         xla_ckpt.MissingPackageError: It needs torch or torch_xla, which is not installed.
@@ -37,7 +37,11 @@ def import_module(module: str) -> Any:
 
 
 def raise_unsupported(name: str, hint: str) -> NoReturn:
-    """Raise the `xla_ckpt.UsageError` for a module or name of another library's that is not there."""
+    """Raise the `xla_ckpt.UsageError` for an unsupported module or name of another library.
+
+    Raises:
+        xla_ckpt.UsageError: Always.
+    """
     from xla_ckpt import UsageError
 
     raise UsageError(f"{name} is not there", hint=hint)
@@ -45,7 +49,7 @@ def raise_unsupported(name: str, hint: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class FallbackFinder(importlib.abc.MetaPathFinder):
-    """Is asked for the modules of some packages that no other finder has found, by their full names."""
+    """Import finder for modules of some packages, by full name, that no other finder has found."""
 
     packages: tuple[str, ...]
     make_spec: Callable[[str], ModuleSpec | None]
@@ -54,13 +58,13 @@ class FallbackFinder(importlib.abc.MetaPathFinder):
         return self.make_spec(fullname) if f"{fullname}.".startswith(tuple(f"{p}." for p in self.packages)) else None
 
     def install(self) -> None:
-        """Have Python ask it; a second time changes nothing."""
+        """Append the finder to `sys.meta_path`. Further calls have no effect."""
         if self not in sys.meta_path:
             sys.meta_path.append(self)
 
 
 def select_missing_names(package: str, module: str, missing: Mapping[str, str]) -> dict[str, str]:
-    """Those of a package's missing names that are in one of its modules, by the name that they have there.
+    """Return the unsupported names of a package that belong to one of its modules, relative to that module.
 
     >>> select_missing_names("a", "a.b", {"b.c": "do this", "b.d.e": "do that"})
     {'c': 'do this'}
@@ -78,15 +82,15 @@ def attach_lazy_names(
     submodules: Iterable[str] = (),
     missing: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``.
+    """Return the ``__getattr__`` and ``__dir__`` of a package with lazy exports.
 
     Args:
         package: Its ``__name__``.
-        exports: Module, in full or relative to the package -> the names that the package has from it, with blanks
-            between them.
-        submodules: Modules that are names of the package without having been imported.
-        missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
-            `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
+        exports: Module, in full or relative to the package -> the names that the package exports from it, separated by
+            spaces.
+        submodules: Modules that are importable as attributes of the package.
+        missing: Unsupported name of neuronx-distributed -> what to use instead. Access to it raises
+            `xla_ckpt.UsageError`. (``from package import name`` would hide the message of an AttributeError.)
 
     >>> exports = {"neuron_compat.groups": "find_rank_group list_rank_groups"}
     >>> load, names = attach_lazy_names("neuron_compat.nxd", exports, ["trainer"])

@@ -1,16 +1,16 @@
-"""The real neuronx-distributed on CPUs: an installed package runs under torchrun, one process for each device.
+"""Run the real neuronx-distributed on CPUs: an installed package under torchrun, one process for each device.
 
     torchrun --nproc-per-node=4 -m neuron_compat.nxd_on_cpu train.py --its-own-options
 
-runs a script as it is. A program may also call `prepare` before it imports neuronx-distributed, and `begin` before its
-`init_process_group`. What runs is neuronx-distributed's own code: layers, pipelines, experts, LoRA, ZeRO-1 and its
-checkpoints. Three things are replaced:
+runs a script unchanged. A program may also call `prepare` before it imports neuronx-distributed, and `begin` before its
+`init_process_group`. neuronx-distributed's own code runs: layers, pipelines, experts, LoRA, ZeRO-1 and its checkpoints.
+Three things are replaced:
 
-- Modules of the Neuron SDK that it imports, such as ``torch_neuronx`` and ``neuronxcc``. They can be imported, and what
-  is in them stands for anything; kernels compute nothing.
-- torch_xla's collectives and queries, by `neuron_compat.emulate`.
-- Connections to other machines are refused: neuronx-distributed asks an address of AWS for the type of the machine, and
-  would wait for an answer.
+- Modules of the Neuron SDK that it imports, such as ``torch_neuronx`` and ``neuronxcc``, are stubs with arbitrary
+  attributes; kernels compute nothing.
+- torch_xla's collectives and queries are emulated by `neuron_compat.emulate`.
+- Connections to other machines are blocked: neuronx-distributed requests the machine type from an AWS address, and
+  would wait for a response.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from neuron_compat.lazy_imports import FallbackFinder, import_module
 from xla_ckpt import UsageError
 
 SDK_PACKAGES = ("libneuronxla", "neuronpy", "neuronxcc", "neuronxlogger", "nki", "nkilib", "torch_neuronx")
-"""The packages of the Neuron SDK that neuronx-distributed imports."""
+"""Packages of the Neuron SDK that neuronx-distributed imports."""
 
 PLATFORM_TARGET = "trn1"
-"""The machine that neuronx-distributed is told of."""
+"""Machine type reported to neuronx-distributed."""
 
 
-# -- what the Neuron SDK has
+# -- stubs of the Neuron SDK
 
 
 class _StubMeta(type):
-    """The class of classes that have every attribute, each another such class."""
+    """Metaclass of stub classes, which have every attribute, each another stub class."""
 
     def __getattr__(cls, name: str) -> Any:
         _refuse_dunder(name)
@@ -63,19 +63,19 @@ class _StubMeta(type):
 
 
 def _refuse_dunder(name: str) -> None:
-    """Raise AttributeError for a special name such as `__len__`: Python asks objects for those that they may lack."""
+    """Raise AttributeError for a special name such as `__len__`, which Python looks up on objects that may lack it."""
     if name.startswith("__") and name.endswith("__"):
         raise AttributeError(name)
 
 
 def _unwrap_decorator_call(arguments: Sequence[Any], otherwise: Any) -> Any:
-    """What a decorator is given, if that is what was called: the function stays as it is."""
+    """Return the decorated function unchanged if the call is a decorator call; `otherwise` if it is not."""
     is_decorator = len(arguments) == 1 and isinstance(arguments[0], types.FunctionType | type)
     return arguments[0] if is_decorator else otherwise
 
 
 def _make_stub(name: str) -> Any:
-    """A class of this name: a type for annotations, a base class, a decorator, or a function that does nothing."""
+    """Return a stub class that works as a type annotation, base class, decorator, or function that does nothing."""
 
     def make(cls: Any, *arguments: Any, **_: Any) -> Any:
         return _unwrap_decorator_call(arguments, object.__new__(cls))
@@ -101,7 +101,7 @@ def _make_stub(name: str) -> Any:
 
 
 class _StubModule(types.ModuleType):
-    """A module of the Neuron SDK."""
+    """Stub module of the Neuron SDK."""
 
     __path__ = []  # noqa: RUF012  # as the import system has it: modules below it are looked for
     __version__ = "0.0.0"
@@ -114,7 +114,7 @@ class _StubModule(types.ModuleType):
 
 
 class _StubLoader(importlib.abc.Loader):
-    """Makes the modules of the Neuron SDK, where they are not installed."""
+    """Loader of stub modules for a Neuron SDK that is not installed."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = _StubModule(spec.name)
@@ -123,20 +123,20 @@ class _StubLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is in it."""
+        """Leave the module empty."""
 
 
 def _make_stub_spec(fullname: str) -> importlib.machinery.ModuleSpec:
-    """How a module of the SDK is imported: as a package of stand-ins."""
+    """Return the import spec of an SDK module, as a package of stubs."""
     return importlib.machinery.ModuleSpec(fullname, _StubLoader(), is_package=True)
 
 
 # -- connections
 
 
-@functools.cache  # once, however often `prepare` is called
+@functools.cache  # only once, even if `prepare` is called again
 def _block_remote_connections() -> None:
-    """Refuse connections to other machines at once."""
+    """Make connections to other machines fail immediately."""
     connect = socket.socket.connect
 
     def connect_here(self: socket.socket, address: Any) -> None:
@@ -151,20 +151,20 @@ def _block_remote_connections() -> None:
 
 
 def prepare() -> None:
-    """Import neuronx-distributed, without the Neuron SDK. No device is used yet: a process may fork after it.
+    """Import neuronx-distributed without the Neuron SDK. No device is used yet, so the process may fork afterwards.
 
     Raises:
-        xla_ckpt.UsageError: There is no neuronx-distributed.
+        xla_ckpt.UsageError: neuronx-distributed is not installed.
     """
     import torch
 
     os.environ.setdefault("PJRT_DEVICE", "CPU")
-    os.environ.setdefault("HOST_WORLD_SIZE", "1")  # launchers of Neuron's set it
-    os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")  # boto3 asks for one where it is imported
-    import_module("torch_xla.core.xla_model")  # before the finder: it looks for a libneuronxla that is one
-    # neuronx-distributed reads a name that torch_xla has no more.
+    os.environ.setdefault("HOST_WORLD_SIZE", "1")  # set by Neuron's launchers
+    os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")  # boto3 needs one at import
+    import_module("torch_xla.core.xla_model")  # before the finder, because it looks for a libneuronxla
+    # neuronx-distributed reads a name that torch_xla has removed.
     import_module("torch_xla.core.xla_env_vars").HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
-    vars(torch.classes)["neuron"] = _make_stub("neuron")  # a library of Neuron's registers it, for annotations
+    vars(torch.classes)["neuron"] = _make_stub("neuron")  # registered by a Neuron library; used in annotations
     _block_remote_connections()
     FallbackFinder(SDK_PACKAGES, _make_stub_spec).install()
     try:
@@ -179,12 +179,12 @@ def prepare() -> None:
 
 
 def begin() -> None:
-    """In each process of a torchrun job, after `prepare`: torch_xla answers for all processes of it."""
+    """Set up the emulation in each process of a torchrun job, after `prepare`."""
     emulate(join=False)
 
 
 def main() -> None:
-    """Run a script, with its options."""
+    """Run a script with its options."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: torchrun ... -m neuron_compat.nxd_on_cpu script.py [options]")
     prepare()

@@ -2,7 +2,7 @@
 
 Tensors on XLA devices use torch_xla's collectives (under `neuron_compat.emulate()` these reach all processes), others
 the process groups of `parallel_state`. Each region function runs one collective forward and its counterpart backward.
-A region of its own sums the gradients of weights that several ranks hold copies of. With one rank nothing is done.
+A separate region sums the gradients of weights that are copied on several ranks. With one rank they do nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Groups: TypeAlias = list[list[int]]
 SUM, MAX = "sum", "max"
 
 RankGroups: TypeAlias = tuple[Groups | None, Any]
-"""XLA's replica groups (None: one of all ranks), and this rank's process group (None: there is none for them)."""
+"""XLA's replica groups (None: one group of all ranks), and this rank's process group (None if it has none)."""
 
 
 def get_rank_groups(kind: str) -> RankGroups:
-    """The groups of a kind: ``tp``, ``pp``, ``ep``, ``edp``, or ``kv`` of those that hold the same keys and values."""
+    """Return the groups of a kind: ``tp``, ``pp``, ``ep``, ``edp``, or ``kv`` (the same keys and values)."""
     groups = parallel_state.get_replica_groups(kind)
     return groups, None if len(groups[0]) == 1 else parallel_state.get_process_group(kind)
 
 
 def get_world_groups() -> RankGroups:
-    """All ranks of the job."""
+    """Return the group of all ranks."""
     distributed: Any = torch.distributed
     return None, distributed.group.WORLD if distributed.is_initialized() else None
 
 
 def sum_over_ranks(value: torch.Tensor, rank_groups: RankGroups, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum over the ranks of a group, made in `dtype`, of the type of `value`."""
+    """Return the sum over the ranks of a group, computed in `dtype`, in the dtype of `value`."""
     total = value.detach().to(dtype or value.dtype, copy=True, memory_format=torch.contiguous_format)
     reduce_in_place([total], rank_groups, SUM)
     return total.to(value.dtype)
@@ -66,12 +66,12 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def _get_tp_size() -> int:
-    """The number of tensor-parallel ranks."""
+    """Return the number of tensor-parallel ranks."""
     return parallel_state.get_size("tp")
 
 
 def _gather_along_dim(value: Tensor, dim: int) -> Tensor:
-    """The values of all ranks of the group, one after the other along `dim`."""
+    """Concatenate the values of all ranks of the group along `dim`."""
     if _get_tp_size() == 1:
         return value
     if value.device.type == "xla":
@@ -84,7 +84,7 @@ def _gather_along_dim(value: Tensor, dim: int) -> Tensor:
 
 
 def _get_own_chunk(value: Tensor, dim: int) -> Tensor:
-    """This rank's part of a value along `dim`."""
+    """Return this rank's chunk of a value along `dim`."""
     size = _get_tp_size()
     if value.shape[dim] % size:
         raise ValueError(f"dim {dim} of {list(value.shape)} does not divide into {size} tensor-parallel parts")
@@ -135,7 +135,7 @@ class _ScatterToRegion(torch.autograd.Function):
 
 
 def _apply_function(function: Any, value: Tensor, *arguments: Any) -> Tensor:
-    """What a function of this module makes of a value; with one tensor-parallel rank the value itself."""
+    """Apply an autograd function of this module; with one tensor-parallel rank, return the value unchanged."""
     if _get_tp_size() == 1:
         return value
     output: Tensor = function.apply(value, *arguments)
@@ -143,32 +143,32 @@ def _apply_function(function: Any, value: Tensor, *arguments: Any) -> Tensor:
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """The same value; its gradients are summed over the group, in `reduce_dtype` if one is given."""
+    """Return the same value; its gradients are summed over the group, in `reduce_dtype` if it is given."""
     return _apply_function(_CopyToRegion, input_, reduce_dtype, "tp")
 
 
 def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """The same weight; its gradients are summed over the ranks that hold copies of it, which thus stay equal.
+    """Return the same weight; its gradients are summed over the ranks that hold copies, so that these stay equal.
 
-    The gradient of what is multiplied by the weight is not touched: each rank's counts once.
+    The gradient of the input is unchanged: the gradient of each rank counts once.
     """
     return _apply_function(_CopyToRegion, weight, reduce_dtype, "kv")
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over the group, made in `reduce_dtype` if one is given; its gradient goes to each rank as it is."""
+    """Return the sum over the group, computed in `reduce_dtype` if it is given; its gradient is passed on unchanged."""
     return _apply_function(_ReduceFromRegion, input_, reduce_dtype)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
-    """The parts of all ranks, joined along `dim`; each rank gets the gradient of its part."""
+    """Concatenate the parts of all ranks along `dim`; each rank gets the gradient of its part."""
     return _apply_function(_GatherFromRegion, input_, dim)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
-    """This rank's part along `dim`; the gradients of all parts are joined.
+    """Return this rank's part along `dim`; the gradients of all parts are concatenated.
 
     Raises:
-        ValueError: It does not divide into equal parts.
+        ValueError: The size is not divisible into equal parts.
     """
     return _apply_function(_ScatterToRegion, input_, dim)

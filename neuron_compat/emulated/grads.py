@@ -17,7 +17,7 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def param_is_not_shared(param: Tensor) -> bool:
-    """Whether no other pipeline stage has this parameter, too (``param.shared``)."""
+    """Return True if no other pipeline stage has this parameter, too (``param.shared``)."""
     return not getattr(param, "shared", False)
 
 
@@ -31,18 +31,18 @@ def get_grad_norm(
     zero1_optimizer_groups: Groups | None = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """The norm of the gradients of the whole model, as if they were one vector. All ranks make the same call.
+    """Return the norm of the gradients of the whole model, as if they were one vector. Call it on all ranks.
 
-    Each element counts once: a parameter that all tensor-parallel ranks hold alike is not counted for each of them,
-    and one that is ``shared`` with another pipeline stage does not count here.
+    Each element counts once: a parameter that is replicated on tensor-parallel ranks counts once, and one that is
+    ``shared`` with another pipeline stage does not count here.
 
     Args:
         parameters: This rank's parameters; those without a gradient count as zeros.
-        norm_type: The p of the p-norm, above 0; ``inf`` for the largest absolute value.
+        norm_type: Order p of the p-norm, above 0; ``inf`` for the largest absolute value.
         zero1_optimizer: The parameters are the shards of a ZeRO-1 optimizer.
-        zero1_optimizer_groups: The ranks that share out a parameter; by default all ranks of the job are summed over.
-        force_spmd: What tensor-parallel ranks hold alike counts with 1/tp on each of them. False: on the first one
-            only.
+        zero1_optimizer_groups: Groups of ranks over which a parameter is sharded; by default, all ranks of the job.
+        force_spmd: True: replicated parameters count with 1/tp on each tensor-parallel rank. False: they count only on
+            the first one.
 
     Returns:
         The norm, of shape [1], in float32, or in float64 if a gradient is.
@@ -81,9 +81,9 @@ def clip_grad_norm(
     zero1_optimizer_groups: Groups | None = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """Scale all gradients down, in place, so that their norm is `max_norm` at most; the norm before.
+    """Scale all gradients down, in place, to a norm of at most `max_norm`; return the norm before scaling.
 
-    `get_grad_norm` says what the other arguments mean, and which errors are raised.
+    See `get_grad_norm` for the other arguments, and for the errors raised.
     """
     parameters = _as_list(parameters)
     norm = get_grad_norm(parameters, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
@@ -92,15 +92,15 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip_grads_with_norm(parameters: Iterable[Tensor] | Tensor, total_norm: Tensor, max_norm: float) -> Tensor:
-    """Scale all gradients, in place, by ``max_norm / (total_norm + 1e-6)`` where that is below 1; returns the norm.
+    """Scale all gradients, in place, by ``max_norm / (total_norm + 1e-6)`` if it is below 1; return the norm.
 
-    With a norm that is not a number they stay as they are.
+    If the norm is NaN, they are unchanged.
     """
     wanted = max_norm / (total_norm.reshape(1) + 1.0e-6)
     scale = torch.where(wanted < 1, wanted, torch.ones_like(wanted))
     for parameter in _as_list(parameters):
         if parameter.grad is not None:
-            # Of shape [1] it keeps its precision: a number (0-d) would be rounded to the gradient's type first.
+            # Shape [1] keeps its precision: a 0-d tensor would first be rounded to the dtype of the gradient.
             parameter.grad.mul_(scale if parameter.grad.dim() else scale[0])
     return total_norm
 
@@ -111,7 +111,7 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def sum_gradient_powers(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
-    """What this rank adds: the sum of the gradients' powers (or their largest), without experts, and of experts."""
+    """Return this rank's sums of the gradients' powers (or their maxima), without experts, and of experts."""
     wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     total = torch.zeros(1, dtype=wide, device=parameters[0].device)
     experts = torch.zeros_like(total)
@@ -134,7 +134,7 @@ def sum_gradient_powers(parameters: Sequence[Tensor], order: float, force_spmd: 
 
 
 def count_row_holders(parameter: Tensor) -> Tensor | None:
-    """The number of tensor-parallel ranks that hold each row of this rank's part; None if no other one holds any."""
+    """Return the number of tensor-parallel ranks that hold each row of this rank's shard; None if always one."""
     sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
     if all(s.copies == 1 for s in sections):
         return None
@@ -144,12 +144,12 @@ def count_row_holders(parameter: Tensor) -> Tensor | None:
 
 
 def divide_rows(sizes: Tensor, counts: Tensor) -> Tensor:
-    """Each row divided by its count."""
+    """Divide each row by its count."""
     return sizes / counts.reshape(-1, *[1] * (sizes.dim() - 1)).to(device=sizes.device, dtype=sizes.dtype)
 
 
 def _combine_norms(total: Tensor, experts: Tensor, operation: str) -> Tensor:
-    """The two sums, or the larger of the two, by the operation."""
+    """Return the sum or the maximum of the two, depending on the operation."""
     return torch.maximum(total, experts) if operation == MAX else total + experts
 
 
@@ -157,11 +157,11 @@ def _combine_norms(total: Tensor, experts: Tensor, operation: str) -> Tensor:
 
 
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
-    """Give all replicas the mean of their gradients, in place. All ranks make the same call.
+    """Average gradients over all replicas, in place. Call it on all ranks.
 
-    With experts it takes two calls, as in neuronx-distributed: one for all gradients, which divides by the number of
+    With experts, two calls are needed, as in neuronx-distributed: one for all gradients, which divides by the number of
     data-parallel ranks and sums over the replicas of experts, and one with `reduce_over_ep_group` for those of all
-    other parameters, which sums them over the expert-parallel ranks, too.
+    other parameters, which also sums them over the expert-parallel ranks.
     """
     gradients = list(grads_list)
     size = 1 if reduce_over_ep_group else parallel_state.get_size("dp")

@@ -1,8 +1,8 @@
 """Tensor-parallel layers, their parameters, and the loss, with neuronx-distributed's names and arguments.
 
-Weights are initialized as a whole on the CPU, and then split: with the same seed on all ranks they equal the weights
-of `torch.nn.Linear` and `torch.nn.Embedding` after that seed, whatever the number of ranks and the device. Attributes
-of each parameter record how it is split.
+Full weights are initialized on the CPU, and then sharded: with the same seed on all ranks they equal the weights of
+`torch.nn.Linear` and `torch.nn.Embedding` after that seed, for any number of ranks and any device. Attributes of each
+parameter record how it is sharded.
 
 Sequence parallelism, and groups other than the tensor-parallel one, are unsupported and raise an error.
 """
@@ -37,23 +37,23 @@ ATTRIBUTES = (
     "unpadded_shape",
     "partition_sections",
 )
-"""What a parameter carries. `xla_ckpt` reads them; ``unpadded_shape`` is the true shape of one that is padded.
+"""Attributes of a sharded parameter. `xla_ckpt` reads them; ``unpadded_shape`` is the true shape of a padded parameter.
 
-``partition_sections`` are sections of different sizes, or such that several ranks hold, as a rule spells them:
-``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
+``partition_sections`` are sections of different sizes, or sections that several ranks hold, in the syntax of rules:
+``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, where 4 ranks hold the same keys and
 values.
 """
 
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
-"""What a parameter says that is not split."""
+"""Attribute values of an unsharded parameter."""
 
 
 def compute_padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
-    """Elements to add to `size` so that it divides into `parts`.
+    """Return the number of elements to add to `size` to make it divisible by `parts`.
 
     Raises:
-        ValueError: It does not divide, and `pad` is False, or padding would go into every strided block.
+        ValueError: It is not divisible, and `pad` is False, or padding would go into every strided block.
 
     >>> compute_padding(10, 4, 1, True, "num_embeddings"), compute_padding(12, 4, 1, False, "num_embeddings")
     (2, 0)
@@ -67,12 +67,12 @@ def compute_padding(size: int, parts: int, stride: int, pad: bool, what: str) ->
 
 
 def resolve_device(device: Device) -> torch.device:
-    """The device that a tensor would be made on."""
+    """Return the device on which a tensor would be created."""
     return torch.empty(0, device=device).device
 
 
 def cut_own_part(full: torch.Tensor, dim: int, stride: int, pad_size: int) -> torch.Tensor:
-    """This rank's part of a whole value: padded with zeros at the end, then every tp-th block."""
+    """Return this rank's shard of a full value: padded with zeros at the end, then every tp-th block."""
     parts, rank = parallel_state.get_size("tp"), parallel_state.get_rank("tp")
     if pad_size:
         shape = list(full.shape)
@@ -85,26 +85,26 @@ def cut_own_part(full: torch.Tensor, dim: int, stride: int, pad_size: int) -> to
 def set_tensor_model_parallel_attributes(
     tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
 ) -> None:
-    """Have a parameter say how it is split; `num_partitions` is the tensor-parallel size by default."""
+    """Set the sharding attributes of a parameter; `num_partitions` is the tensor-parallel size by default."""
     parts = parallel_state.get_size("tp") if num_partitions is None else num_partitions
     for name, value in zip(ATTRIBUTES, (is_parallel, dim, stride, parts), strict=False):
         setattr(tensor, name, value)
 
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
-    """Whether this rank counts for a parameter: it has a part of its own, or is the first that has all of it."""
+    """Return True if this rank holds a shard of the parameter, or is the first rank that holds the full parameter."""
     return bool(getattr(param, "tensor_model_parallel", False)) or parallel_state.get_rank("tp") == 0
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Have a parameter that says nothing say that it is not split."""
+    """Set missing sharding attributes of a parameter to those of an unsharded one."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
-    """Have a parameter say of its split what another one says."""
+    """Copy the sharding attributes of a parameter to another one."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
@@ -113,7 +113,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
 def create_parallel_parameter(
     full: torch.Tensor, dim: int, stride: int, pad_size: int, device: torch.device, dtype: torch.dtype
 ) -> torch.nn.Parameter:
-    """This rank's part of a whole value, as a parameter with its attributes."""
+    """Return this rank's shard of a full value, as a parameter with sharding attributes."""
     if full.device.type == "meta":
         shape = list(full.shape)
         shape[dim] = (shape[dim] + pad_size) // parallel_state.get_size("tp")
@@ -128,23 +128,23 @@ def create_parallel_parameter(
 
 
 class PartitionedModule(torch.nn.Module):
-    """A module whose parameters keep their attributes on the way to another device or dtype.
+    """Module whose parameters keep their attributes when it is moved to another device or dtype.
 
-    torch makes new parameters on the way from the CPU to XLA, and would leave the attributes behind.
+    torch creates new parameters for the move from the CPU to XLA, and would drop the attributes.
     """
 
     weight: torch.nn.Parameter
     pad_size: int
 
     def fill_weight(self, whole: torch.Tensor) -> None:
-        """Fill a whole weight with initial values."""
+        """Fill a full weight with initial values."""
         raise NotImplementedError
 
     @torch.no_grad()
     def init_weight_cpu(self) -> None:
-        """Draw the weight anew: what ``param_init_fn`` of a model from the meta device calls, as in NxD.
+        """Initialize the weight again. ``param_init_fn`` of a model from the meta device calls it, as in NxD.
 
-        With the same seed on all ranks it is a part of the same whole weight on each of them, as in the constructor.
+        With the same seed on all ranks, each rank gets its shard of the same full weight, as in the constructor.
         """
         said: Any = self.weight
         dim, stride = said.partition_dim, said.partition_stride
@@ -164,10 +164,10 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 def check_supported(sequence_parallel: bool, group: Any = None) -> None:
-    """Refuse what is not there.
+    """Raise an error for unsupported features.
 
     Raises:
-        xla_ckpt.UsageError: Sequence parallelism, or a group that is not parallel_state's.
+        xla_ckpt.UsageError: Sequence parallelism, or a group other than `parallel_state`'s, is requested.
     """
     if sequence_parallel:
         raise UsageError("sequence_parallel_enabled=True is not there", hint=SEQUENCE_PARALLEL_HINT)
@@ -176,7 +176,7 @@ def check_supported(sequence_parallel: bool, group: Any = None) -> None:
 
 
 def draw_weight(weight: torch.Tensor, init_method: InitMethod | None) -> None:
-    """Give a weight its initial values: those of `torch.nn.Linear`, unless there is a method."""
+    """Initialize a weight with `init_method`, or as `torch.nn.Linear` does if it is None."""
     if init_method is None:
         torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
     else:
@@ -186,9 +186,9 @@ def draw_weight(weight: torch.Tensor, init_method: InitMethod | None) -> None:
 def draw_linear(
     sizes: tuple[int, int], bias: bool, init_method: InitMethod | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [out, in] and bias [out] of an unsplit layer of (in, out), drawn as `torch.nn.Linear` draws them.
+    """Return weight [out, in] and bias [out] of an unsharded layer of (in, out), initialized as in `torch.nn.Linear`.
 
-    They are drawn in float32 on the CPU, whatever the device, unless that is the meta device.
+    They are drawn in float32 on the CPU for all devices except the meta device.
     """
     inputs, outputs = sizes
     where = "meta" if device.type == "meta" else "cpu"
@@ -203,21 +203,22 @@ def draw_linear(
 
 
 class _ParallelLinear(PartitionedModule):
-    """What the two linear layers share. The arguments after `device` are for both of them, by their names.
+    """Base class of the two linear layers. Both accept the arguments after `device` by keyword.
 
     Args:
-        sizes: Of the inputs, and of the outputs.
-        dim: Dim of the weight that is split: 0 for the outputs, 1 for the inputs.
-        splits_bias: Whether the bias is split, too.
-        stride: A rank holds so many blocks of the weight, each tp-th one, and not one run of rows or columns.
-        init_method: Fills the whole weight; by default as `torch.nn.Linear` does.
-        sequence_parallel_enabled: False.
+        sizes: Sizes of the inputs and the outputs.
+        dim: Sharded dim of the weight: 0 for the outputs, 1 for the inputs.
+        splits_bias: True shards the bias, too.
+        stride: Number of blocks of the weight that a rank holds, every tp-th one, instead of contiguous rows or
+            columns.
+        init_method: Initializes the full weight; by default as `torch.nn.Linear` does.
+        sequence_parallel_enabled: Must be False.
         sequence_dimension: Without effect.
-        keep_master_weight: Keep the whole weight as ``master_weight``.
+        keep_master_weight: Keep the full weight as ``master_weight``.
         skip_bias_add: Return a pair of the output and the bias.
-        pad: Pad a size that does not divide with zeros; the parameter's ``unpadded_shape`` is the true shape.
-        tensor_model_parallel_group: That of `parallel_state`.
-        reduce_dtype: Element type in which sums over ranks are made.
+        pad: Pad a size that is not divisible with zeros; the parameter's ``unpadded_shape`` is the true shape.
+        tensor_model_parallel_group: Must be the group of `parallel_state`.
+        reduce_dtype: Dtype of sums over ranks.
     """
 
     def __init__(
@@ -271,7 +272,7 @@ class _ParallelLinear(PartitionedModule):
             self.master_weight = whole.to(self.dtype)
 
     def _add_bias(self, output: torch.Tensor) -> Any:
-        """The output plus the bias; with `skip_bias_add` both."""
+        """Return the output plus the bias; with `skip_bias_add`, return both."""
         bias: Any = self.bias
         if self.skip_bias_add:
             return output, bias
@@ -279,14 +280,14 @@ class _ParallelLinear(PartitionedModule):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer whose outputs are split: every rank holds rows of the weight (dim 0).
+    """Linear layer with sharded outputs: every rank holds rows of the weight (dim 0).
 
-    The bias is split, too, unless `gather_output` is True, which joins the outputs of all ranks. `options` are
-    neuronx-distributed's other arguments, as `_ParallelLinear` has them.
+    The bias is sharded, too, unless `gather_output` is True, which concatenates the outputs of all ranks. `options` are
+    neuronx-distributed's other arguments, see `_ParallelLinear`.
 
     Raises:
-        ValueError: `output_size` does not divide by the tensor-parallel size, and `pad` is False.
-        xla_ckpt.UsageError: An argument asks for what is not there yet.
+        ValueError: `output_size` is not divisible by the tensor-parallel size, and `pad` is False.
+        xla_ckpt.UsageError: An argument requests an unsupported feature.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
 
     def forward(self, input: torch.Tensor, *_: Any) -> Any:  # noqa: A002  # neuronx-distributed's name
-        """The output, whole or this rank's part of it; with `skip_bias_add` a pair of it and the bias."""
+        """Return the full output or this rank's part of it; with `skip_bias_add`, a pair of it and the bias."""
         entered = copy_to_tensor_model_parallel_region(input, self.reduce_dtype)
         output = functional.linear(entered, self.weight)
         if self.gather_output:
@@ -312,7 +313,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return self._add_bias(output)
 
     def _restore_order(self, output: torch.Tensor) -> torch.Tensor:
-        """Gathered outputs in the order of the whole weight: ranks hold every tp-th block of a strided one."""
+        """Reorder gathered outputs as in the full weight, because ranks hold every tp-th block of a strided one."""
         if self.stride == 1:
             return output
         parts = self.output_size // self.weight.shape[0]
@@ -321,14 +322,14 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer whose inputs are split: every rank holds columns of the weight (dim 1), and the bias.
+    """Linear layer with sharded inputs: every rank holds columns of the weight (dim 1), and the bias.
 
     Outputs are summed over the ranks, unless `reduce_output` is False. `options` are neuronx-distributed's other
-    arguments, as `_ParallelLinear` has them.
+    arguments, see `_ParallelLinear`.
 
     Raises:
-        ValueError: `input_size` does not divide by the tensor-parallel size, and `pad` is False.
-        xla_ckpt.UsageError: An argument asks for what is not there yet.
+        ValueError: `input_size` is not divisible by the tensor-parallel size, and `pad` is False.
+        xla_ckpt.UsageError: An argument requests an unsupported feature.
     """
 
     def __init__(
@@ -350,7 +351,7 @@ class RowParallelLinear(_ParallelLinear):
         self.reduce_output = reduce_output
 
     def forward(self, input_: torch.Tensor) -> Any:
-        """The output, on all ranks; with `skip_bias_add` a pair of it and the bias."""
+        """Return the output, on all ranks; with `skip_bias_add`, a pair of it and the bias."""
         if not self.input_is_parallel:
             padded = functional.pad(input_, (0, self.pad_size)) if self.pad_size else input_
             input_ = scatter_to_tensor_model_parallel_region(padded)
@@ -361,14 +362,14 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class ParallelEmbedding(PartitionedModule):
-    """An embedding of which every rank holds rows: a part of the vocabulary (or columns, `shard_across_embedding`).
+    """Embedding whose rows (the vocabulary) are sharded, or its columns with `shard_across_embedding`.
 
-    With `pad`, a size that does not divide is padded with zeros, and the parameter's ``unpadded_shape`` is the true
-    shape, so that the padding stays out of checkpoints.
+    With `pad`, a size that is not divisible is padded with zeros, and the parameter's ``unpadded_shape`` is the true
+    shape, so that checkpoints do not contain the padding.
 
     Raises:
-        ValueError: The size that is split does not divide by the tensor-parallel size, and `pad` is False.
-        xla_ckpt.UsageError: An argument asks for what is not there yet.
+        ValueError: The sharded size is not divisible by the tensor-parallel size, and `pad` is False.
+        xla_ckpt.UsageError: An argument requests an unsupported feature.
     """
 
     def __init__(
@@ -424,20 +425,20 @@ class ParallelEmbedding(PartitionedModule):
             whole[self.whole_padding_idx].zero_()
 
     def _look_up_rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """The embeddings of numbers in this rank's part of the vocabulary."""
+        """Return the embeddings of indices in this rank's part of the vocabulary, zeros for the others."""
         return functional.embedding(
             indices, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
         )
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """The embeddings, whole on all ranks."""
+        """Return the full embeddings on all ranks."""
         indices = input_.long()
         if self.shard_across_embedding:
             output = gather_from_tensor_model_parallel_region(self._look_up_rows(indices))
             return output.narrow(-1, 0, self.embedding_dim - self.pad_size)
         if self.tensor_model_parallel_size == 1:
             return self._look_up_rows(indices)
-        # Rows of other ranks count as zeros here: the sum over the ranks has each row once.
+        # Rows of other ranks are zeros here, so that the sum over the ranks contains each row once.
         is_own = (indices >= self.start_index) & (indices < self.end_index)
         rows = self._look_up_rows((indices - self.start_index) * is_own) * is_own.unsqueeze(-1).to(self.weight.dtype)
         return reduce_from_tensor_model_parallel_region(rows)
@@ -446,17 +447,17 @@ class ParallelEmbedding(PartitionedModule):
 def parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """The cross-entropy of each token, the same on all ranks of the group. The logits stay as they are.
+    """Return the cross-entropy of each token, the same on all ranks of the group. The logits are unchanged.
 
-    A target outside of the vocabulary, such as -100, has the logarithm of the sum: mask it.
+    For a target outside of the vocabulary, such as -100, the result is the logarithm of the sum: mask it.
 
     Args:
         vocab_parallel_logits: [..., part of the vocabulary].
-        target: [...], numbers in the whole vocabulary.
-        label_smoothing: 0.
+        target: [...], indices into the whole vocabulary.
+        label_smoothing: Must be 0.
 
     Raises:
-        xla_ckpt.UsageError: Labels would be smoothed.
+        xla_ckpt.UsageError: `label_smoothing` is not 0.
     """
     if label_smoothing:
         raise UsageError(

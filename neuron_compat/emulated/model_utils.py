@@ -19,10 +19,10 @@ Self = TypeVar("Self", bound="TransparentModule")
 
 
 class TransparentModule(torch.nn.Module):
-    """A module whose only child is `module`, and whose names do not begin with that.
+    """Wrapper whose only child is `module`, and whose parameter names have no prefix.
 
-    torch.nn.Module goes through children, and these are the inner module's own: without the methods here, the inner
-    module itself would be left out of train(), to() and apply(), and names would begin with "module".
+    torch.nn.Module iterates over children, and these are the children of the inner module: without the methods here,
+    train(), to() and apply() would skip the inner module itself, and names would begin with "module".
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -33,7 +33,7 @@ class TransparentModule(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not made yet: asking it for itself would never end
+            if name == "module":  # not set yet: the lookup would recurse forever
                 raise
             return getattr(self.module, name)
 
@@ -68,7 +68,7 @@ ParameterInit = Callable[[torch.nn.Module, torch.device], Any]
 
 
 def is_hf_pretrained_model(model: Any) -> bool:
-    """Whether it is a model of Hugging Face's transformers."""
+    """Return True if the model is a Hugging Face transformers model."""
     return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).mro())
 
 
@@ -76,7 +76,7 @@ def is_hf_pretrained_model(model: Any) -> bool:
 
 
 def analyze_shared_parameters(module: torch.nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     by_object: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_object.setdefault(id(parameter), []).append(name)
@@ -84,7 +84,7 @@ def analyze_shared_parameters(module: torch.nn.Module) -> list[list[str]]:
 
 
 def retie_shared_weights(module: torch.nn.Module, shared_weight_names: list[list[str]]) -> None:
-    """Make one parameter of those of each list of names: the first."""
+    """Tie the parameters in each list of names to the first one."""
     for first, *others in shared_weight_names:
         parameter = module.get_parameter(first)
         for name in others:
@@ -94,7 +94,7 @@ def retie_shared_weights(module: torch.nn.Module, shared_weight_names: list[list
 
 @contextlib.contextmanager
 def preserve_shared_weights(model: torch.nn.Module, ignore_hf: bool = False) -> Iterator[None]:  # noqa: ARG001  # NxD's
-    """Tie again, after a block, what was tied before it: the move to XLA makes a parameter of each name."""
+    """Tie parameters again after a block that moves a module to XLA, which creates a parameter for each name."""
     tied = analyze_shared_parameters(model)
     try:
         yield
@@ -104,7 +104,7 @@ def preserve_shared_weights(model: torch.nn.Module, ignore_hf: bool = False) -> 
 
 @contextlib.contextmanager
 def preserve_parallel_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Give the parameters back, after a block, what they said before it: how they are split, and all else."""
+    """Restore the attributes of parameters after a block, including how they are sharded."""
     said = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
     try:
         yield
@@ -115,11 +115,11 @@ def preserve_parallel_attributes(model: torch.nn.Module) -> Iterator[None]:
                     setattr(parameter, attribute, value)
 
 
-# -- the way
+# -- device moves
 
 
 def move_model_to_device(model: torch.nn.Module, device: torch.device | str) -> None:
-    """Move a module in place. Parameters that are tied stay so, and keep their attributes."""
+    """Move a module in place. Ties between parameters and their attributes are kept."""
     with preserve_shared_weights(model), preserve_parallel_attributes(model):
         model.to(device)
 
@@ -130,17 +130,17 @@ def init_on_device(
     include_buffers: bool = False,
     force_custom_init_on_device: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
 ) -> Iterator[None]:
-    """Have every parameter that a module gets in this block lie on a device, such as ``meta``.
+    """Create all parameters of modules in this block on a device, such as ``meta``.
 
     Args:
-        device: Where to.
-        include_buffers: The buffers, too.
-        force_custom_init_on_device: Accepted; accelerate is never asked.
+        device: The device.
+        include_buffers: Create buffers there, too.
+        force_custom_init_on_device: Accepted; accelerate is never used.
     """
     where = torch.device(device)
 
     def moved_parameter(_module: Any, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        if parameter.device == where:  # it has been here before: one that is tied stays one
+        if parameter.device == where:  # already moved, so a tied parameter stays tied
             return parameter
         moved = torch.nn.Parameter(parameter.detach().to(where), parameter.requires_grad)
         vars(moved).update(vars(parameter))
@@ -158,10 +158,10 @@ def init_on_device(
 
 @torch.no_grad()
 def reinit_model(model: torch.nn.Module, device: torch.device | str, param_init_fn: ParameterInit) -> None:
-    """Give a module new parameters on a device, and have ``param_init_fn(part, device)`` fill those of each part.
+    """Create new parameters on a device, and fill those of each submodule with ``param_init_fn(part, device)``.
 
     Raises:
-        xla_ckpt.UsageError: It left some of them, or buffers on the meta device, as they were.
+        xla_ckpt.UsageError: The function left some parameters, or buffers on the meta device, unfilled.
     """
     where = torch.device(device)
     with preserve_shared_weights(model), preserve_parallel_attributes(model):
@@ -173,17 +173,17 @@ def reinit_model(model: torch.nn.Module, device: torch.device | str, param_init_
 
 
 def _make_unfilled_parameter(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
-    """A parameter of the same shape, type and attributes on a device; floating-point ones are NaN."""
+    """Return a parameter of the same shape, dtype and attributes on a device; floating-point ones are NaN."""
     value = torch.empty_like(parameter, device=device)
     if value.is_floating_point():
-        value.fill_(float("nan"))  # by which `_check_filled` sees whether it was filled
+        value.fill_(float("nan"))  # lets `_check_filled` detect unfilled parameters
     unfilled = torch.nn.Parameter(value, parameter.requires_grad)
     vars(unfilled).update(vars(parameter))
     return unfilled
 
 
 def _check_filled(model: torch.nn.Module) -> None:
-    """Refuse parameters that are all NaN, and buffers on the meta device."""
+    """Raise an error for parameters that are all NaN, and for buffers on the meta device."""
     left = [n for n, p in model.named_parameters() if p.is_floating_point() and p.numel() and p.isnan().all()]
     if left:
         raise UsageError(
@@ -207,10 +207,9 @@ def get_model_sequential(
     sequential_move_factor: int = 11,  # noqa: ARG001  # neuronx-distributed's signature
     param_init_fn: ParameterInit | None = None,
 ) -> torch.nn.Module:
-    """Fill the parameters with `param_init_fn`, if there is one, and move the module to a device; the same module.
+    """Fill the parameters with `param_init_fn`, if it is given, and move the module to a device; return the module.
 
-    All ranks of a host do so at once, whatever `sequential_move_factor` is: it changes no result, but the need of
-    memory.
+    All ranks of a host move at once, regardless of `sequential_move_factor`, which only affects memory use.
     """
     if param_init_fn is not None:
         reinit_model(model, "cpu", param_init_fn)

@@ -1,7 +1,7 @@
 """Rank groups of the job: neuronx-distributed's ``parallel_state``, over gloo.
 
 Ranks are arranged as in `xla_ckpt.Mesh`: pp outermost, then dp, cp, and tp innermost; ep divides dp. Saves and loads
-take their mesh from here, so that they need no ``mesh=``. If the program has imported the real neuronx-distributed,
+read their mesh from here, so that they need no ``mesh=``. If the program has imported the real neuronx-distributed,
 and has not initialized this module, calls are delegated to the real one.
 
 Unlike neuronx-distributed on some Trainium machines (tp=4 on trn1, tp=32 or 64 on trn2), ranks are not interleaved.
@@ -36,41 +36,41 @@ distributed: Any = torch.distributed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParallelState:
-    """What was initialised."""
+    """Initialized parallel state."""
 
     mesh: Mesh
     rank: int
     replica_groups: dict[str, list[list[int]]]
     process_groups: dict[str, Any]
-    """This rank's group of each kind; none if there is no torch.distributed."""
+    """This rank's group of each kind; empty without torch.distributed."""
 
     def get_groups(self, kind: str) -> list[list[int]]:
-        """The members of all groups of a kind."""
+        """Return the members of all groups of a kind."""
         if kind not in self.replica_groups:
             raise AssertionError("there are no groups of keys and values: call initialize_kv_group() first")
         return self.replica_groups[kind]
 
     def get_ranks(self, kind: str) -> list[int]:
-        """The members of this rank's group."""
+        """Return the members of this rank's group."""
         return next(g for g in self.get_groups(kind) if self.rank in g)
 
 
 _current: list[_ParallelState] = []
 
 _groups_to_destroy: list[Any] = []
-"""The process groups that were made, which end with the program."""
+"""Created process groups, destroyed at exit."""
 
 add_mesh_source(lambda: _current[0].mesh if _current else None)
 
 
 def _get_real_function(name: str) -> Callable[..., Any] | None:
-    """The real neuronx-distributed's function, if it is imported and this module is not initialised."""
+    """Return the function of the real neuronx-distributed if it is imported and this module is not initialized."""
     real = None if _current else sys.modules.get(REAL_MODULE)
     return None if real is None else getattr(real, name)
 
 
 def _delegate_to_real(function: Callable[P, R]) -> Callable[P, R]:
-    """Ask the real neuronx-distributed's function of the same name, where there is one to ask."""
+    """Delegate calls to the function of the same name in the real neuronx-distributed, if it is in use."""
 
     @functools.wraps(function)
     def answer(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -81,15 +81,19 @@ def _delegate_to_real(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _get_state() -> _ParallelState:
-    """What `initialize_model_parallel` has set up."""
-    # neuronx-distributed raises AssertionError here, and its users catch that.
+    """Return the state that `initialize_model_parallel` has set up.
+
+    Raises:
+        AssertionError: It was not called.
+    """
+    # neuronx-distributed raises AssertionError here, and its users catch it.
     if not _current:
         raise AssertionError("parallel_state is not initialised: call initialize_model_parallel() first")
     return _current[0]
 
 
 def _get_group(kind: str, as_list: bool) -> Any:
-    """The process group of a kind; or the ranks of all groups of the kind, as lists."""
+    """Return the process group of a kind; or the ranks of all groups of the kind, as lists."""
     state = _get_state()
     groups = state.get_groups(kind)
     if as_list:
@@ -100,7 +104,7 @@ def _get_group(kind: str, as_list: bool) -> Any:
 
 
 def _get_rank(kind: str) -> int:
-    """This process' place in its group of a kind."""
+    """Return the rank of this process in its group of a kind."""
     state = _get_state()
     return state.get_ranks(kind).index(state.rank)
 
@@ -115,15 +119,15 @@ def initialize_model_parallel(
     lnc_size: int = 1,  # noqa: ARG001
     kv_shared_group_size: int | None = None,
 ) -> None:
-    """Arrange the ranks of the job, and make their process groups (gloo). All ranks make the same call.
+    """Arrange the ranks of the job, and create their process groups (gloo). Call it on all ranks.
 
-    Without an initialised torch.distributed the job is this process alone. What the sizes leave of the ranks is data
-    parallelism. `skip_collective_init` and `lnc_size` are accepted, and without effect. With `kv_shared_group_size`
-    it calls `initialize_kv_group`, too; without it, the first `GQAQKVColumnParallelLinear` does.
+    If torch.distributed is not initialized, the job consists of this process. The data-parallel size is the number of
+    ranks divided by the other sizes. `skip_collective_init` and `lnc_size` are accepted, without effect. With
+    `kv_shared_group_size`, it also calls `initialize_kv_group`; otherwise the first `GQAQKVColumnParallelLinear` does.
 
     Raises:
         RuntimeError: It was called before, or the sizes do not divide the number of ranks.
-        xla_ckpt.UsageError: There are other ranks, and no torch.distributed, or an XLA that does not reach them.
+        xla_ckpt.UsageError: There are other ranks, but no torch.distributed, or an XLA client that does not reach them.
     """
     if _current:
         raise RuntimeError("parallel_state is initialised already; call destroy_model_parallel() first")
@@ -156,7 +160,7 @@ def initialize_model_parallel(
 
 
 def _check_xla_world_size(world: int) -> None:
-    """Refuse a job of several ranks each of which XLA takes for the only one: the first collective would fail."""
+    """Raise an error if XLA sees only one rank in a job of several, because the first collective would fail."""
     reached = import_module("torch_xla.runtime").world_size()
     if reached < world:
         raise UsageError(
@@ -169,8 +173,8 @@ def _check_xla_world_size(world: int) -> None:
 
 
 def create_group(ranks: list[int]) -> Any:
-    """A process group of gloo. Only its members meet: all of them make their groups in the same order."""
-    # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
+    """Create a gloo process group. Only its members synchronize, so they must create groups in the same order."""
+    # torch_xla replaces torch.distributed.new_group by a function without this argument.
     group = distributed.distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
     if not _groups_to_destroy:
         atexit.register(_destroy_groups_at_exit)
@@ -179,7 +183,7 @@ def create_group(ranks: list[int]) -> Any:
 
 
 def _check_kv_group_size(tp: int, copies: int) -> None:
-    """Refuse groups of ranks with the same keys and values that do not divide the tensor-parallel ranks."""
+    """Raise an error if key/value groups of this size do not divide the tensor-parallel ranks."""
     if copies < 1 or tp % copies:
         raise RuntimeError(
             f"{tp} tensor-parallel ranks cannot be divided into groups of {copies} (kv_shared_group_size)"
@@ -188,15 +192,15 @@ def _check_kv_group_size(tp: int, copies: int) -> None:
 
 @_delegate_to_real
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Say how many tensor-parallel ranks hold copies of the same keys and values. All ranks make the same call.
+    """Set the number of tensor-parallel ranks that hold copies of the same keys and values. Call it on all ranks.
 
-    With n tensor-parallel ranks and groups of m, keys and values are cut into n/m parts. Ranks r, r + n/m, r + 2n/m,
-    ... hold the same part, as on trn1; with `sequential_ranks_in_group` ranks m*r, m*r + 1, ..., m*r + m - 1 do, as on
-    trn2. All layers of a model share this arrangement; a further call for the same size changes nothing.
+    With n tensor-parallel ranks and groups of m, keys and values are sharded into n/m parts. Ranks r, r + n/m, r +
+    2n/m, ... hold the same part, as on trn1; with `sequential_ranks_in_group`, ranks m*r, m*r + 1, ..., m*r + m - 1 do,
+    as on trn2. All layers of a model share this arrangement; a further call for the same size has no effect.
 
     Raises:
         AssertionError: `initialize_model_parallel` was not called.
-        RuntimeError: The size does not divide the tensor-parallel ranks, or other groups are there already.
+        RuntimeError: The size does not divide the tensor-parallel ranks, or other groups already exist.
     """
     state, copies, adjacent = _get_state(), kv_shared_group_size, sequential_ranks_in_group
     tp_groups, known = state.replica_groups["tp"], state.replica_groups.get("kv")
@@ -216,20 +220,20 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
 
 @_delegate_to_real
 def get_kv_shared_group_size() -> int:
-    """Number of ranks that hold copies of the same keys and values."""
+    """Return the number of ranks that hold copies of the same keys and values."""
     return len(_get_state().get_ranks("kv"))
 
 
 @_delegate_to_real
 def destroy_kv_group() -> None:
-    """Forget the groups of keys and values, so that others can be made. Process groups stay until the process ends."""
+    """Remove the key/value groups, so that others can be created. Process groups exist until the process ends."""
     for state in _current:
         state.replica_groups.pop("kv", None)
         state.process_groups.pop("kv", None)
 
 
 def _build_mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
-    """The arrangement of so many ranks; what the sizes leave of them is data parallelism."""
+    """Return the mesh for a number of ranks; the remaining factor is the data-parallel size."""
     sizes = f"tensor {tp} x pipeline {pp} x context {cp} parallel"
     if min(tp, pp, cp, ep) < 1 or world % (tp * pp * cp):
         start = f"start a multiple of {tp * pp * cp} (torchrun --nproc_per_node)"
@@ -242,46 +246,46 @@ def _build_mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
 
 @_delegate_to_real
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` was called."""
+    """Return True if `initialize_model_parallel` was called."""
     return bool(_current)
 
 
 @_delegate_to_real
 def destroy_model_parallel() -> None:
-    """Forget the arrangement, so that another one can be made. Process groups stay until the process ends."""
+    """Remove the arrangement, so that another one can be created. Process groups exist until the process ends."""
     _current.clear()
 
 
 def _destroy_groups_at_exit() -> None:
-    """End the process groups on the CPU: threads of gloo that are left over abort the process now and then."""
+    """Destroy the process groups on the CPU at exit, because gloo threads that remain sometimes abort the process."""
     if "torch_xla" in sys.modules or not distributed.is_initialized():
-        return  # with torch_xla loaded, jobs were seen to hang here; left alone, they end
+        return  # with torch_xla loaded, jobs hung here in tests; without this, they end
     while _groups_to_destroy:
-        with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
+        with contextlib.suppress(ValueError):  # destroyed with an earlier torch.distributed
             distributed.destroy_process_group(_groups_to_destroy.pop())
     _current.clear()
 
 
 def get_process_group(kind: str, as_list: bool = False) -> Any:
-    """This rank's process group of a kind; with `as_list` the ranks of all such groups."""
+    """Return this rank's process group of a kind; with `as_list`, the ranks of all such groups."""
     real = _get_real_function(f"get_{NXD_NAMES[kind]}_group")
     return _get_group(kind, as_list) if real is None else real(as_list)
 
 
 def get_replica_groups(kind: str) -> list[list[int]]:
-    """The ranks of all groups of a kind, as torch_xla's collectives take them."""
+    """Return the ranks of all groups of a kind, in the form that torch_xla's collectives accept."""
     real = _get_real_function(f"get_{NXD_NAMES[kind]}_replica_groups")
     return _get_state().get_groups(kind) if real is None else real()
 
 
 def get_size(kind: str) -> int:
-    """Number of ranks in a group of a kind."""
+    """Return the number of ranks in a group of a kind."""
     real = _get_real_function(f"get_{NXD_NAMES[kind]}_size")
     return len(_get_state().get_ranks(kind)) if real is None else real()
 
 
 def get_rank(kind: str) -> int:
-    """This rank's place in its group of a kind."""
+    """Return this rank's index in its group of a kind."""
     real = _get_real_function(f"get_{NXD_NAMES[kind]}_rank")
     return _get_rank(kind) if real is None else real()
 
@@ -298,43 +302,43 @@ for _kind, _name in NXD_NAMES.items():  # get_tensor_model_parallel_group, ..., 
 
 @_delegate_to_real
 def get_world_group(as_list: bool = False) -> Any:
-    """The process group of all ranks; with `as_list` a list of one list of them."""
+    """Return the process group of all ranks; with `as_list`, a list that contains the list of them."""
     return _get_group("world", as_list)
 
 
 @_delegate_to_real
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's tensor-parallel group."""
+    """Return the global rank of the first member of this rank's tensor-parallel group."""
     return _get_state().get_ranks("tp")[0]
 
 
 @_delegate_to_real
 def get_data_parallel_src_rank() -> int:
-    """The global rank of the first member of this rank's data-parallel group."""
+    """Return the global rank of the first member of this rank's data-parallel group."""
     return _get_state().get_ranks("dp")[0]
 
 
 @_delegate_to_real
 def get_pipeline_model_parallel_next_rank() -> int:
-    """The global rank of the next pipeline stage; the first follows on the last."""
+    """Return the global rank of the next pipeline stage, cyclically."""
     ranks = _get_state().get_ranks("pp")
     return ranks[(_get_rank("pp") + 1) % len(ranks)]
 
 
 @_delegate_to_real
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """The global rank of the pipeline stage before; the last comes before the first."""
+    """Return the global rank of the previous pipeline stage, cyclically."""
     return _get_state().get_ranks("pp")[_get_rank("pp") - 1]
 
 
 @_delegate_to_real
 def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
-    """The ring of this rank's context-parallel group: each rank, and the one that it sends to."""
+    """Return the ring of this rank's context-parallel group: pairs of a rank and the rank that it sends to."""
     ranks = _get_state().get_ranks("cp")
     return [[rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)]
 
 
 @_delegate_to_real
 def is_global_rank_zero() -> bool:
-    """Whether this is the first rank of the job."""
+    """Return True on the first rank of the job."""
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -1,4 +1,4 @@
-"""Queries, keys and values of grouped-query attention in one layer, with neuronx-distributed's names and arguments."""
+"""Fused query, key and value projection for grouped-query attention, with neuronx-distributed's names and arguments."""
 
 from __future__ import annotations
 
@@ -33,54 +33,57 @@ Triple: TypeAlias = tuple[Any, Any, Any]
 class GQAQKVColumnParallelLinear(PartitionedModule):
     """Three linear layers of one input, whose outputs are the queries, keys and values of grouped-query attention.
 
-    With n tensor-parallel ranks every rank holds 1/n of the rows of the queries. There may be fewer heads of keys and
-    values than ranks: with `kv_size_multiplier` m each row of keys and values is held by m ranks, so that a rank holds
-    m/n of them. `parallel_state.initialize_kv_group` says which ranks hold the same; the first layer calls it, and
-    ``kv_copies_adjacent`` is True if these are neighbours. A checkpoint holds keys and values once.
+    With n tensor-parallel ranks, every rank holds 1/n of the rows of the queries. There may be fewer key/value heads
+    than ranks: with `kv_size_multiplier` m, m ranks hold each row of keys and values, so that a rank holds m/n of them.
+    `parallel_state.initialize_kv_group` determines which ranks hold the same rows; the first layer calls it, and
+    ``kv_copies_adjacent`` is True if these ranks are adjacent. A checkpoint contains keys and values once.
 
-    Parameters of a rank: with `fuse_qkv` ``weight_qkv`` [q + 2 kv, input_size], its queries, then its keys, then its
-    values, and ``bias_qkv``; otherwise ``weight_q``, ``weight_k``, ``weight_v`` and ``bias_q``, ``bias_k``, ``bias_v``.
-    q and kv are ``q_output_size_per_partition`` and ``kv_output_size_per_partition``. With `gather_output` the biases
-    are whole on every rank; otherwise they are split as the weights are.
+    Parameters of a rank: with `fuse_qkv`, ``weight_qkv`` [q + 2 kv, input_size], which contains its queries, then its
+    keys, then its values, and ``bias_qkv``; otherwise ``weight_q``, ``weight_k``, ``weight_v`` and ``bias_q``,
+    ``bias_k``, ``bias_v``. q and kv are ``q_output_size_per_partition`` and ``kv_output_size_per_partition``. With
+    `gather_output`, the biases are replicated; otherwise they are sharded like the weights.
 
-    The gradients of copies are summed over the ranks that hold them, so that copies stay equal and training is that of
-    the unsplit layers. Initial weights are those of three `torch.nn.Linear` that are made one after the other, for
-    queries, keys and values, after the same seed, whatever the number of ranks, `kv_size_multiplier` and `fuse_qkv`.
+    The gradients of copies are summed over the ranks that hold them, so that copies stay equal and training matches the
+    unsharded layers. Initial weights are equal to those of three `torch.nn.Linear` layers that are created one after
+    the other, for queries, keys and values, after the same seed, for any number of ranks, `kv_size_multiplier` and
+    `fuse_qkv`.
 
-    **Which heads meet.** The layer knows no heads; it gives each rank equal parts. Let H be the number of heads of
-    queries and K that of keys and values, and let every rank use its own: its i-th head of queries with its
-    ``(i // (H / (K m)))``-th head of keys and values. Head h of the queries, in the order of the rows of all ranks one
-    after the other, which is the order in a checkpoint, then meets this head of keys and values:
+    **Which heads are paired.** The layer does not know heads; it assigns equal parts to each rank. Let H be the number
+    of query heads and K the number of key/value heads, and let every rank pair its own heads: its i-th query head with
+    its ``(i // (H / (K m)))``-th key/value head. Query head h, in the order of the rows of all ranks one after the
+    other, which is the order in a checkpoint, is then paired with this key/value head:
 
-    - ``(h % (H/m)) // (H / (K m))``, if ranks r, r + n/m, ... hold the same. With m = 1 this is the order of Hugging
-      Face: H/K heads of queries in a row for each head of keys and values. It depends on m, not on n. So a checkpoint
-      keeps its meaning on any number of ranks with the same m, and, if K = 1, with any m.
-    - With ``initialize_kv_group(m, sequential_ranks_in_group=True)`` neighbouring ranks hold the same. If a rank holds
-      one head of keys and values (n = K m), this is the order of Hugging Face, whatever m is. Otherwise the order
-      depends on m and on n.
+    - ``(h % (H/m)) // (H / (K m))``, if ranks r, r + n/m, ... hold the same rows. With m = 1 this is Hugging Face's
+    order:
+      H/K consecutive query heads for each key/value head. It depends on m, not on n. A checkpoint is therefore valid on
+      any number of ranks with the same m, and, if K = 1, with any m.
+    - With ``initialize_kv_group(m, sequential_ranks_in_group=True)``, adjacent ranks hold the same rows. If a rank
+    holds
+      one key/value head (n = K m), this is Hugging Face's order for any m. Otherwise the order depends on m and on n.
 
-    If the order changes, the rows of the queries and the columns of the projection after the attention have to be
-    exchanged. No load does that, since it does not know the heads (it warns if m is another one): ``xla-ckpt convert
-    --config config.json`` does. Where a rank has all heads of keys and values (n = m), the model may also take the
-    order of the checkpoint in the place of its own.
+    If the order changes, the rows of the queries and the columns of the projection after the attention must be
+    permuted. Loads do not do that, because they do not know the heads (they warn if m differs): ``xla-ckpt convert
+    --config config.json`` does. If a rank has all key/value heads (n = m), the model may also use the order of the
+    checkpoint instead of its own.
 
     Args:
-        input_size: Features of the input.
-        output_sizes: Features of all queries, and of all keys (as many as of all values).
-        bias: Whether there are biases.
-        gather_output: Return the outputs of all ranks, one after the other. Keys and values are there m times then.
-        init_method: Fills a whole weight; by default as `torch.nn.Linear` does. It is called for queries, keys, values.
-        sequence_parallel_enabled: Not there yet.
-        keep_master_weight: Keep the whole weights and biases as ``master_weight_qkv``, ``master_bias_qkv``, or
+        input_size: Number of input features.
+        output_sizes: Number of features of all queries, and of all keys (the same as of all values).
+        bias: True adds biases.
+        gather_output: Return the concatenated outputs of all ranks. Keys and values then occur m times.
+        init_method: Initializes a full weight; by default as `torch.nn.Linear` does. Called for queries, keys and
+            values.
+        sequence_parallel_enabled: Unsupported.
+        keep_master_weight: Keep the full weights and biases as ``master_weight_qkv``, ``master_bias_qkv``, or
             ``master_weight_q`` and so on, with keys and values once.
-        kv_size_multiplier: The number of ranks that hold each row of keys and values.
-        fuse_qkv: One parameter for the three weights.
-        reduce_dtype: Element type in which gradients are summed over ranks.
+        kv_size_multiplier: Number of ranks that hold each row of keys and values.
+        fuse_qkv: Store the three weights in one parameter.
+        reduce_dtype: Dtype in which gradients are summed over ranks.
 
     Raises:
-        ValueError: The sizes do not divide, or there are not two of them.
+        ValueError: The sizes are not divisible, or there are not two of them.
         RuntimeError: Other layers have another `kv_size_multiplier`.
-        xla_ckpt.UsageError: An argument asks for what is not there yet.
+        xla_ckpt.UsageError: An argument requests an unsupported feature.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         self._create_parameters("bias", [value for _, value in drawn if value is not None], split=not gather_output)
 
     def _create_parameters(self, kind: str, whole: list[torch.Tensor], split: bool) -> None:
-        """Make the parameters of a kind, weights or biases, from whole queries, keys and values; of none, None."""
+        """Create the weights or biases from full queries, keys and values; set them to None for an empty list."""
         for end in ("qkv", "q", "k", "v"):
             self.register_parameter(f"{kind}_{end}", None)
             setattr(self, f"master_{kind}_{end}", None)
@@ -147,13 +150,13 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
                 setattr(self, f"master_{kind}_{end}", full.to(self.dtype))
 
     def _get_section(self, part: int) -> Section:
-        """The rows of all queries (0), keys (1) or values (2), and how many ranks hold each of them."""
+        """Return the rows of all queries (0), keys (1) or values (2), with the number of ranks that hold each."""
         if part == 0:
             return Section(self.output_sizes[0])
         return Section(self.output_sizes[1], self.kv_size_multiplier, self.kv_copies_adjacent)
 
     def _cut_own_parts(self, whole: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank holds of whole queries, keys and values: rows, as views."""
+        """Return this rank's rows of full queries, keys and values, as views."""
         queries, keys, values = whole
         q, kv = self.q_output_size_per_partition, self.kv_output_size_per_partition
         rank = parallel_state.get_rank("tp")
@@ -164,7 +167,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         ]
 
     def forward(self, input: torch.Tensor) -> QKV:  # noqa: A002  # neuronx-distributed's name
-        """Queries, keys and values, [..., features]: this rank's, or with `gather_output` those of all ranks."""
+        """Return queries, keys and values, [..., features], of this rank, or with `gather_output` of all ranks."""
         entered = copy_to_tensor_model_parallel_region(input, self.reduce_dtype)
         weights, biases = self._copy_to_kv_region(self._split_fused("weight")), self._split_fused("bias")
         if not self.gather_output:
@@ -175,7 +178,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         return q + biases[0], k + self._repeat_bias(biases[1]), v + self._repeat_bias(biases[2])
 
     def _split_fused(self, kind: str) -> Triple:
-        """The weights or biases of queries, keys and values; None for those that there are not."""
+        """Return the weights or biases of queries, keys and values; None for missing ones."""
         fused: torch.Tensor | None = getattr(self, f"{kind}_qkv")
         if fused is None:
             return getattr(self, f"{kind}_q"), getattr(self, f"{kind}_k"), getattr(self, f"{kind}_v")
@@ -185,14 +188,14 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         return fused.narrow(0, 0, q), fused.narrow(0, q, kv), fused.narrow(0, q + kv, kv)
 
     def _copy_to_kv_region(self, parts: Triple) -> Triple:
-        """The same, where the gradients of keys and values are summed over the ranks that hold them."""
+        """Sum the gradients of keys and values over the ranks that hold copies, in the backward pass."""
         q, k, v = parts
         if self.kv_size_multiplier == 1 or q is None:
             return parts
         return q, copy_to_kv_shared_region(k, self.reduce_dtype), copy_to_kv_shared_region(v, self.reduce_dtype)
 
     def _repeat_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """A whole bias of keys or values as the ranks hold its rows, one rank after the other."""
+        """Return a full bias of keys or values, with its rows repeated in the order of the ranks that hold them."""
         copies = self.kv_size_multiplier
         if not self.kv_copies_adjacent:
             return bias.repeat(copies)
@@ -200,13 +203,13 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
 
 
 def _apply_linear(value: torch.Tensor, weights: Triple, biases: Triple) -> QKV:
-    """Queries, keys and values of an input."""
+    """Return the queries, keys and values of an input."""
     q, k, v = (functional.linear(value, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return q, k, v
 
 
 def _check_sizes(output_sizes: Sequence[int], parts: int, copies: int) -> None:
-    """Refuse sizes of outputs that do not divide into parts."""
+    """Raise an error for output sizes that are not divisible into parts."""
     if len(output_sizes) != 2:
         raise ValueError(f"output_sizes={list(output_sizes)} are not two: all queries, and all keys")
     q, kv = output_sizes
@@ -222,7 +225,7 @@ def _check_sizes(output_sizes: Sequence[int], parts: int, copies: int) -> None:
 
 
 def _find_kv_part() -> tuple[int, bool]:
-    """Which part of keys and values this rank holds, and whether its neighbours hold the same."""
+    """Return the index of this rank's part of keys and values, and True if adjacent ranks hold the same part."""
     first = parallel_state.get_tensor_model_parallel_src_rank()
     ranks = next(g for g in parallel_state.get_replica_groups("tp") if g[0] == first)
     sharing = [g for g in parallel_state.get_replica_groups("kv") if g[0] in ranks]

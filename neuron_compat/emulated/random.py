@@ -1,7 +1,7 @@
 """RNG states for tensor parallelism: one that differs between tensor-parallel ranks, and one that does not.
 
-A state is that of torch's CPU generator and, once torch_xla is loaded, of the XLA device, because dropout on a device
-draws from there. (neuronx-distributed keeps only the first one.)
+A state contains the state of torch's CPU generator and, once torch_xla is loaded, of the XLA device, because dropout on
+a device draws from there. (neuronx-distributed keeps only the first one.)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from neuron_compat.emulated import parallel_state
 from xla_ckpt import UsageError
 
 RNGStates: TypeAlias = dict[str, Any]
-"""``cpu``: what `torch.get_rng_state` gives; ``xla``: the seed of the XLA device, if torch_xla is loaded."""
+"""``cpu``: the value of `torch.get_rng_state`; ``xla``: the seed of the XLA device, if torch_xla is loaded."""
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
 def get_rng_states(include_xla: bool) -> RNGStates:
-    """The states that count now; those of the XLA device, too, if it is asked for."""
+    """Return the current states, including the XLA device's if requested."""
     current: RNGStates = {"cpu": torch.get_rng_state()}
     if include_xla:
         import torch_xla.core.xla_model as xm
@@ -33,12 +33,12 @@ def get_rng_states(include_xla: bool) -> RNGStates:
 
 
 def _get_loaded_rng_states() -> RNGStates:
-    """The states that count now, of all generators that are loaded."""
+    """Return the current states of all loaded generators."""
     return get_rng_states(include_xla="torch_xla" in sys.modules)
 
 
 def _set_seed(seed: int) -> None:
-    """Seed all generators that are loaded."""
+    """Seed all loaded generators."""
     torch.manual_seed(seed)
     if "torch_xla" in sys.modules:
         import torch_xla.core.xla_model as xm
@@ -47,9 +47,9 @@ def _set_seed(seed: int) -> None:
 
 
 def set_rng_states(states: RNGStates | torch.Tensor) -> None:
-    """Continue with states that `get_rng_states` gave.
+    """Set the states to values of `get_rng_states`.
 
-    One of neuronx-distributed's, a tensor, says nothing of the device.
+    A tensor, as in neuronx-distributed, contains no state of the device.
     """
     states = {"cpu": states} if isinstance(states, torch.Tensor) else states
     torch.set_rng_state(states["cpu"])
@@ -60,26 +60,26 @@ def set_rng_states(states: RNGStates | torch.Tensor) -> None:
 
 
 class XLARNGStatesTracker:
-    """States of the random number generators by name. Inside of ``with tracker.fork(name)`` one of them counts."""
+    """Named states of the random number generators. ``with tracker.fork(name)`` activates one of them."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Any] = {}
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> dict[str, Any]:
-        """The states by name: plain values and tensors, which a checkpoint can hold."""
+        """Return the states by name: plain values and tensors, which can be stored in a checkpoint."""
         return dict(self.states_)
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Take states that `get_states` gave."""
+        """Set the states to values of `get_states`."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state from a seed; the state that counts now stays as it is.
+        """Create a state from a seed. The active state is unchanged.
 
         Raises:
             xla_ckpt.UsageError: The name or the seed was added before.
@@ -96,10 +96,10 @@ class XLARNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        """Have a state count in a block. The next block goes on where this one ends.
+        """Activate a state within a block. The next block with this name continues from the end of this one.
 
         Raises:
-            xla_ckpt.UsageError: There is no state of this name.
+            xla_ckpt.UsageError: There is no state with this name.
         """
         if name not in self.states_:
             raise UsageError(
@@ -120,18 +120,18 @@ _XLA_RNG_STATE_TRACKER = XLARNGStatesTracker()
 
 
 def get_xla_rng_tracker() -> XLARNGStatesTracker:
-    """The states of this process."""
+    """Return the tracker of this process."""
     return _XLA_RNG_STATE_TRACKER
 
 
 def model_parallel_xla_manual_seed(seed: int) -> None:
-    """Seed both: what counts by default, alike on all ranks, and the tracker's state, other on each tp rank.
+    """Seed the default state, the same on all ranks, and the tracker's state, different on each tp rank.
 
-    `seed` may differ between data-parallel ranks, so that their dropout does. It takes the place of
-    `torch.manual_seed`, and comes after `initialize_model_parallel`.
+    `seed` may differ between data-parallel ranks, so that their dropout does. Call it instead of `torch.manual_seed`,
+    after `initialize_model_parallel`.
 
     Raises:
-        AssertionError: `parallel_state` is not initialised.
+        AssertionError: `parallel_state` is not initialized.
     """
     own = seed + 2718 + parallel_state.get_rank("tp")  # neuronx-distributed's offset
     _XLA_RNG_STATE_TRACKER.reset()

@@ -1,8 +1,8 @@
 """Drop-in replacement for neuronx-distributed, implemented with `xla_ckpt` and torch_xla.
 
 Use ``import neuron_compat.nxd as nxd`` instead of ``import neuronx_distributed as nxd``. Checkpoints are written in
-neuronx-distributed's layouts with a manifest beside them, and load on any topology. Names and submodules are loaded
-on first use. docs/from-nxd.md lists the supported names, and those that raise an error.
+neuronx-distributed's layouts with an additional manifest, and load on any topology. Names and submodules are loaded on
+first use. docs/from-nxd.md lists the supported names, and those that raise an error.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ _UNSUPPORTED_BY_HINT: dict[str, dict[str, str]] = {
         "recursive_filter",
     },
 }
-"""What to do -> module, below neuronx-distributed -> names in it."""
+"""Hint -> module, relative to neuronx-distributed -> unsupported names in it."""
 
 UNSUPPORTED = {
     f"{module}.{name}".lstrip("."): advice
@@ -141,16 +141,20 @@ UNSUPPORTED = {
     for module, names in modules.items()
     for name in names.split()
 }
-"""Full name, without that of the package -> what to do."""
+"""Full name, without the package name -> hint."""
 
 
 def get_unsupported_names(module: str) -> dict[str, str]:
-    """What is missing in one of `neuron_compat.nxd`'s modules: name -> what to do."""
+    """Return {name: hint} for the unsupported names in one of `neuron_compat.nxd`'s modules."""
     return select_missing_names("neuron_compat.nxd", module, UNSUPPORTED)
 
 
 def refuse_unsupported_import(module: str) -> None:
-    """Say to whoever imports a module that is not there, or what lies below it, what to do instead."""
+    """Raise an error with a hint for the import of an unsupported module, or of a module below it.
+
+    Raises:
+        xla_ckpt.UsageError: The module is unsupported.
+    """
     parts = module.removeprefix("neuron_compat.nxd.").split(".")
     for name in (".".join(parts[:n]) for n in range(1, len(parts) + 1)):
         if name in UNSUPPORTED:
@@ -171,7 +175,7 @@ _REGION_NAMES = (
 )
 _PARALLEL_STATE_NAMES = {
     f"get_{name}_{what}" for name in NXD_NAMES.values() for what in ("group", "replica_groups", "size", "rank")
-} - {"get_kv_shared_size", "get_kv_shared_rank"}  # which neuronx-distributed has not
+} - {"get_kv_shared_size", "get_kv_shared_rank"}  # which neuronx-distributed does not have
 
 EXPORTS: dict[str, dict[str, str]] = {
     "": {"trainer.checkpoint": _CHECKPOINT_NAMES, "trainer.trainer": _SETUP_NAMES},
@@ -240,11 +244,11 @@ EXPORTS: dict[str, dict[str, str]] = {
         "get_model_sequential",
     },
 }
-"""Module, below neuronx-distributed -> where names of it are from -> the names."""
+"""Module, relative to neuronx-distributed -> module that defines names of it -> the names."""
 
 
 def attach_exports(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of the module whose ``__name__`` this is (see `lazily`).
+    """Return the ``__getattr__`` and ``__dir__`` of the module with this ``__name__`` (see `attach_lazy_names`).
 
     >>> load, names = attach_exports("neuron_compat.nxd.utils")
     >>> load("logger").__name__, "logger" in names()

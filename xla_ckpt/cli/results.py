@@ -74,7 +74,7 @@ def count_other_tags(root: str, tag: str) -> int:
 
 
 def list_root(root: str, local: str | None = None) -> dict[str, Any]:
-    """Return all tags of a root directory, oldest first; with `local`, include the tags there, and the location of each."""
+    """Return all tags of a root directory, oldest first; with `local`, also those there, and each location."""
     if local is not None:
         return build_listing(root, summarize_local_and_remote(*resolve_local_and_remote(root, local)))
     store = open_store(root).snapshot_view()

@@ -55,15 +55,15 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         callback = CheckpointCallback("runs/lm", async_save=True, num_kept_ckpts=3)
         Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 
-    `fit` begins by restoring the newest tag of `root`, if there is one. A tag is called ``step_N``, where N is the number
-    of optimizer steps. It contains everything in a Lightning checkpoint, such as the state of callbacks and of the data
-    module, hyperparameters, and the keys that ``on_save_checkpoint`` of modules and callbacks adds; and the random
-    generators and data loaders of each rank. Lightning restores it like its own checkpoints: it calls
+    `fit` begins by restoring the newest tag of `root`, if there is one. A tag is called ``step_N``, where N is the
+    number of optimizer steps. It contains everything in a Lightning checkpoint, such as the state of callbacks and of
+    the data module, hyperparameters, and the keys that ``on_save_checkpoint`` of modules and callbacks adds; and the
+    random generators and data loaders of each rank. Lightning restores it like its own checkpoints: it calls
     ``on_load_checkpoint`` and ``load_state_dict`` in the same order. With ``fit(ckpt_path=...)`` it restores that file
     instead.
 
-    Lightning calls this callback after all others, like its own `ModelCheckpoint`. A save that is due at the last step of
-    an epoch is made at the end of the epoch, after the hooks of the module and of other callbacks.
+    Lightning calls this callback after all others, like its own `ModelCheckpoint`. A save that is due at the last step
+    of an epoch is made at the end of the epoch, after the hooks of the module and of other callbacks.
 
     A run that is resumed within an epoch skips the batches already used only if the data loader has a ``state_dict``
     (torchdata's ``StatefulDataLoader``). With other data loaders, Lightning restarts the data of the epoch and logs a
@@ -119,7 +119,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
             self._resume(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Adapt the optimizer states to the optimizers, which exist at this point. Lightning loads them after this hook."""
+        """Adapt the optimizer states to the optimizers, which exist now. Lightning loads them after this hook."""
         if shards_itself(trainer):
             self._resume(trainer, pl_module)
         if self._resumed is None:
@@ -143,7 +143,8 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         loop = trainer.fit_loop
         states = loop._combined_loader_states_to_load
         # torchdata's loaders have their own generators, which continue in the next epoch. Lightning does not load them
-        # between epochs: a loader of another kind would then treat its position at the end of the last epoch as one in this.
+        # between epochs: a loader of another kind would then treat its position at the end of the last epoch as one in
+        # this.
         if states and all(isinstance(state, Mapping) and state.get(_FINISHED) for state in states):
             loop._combined_loader._load_state_dicts(states)
             loop._combined_loader._state_dicts()  # which creates the iterators that have reached their ends
@@ -151,7 +152,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
             iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the random state again within an epoch, because the samplers drew from it at the beginning of the epoch."""
+        """Set the random state again within an epoch, because samplers drew from it at the epoch's beginning."""
         if self._resumed is not None and not self._resumed.has_begun:
             self._resumed.has_begun = True
             if batch_idx > 0:
@@ -250,7 +251,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         self._resumed = resumed
 
     def _load_shards(self, trainer: Any, module: Any, extras: Mapping[str, Any]) -> Resumed:
-        """Load weights, optimizers and schedulers into the sharded objects of the run, for strategies that shard the module."""
+        """Load weights, optimizers and schedulers into the objects of a run whose strategy shards the module."""
         loaded = self._load(None)
         older: dict[str, dict[str, Any]] = {} if RUN in (loaded.user_content or {}) else {RUN: {}}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -350,19 +351,19 @@ def _resharded(states: Sequence[Mapping[str, Any]], _rank: int, world: int) -> M
 
 
 class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
-    """`CheckpointIO` that saves the checkpoints of `ModelCheckpoint` and `Trainer.save_checkpoint` as tags, in one process.
+    """`CheckpointIO` that saves tags for `ModelCheckpoint` and `Trainer.save_checkpoint`, for a single process.
 
     ::
 
         Trainer(plugins=[TagIO(async_save=True)], callbacks=[ModelCheckpoint("runs/lm")])
 
     Here, ``runs/lm/epoch=0-step=10.ckpt`` is the tag ``epoch=0-step=10.ckpt`` in the root ``runs/lm``. All entries of a
-    Lightning checkpoint are restored; they do not include the random state. In a job of several ranks, Lightning calls a
-    `CheckpointIO` only on rank 0, without information about how arrays are sharded. Use `CheckpointCallback` there.
+    Lightning checkpoint are restored; they do not include the random state. In a job of several ranks, Lightning calls
+    a `CheckpointIO` only on rank 0, without information about how arrays are sharded. Use `CheckpointCallback` there.
 
     Args:
-        load_options: The `options` of `xla_ckpt.restore`; `default_options` by default. Unless they set ``local``, loads
-            also read the ``local`` directory of the saves.
+        load_options: The `options` of `xla_ckpt.restore`; `default_options` by default. Unless they set ``local``,
+            loads also read the ``local`` directory of the saves.
         keywords: Keywords of `xla_ckpt.save`, such as ``async_save`` or ``options``, and of `xla_ckpt.restore`, such as
             ``trust_pickle``; ``num_workers``, ``mesh`` and ``shardings`` go to both. Lightning itself decides which
             checkpoints to delete, and how strictly to match the weights (the module's ``strict_loading``).

@@ -12,10 +12,10 @@ Config = dict[str, Any]
 
 
 def complete_config(given: Config) -> Config:
-    """A configuration with a value for everything.
+    """Return a configuration with all defaults filled in.
 
     Raises:
-        xla_ckpt.UsageError: Something in it is unknown, contradicts another part, or cannot be done here.
+        xla_ckpt.UsageError: An entry is unknown, unsupported, or contradicts another one.
     """
     optimizer = _fill_defaults(
         "optimizer_config",
@@ -47,7 +47,7 @@ def complete_config(given: Config) -> Config:
 
 
 def _fill_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config) -> Config:
-    """The entries that were given, and the defaults of all others."""
+    """Return the given entries, and the defaults of all others."""
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(f"{name} has to be a dict", found=type(given).__name__)
     unknown = [key for key in given or {} if key not in defaults]
@@ -59,10 +59,10 @@ def _fill_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse what would be trained in another way than the configuration says.
+    """Raise an error for entries that the emulation would not follow.
 
     Raises:
-        xla_ckpt.UsageError: It asks for something that cannot be done here.
+        xla_ckpt.UsageError: The configuration requests an unsupported feature.
     """
     for name, hint in _UNSUPPORTED.items():
         if config.get(name):
@@ -85,14 +85,14 @@ _UNSUPPORTED = {
     "pad_model": "Choose a tensor_parallel_size that divides the heads, or pad the model yourself before the move.",
     "lora_config": KEEP_NXD_HINT,
 }
-"""Argument -> what to do, where anything but None or False is given."""
+"""Argument -> hint, if a value other than None or False is given."""
 
 
 def check_precision(config: Mapping[str, Any]) -> None:
-    """Refuse what only ZeRO-1 can do, for another optimizer.
+    """Raise an error for precision options that need ZeRO-1, if the optimizer does not use it.
 
     Raises:
-        xla_ckpt.UsageError: There is no ZeRO-1, and its master weights are asked for.
+        xla_ckpt.UsageError: Master weights are requested without ZeRO-1.
     """
     asked = [name for name, value in config["mixed_precision_config"].items() if value]
     if asked and not config["optimizer_config"]["zero_one_enabled"]:
@@ -104,5 +104,5 @@ def check_precision(config: Mapping[str, Any]) -> None:
 
 
 def _shorten(value: Any) -> str:
-    """A value for a message."""
+    """Return a value as text for a message."""
     return repr(value)[:80]

@@ -45,32 +45,32 @@ def neuronx_distributed_config(
     sequential_move_factor: int = 11,
     lnc_size: int = 1,
 ) -> dict[str, Any]:
-    """Check and complete what a job asks for; with torch.distributed, arrange its ranks, too.
+    """Validate and complete the configuration of a job; with torch.distributed, also arrange its ranks.
 
     Args:
-        tensor_parallel_size: Ranks that share out each layer.
-        pipeline_parallel_size: 1.
-        expert_parallel_size: Ranks that share out the experts.
-        context_parallel_size: Ranks that share out each sequence.
-        pipeline_config: Kept; without pipeline stages nothing looks at it.
+        tensor_parallel_size: Number of ranks over which each layer is sharded.
+        pipeline_parallel_size: Must be 1.
+        expert_parallel_size: Number of ranks over which experts are sharded.
+        context_parallel_size: Number of ranks over which each sequence is sharded.
+        pipeline_config: Stored; not used without pipeline stages.
         optimizer_config: ``zero_one_enabled`` (False), ``grad_clipping`` (True) and ``max_grad_norm`` (1.0).
-        activation_checkpoint_config: Checked and kept, and not applied: activations are kept in memory. Results are
-            the same.
-        pad_model: False.
-        sequence_parallel: False.
+        activation_checkpoint_config: Validated and stored, but not applied: activations are kept in memory. The results
+            are the same.
+        pad_model: Must be False.
+        sequence_parallel: Must be False.
         model_init_config: ``meta_device_init`` (False) with ``param_init_fn``, a function of a module and a device
             that fills the module's own parameters; ``sequential_move_factor``.
-        lora_config: None.
+        lora_config: Must be None.
         mixed_precision_config: ``use_master_weights`` and ``use_fp32_grad_acc`` (True with ZeRO-1) and
             ``use_master_weights_in_ckpt`` (False).
-        sequential_move_factor: Kept; ranks move their models all at once. Results are the same.
-        lnc_size: Kept.
+        sequential_move_factor: Stored; all ranks move their models at once. The results are the same.
+        lnc_size: Stored.
 
     Returns:
-        The arguments as a dict, with a value for everything. The dicts that were given stay as they are.
+        The arguments as a dict, with defaults filled in. The given dicts are unchanged.
 
     Raises:
-        xla_ckpt.UsageError: Something is unknown, or cannot be done here, or the ranks are arranged otherwise already.
+        xla_ckpt.UsageError: An entry is unknown or unsupported, or the ranks are already arranged differently.
         RuntimeError: The sizes do not divide the number of ranks.
     """
     config = configuration.complete_config(dict(locals()))
@@ -80,7 +80,7 @@ def neuronx_distributed_config(
 
 
 def _initialize_parallel_state(config: Mapping[str, Any]) -> None:
-    """Initialise the parallel state as the configuration has it, or compare it."""
+    """Initialize the parallel state as configured, or compare it with the configuration."""
     sizes = {
         "tensor_model_parallel_size": config["tensor_parallel_size"],
         "pipeline_model_parallel_size": config["pipeline_parallel_size"],
@@ -107,21 +107,21 @@ def initialize_parallel_model(
     *model_args: Any,
     **model_kwargs: Any,
 ) -> NxDModel:
-    """Make a model, and move it to the XLA device.
+    """Create a model, and move it to the XLA device.
 
     Args:
-        nxd_config: What `neuronx_distributed_config` returned.
-        model_fn: Makes this rank's part of the model.
-        include_buffers: With ``meta_device_init``: the buffers are made on the meta device, too.
-        model_args: For `model_fn`.
-        model_kwargs: For `model_fn`.
+        nxd_config: The result of `neuronx_distributed_config`.
+        model_fn: Creates this rank's part of the model.
+        include_buffers: With ``meta_device_init``: create the buffers on the meta device, too.
+        model_args: Arguments of `model_fn`.
+        model_kwargs: Keyword arguments of `model_fn`.
 
     Returns:
         The model in training mode. Ties between parameters, and their attributes, are as `model_fn` left them.
 
     Raises:
-        xla_ckpt.UsageError: The configuration asks for what cannot be done here; `include_buffers` is no bool; or
-            ``param_init_fn`` left parameters without values.
+        xla_ckpt.UsageError: The configuration requests an unsupported feature; `include_buffers` is not a bool; or
+            ``param_init_fn`` left parameters unfilled.
     """
     configuration.check_config(nxd_config)
     if isinstance(model_fn, torch.nn.Module):
@@ -146,7 +146,7 @@ def initialize_parallel_model(
 
 
 def _check_activation_checkpoints(activation_checkpoint_config: Any, model: torch.nn.Module) -> None:
-    """Refuse what neuronx-distributed refuses; what it would do changes no result, and is left out."""
+    """Raise the errors of neuronx-distributed. Checkpointing itself does not affect results, and is skipped."""
     if activation_checkpoint_config is None:
         return
     if activation_checkpoint_config == "full":
@@ -173,20 +173,20 @@ def _check_activation_checkpoints(activation_checkpoint_config: Any, model: torc
 def initialize_parallel_optimizer(
     nxd_config: dict[str, Any], optimizer_class: Callable[..., Any], parameters: Any, **defaults: Any
 ) -> NxDOptimizer:
-    """Make an optimizer whose steps reduce the gradients over the replicas and clip them.
+    """Create an optimizer whose steps reduce the gradients over the replicas and clip them.
 
     Args:
-        nxd_config: What `neuronx_distributed_config` returned.
-        optimizer_class: Such as `torch.optim.AdamW`.
-        parameters: Those of the model that `initialize_parallel_model` returned, or groups of them.
-        defaults: For `optimizer_class`, and for the ZeRO-1 optimizer (`optimizer_dtype`, ...).
+        nxd_config: The result of `neuronx_distributed_config`.
+        optimizer_class: Optimizer class, such as `torch.optim.AdamW`.
+        parameters: Parameters, or groups of them, of the model that `initialize_parallel_model` returned.
+        defaults: Arguments of `optimizer_class`, and of the ZeRO-1 optimizer (`optimizer_dtype`, ...).
 
     Returns:
-        The optimizer; its ``optimizer`` is a `NeuronZero1Optimizer` with ``zero_one_enabled``, and else one of
+        The optimizer; its ``optimizer`` is a `NeuronZero1Optimizer` with ``zero_one_enabled``, otherwise an instance of
         `optimizer_class`.
 
     Raises:
-        xla_ckpt.UsageError: Master weights are asked for without ZeRO-1, or experts with it.
+        xla_ckpt.UsageError: Master weights are requested without ZeRO-1, or experts with it.
     """
     return NxDOptimizer(
         initialize_optimizer_from_class(nxd_config, optimizer_class, parameters, **defaults), nxd_config
@@ -200,7 +200,7 @@ def initialize_optimizer_from_class(
     model: Any = None,  # noqa: ARG001  # neuronx-distributed's signature
     **defaults: Any,
 ) -> Any:
-    """The inner optimizer of `initialize_parallel_optimizer`."""
+    """Create the inner optimizer of `initialize_parallel_optimizer`."""
     configuration.check_precision(nxd_config)
     if not nxd_config["optimizer_config"]["zero_one_enabled"]:
         return optimizer_class(parameters, **defaults)
@@ -210,7 +210,7 @@ def initialize_optimizer_from_class(
 
 
 def _build_zero1_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `NeuronZero1Optimizer` that a configuration asks for."""
+    """Return the arguments of `NeuronZero1Optimizer` for a configuration."""
     asked, precision = config["optimizer_config"], config["mixed_precision_config"]
     options: dict[str, Any] = {
         "grad_clipping": asked["grad_clipping"],
@@ -232,10 +232,10 @@ def _build_zero1_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class NxDModel(TransparentModule):
-    """A module, with neuronx-distributed's way to train it. Its names, parameters and attributes are the module's own.
+    """Module with neuronx-distributed's training methods, and the names and attributes of the inner module.
 
     Attributes:
-        nxd_config: What `neuronx_distributed_config` returned.
+        nxd_config: The result of `neuronx_distributed_config`.
     """
 
     def __init__(self, module: torch.nn.Module, nxd_config: dict[str, Any]) -> None:
@@ -248,11 +248,11 @@ class NxDModel(TransparentModule):
         return f"NxDModel({self.module!r})"
 
     def local_modules(self) -> list[torch.nn.Module]:
-        """The modules of this rank's pipeline stage: all in one."""
+        """Return the modules of this rank's pipeline stage: one that contains all."""
         return [self.module]
 
     def original_module(self) -> torch.nn.Module:
-        """The module that was given."""
+        """Return the inner module."""
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,10 +260,10 @@ class NxDModel(TransparentModule):
         return self.module(*args, **kwargs)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, which has to return its loss, and compute the gradients; the loss.
+        """Call the module, compute the gradients of the loss it returns, and return the loss.
 
         Raises:
-            xla_ckpt.UsageError: The module returned something else.
+            xla_ckpt.UsageError: The module did not return a loss.
         """
         loss = self(*args, **kwargs)
         if not isinstance(loss, torch.Tensor):
@@ -276,7 +276,7 @@ class NxDModel(TransparentModule):
         return loss
 
     def run_eval(self, *_args: Any, **_kwargs: Any) -> Any:
-        """neuronx-distributed has it for pipelines only.
+        """Raise an error, because neuronx-distributed supports it only for pipelines.
 
         Raises:
             xla_ckpt.UsageError: Always.
@@ -291,7 +291,7 @@ class NxDModel(TransparentModule):
 
 
 class _InnerAttribute:
-    """An attribute that is the inner optimizer's."""
+    """Descriptor for an attribute of the inner optimizer."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -304,17 +304,17 @@ class _InnerAttribute:
 
 
 class NxDOptimizer(torch.optim.Optimizer):
-    """An optimizer whose steps begin with the mean of the replicas' gradients, and clip them.
+    """Optimizer whose steps first average the gradients over the replicas, and clip them.
 
-    A ZeRO-1 optimizer does both itself. State, groups and defaults are the inner optimizer's own.
+    A ZeRO-1 optimizer does both itself. State, groups and defaults are those of the inner optimizer.
 
     Attributes:
         optimizer: The inner optimizer.
-        nxd_config: What `neuronx_distributed_config` returned.
+        nxd_config: The result of `neuronx_distributed_config`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: dict[str, Any]) -> None:
-        # The constructor of torch's class is not called: it would make groups of its own.
+        # The constructor of torch's class is not called, because it would create its own groups.
         self.optimizer: Any = optimizer
         self.nxd_config = nxd_config
         self._grad_norm: torch.Tensor | None = None
@@ -324,19 +324,19 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of the gradients of the last step, before they were clipped; None without clipping."""
+        """Norm of the gradients in the last step, before clipping; None without clipping."""
         return self._grad_norm
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """The parameters of all groups."""
+        """Parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
     state = _InnerAttribute()
     param_groups = _InnerAttribute()
     defaults = _InnerAttribute()
 
-    def __getstate__(self) -> Any:  # torch_xla's reduce_gradients asks it for the groups
+    def __getstate__(self) -> Any:  # torch_xla's reduce_gradients reads the groups from it
         return self.optimizer.__getstate__()
 
     def __setstate__(self, state: Any) -> None:
@@ -355,7 +355,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients over the replicas, clip them, and take a step; what `closure` returned.
+        """Reduce the gradients over the replicas, clip them, and perform a step; return the result of `closure`.
 
         `closure` computes the gradients, once, before all of that.
         """
@@ -375,43 +375,47 @@ class NxDOptimizer(torch.optim.Optimizer):
         return loss
 
     def _reduce_gradients(self) -> None:
-        """Give all replicas the mean of their gradients, in place."""
+        """Average the gradients over all replicas, in place."""
         grads.bucket_allreduce_gradients(p.grad for p in self.params if p.grad is not None)
-        # What is no expert has replicas on the other expert-parallel ranks, too.
+        # Parameters other than experts are also replicated on the other expert-parallel ranks.
         common = [p for p in self.params if not getattr(p, "expert_model_parallel", False)]
         grads.bucket_allreduce_gradients((p.grad for p in common if p.grad is not None), reduce_over_ep_group=True)
 
     def save_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
-        """`NeuronZero1Optimizer.save_sharded_state_dict` of the inner optimizer.
+        """Call `NeuronZero1Optimizer.save_sharded_state_dict` of the inner optimizer.
 
         Raises:
-            xla_ckpt.UsageError: It is none of ZeRO-1.
+            xla_ckpt.UsageError: The inner optimizer is not a ZeRO-1 optimizer.
         """
         self._get_zero1_optimizer().save_sharded_state_dict(output_dir, num_workers_per_step)
 
     def load_state_dict_from(self, output_dir: str, num_workers_per_step: int = 8) -> None:
-        """`NeuronZero1Optimizer.load_sharded_state_dict` of the inner optimizer.
+        """Call `NeuronZero1Optimizer.load_sharded_state_dict` of the inner optimizer.
 
         Raises:
-            xla_ckpt.UsageError: It is none of ZeRO-1.
+            xla_ckpt.UsageError: The inner optimizer is not a ZeRO-1 optimizer.
         """
         self._get_zero1_optimizer().load_sharded_state_dict(output_dir, num_workers_per_step)
 
     def _get_zero1_optimizer(self) -> Any:
-        """The inner optimizer, if it is one of ZeRO-1."""
+        """Return the inner optimizer if it is a ZeRO-1 optimizer.
+
+        Raises:
+            xla_ckpt.UsageError: It is not.
+        """
         if not self.nxd_config["optimizer_config"]["zero_one_enabled"]:
             raise UsageError("only the shards of ZeRO-1 are in files of this kind", hint="Use nxd.save_checkpoint.")
         return self.optimizer
 
 
 IGNORED_LABEL = -100
-"""A label that no loss counts."""
+"""Label that losses ignore."""
 
 Batch = dict[str, Any]
 
 
 def shift_labels(batch: Batch) -> Batch:
-    """A batch whose ``labels`` [batch, length] are each that of the next token."""
+    """Return a batch whose ``labels`` [batch, length] are shifted to the next token."""
     shifted = dict(batch)
     if "labels" in batch:
         shifted["labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
@@ -419,10 +423,10 @@ def shift_labels(batch: Batch) -> Batch:
 
 
 def get_batch_on_this_context_parallel_rank(batch: Batch) -> Batch:
-    """This rank's part of the sequences of a batch, whose labels are shifted; the batch as it is, if there is one rank.
+    """Return this rank's part of the sequences in a batch, with shifted labels; with one rank, the batch itself.
 
     Raises:
-        ValueError: A length does not divide by the number of context-parallel ranks.
+        ValueError: A length is not divisible by the number of context-parallel ranks.
     """
     size, rank = parallel_state.get_size("cp"), parallel_state.get_rank("cp")
     if size == 1:
@@ -431,7 +435,7 @@ def get_batch_on_this_context_parallel_rank(batch: Batch) -> Batch:
 
 
 def _get_own_sequences(name: str, value: Any, size: int, rank: int) -> Any:
-    """A context-parallel rank's part of a value, [batch, sequence, ...]; with sequences of length 1, all of it."""
+    """Return a context-parallel rank's part of a value [batch, sequence, ...]; all of it if sequences have length 1."""
     if value is None or value.shape[1] == 1:
         return value
     if value.shape[1] % size:

@@ -16,18 +16,18 @@ from xla_ckpt import Mesh, UsageError
 
 
 def _get_mesh() -> Mesh:
-    """How the ranks of the job are arranged."""
+    """Return the mesh of the job."""
     return Mesh(**{axis: parallel_state.get_size(axis) for axis in ("pp", "dp", "cp", "tp")})
 
 
 def _get_replica_groups() -> list[list[int]]:
-    """The ranks that hold the same weights: dp and cp."""
+    """Return the groups of ranks that hold the same weights: dp and cp."""
     mesh = _get_mesh()
     return parallel_state.get_replica_groups("dp") if mesh.cp == 1 else list_rank_groups(mesh, "dp_cp")
 
 
 def _get_model_groups() -> list[list[int]]:
-    """The ranks that hold a model together: pp and tp."""
+    """Return the groups of ranks that together hold a model: pp and tp."""
     mesh = _get_mesh()
     return parallel_state.get_replica_groups("tp") if mesh.pp == 1 else list_rank_groups(mesh, "pp_tp")
 
@@ -35,13 +35,14 @@ def _get_model_groups() -> list[list[int]]:
 class NeuronZero1Optimizer(ShardFilesMixin, ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
     """torch_xla's `ZeroRedundancyOptimizer`, which shards states over the data-parallel groups by default.
 
-    The norm of the gradients is that of the whole model: summed over the model-parallel groups, where a parameter that
-    is the same on all tensor-parallel ranks counts once, and one that is ``shared`` with another stage does not count.
-    Keys and values of which several ranks hold copies count once, too.
+    The gradient norm is computed over the whole model: summed over the model-parallel groups, where a parameter that is
+    replicated on all tensor-parallel ranks counts once, and one that is ``shared`` with another stage does not count.
+    Copies of keys and values on several ranks count once, too.
 
     Raises:
-        RuntimeError: `parallel_state` is not initialised.
-        xla_ckpt.UsageError: Some parameters are experts, which data-parallel ranks do not have in common; or are not on
+        RuntimeError: `parallel_state` is not initialized.
+        xla_ckpt.UsageError: Some parameters are experts, which are not replicated on the data-parallel ranks; or are
+        not on
             the XLA device.
     """
 
@@ -55,9 +56,9 @@ class NeuronZero1Optimizer(ShardFilesMixin, ZeroRedundancyOptimizer):  # type: i
         super().__init__(*args, **kwargs)
 
     def _shard_parameters(self) -> Any:
-        """As torch_xla's, which `__init__` calls, after the checks of the parameters."""
+        """Check the parameters, then shard them as torch_xla does. Called by `__init__`."""
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if elsewhere := {p.device.type for p in parameters} - {"xla"}:  # torch_xla's asserts it, without a word
+        if elsewhere := {p.device.type for p in parameters} - {"xla"}:  # torch_xla asserts it, without a message
             raise UsageError(
                 "NeuronZero1Optimizer is torch_xla's, which takes parameters on the XLA device alone",
                 found=", ".join(sorted(elsewhere)),
@@ -72,7 +73,7 @@ class NeuronZero1Optimizer(ShardFilesMixin, ZeroRedundancyOptimizer):  # type: i
 
     @torch.no_grad()
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The 2-norm of the gradients of the whole model, a number (0-d), by which torch_xla clips them."""
+        """Return the 2-norm of the gradients of the whole model, a 0-d tensor, which torch_xla uses to clip them."""
         if norm_type != 2.0:
             raise RuntimeError(f"only norm type 2 is supported, not {norm_type}")
         copies = parallel_state.get_size("tp")
@@ -88,9 +89,9 @@ class NeuronZero1Optimizer(ShardFilesMixin, ZeroRedundancyOptimizer):  # type: i
         return total.sqrt()
 
     def _divide_by_holders(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
-        """Squares of this rank's shard of a parameter, each divided by the number of ranks that hold it."""
+        """Divide the squares of this rank's shard of a parameter by the number of ranks that hold each element."""
         counts = grads.count_row_holders(parameter)
         if counts is None:
             return squares
-        own: torch.Tensor = self._shard_tensor(counts).clamp(min=1.0)  # rows of padding count 0 there
+        own: torch.Tensor = self._shard_tensor(counts).clamp(min=1.0)  # padding rows count as 0 there
         return grads.divide_rows(squares, own)

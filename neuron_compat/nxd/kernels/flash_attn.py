@@ -1,4 +1,4 @@
-"""Names of ``neuronx_distributed.kernels.flash_attn``, for imports: a call raises an error."""
+"""Names of ``neuronx_distributed.kernels.flash_attn``, which can be imported; calls raise an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __getattr__, __dir__ = attach_exports(__name__)
 
 
 def nki_flash_attn_func(*_: Any, **__: Any) -> NoReturn:
-    """Is refused.
+    """Raise an error, because the kernel is unsupported.
 
     Raises:
         xla_ckpt.UsageError: Always.

@@ -1,4 +1,4 @@
-"""Modules that are made of tensor-parallel layers: neuronx-distributed's names."""
+"""Modules built from tensor-parallel layers, with neuronx-distributed's names."""
 
 from neuron_compat.nxd.exports import attach_exports
 

@@ -1,4 +1,4 @@
-"""neuronx-distributed's ZeRO-1 optimizer; torch_xla is loaded when it is first used."""
+"""neuronx-distributed's ZeRO-1 optimizer; torch_xla is imported on first use."""
 
 from neuron_compat.nxd.exports import attach_exports
 

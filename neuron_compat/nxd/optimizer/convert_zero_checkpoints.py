@@ -1,4 +1,4 @@
-"""``nxd_convert_zero_checkpoints``: neuronx-distributed's converter of ZeRO-1 optimizers, with its options."""
+"""``nxd_convert_zero_checkpoints``: neuronx-distributed's converter for ZeRO-1 optimizers, with its options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code: 0, or 1 where it fails (2 for wrong usage)."""
+    """Run the command, and return its exit code: 0, or 1 on failure (2 for invalid arguments)."""
     parser = _build_parser()
     args = parser.parse_args(arguments)
     if args.convert_to_sharded and args.dp_size is None:

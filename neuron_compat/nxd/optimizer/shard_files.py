@@ -1,4 +1,4 @@
-"""ZeRO-1's older checkpoint calls: one file ``<output_dir>/optim.dp_rank_00.tp_rank_00`` for each rank."""
+"""Legacy checkpoint functions of ZeRO-1: one file ``<output_dir>/optim.dp_rank_00.tp_rank_00`` for each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PathLike = str | os.PathLike[str]
 
 
 class ShardFilesMixin:
-    """The calls, for a class that is derived from torch_xla's `ZeroRedundancyOptimizer`, too."""
+    """Mixin with these functions, also for subclasses of torch_xla's `ZeroRedundancyOptimizer`."""
 
     state_dict: Any
     load_state_dict: Any
@@ -32,18 +32,21 @@ class ShardFilesMixin:
     get_shape_info: Any
 
     def save_sharded_state_dict(self, output_dir: PathLike, num_workers_per_step: int = 8) -> None:
-        """Write this rank's state to ``<output_dir>/optim.dp_rank_00.tp_rank_00``. All ranks make the same call.
+        """Write this rank's state to ``<output_dir>/optim.dp_rank_00.tp_rank_00``. Call it on all ranks.
 
-        New programs take ``nxd.save_checkpoint``, whose tags hold the model, too, and load on any number of ranks.
+        New programs should use ``nxd.save_checkpoint``, whose tags also contain the model and load on any number of
+        ranks.
 
         Args:
-            output_dir: A directory; made if absent. A file of the same name is replaced when the new one is durable.
-            num_workers_per_step: So many ranks of a host write at a time.
+            output_dir: A directory; created if it does not exist. A file of the same name is replaced when the new one
+                is durable.
+            num_workers_per_step: Number of ranks on a host that write at a time.
 
         Raises:
-            xla_ckpt.UsageError: The names of these files do not tell all ranks apart; a number below 1; or the address
-                of a bucket.
-            xla_ckpt.StorageError: The operating system refused. A file that was there is there still.
+            xla_ckpt.UsageError: File names do not distinguish all ranks; `num_workers_per_step` is below 1; or
+            `output_dir`
+                is a bucket address.
+            xla_ckpt.StorageError: A file system operation failed. An existing file is unchanged.
             xla_ckpt.RankFailedError: Another rank failed.
         """
         turn, error, write = 0, None, None
@@ -59,25 +62,25 @@ class ShardFilesMixin:
             def write() -> None:
                 write_rank_file(state, path)
 
-        except Exception as problem:  # told to all ranks, which wait for this one
+        except Exception as problem:  # sent to all ranks, which wait for this one
             error = problem
         write_in_turn(write, turn, error)
 
     def load_sharded_state_dict(self, output_dir: PathLike, num_workers_per_step: int = 8) -> None:
-        """Load what `save_sharded_state_dict`, or neuronx-distributed's own, wrote for this rank.
+        """Load the file that `save_sharded_state_dict`, or neuronx-distributed, wrote for this rank.
 
-        Load the model before: without master weights in the file, the optimizer takes the weights that it has then.
-        The numbers of ranks have to be those of the save.
+        Load the model before: an optimizer whose file contains no master weights copies the current weights. The
+        numbers of ranks must be those of the save.
 
         Args:
-            output_dir: The directory that was saved to.
+            output_dir: The directory of the save.
             num_workers_per_step: Accepted; all ranks read at once.
 
         Raises:
-            xla_ckpt.UsageError: The names of these files do not tell all ranks apart.
+            xla_ckpt.UsageError: File names do not distinguish all ranks.
             xla_ckpt.NoCheckpointError: There is no file for this rank.
             xla_ckpt.CorruptCheckpointError: It is damaged.
-            xla_ckpt.IncompatibleCheckpointError: It is of another optimizer, or of another number of ranks.
+            xla_ckpt.IncompatibleCheckpointError: It belongs to another optimizer, or to another number of ranks.
             xla_ckpt.RankFailedError: Another rank failed.
         """
         error: Exception | None = None
@@ -92,7 +95,7 @@ class ShardFilesMixin:
         self.load_state_dict({k: v for k, v in state.items() if k not in _get_file_ranks()})
 
     def _check_compatible(self, saved: Any, path: str) -> None:
-        """Refuse the state of another optimizer before anything is changed."""
+        """Raise an error for the state of another optimizer before anything is changed."""
 
         def refused(problem: str, expected: object, was: object) -> IncompatibleCheckpointError:
             return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was, hint=_SAME_SETUP_HINT)
@@ -134,13 +137,13 @@ _SAME_SETUP_HINT = (
 
 
 def _get_file_ranks() -> dict[str, int]:
-    """This rank's places along the axes that the names of the files have, as the files hold them."""
+    """Return this rank's indices along the axes in the file names, as stored in the files."""
     _, at = get_mesh_and_coordinates()
     return {f"{axis}_rank": at[axis] for axis in ("dp", "tp")}
 
 
 def _get_shard_path(output_dir: PathLike) -> str:
-    """This rank's file."""
+    """Return the path of this rank's file."""
     mesh, _ = get_mesh_and_coordinates()
     if mesh.pp > 1 or mesh.cp > 1:
         raise UsageError(

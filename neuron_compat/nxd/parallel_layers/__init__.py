@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, the state of the ranks, and the older checkpoint calls: neuronx-distributed's names."""
+"""Tensor-parallel layers, parallel state, and legacy checkpoint functions, with neuronx-distributed's names."""
 
 from __future__ import annotations
 

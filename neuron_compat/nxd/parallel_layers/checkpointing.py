@@ -1,12 +1,12 @@
-"""neuronx-distributed's older checkpoint calls: one file for each rank, in a directory that you choose.
+"""Legacy neuronx-distributed checkpoint functions: one file for each rank, in a directory that you choose.
 
     <output_dir>/tp_rank_00_pp_rank_00/checkpoint.pt                  save_xser=False: torch.save of the dict
     <output_dir>/tp_rank_00_pp_rank_00, ....tensors/tensor_0.pt       save_xser=True: one file for each XLA tensor
 
 with ``_dp_rank_00`` after the name for ``master_dp_only=False``. A checkpoint loads on the number of ranks that saved
 it; `xla_ckpt.load_checkpoint` loads it on any other. New programs should use ``nxd.save_checkpoint``, which has tags,
-digests, retention and asynchronous saves, and commits all ranks' files atomically; here each file is complete or
-absent.
+checksums, retention and asynchronous saves, and commits all ranks' files atomically; here only each single file is
+atomic.
 """
 
 from __future__ import annotations
@@ -57,26 +57,27 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
-    """Save a dict of this rank's state. All ranks make the same call; when it returns, all files are on disk.
+    """Save a dict of this rank's state. Call it on all ranks. When it returns, all files are on disk.
 
-    A file takes the place of an older one of its name when it is durable. The files of different ranks do so one by
-    one: give every save a directory of its own.
+    Each file replaces an older one of the same name when it is durable. The files of different ranks are replaced one
+    by one, so use a new directory for every save.
 
     Args:
         checkpoint: Tensors, containers and plain values, such as ``{"model": model.state_dict(), "step": 3}``.
-            Anything else is pickled, and `load` needs ``trust_pickle=True`` then.
-        output_dir: Directory of the checkpoint; made if absent.
-        save_serially: The ranks of a host write one after the other, to save its memory. Without effect for xser,
+            Other objects are pickled, and `load` then needs ``trust_pickle=True``.
+        output_dir: Directory of the checkpoint; created if it does not exist.
+        save_serially: Ranks on a host write one after the other, to save host memory. No effect with `save_xser`,
             which has one tensor in host memory at a time.
-        save_xser: Write each XLA tensor to a file of its own.
-        down_cast_bf16: Store float32 tensors as bfloat16, other than numbers (0-d): counts of steps stay exact.
-        master_dp_only: Data-parallel rank 0 writes for all. False, if the ranks differ, as those of ZeRO-1 do.
+        save_xser: Write each XLA tensor to a separate file.
+        down_cast_bf16: Store float32 tensors as bfloat16, except 0-d tensors, so that step counts stay exact.
+        master_dp_only: Data-parallel rank 0 writes for all. Use False if the ranks differ, as with ZeRO-1.
 
     Raises:
-        xla_ckpt.UsageError: Files so named would lack the state of some ranks (expert or context parallelism); or it is
-            the address of a bucket, where nothing takes the place of an older file.
-        xla_ckpt.StorageError: The operating system refused. Files that were there are there still.
-        xla_ckpt.UnsupportedStateError: Something cannot be pickled.
+        xla_ckpt.UsageError: File names would not distinguish all ranks (expert or context parallelism); or `output_dir`
+        is
+            a bucket address, where a file cannot be replaced atomically.
+        xla_ckpt.StorageError: A file system operation failed. Existing files are unchanged.
+        xla_ckpt.UnsupportedStateError: A value cannot be pickled.
         xla_ckpt.RankFailedError: Another rank failed.
     """
     write: Callable[[], None] | None = None
@@ -86,7 +87,7 @@ def save(
         path = _get_rank_path(output_dir, master_dp_only)
         check_local_path(path)
         _check_file_names(mesh, master_dp_only)
-        compute(collect_xla_tensors(checkpoint))  # on every rank: what is pending may hold collectives
+        compute(collect_xla_tensors(checkpoint))  # on every rank, because pending operations may contain collectives
         if not master_dp_only or (at["dp"] == 0 and at["cp"] == 0):
             write = functools.partial(
                 write_xser_files if save_xser else write_rank_file,
@@ -95,17 +96,18 @@ def save(
                 down_cast_bf16=down_cast_bf16,
             )
             turn = int(os.environ.get("LOCAL_RANK", "0")) if save_serially and not save_xser else 0
-    except Exception as problem:  # told to all ranks, which wait for this one
+    except Exception as problem:  # sent to all ranks, which wait for this one
         error = problem
     write_in_turn(write, turn, error)
 
 
 def write_in_turn(write: Callable[[], None] | None, turn: int, error: Exception | None) -> None:
-    """Have all ranks write, one `turn` after the other. All come here, with None if they have nothing to write.
+    """Write on all ranks, ordered by `turn`. All ranks make the call, with None if they have nothing to write.
 
     Raises:
-        xla_ckpt.RankFailedError: Another rank failed. (This rank's own error, `error` or one of `write`, is raised as
-            it is.)
+        xla_ckpt.RankFailedError: Another rank failed. (This rank's own error, `error` or one raised by `write`, is
+        raised
+            unchanged.)
     """
     for now in range(1 + max(sync_ranks(error, "saving", turn))):
         if now == turn and write is not None:
@@ -130,34 +132,35 @@ def load(
     *,
     trust_pickle: bool = False,
 ) -> Any:
-    """Load what `save`, or neuronx-distributed, saved for this rank. All ranks make the same call.
+    """Load the checkpoint that `save`, or neuronx-distributed, saved for this rank. Call it on all ranks.
 
-    Without master weights in its state, a ZeRO-1 optimizer takes the weights that the model has then: load the model
+    A ZeRO-1 optimizer whose state contains no master weights copies the current weights of the model: load the model
     before it.
 
     Args:
-        chkpt_path: The directory that was saved to; with ``sharded=False`` a file.
-        model: An older name of `model_or_optimizer`.
-        model_or_optimizer: Something with ``load_state_dict``, to load the entry `model_key` into.
+        chkpt_path: The directory of the save; with ``sharded=False``, a file.
+        model: Older name of `model_or_optimizer`.
+        model_or_optimizer: Object with ``load_state_dict``, into which the entry `model_key` is loaded.
         model_key: Name of the entry; None if the checkpoint is the state itself.
-        load_xser: Whether it was saved with ``save_xser=True``.
-        sharded: False: the file holds whole parameters, of which this rank takes its part, by their attributes.
-        strict: For modules: no name may be missing or left over.
+        load_xser: True if it was saved with ``save_xser=True``.
+        sharded: False: the file contains full parameters, of which this rank loads its shard, given by their
+            attributes.
+        strict: For modules: missing or unexpected names raise an error.
         master_dp_only: As in the save.
         weights_only: Accepted; `trust_pickle` decides.
         trust_pickle: Load pickled objects, which can run any code.
 
     Returns:
-        The dict, less what was loaded into `model_or_optimizer`. Tensors that were XLA tensors in an xser save are
-        on the XLA device again, all others on the CPU.
+        The dict, without the entry loaded into `model_or_optimizer`. Tensors that were XLA tensors in an xser save are
+        on the XLA device, all others on the CPU.
 
     Raises:
         xla_ckpt.NoCheckpointError: There is no file for this rank.
         xla_ckpt.CorruptCheckpointError: A file is damaged.
-        xla_ckpt.UntrustedObjectError: A file holds pickled objects, and `trust_pickle` is False.
-        xla_ckpt.IncompatibleCheckpointError: It has no such entry, or a whole parameter does not divide.
+        xla_ckpt.UntrustedObjectError: A file contains pickled objects, and `trust_pickle` is False.
+        xla_ckpt.IncompatibleCheckpointError: It has no such entry, or a full parameter is not divisible.
         xla_ckpt.RankFailedError: Another rank failed.
-        RuntimeError: From `torch.nn.Module.load_state_dict`, of names and shapes that do not fit.
+        RuntimeError: From `torch.nn.Module.load_state_dict`, if names or shapes do not match.
     """
     target = model_or_optimizer if model is None else model
     checkpoint, error = None, None
@@ -193,14 +196,14 @@ _UNSHARDED_HINT = (
 )
 
 
-# -- ranks
+# -- synchronization of ranks
 
 
 def get_mesh_and_coordinates() -> tuple[Mesh, dict[str, int]]:
-    """How the ranks of the job are arranged, and where this one stands: axis -> its number along it.
+    """Return the mesh of the job, and the coordinates of this rank: axis -> index along it.
 
     Raises:
-        AssertionError: Nothing is set up. (neuronx-distributed raises it, and its users catch it.)
+        AssertionError: Nothing is initialized. (neuronx-distributed raises it, and its users catch it.)
     """
     distributed: Any = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
@@ -211,20 +214,20 @@ def get_mesh_and_coordinates() -> tuple[Mesh, dict[str, int]]:
 
 
 def _get_rank() -> int:
-    """This process' rank in the job; 0 without torch.distributed."""
+    """Return the rank of this process in the job; 0 without torch.distributed."""
     distributed: Any = torch.distributed
     return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _get_rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
-    """The file, or the directory, of this rank's part of a checkpoint."""
+    """Return the file, or the directory, of this rank's part of a checkpoint."""
     _, at = get_mesh_and_coordinates()
     dp = "" if master_dp_only else f"_dp_rank_{at['dp']:02d}"
     return os.path.join(os.fspath(output_dir), f"tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}{dp}")
 
 
 def _check_file_names(mesh: Mesh, master_dp_only: bool) -> None:
-    """Refuse what neuronx-distributed loses without a word: ranks that would share a file, and differ."""
+    """Raise an error if ranks with different state would share a file, which neuronx-distributed silently allows."""
     if master_dp_only and mesh.ep > 1:
         raise UsageError(
             "with master_dp_only=True the experts of expert-parallel ranks other than the first are written nowhere",
@@ -238,18 +241,18 @@ def _check_file_names(mesh: Mesh, master_dp_only: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _RankStatus:
-    """What a rank tells the others where they meet. It travels as a list of both."""
+    """Status of a rank at a synchronization point, published to the other ranks as a list of its fields."""
 
     problem: str | None
-    """Its error, as text."""
+    """Text of the rank's error."""
     turn: int
 
 
 def sync_ranks(error: Exception | None, operation: str, turn: int = 0) -> list[int]:
-    """Wait for all ranks; the note of each.
+    """Wait for all ranks, and return the turn of each.
 
     Raises:
-        xla_ckpt.RankFailedError: Another rank failed. (This rank's own error is raised as it is.)
+        xla_ckpt.RankFailedError: Another rank failed. (This rank's own error is raised unchanged.)
     """
     words = [_RankStatus(None if error is None else f"{type(error).__name__}: {error}", turn)]
     if os.environ.get("NXD_SKIP_RENDEZVOUS") != "1" or operation != "loading":
@@ -267,7 +270,7 @@ def sync_ranks(error: Exception | None, operation: str, turn: int = 0) -> list[i
 
 
 def _exchange_statuses(status: _RankStatus) -> list[_RankStatus]:
-    """The words of all ranks, in their order."""
+    """Return the statuses of all ranks, in rank order."""
     distributed: Any = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return [status]
@@ -282,11 +285,11 @@ def _exchange_statuses(status: _RankStatus) -> list[_RankStatus]:
     return [_RankStatus(*answer) for answer in answers]
 
 
-# -- into a module or an optimizer
+# -- loading into a module or an optimizer
 
 
 def _load_into(target: Any, checkpoint: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
-    """Load the entry `key` of a checkpoint, or all of it; the rest."""
+    """Load the entry `key` of a checkpoint, or all of it, and return the rest."""
     if key is not None and (not isinstance(checkpoint, dict) or key not in checkpoint):
         raise IncompatibleCheckpointError(
             "the checkpoint has no such entry",
@@ -314,7 +317,7 @@ def _list_entries(value: Any) -> str:
 
 
 def _shard_state(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a state of whole parameters."""
+    """Return this rank's shard of a state of full parameters."""
     _run_preshard_hooks(module, state, "")
     mesh, _ = get_mesh_and_coordinates()
     for name, parameter in module.state_dict(keep_vars=True).items():
@@ -332,7 +335,7 @@ def _shard_state(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, An
 
 
 def _run_preshard_hooks(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Let modules with a ``preshard_hook`` change the state before it is cut, as neuronx-distributed does."""
+    """Run the ``preshard_hook`` of modules on the state before it is sharded, as neuronx-distributed does."""
     hook = getattr(module, "preshard_hook", None)
     if hook is not None:
         hook(state, f"{prefix}weight")
@@ -342,10 +345,10 @@ def _run_preshard_hooks(module: torch.nn.Module, state: dict[str, Any], prefix: 
 
 
 def check_local_path(path: str) -> None:
-    """Refuse to write to an address: a file there cannot take the place of an older one.
+    """Raise an error for a URL, where a file cannot replace an older one atomically.
 
     Raises:
-        UsageError: It is one, such as ``s3://bucket/run``.
+        UsageError: It is a URL, such as ``s3://bucket/run``.
     """
     if "://" in path:
         raise UsageError(
@@ -357,21 +360,21 @@ def check_local_path(path: str) -> None:
 
 
 def write_rank_file(tree: Any, path: str, *, down_cast_bf16: bool = False) -> None:
-    """torch.save of a tree, its tensors on the CPU.
+    """Write a tree with torch.save, with its tensors on the CPU.
 
     Raises:
-        xla_ckpt.StorageError: The storage refused. What was there is there still.
-        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
+        xla_ckpt.StorageError: The storage failed. An existing file is unchanged.
+        xla_ckpt.UnsupportedStateError: A value cannot be pickled.
     """
     write_whole_file(_cast_to_bfloat16(tree) if down_cast_bf16 else tree, path)
 
 
 def write_xser_files(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
-    """The same with each XLA tensor in a file of its own. The file that names them comes last.
+    """Write a tree with each XLA tensor in a separate file. The file that references them is written last.
 
     Raises:
-        xla_ckpt.StorageError: The storage refused. What was there is there still.
-        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
+        xla_ckpt.StorageError: The storage failed. An existing checkpoint is unchanged.
+        xla_ckpt.UnsupportedStateError: A value cannot be pickled.
     """
     from torch_xla.utils.serialization import TensorReference
 
@@ -380,7 +383,7 @@ def write_xser_files(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
     with wrap_os_errors("saving", file=path):
         os.makedirs(folder, exist_ok=True)
         before = {int(m[1]): name for name in os.listdir(folder) if (m := _TENSOR_FILE_PATTERN.fullmatch(name))}
-    # Not over files that the checkpoint there names: it stays whole until the new one takes its place.
+    # Do not overwrite files that the existing checkpoint references: it stays valid until the new one replaces it.
     first = 0 if all(tid >= len(tensors) for tid in before) else max(before) + 1
     references = {id(tensor): TensorReference(first + i) for i, tensor in enumerate(tensors)}
     for i, tensor in enumerate(tensors):
@@ -395,7 +398,7 @@ _TENSOR_FILE_PATTERN = re.compile(r"tensor_(\d+)\.pt")
 
 
 def _cast_to_bfloat16(tree: Any) -> Any:
-    """The same with bfloat16 for float32, other than in numbers (0-d). A tensor that stands in two places stays one."""
+    """Cast float32 tensors in a tree to bfloat16, except 0-d tensors. A tensor that occurs twice stays shared."""
     known: dict[int, torch.Tensor] = {}
 
     def one(value: torch.Tensor) -> torch.Tensor:
@@ -407,13 +410,13 @@ def _cast_to_bfloat16(tree: Any) -> Any:
 
 
 def read_rank_file(path: str, *, trust_pickle: bool, not_found_hint: str) -> Any:
-    """What was written to a path, in either way. `not_found_hint` says what to do where no file is.
+    """Read a file of either format. `not_found_hint` is the hint of the error if no file exists.
 
     Raises:
-        xla_ckpt.NoCheckpointError: There is no such file.
-        xla_ckpt.CorruptCheckpointError: It, or the file of a tensor, is damaged or missing.
-        xla_ckpt.UntrustedObjectError: It holds a pickled object, and `trust_pickle` is False.
-        xla_ckpt.StorageError: The storage refused.
+        xla_ckpt.NoCheckpointError: The file does not exist.
+        xla_ckpt.CorruptCheckpointError: The file, or the file of a tensor, is damaged or missing.
+        xla_ckpt.UntrustedObjectError: It contains a pickled object, and `trust_pickle` is False.
+        xla_ckpt.StorageError: The storage failed.
     """
     loaded: dict[int, torch.Tensor] = {}
 
@@ -433,7 +436,7 @@ _DAMAGED_HINT = "Load another checkpoint, or restore this file from a copy."
 
 
 def _read_tensor_file(path: str, trust_pickle: bool) -> torch.Tensor:
-    """A tensor that has a file of its own, on the XLA device."""
+    """Read a tensor from its own file onto the XLA device."""
     import torch_xla
 
     try:

@@ -10,10 +10,10 @@ from xla_ckpt import UsageError
 
 
 class CheckpointConverterBase:
-    """What `CheckpointConverterLlama` and others derive from. It converts nothing itself, and says what does."""
+    """Base class of `CheckpointConverterLlama` and others. It converts nothing; its error names the command to use."""
 
     def get_arg_parser(self) -> argparse.ArgumentParser:
-        """The options that say what to convert; `run` needs no others to say what to do."""
+        """Return the parser of the options that describe the conversion, which `run` needs."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--input_dir", required=True)
         parser.add_argument("--output_dir", required=True)
@@ -30,12 +30,12 @@ class CheckpointConverterBase:
         return parser
 
     def run(self, args: Any) -> None:
-        """Say which command does it.
+        """Raise an error that names the equivalent command.
 
         Raises:
             xla_ckpt.UsageError: Always.
         """
-        # Scripts name the folder of the model in a tag, and the commands read the tag.
+        # Scripts pass the folder of the model in a tag; the commands read the tag.
         source = args.input_dir if args.convert_from_full_state else args.input_dir.rstrip("/").removesuffix("/model")
         command = ["xla-ckpt", "export", source, args.output_dir]
         if not args.convert_to_full_state:

@@ -1,4 +1,4 @@
-"""Job setup and checkpoint functions; ``neuron_compat.nxd`` exports them, too."""
+"""Job setup and checkpoint functions, which ``neuron_compat.nxd`` exports, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""neuronx-distributed's checkpoint functions, with its names, order and defaults of arguments.
+"""Checkpoint functions with neuronx-distributed's names, argument order and defaults.
 
 They call `xla_ckpt`: a tag is committed atomically, `load_checkpoint` changes nothing unless the whole checkpoint
-fits, and a checkpoint loads on another topology than the one that saved it. Files have neuronx-distributed's own
-layout, which it can read, with a manifest beside them.
+fits, and a checkpoint can be resharded to another topology on load. Files have neuronx-distributed's layout, which it
+can read, with an additional manifest.
 """
 
 from __future__ import annotations
@@ -39,34 +39,33 @@ def save_checkpoint(
     layout: str | Sequence[str] | None = None,
     **more: Any,
 ) -> None:
-    """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
+    """Save a training state under ``<checkpoint_dir_str>/<tag>``. Call it on all ranks.
 
     Args:
-        checkpoint_dir_str: Root directory; made if absent.
-        tag: Name of the checkpoint: any string that is a safe file name. It has to be given; an empty one is an error.
+        checkpoint_dir_str: Root directory; created if it does not exist.
+        tag: Name of the checkpoint: any string that is a safe file name. Required; an empty one is an error.
         model: A module, or a dict of arrays.
         optimizer: An optimizer, or a dict.
         scheduler: A learning rate scheduler, or a dict.
-        user_content: Any Python value; rank 0's is stored.
-        num_workers: Threads that write, at most.
-        use_xser: Write each tensor to a file of its own, dealt out among the data-parallel ranks.
-        num_kept_ckpts: Keep this many of the newest tags, by order of their commits. None and -1 keep all; 0 is an
-            error.
-        async_save: Return as soon as the state is frozen. Later changes of `model`, `optimizer`, `scheduler` and
-            `user_content` do not reach the checkpoint, and it is committed as soon as it is on disk.
-        zero1_optimizer: Accepted; a ZeRO-1 optimizer is recognised.
+        user_content: Any Python value; the value of rank 0 is stored.
+        num_workers: Maximum number of writer threads.
+        use_xser: Write each tensor to a separate file, distributed over the data-parallel ranks.
+        num_kept_ckpts: Keep this many of the newest tags, in commit order. None and -1 keep all; 0 is an error.
+        async_save: Return as soon as the snapshot is complete. Later changes of `model`, `optimizer`, `scheduler` and
+            `user_content` do not affect the checkpoint, which is committed once it is on disk.
+        zero1_optimizer: Accepted; a ZeRO-1 optimizer is detected.
         use_zero1_dcp: Accepted; the states of any ZeRO-1 optimizer load on any topology.
-        avoid_saving_lower_precision_weights: Accepted, and without effect: the weights are always saved.
-        layout: ``"native"`` writes xla_ckpt's own format instead: fewer files, and work dealt out evenly. By default it
-            is written, with a warning in the log, only where neuronx-distributed's layout has no place for the state:
+        avoid_saving_lower_precision_weights: Accepted, without effect: the weights are always saved.
+        layout: ``"native"`` writes the xla_ckpt format instead: fewer files, and work distributed evenly. By default,
+            it is written, with a warning in the log, only if neuronx-distributed's layout cannot store the state:
             ZeRO-1 shards over context-parallel ranks, DTensors, SPMD arrays.
-        **more: Further arguments of `xla_ckpt.save_checkpoint`: ``options=xla_ckpt.SaveOptions(replicas="first")``
-            saves a job whose replicas have drifted apart, for instance.
+        **more: Further arguments of `xla_ckpt.save_checkpoint`. For example,
+            ``options=xla_ckpt.SaveOptions(replicas="first")`` saves a job whose replicas have diverged.
 
     Raises:
         TypeError: `xla_ckpt.save_checkpoint` has no such argument.
-        xla_ckpt.UsageError: An argument makes no sense.
-        xla_ckpt.CheckpointError: This save failed, or an asynchronous one before it; the same error on all ranks.
+        xla_ckpt.UsageError: An argument is invalid.
+        xla_ckpt.CheckpointError: This save, or an earlier asynchronous one, failed; the same error on all ranks.
     """
     theirs = "xser" if use_xser else "pt"
     xla_ckpt.save_checkpoint(
@@ -101,21 +100,21 @@ def load_checkpoint(
 
     Args:
         path: Root directory.
-        tag: Which checkpoint; None takes the one that was committed last.
+        tag: Name of the checkpoint; None loads the one committed last.
         model: A module, or a dict.
-        optimizer: An optimizer, or a dict. `model` is passed along with it, in the same call.
+        optimizer: An optimizer, or a dict. Pass `model` in the same call.
         scheduler: A learning rate scheduler, or a dict.
-        num_workers: Threads that read, at most.
-        strict: False loads what fits, and logs what does not.
-        use_zero1_dcp: Accepted; how the checkpoint was written does not matter.
-        **more: Further arguments of `xla_ckpt.load_checkpoint`: ``cast=True`` for a model of another precision, for
-            instance, and ``trust_pickle=True`` for pickled objects in the user content, which can run any code.
+        num_workers: Maximum number of reader threads.
+        strict: False loads the entries that fit, and logs the others.
+        use_zero1_dcp: Accepted; the format of the checkpoint is detected.
+        **more: Further arguments of `xla_ckpt.load_checkpoint`, such as ``cast=True`` for a model of another precision,
+            and ``trust_pickle=True`` for pickled objects in the user content, which can run any code.
 
     Returns:
         The user content of the save; None if there was none.
 
     Raises:
-        xla_ckpt.NoCheckpointError: There is no such tag, or none at all (also a RuntimeError, as in
+        xla_ckpt.NoCheckpointError: The tag does not exist, or there are no tags (also a RuntimeError, as in
             neuronx-distributed).
         xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
         TypeError: `xla_ckpt.load_checkpoint` has no such argument.
@@ -134,10 +133,10 @@ def load_checkpoint(
 
 @check_argument_names()
 def has_checkpoint(checkpoint_dir_str: PathLike) -> bool:
-    """Whether a directory holds a complete checkpoint.
+    """Return True if a directory contains a complete checkpoint.
 
     Raises:
-        xla_ckpt.StorageError: The directory cannot be read. (One that does not exist has none.)
+        xla_ckpt.StorageError: The directory cannot be read. (If it does not exist, the result is False.)
     """
     return xla_ckpt.has_checkpoint(checkpoint_dir_str)
 
@@ -146,6 +145,6 @@ def finalize_checkpoint() -> None:
     """Wait for all saves in flight.
 
     Raises:
-        xla_ckpt.CheckpointError: One of them failed, and nobody has been told yet.
+        xla_ckpt.CheckpointError: One of them failed, and its error has not been raised yet.
     """
     xla_ckpt.finalize_checkpoint()

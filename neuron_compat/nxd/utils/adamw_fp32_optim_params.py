@@ -1,4 +1,4 @@
-"""neuronx-distributed's AdamW: weight decay after the step, and a count of steps that is a plain number."""
+"""neuronx-distributed's AdamW: weight decay after the step, and an integer step count."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __getattr__, __dir__ = attach_exports(__name__)
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801  # neuronx-distributed's name
-    """AdamW, as neuronx-distributed and Hugging Face's older `AdamW` compute it.
+    """AdamW as computed by neuronx-distributed and Hugging Face's older `AdamW`.
 
-    It differs from `torch.optim.AdamW` in three places: `eps` is added to the root of the second moment before that is
-    corrected for its bias, weights decay after the step, and ``step`` is an int.
+    It differs from `torch.optim.AdamW` in three ways: `eps` is added to the root of the second moment before its bias
+    correction, weights decay after the step, and ``step`` is an int.
 
-    The moments have the type of the gradients. They are float32 where those are, as those of ZeRO-1's shards are; and
-    float64 with XLA_DOWNCAST_BF16=1 in the environment, under which Neuron's compiler takes float64 for float32.
+    The moments have the dtype of the gradients. They are float32 if the gradients are, as in ZeRO-1 shards; and float64
+    with XLA_DOWNCAST_BF16=1 in the environment, under which Neuron's compiler treats float64 as float32.
 
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        betas: Decay of the first and of the second moment in each step.
+        betas: Decay rates of the first and second moments.
         eps: Added to the denominator.
-        weight_decay: The part ``lr * weight_decay`` of a weight goes in each step.
-        correct_bias: Correct the moments for having begun at 0.
+        weight_decay: Each step subtracts ``lr * weight_decay`` times the weight.
+        correct_bias: Correct the bias of the moments, which start at 0.
         no_deprecation_warning: False warns, as Hugging Face's optimizer did.
-        differentiable: Not supported.
-        capturable: Kept in the groups, as in neuronx-distributed; without effect.
+        differentiable: Unsupported.
+        capturable: Stored in the groups, as in neuronx-distributed; without effect.
 
     Raises:
         ValueError: A number is out of its range.
@@ -74,7 +74,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801  # neuronx-dis
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what `closure` returned, which computes the gradients if it is given.
+        """Perform a step, and return the result of `closure`, which computes the gradients if it is given.
 
         Raises:
             RuntimeError: A gradient is sparse.
@@ -90,7 +90,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801  # neuronx-dis
         return loss
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Take a step of one parameter, in place, with the options of its group."""
+        """Update one parameter in place, with the options of its group."""
         gradient: Any = parameter.grad
         if gradient.is_sparse:
             raise RuntimeError("this optimizer takes no sparse gradients; torch.optim.SparseAdam does")

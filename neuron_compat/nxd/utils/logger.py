@@ -1,4 +1,4 @@
-"""The logger of scripts for neuronx-distributed."""
+"""Logger for neuronx-distributed scripts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FIRST_RANK_FILTER = _FirstRankFilter()
 
 
 def get_log_level() -> int:
-    """The level that NXD_LOG_LEVEL names; INFO by default, and above all others for ``off``.
+    """Return the level set by NXD_LOG_LEVEL; INFO by default, and above all others for ``off``.
 
     Raises:
-        ValueError: It names none.
+        ValueError: It is not a valid level.
     """
     name = os.environ.get("NXD_LOG_LEVEL", "info").lower()
     levels = {
@@ -45,12 +45,12 @@ def get_log_level() -> int:
 
 
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
-    """The logger of that name, with ``[0]`` after it if it speaks on the first rank only, and else ``[]``.
+    """Return the logger with this name, followed by ``[0]`` if it logs only on the first rank, otherwise by ``[]``.
 
-    Its level is that of NXD_LOG_LEVEL. Where it writes is up to the program's own set-up of logging.
+    Its level is set by NXD_LOG_LEVEL. The program's logging configuration determines its output.
     """
     logger = logging.getLogger(name + ("[0]" if rank0_only else "[]"))
     logger.setLevel(get_log_level())
     if rank0_only:
-        logger.addFilter(_FIRST_RANK_FILTER)  # adding it again changes nothing
+        logger.addFilter(_FIRST_RANK_FILTER)  # adding it again has no effect
     return logger
