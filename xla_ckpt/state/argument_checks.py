@@ -34,24 +34,25 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _COUNTER_KEYS = frozenset({"step", "steps", "global_step", "epoch", "iteration"})
-"""Keys of what programs keep beside their objects."""
+"""Keys that programs use for counters stored next to their objects."""
 
 _SCHEDULER_KEYS = frozenset({"last_epoch", "base_lrs", "_step_count"})
-"""Keys that states of torch's schedulers have."""
+"""Keys in the state of torch learning rate schedulers."""
 
 _ARGUMENT_ORDER = "The order of the arguments is model, optimizer, scheduler, user_content."
 
 
 def check_not_empty(objects: Iterable[Any], placement: RankInfo) -> None:
-    """Refuse a save of nothing: it would commit an empty tag, and retention would delete the good ones for it.
+    """Raise an error if there is nothing to save. An empty tag would let retention delete good ones.
 
-    Rank 0 decides for the job: what it alone saves, such as the user content, the other ranks need not have.
+    Rank 0 decides for the job, because state that only rank 0 saves, such as the user content, may be missing on other
+    ranks.
 
     Raises:
-        UsageError: All that is given is None or an empty container.
+        UsageError: If every argument is None or an empty container.
     """
     members = [m for m in objects if m is not None]
-    # A pipeline stage may hold nothing, and then its containers are empty. None says that an argument was left out.
+    # The containers of a pipeline stage may be empty. None means that the argument was not passed.
     empty = placement.mesh.pp == 1 and all(isinstance(m, Mapping | list | tuple) and not m for m in members)
     if placement.rank == 0 and (empty or not members):
         raise UsageError(
@@ -63,10 +64,10 @@ def check_not_empty(objects: Iterable[Any], placement: RankInfo) -> None:
 
 
 def check_extras(extras: Any) -> None:
-    """Refuse extras without names.
+    """Raise an error for extras without names.
 
     Raises:
-        UsageError: They are no mapping.
+        UsageError: If extras is not a mapping.
     """
     if not isinstance(extras, Mapping):
         raise UsageError(
@@ -79,10 +80,11 @@ def check_extras(extras: Any) -> None:
 
 
 def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
-    """Refuse a model or an optimizer that is something else, or that do not belong together.
+    """Check the types of a model and an optimizer, and that the optimizer steps the model's parameters.
 
     Raises:
-        UsageError: Such a mistake.
+        UsageError: If the type of an argument is wrong, or the optimizer steps other parameters.
+        UnsupportedStateError: If the model is wrapped in FSDP1.
     """
     check_not_class(model, schema.MODEL)
     if model is not None:
@@ -97,10 +99,10 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
 
 
 def _check_not_fsdp1(model: Any) -> None:
-    """Refuse an optimizer of a model in FSDP1, whose states are parts of flattened parameters.
+    """Reject an optimizer whose model uses FSDP1, because its state consists of parts of flattened parameters.
 
     Raises:
-        UnsupportedStateError: Its model is in FSDP1.
+        UnsupportedStateError: If the model is wrapped in FSDP1.
     """
     parts = model.modules() if is_module(model) else ()
     if any(is_instance_of(part, "torch.distributed.fsdp", "FullyShardedDataParallel") for part in parts):
@@ -116,7 +118,11 @@ def _check_not_fsdp1(model: Any) -> None:
 
 
 def _check_model(model: Any, *, loading: bool) -> None:
-    """Refuse what no load takes: it changes the model, and asks for its members by name."""
+    """Reject models that cannot be loaded: a load changes the model in place and looks its members up by name.
+
+    Raises:
+        UsageError: If the model is something else.
+    """
     is_mapping = isinstance(model, MutableMapping) or (
         not loading and isinstance(model, Mapping) and not is_registered_pytree(model)
     )
@@ -145,10 +151,10 @@ def _check_model(model: Any, *, loading: bool) -> None:
 
 
 def check_not_class(value: Any, leaf: str) -> None:
-    """Refuse a class in the place of an object of it: its methods fail in Python's words, or it is pickled.
+    """Reject a class passed instead of an instance. It would be pickled, or its methods would raise a TypeError.
 
     Raises:
-        UsageError: It is one.
+        UsageError: If the value is a class.
     """
     if isinstance(value, type):
         raise UsageError(
@@ -160,12 +166,12 @@ def check_not_class(value: Any, leaf: str) -> None:
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse the state of an optimizer in the place of a scheduler. Any other dict may be one of the program's own.
+    """Reject an optimizer state passed as the scheduler. Any other dict may be the program's own scheduler state.
 
-    One that counts steps and has nothing that schedulers have is told of: it looks like a user content.
+    Log a warning for a dict that contains a step counter and no scheduler keys, because it looks like user content.
 
     Raises:
-        UsageError: It is the state of an optimizer.
+        UsageError: If the value is the state of an optimizer.
     """
     if not isinstance(scheduler, Mapping):
         return
@@ -209,10 +215,13 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
-    """Refuse torch's ZeroRedundancyOptimizer, and others of its kind.
+    """Reject torch's `ZeroRedundancyOptimizer` and similar optimizers.
 
-    Each rank has the state of some parameters. Its `state_dict` is that of all, as they were when the ranks last put it
-    together, which they do in a call of their own: a save would store an old state, or fail on some ranks.
+    Each rank holds the state of some parameters. `state_dict` returns the state of all parameters as of the last
+    consolidation, which is a separate collective call: a save would store outdated state, or fail on some ranks.
+
+    Raises:
+        UsageError: If the optimizer has to be consolidated.
     """
     if not callable(getattr(optimizer, "consolidate_state_dict", None)):
         return
@@ -232,10 +241,10 @@ def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
 
 
 def check_like(like: Any) -> None:
-    """Refuse a module or an optimizer where a tree says what is restored: it would count as a placeholder for anything.
+    """Reject a module or an optimizer in a template, where it would match anything as a placeholder.
 
     Raises:
-        UsageError: It is one, or a dict has one.
+        UsageError: If the template is one, or a dict that contains one.
     """
     for leaf, value in [("like", like), *(like.items() if isinstance(like, Mapping) else ())]:
         if is_module(value) or is_optimizer_like(value):
@@ -249,10 +258,10 @@ def check_like(like: Any) -> None:
 
 
 def check_no_stateful(members: Mapping[Any, Any], leaf: str) -> None:
-    """Refuse a dict of objects that have states of their own: they would be pickled, and a load would not reach them.
+    """Reject a dict of objects with state: they would be pickled, and a load would not update them.
 
     Raises:
-        UsageError: It holds such an object.
+        UsageError: If the dict contains such an object.
     """
     for key, member in members.items():
         if has_methods(member, "state_dict", "load_state_dict"):
@@ -267,12 +276,12 @@ def check_no_stateful(members: Mapping[Any, Any], leaf: str) -> None:
 
 
 def check_can_pickle(value: Any, leaf: str) -> None:
-    """Refuse a model or an optimizer in the middle of other state, where it would be one pickle and no arrays.
+    """Reject a model or an optimizer nested in other state, where it would be pickled instead of stored as arrays.
 
-    What a program gives as user content is its own business, as it is with neuronx-distributed.
+    User content is not checked; neuronx-distributed does not check it either.
 
     Raises:
-        UnsupportedStateError: It is one.
+        UnsupportedStateError: If the value is a model or an optimizer.
     """
     if leaf.startswith(f"{schema.USER_CONTENT}/"):
         return
@@ -300,16 +309,16 @@ def _get_type_name(value: Any) -> str:
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether it is a learning rate scheduler. One that steps the parameters, too, is an optimizer."""
+    """Return True for a learning rate scheduler. A scheduler that also steps the parameters counts as an optimizer."""
     if is_optimizer_like(value) or hasattr(value, "zero_grad"):
         return False
     return is_instance_of(value, "torch.optim.lr_scheduler", "LRScheduler") or has_methods(value, "get_last_lr")
 
 
 def _reshard_fsdp2(model: torch.nn.Module) -> None:
-    """End what FSDP2 leaves gathered after a forward pass: until then the model has parameters that no optimizer has.
+    """Reshard parameters that FSDP2 keeps gathered after a forward pass, since no optimizer has the gathered ones.
 
-    Its `state_dict` does so, too, but comes later.
+    The module's `state_dict` reshards them too, but is called later.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in model.modules() if fsdp is not None else ():
@@ -318,11 +327,14 @@ def _reshard_fsdp2(model: torch.nn.Module) -> None:
 
 
 def _check_optimizer_of_model(optimizer: Any, model: torch.nn.Module) -> None:
-    """Refuse an optimizer that was made before the model was moved: it steps tensors that nobody uses.
+    """Reject an optimizer that was created before the model was moved, because it steps unused tensors.
 
-    `Module.to` makes new parameters on an XLA device, `to_empty` does on any, and sharding a module replaces them.
-    Some optimizers do step copies (master weights of higher precision, an average of the weights saved as the model):
-    these have another element type, names of their own, a `state_dict` of their own, or lie beside the model.
+    `Module.to` creates new parameters on an XLA device, `to_empty` on any device, and sharding a module replaces them.
+    Some optimizers step copies on purpose (master weights of higher precision, an average of the weights that is saved
+    as the model). Such copies have another dtype, other names, a separate `state_dict`, or are passed with the model.
+
+    Raises:
+        UsageError: If the optimizer steps parameters from before the move.
     """
     if not has_inherited_method(optimizer, "state_dict"):
         return
@@ -357,16 +369,16 @@ def _check_optimizer_of_model(optimizer: Any, model: torch.nn.Module) -> None:
 
 
 def _list_devices(parameters: Sequence[Any]) -> list[str]:
-    """Where parameters lie: device types, and whether they are sharded."""
+    """Return the device types of parameters, and whether they are sharded."""
     return sorted(
         {f"{p.device.type}{'' if is_torch_tensor_class(p) else f' ({type(p).__name__})'}" for p in parameters}
     )
 
 
 def _is_moved(old: Sequence[str], new: Sequence[str]) -> bool:
-    """Whether parameters went from one home to another as a module moves: from `meta`, up from the CPU, or into shards.
+    """Return True if parameters moved as a module does: from `meta`, from the CPU to a device, or into shards.
 
-    Copies on the CPU, of a model that lies elsewhere, may be what the optimizer steps on purpose. Nobody steps `meta`.
+    An optimizer may step CPU copies of a model on another device on purpose. No optimizer steps `meta` tensors.
     """
     if set(old) & set(new) or not set(old) <= {"cpu", "meta"} or set(new) == {"meta"}:
         return False

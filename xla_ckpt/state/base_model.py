@@ -1,8 +1,8 @@
-"""Adapter-only checkpoints: leave out the base model, record its digests, and verify them on load.
+"""Adapter-only checkpoints: exclude the base model, record its checksums, and verify them on load.
 
-The base is what a save with only= leaves out: parameters that are not trained, or not named. Each rank digests its own
-shards without communication. A digest of some rows of an array is a sum over them, so digests of all rows add up,
-however they are sharded.
+The base consists of the parameters that a save with only= excludes: parameters that are frozen, or not selected. Each
+rank computes checksums of its own shards without communication. The checksum of some rows of an array is a sum over the
+rows, so the checksum of all rows does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -38,56 +38,60 @@ if TYPE_CHECKING:
 
 
 ADAPTERS_PATTERN = "adapters"
-"""Stands for a pattern in ``only=``: what is trained, and what is called an adapter."""
+"""Name in ``only=`` for a pattern that selects trained parameters and parameters named as adapters."""
 
 RankDigests = dict[str, str]
-"""What one rank says of the base: name of an array -> ``float32 64x16 0-32-9114de54bcb7862e``, its element type, shape,
-and rows: the first, one past the last, and their digest."""
+"""Base arrays of one rank: name -> ``float32 64x16 0-32-9114de54bcb7862e``, i.e. dtype, shape, and row ranges with
+their digests: first row, end row (exclusive) and digest."""
 
 BaseArrays = dict[str, list[Any]]
-"""The arrays of a base, as JSON: name -> [element type, shape, digest of all rows; None if parts of it have none]."""
+"""Base arrays as JSON: name -> [dtype, shape, digest of all rows, or None if some rows have no digest]."""
 
 
 DIFFERS_BETWEEN_RANKS = "that differs between ranks"
-"""In the place of the digest of an array of which ranks have different rows."""
+"""Placeholder for the digest of an array whose rows differ between ranks."""
 
 
 @functools.cache
 def _get_digest_cache() -> Any:
-    """What was digested before, by array, with what tells that nothing was written to it since."""
+    """Return the cached digests by array, each with a key that changes when the array is written to."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
 def clear_digests() -> None:
-    """Digest all arrays anew. A load writes to memory that is in use, and torch counts no write."""
+    """Clear the digest cache. A load writes to memory in use, and torch does not count those writes."""
     _get_digest_cache.cache_clear()
 
 
 def get_stored_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a module, by the names that they have in its state; nothing of anything else."""
+    """Return the parameters of a module by their names in its state, and nothing for other objects."""
     values = get_model_tree(model).items() if is_module(model) else ()
     return {name: value for name, value in values if is_parameter(value)}
 
 
 def exclude_base(model: Any, only: Sequence[str], placement: RankInfo) -> tuple[ModelView, dict[str, Any]]:
-    """A model without its base, and the base: the parameters that are left out.
+    """Split a model into a view without its base, and the base: the excluded parameters.
 
     Args:
         model: The module.
-        only: What is saved of its parameters: patterns of leaf paths (`paths.is_match`); `ADAPTERS_PATTERN` stands for
-            those that are trained, and those whose names say that they are adapters.
-        placement: Where this rank is.
+        only: Parameters to save: patterns of leaf paths (`paths.is_match`); `ADAPTERS_PATTERN` selects trained
+            parameters and parameters named as adapters.
+        placement: Placement of this rank.
+
+    Returns:
+        The view of the model, and the excluded parameters by name.
 
     Raises:
-        UsageError: Nothing is left out, or nothing is saved; or something is left out that no other tag would have.
+        UsageError: If nothing is excluded, nothing is saved, or a trained parameter is excluded, which no other tag
+            would contain.
     """
     parameters = get_stored_parameters(model)
     chosen = {pattern: [n for n, p in parameters.items() if _is_selected(n, p, pattern)] for pattern in only}
     saved = {name for names in chosen.values() for name in names}
     base = {name: value for name, value in parameters.items() if name not in saved}
-    whole = placement.mesh.pp == 1  # one pipeline stage may have no adapters, or nothing else
+    whole = placement.mesh.pp == 1  # one pipeline stage may contain no adapters, or only adapters
     leaves = [schema.get_weight_path(name) for name in parameters]
     for pattern, names in chosen.items():
         if whole and parameters and not names:
@@ -129,7 +133,7 @@ def _is_selected(name: str, parameter: torch.nn.Parameter, pattern: str) -> bool
 
 
 def exclude_parameters(model: torch.nn.Module, excluded: Mapping[str, Any]) -> ModelView:
-    """A model whose state has no base."""
+    """Return a view of a model whose state excludes some parameters."""
     from xla_ckpt.state.model_view import ModelView
 
     entries = get_model_tree(model)
@@ -142,7 +146,7 @@ def exclude_parameters(model: torch.nn.Module, excluded: Mapping[str, Any]) -> M
 
 
 def digest_base(base: Mapping[str, Any], shardings: StateShardings, *, loading: bool) -> RankDigests:
-    """What this rank says of a base. In a load all of it is digested, whatever was digested before or by replicas."""
+    """Compute this rank's digests of a base. A load computes all of them: it ignores the cache and replicas."""
     if loading:
         clear_digests()
     said: RankDigests = {}
@@ -157,10 +161,10 @@ def digest_base(base: Mapping[str, Any], shardings: StateShardings, *, loading: 
 
 
 def _digest_rows(value: Any, local: LocalArray, adapter: ArrayAdapter) -> list[str]:
-    """The rows of an array's parts, with their digests.
+    """Return the row ranges of an array's pieces, with their digests.
 
-    Of parts that are no whole rows, or begin among rows that go together, there are none.
-    They are kept as long as the same buffer is in the array, and nothing tells of a write to it (`_get_version_key`).
+    Pieces without whole rows, or whose boundaries split a group of rows with a common digest, have none. Digests are
+    cached until the array's buffer is replaced or a write to it is detected (`_get_version_key`).
     """
     state = _get_version_key(value, local, adapter)
     if state is not None and (earlier := _get_digest_cache().get(value)) is not None and earlier[0] == state:
@@ -181,10 +185,10 @@ def _digest_rows(value: Any, local: LocalArray, adapter: ArrayAdapter) -> list[s
 
 
 def _get_version_key(value: Any, local: LocalArray, adapter: ArrayAdapter) -> Hashable:
-    """What is another one after the program has written to a tensor; None if nothing would tell.
+    """Return a key that changes when the program writes to a tensor; None if writes cannot be detected.
 
-    torch counts no writes through ``.data``, by which adapters are merged into their base: a sample tells of those.
-    On XLA's devices there is none: all of the tensor would be transferred for it.
+    torch does not count writes through ``.data``, which merge adapters into their base; a sample of the bytes detects
+    those. XLA devices provide no sample, because reading it would transfer the whole tensor.
     """
     if not is_torch_tensor(value) or value.is_inference():
         return None
@@ -195,7 +199,7 @@ def _get_version_key(value: Any, local: LocalArray, adapter: ArrayAdapter) -> Ha
 
 
 def build_base_tree(base: Mapping[str, Any], shardings: StateShardings) -> Any:
-    """What is stored of a base: what each rank says of it."""
+    """Return the stored form of a base: the digests of each rank."""
     placement = shardings.placement
     return {
         schema.RANK_COUNT: placement.world_size,
@@ -204,10 +208,10 @@ def build_base_tree(base: Mapping[str, Any], shardings: StateShardings) -> Any:
 
 
 def merge_digests(rank_digests: Sequence[RankDigests]) -> BaseArrays:
-    """The arrays of a base, from what all ranks say. Rows that several of them have alike count once.
+    """Merge the digests of all ranks. Rows that several ranks hold with equal digests count once.
 
     Raises:
-        FormatError: A tag says what no rank does.
+        FormatError: If a tag contains an invalid entry.
     """
     named: BaseArrays = {}
     rows: dict[str, dict[tuple[int, int], set[int]]] = {}
@@ -230,12 +234,12 @@ def merge_digests(rank_digests: Sequence[RankDigests]) -> BaseArrays:
 
 
 def parse_base(skeleton: Any) -> BaseArrays:
-    """The arrays of the base that a tag of adapters alone names, by its skeleton.
+    """Parse the base arrays from the skeleton of an adapter-only tag.
 
-    A base that adapters were put into is that which it was before.
+    A base into which adapters were injected has the same names as before.
 
     Raises:
-        FormatError: What is stored of it makes no sense.
+        FormatError: If the stored entry is invalid.
     """
     of_ranks = (get_children(get_part(skeleton, paths.join(schema.BASE, schema.RANKS))) or {}).values()
     named = merge_digests([get_children(said) or {} for said in of_ranks])
@@ -243,7 +247,7 @@ def parse_base(skeleton: Any) -> BaseArrays:
 
 
 def is_same_base(one: BaseArrays, other: BaseArrays) -> bool | None:
-    """Whether two tags name the same base; None if they have no digests of all of it."""
+    """Return True if two tags record the same base; None if a digest is missing."""
     if one.keys() != other.keys() or any(_describe_difference(array, other[name]) for name, array in one.items()):
         return False
     return (
@@ -254,7 +258,7 @@ def is_same_base(one: BaseArrays, other: BaseArrays) -> bool | None:
 
 
 def _describe_difference(expected: Sequence[Any], actual: Sequence[Any] | None) -> str | None:
-    """What tells an array of the program from the one that a tag names; None if nothing does."""
+    """Describe how an array of the program differs from the one recorded in a tag; None if they are equal."""
     if actual is None:
         return "it is not in the model"
     for what, wanted, value in zip(("type", "shape", "digest"), expected, actual, strict=True):
@@ -265,13 +269,13 @@ def _describe_difference(expected: Sequence[Any], actual: Sequence[Any] | None) 
 
 @dataclass(frozen=True, slots=True)
 class StoredBase:
-    """The base that a tag names, and what this rank has of it."""
+    """The base recorded in a tag, and this rank's digests of it."""
 
     arrays: BaseArrays
     local_digests: RankDigests
 
     def find_problems(self, present: BaseArrays) -> list[LoadProblem]:
-        """What is wrong with the base that all ranks have together: one problem, whatever it is."""
+        """Compare the base of all ranks with the recorded one. Return at most one problem."""
         texts = {
             name: text
             for name, array in self.arrays.items()
@@ -285,10 +289,10 @@ class StoredBase:
 
 
 def exclude_stored_base(stored: StoredPart, model: Any) -> tuple[Any, StoredBase | None]:
-    """A model without the base that a tag names, and that base; the model itself, if the tag names none.
+    """Split a model into a view without the base that a tag records, and that base; (model, None) without one.
 
     Raises:
-        FormatError: What is stored of it makes no sense.
+        FormatError: If the stored base is invalid.
     """
     part = stored.find_part(schema.BASE)
     if part is None or not is_module(model) or is_names_only(model):

@@ -42,21 +42,21 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, OBJECT_SPLITTING_CODEC, create_class_resolver
 
 PACKAGE = __name__.partition(".")[0]
-"""The package whose frames a warning does not show."""
+"""Package whose frames are skipped in warnings."""
 
 logger = get_logger(__name__)
 
 
 SAMPLED_RUNS = 64
-"""Of a piece that is scattered over its tensor about so many runs of bytes are compared with other ranks' copies."""
+"""Approximate number of sampled byte runs of a strided piece, for comparison with the copies on other ranks."""
 
 SAMPLED_BYTES = 256
-"""So much of each run."""
+"""Maximum number of bytes sampled from each run."""
 
 
 @slots_dataclass()
 class LocalArrayRef:
-    """An array that this rank holds, and which part of the global array it is."""
+    """An array on this rank, and its region of the global array."""
 
     value: Any
     local: LocalArray
@@ -64,18 +64,18 @@ class LocalArrayRef:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what this rank has in memory, padding included."""
+        """Shape of the array in this rank's memory, padding included."""
         return self.adapter.get_shape(self.value)
 
     def extract_pieces(self, data: LocalShard, itemsize: int) -> list[HostShard]:
-        """The pieces of this array, from its whole tensor. Of scattered ones, and of a device's, only a sample."""
+        """Extract the pieces of this array from its whole tensor. Strided pieces and device arrays are only sampled."""
         places = [compute_runs(piece.local_box, Box.from_shape(self.shape), itemsize) for piece in self.local.pieces]
         return [_sample_piece(data, at) for at in places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalArrayRefs(ColumnarSequence[LocalArrayRef]):
-    """The arrays of all leaves of a rank: a row for each, in the order of the leaves."""
+    """The arrays of all leaves of a rank: one row per array, in leaf order."""
 
     paths: Sequence[str]
     values: Sequence[Any]
@@ -90,7 +90,7 @@ class LocalArrayRefs(ColumnarSequence[LocalArrayRef]):
 
 
 def _sample_piece(data: LocalShard, region: ByteRuns) -> HostShard:
-    """A piece of a tensor, to be compared with other ranks' copies of it."""
+    """Read a sample of a piece of a tensor, for comparison with the copies on other ranks."""
     if region.is_contiguous and isinstance(data, HostShard):
         return replace(data, data=data.data[region.offset : region.offset + region.run_bytes])
     if region.is_contiguous:
@@ -110,7 +110,7 @@ def _sample_piece(data: LocalShard, region: ByteRuns) -> HostShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDescription:
-    """A state on this rank: everything about it but its bytes."""
+    """The description of a state on this rank: everything except its bytes."""
 
     state: CapturedState
     placement: RankInfo
@@ -119,34 +119,34 @@ class StateDescription:
     """The array of each leaf."""
 
     aliases: Mapping[str, str]
-    """Leaf path of a tied array -> leaf path under which it is described."""
+    """Leaf path of a tied array -> leaf path of its description."""
 
     skeleton: Json
-    """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
+    """The structure of the state if this rank reports for its stage, otherwise its rank-local part or None."""
 
     pickled_objects: list[bytes]
-    """Pickled objects, by their index in `skeleton`."""
+    """Pickled objects, indexed by `skeleton`."""
 
     module_metadata: Mapping[str, Mapping[str, Json]]
     """Leaf path of each module's state dict in `skeleton` -> module -> its metadata."""
 
     structure: Json
-    """The whole structure of the state as this rank has it."""
+    """The whole structure of the state on this rank."""
 
     structure_metadata: Mapping[str, Mapping[str, Json]]
-    """The same as `module_metadata`, of `structure`."""
+    """Like `module_metadata`, for `structure`."""
 
     pickled_structure_objects: list[bytes]
-    """Pickled objects, by their index in `structure`; only where a layout was asked for that pickles structures."""
+    """Pickled objects, indexed by `structure`; only for layouts that pickle structures."""
 
     part_fingerprints: Mapping[str, str]
-    """Part of the state -> fingerprint of its plain values, which all ranks have in common."""
+    """Part of the state -> fingerprint of its plain values, which must be equal on all ranks."""
 
     replicas: ReplicaPolicy
-    """Whether replicas have to be equal, or the first one of each array is stored whole, whatever the others are."""
+    """Policy for replicas: they must be equal, or the first copy of each array is stored."""
 
     def build_tree(self, part: str, create_array: Any) -> Any:
-        """A part of the state as a tree, with what `create_array` makes of (leaf path, kind) in place of each array."""
+        """Build the tree of a part of the state, with `create_array(leaf path, kind)` called for each array."""
 
         def unpickled(index: int, leaf: str) -> Any:
             return pickles.load(
@@ -174,16 +174,16 @@ def describe_state(
     """Describe a state.
 
     Args:
-        state: The state, as this rank has it.
-        placement: Where this rank is.
-        rules: How arrays are split that do not say so themselves.
-        with_structure: Give all its objects, for layouts that pickle the structure of a state.
-        split_objects: Take objects of plain classes apart, for layouts that have a place for their attributes.
-        replicas: What is done with replicas that differ.
+        state: The state on this rank.
+        placement: Placement of this rank.
+        rules: Sharding rules for arrays without a sharding.
+        with_structure: Include the whole structure, for layouts that pickle it.
+        split_objects: Split objects of plain classes into attributes, for layouts that store these.
+        replicas: Policy for replicas that differ.
 
     Raises:
-        UnsupportedStateError: Something in it cannot be stored.
-        UsageError: A sharding rule makes no sense or does not fit.
+        UnsupportedStateError: If a value cannot be stored.
+        UsageError: If a sharding rule is invalid or does not fit an array.
     """
     shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.rank_local_prefixes).with_model(
         state.model
@@ -191,7 +191,7 @@ def describe_state(
     adapters: list[ArrayAdapter] = []
 
     def kind(value: Any) -> str | None:
-        """Asked once for each array, in the order of the tree."""
+        """Return the kind of an array. Called once for each array, in tree order."""
         adapter = shardings.adapters.find(value)
         if adapter is None:
             return None
@@ -204,10 +204,10 @@ def describe_state(
         else {**state.tree, schema.BASE: build_base_tree(state.base_parameters, shardings)}
     )
     flat = flatten(tree, kind, OBJECT_SPLITTING_CODEC if split_objects else CODEC)
-    if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
+    if placement.mesh.pp == 1 and placement.rank == 0:  # a rule may be for leaves of another stage
         for message in find_unused_rules(shardings.rules, flat.arrays):
             logger.warning("%s", message)
-    # Which arrays differ is known only when all is written. So with "first" one rank writes all of each array.
+    # Differences are only known after all arrays are written. With "first", one rank therefore writes whole arrays.
     together = frozenset(flat.arrays) if replicas == "first" else state.buffers
     leaves, arrays, aliases = describe_arrays(flat.arrays, adapters, shardings, together)
     own = flat if placement.is_stage_leader else _select_rank_local(flat, state.rank_local_prefixes)
@@ -240,17 +240,20 @@ def describe_arrays(
     shardings: StateShardings,
     written_whole: frozenset[str] = frozenset(),
 ) -> tuple[LeafTable, LocalArrayRefs, dict[str, str]]:
-    """The leaves of some arrays, the array of each, and the leaf paths of tied ones with those of the first.
+    """Describe arrays as leaves.
 
     Args:
-        arrays: By leaf path.
-        adapters: The adapter of each.
-        shardings: Where they lie.
-        written_whole: Leaves whose copies need not be equal (buffers): one rank writes all of such an array.
+        arrays: Arrays by leaf path.
+        adapters: The adapter of each array.
+        shardings: Shardings of the state.
+        written_whole: Leaves whose copies may differ (buffers): one rank writes the whole array.
+
+    Returns:
+        The leaves, the array of each leaf, and the leaf paths of tied arrays -> leaf path of the first.
 
     Raises:
-        UnsupportedStateError: One of them cannot be stored.
-        UsageError: A sharding rule does not fit.
+        UnsupportedStateError: If an array cannot be stored.
+        UsageError: If a sharding rule does not fit.
     """
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
@@ -260,7 +263,7 @@ def describe_arrays(
     kept: list[ArrayAdapter] = []
     form: list[int] = []
     numbers: dict[tuple[int, int, bool, bool | None], int] = {}
-    """By the identity of what is kept here: a hash of it would take as long as all the rest."""
+    """Row numbers keyed by object identity, because hashing the values would take as long as everything else."""
     forms: list[tuple[DType, LocalLayout]] = []
     described = zip(arrays.items(), adapters, shardings.iterate_forms(arrays, adapters), strict=True)
     for (path, value), adapter, (dtype, local) in described:
@@ -282,7 +285,7 @@ def describe_arrays(
 
 
 def collect_local_shards(arrays: LocalArrayRefs, padded_leaves: frozenset[str]) -> LocalShards:
-    """All local shards, in one batch for each kind of array; those `padded_leaves` with their padding."""
+    """Collect all local shards, batched by kind of array; `padded_leaves` include their padding."""
     places = arrays.local_arrays
     if padded_leaves:
         columns = zip(arrays.paths, arrays.values, arrays.local_arrays, arrays.adapters, strict=True)
@@ -296,15 +299,15 @@ def collect_local_shards(arrays: LocalArrayRefs, padded_leaves: frozenset[str]) 
 
 
 def _include_padding(path: str, value: Any, local: LocalArray, adapter: ArrayAdapter) -> LocalArray:
-    """The whole of a tensor, padding included, in the place of the pieces that are stored of it."""
-    # An array that knows its own place has no padding.
+    """Return the local array with its padding, instead of the pieces that are stored."""
+    # An array with its own sharding has no padding.
     return local if adapter.locate(value, path) is not None else create_unsharded(adapter.get_shape(value))
 
 
 def extract_replicated_pieces(
     description: StateDescription, padded_leaves: frozenset[str], shards: LocalShards
 ) -> dict[str, list[HostShard]]:
-    """The pieces of arrays that are `padded_leaves`, where other ranks hold some of them and not the rest."""
+    """Extract the pieces of `padded_leaves`, because other ranks hold some of them but not all."""
     return {
         leaf.path: array.extract_pieces(shards.get_shards(leaf.path)[0], leaf.dtype.itemsize)
         for leaf, array in zip(description.leaves, description.arrays, strict=True)
@@ -313,7 +316,7 @@ def extract_replicated_pieces(
 
 
 def _fingerprint_part(skeleton: Json, part: str) -> str:
-    """That of a part of a skeleton, less what each rank has its own of."""
+    """Compute the fingerprint of a part of a skeleton, without its rank-local state."""
     stored = get_part(skeleton, part)
     own = part == schema.OPTIMIZER and isinstance(stored, dict) and schema.PER_RANK_STATE in stored
     common = {k: v for k, v in stored.items() if k != schema.PER_RANK_STATE} if own else stored
@@ -321,7 +324,7 @@ def _fingerprint_part(skeleton: Json, part: str) -> str:
 
 
 def _select_rank_local(flat: FlatTree, rank_local_prefixes: tuple[str, ...]) -> FlatTree:
-    """What only this rank has of a flattened state: the others speak for the rest."""
+    """Select the rank-local part of a flattened state. Other ranks report the rest."""
     own = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(rank_local_prefixes)]
     numbers = {n: i for i, (n, _, _) in enumerate(own)}
     holders = [holder for path in rank_local_prefixes if (holder := schema.get_rank_parent(path)) is not None]
@@ -341,11 +344,11 @@ def _dump_object(leaf: str, value: Any) -> bytes:
 
 
 _SKIPPED_MODULES = (f"{PACKAGE}.", "torch._dynamo.")
-"""Modules between a program and a warning: this library, and Dynamo, which it has run its calls as they are."""
+"""Module prefixes of frames that warnings skip: this library, and Dynamo, through which its calls may run."""
 
 
 def _count_library_frames() -> int:
-    """How far up the stack the program's own code is, for a warning that is to show the program's line."""
+    """Count the stack frames above the program's own code, so that a warning shows the program's line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_SKIPPED_MODULES):
         frame, level = frame.f_back, level + 1

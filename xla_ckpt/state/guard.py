@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def select_optimizer_written(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
-    """Those of some arrays, by leaf path, that only the step of an optimizer writes to, as far as one can know.
+    """Select the arrays that only the optimizer's step writes to.
 
     Args:
-        arrays: What is saved.
-        optimizer: The optimizer that is saved; None if none is. Of one whose step torch does not announce nothing is
-            known, and so there are no such arrays.
+        arrays: The saved arrays, by leaf path.
+        optimizer: The saved optimizer, or None. Nothing is selected without one, or if torch does not call hooks before
+            its step.
     """
     if optimizer is not None and not isinstance(optimizer, Mapping) and not _has_step_hooks(optimizer):
         return {}
@@ -43,26 +43,26 @@ def select_optimizer_written(arrays: Mapping[str, Any], optimizer: Any) -> dict[
 
 
 def _has_step_hooks(optimizer: Any) -> bool:
-    """Whether torch calls hooks before the step of an optimizer."""
+    """Return True if torch calls hooks before the step of an optimizer."""
     return is_torch_optimizer(optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
 
 
 class _WatchedSave:
-    """One save that has not copied everything yet."""
+    """A save that has not copied all memory yet."""
 
     def __init__(self, progress: SnapshotProgress, tensors: Sequence[torch.Tensor], *, with_optimizer: bool) -> None:
         self.progress = progress
-        self.tensors = tensors  # held, so that nothing else gets their identity
+        self.tensors = tensors  # a reference, so that no other tensor gets the same identity
         self.with_optimizer = with_optimizer
         self.storages = {_get_storage_address(tensor) for tensor in tensors}
         self.tensor_ids = set(map(id, tensors))
         self.hooks: list[Any] = []
 
     def is_written_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step of an optimizer may write to what is saved.
+        """Return True if the step of an optimizer may write to saved memory.
 
-        One that has any of it waits for all of it: a wrapper may have copies of other precision, and put those into
-        parameters that it does not name. If no optimizer is saved, this may be such a wrapper.
+        An optimizer with any saved tensor waits for all of them: a wrapper may copy tensors of another precision into
+        parameters that it does not list. If no optimizer is saved, every optimizer may be such a wrapper.
         """
         return not self.with_optimizer or any(
             id(tensor) in self.tensor_ids or _get_storage_address(tensor) in self.storages
@@ -71,7 +71,7 @@ class _WatchedSave:
 
 
 class WriteBarrier:
-    """The saves of this process that have not copied everything yet, and the hooks that wait for them."""
+    """Saves of this process that have not copied all memory yet, and the hooks that wait for them."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
@@ -82,13 +82,13 @@ class WriteBarrier:
     def watch(
         self, progress: SnapshotProgress, tensors: Sequence[torch.Tensor], *, model: Any = None, with_optimizer: bool
     ) -> None:
-        """Have writers wait until `progress` is over.
+        """Block writers until `progress` is complete.
 
         Args:
-            progress: Says when they may go on.
-            tensors: What they must not write to.
-            model: The module whose `load_state_dict` waits, if there is one.
-            with_optimizer: Whether an optimizer is saved; if not, every optimizer waits.
+            progress: Progress of the snapshot.
+            tensors: Tensors that must not be written to.
+            model: Module whose `load_state_dict` waits, if any.
+            with_optimizer: True if an optimizer is saved; otherwise every optimizer waits.
         """
         self._remove_finished()
         if progress.is_frozen or not tensors:
@@ -105,13 +105,13 @@ class WriteBarrier:
                 self._hook = register_optimizer_step_pre_hook(_wait_before_step)
 
     def wait(self) -> None:
-        """Wait until no save needs the program's memory any more."""
+        """Wait until no save needs the program's memory."""
         for watch in self._get_watches():
             watch.progress.wait()
         self._remove_finished()
 
     def close(self) -> None:
-        """Take the hooks back, if no save needs them."""
+        """Remove the hooks if no save needs them."""
         self._remove_finished()
         with self._lock:
             if not self._watches and self._hook is not None:
@@ -119,14 +119,14 @@ class WriteBarrier:
                 self._hook = None
 
     def wait_before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for the saves of what an optimizer writes to."""
+        """Wait for saves of memory that an optimizer writes to."""
         for watch in self._get_watches():
             if not watch.progress.is_frozen and watch.is_written_by(optimizer):
                 watch.progress.wait()
         self._remove_finished()
 
     def wait_before_load(self) -> None:
-        """Wait for all saves: a saved module is about to be overwritten."""
+        """Wait for all saves, because a saved module is about to be overwritten."""
         with self._lock:
             self._running_loads += 1
         try:
@@ -137,7 +137,7 @@ class WriteBarrier:
                 self._running_loads -= 1
 
     def reset_after_fork(self) -> None:
-        """In a forked process: nothing waits for saves, whose memory is that of the parent."""
+        """Reset the barrier in a forked process, whose saves belong to the parent."""
         self._running_loads = 0
         for watch in self._watches:
             watch.progress.finish()
@@ -147,10 +147,10 @@ class WriteBarrier:
             return list(self._watches)
 
     def _remove_finished(self) -> None:
-        """Forget saves that have copied everything.
+        """Remove saves that have copied all memory.
 
-        Only threads of the program come here, and not from within a hook of a module: torch walks through the hooks
-        while it calls them, and fails if one goes away meanwhile.
+        Only called by threads of the program, and not from a module's hook: torch iterates over the hooks while it
+        calls them, and fails if one is removed during the iteration.
         """
         with self._lock:
             if self._running_loads:
@@ -163,10 +163,10 @@ class WriteBarrier:
 
 
 WRITE_BARRIER = register_fork_reset(WriteBarrier(), WriteBarrier.reset_after_fork)
-"""The guard of this process."""
+"""The write barrier of this process."""
 
 
-# Functions of a module, because a model may be pickled while they are in it.
+# Module-level functions, because a model with these hooks may be pickled.
 
 
 def _wait_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -178,8 +178,8 @@ def _before_load(*_: Any) -> None:
 
 
 def _get_storage_address(tensor: torch.Tensor) -> int | None:
-    """What tensors have in common that share memory; None for one without memory of its own."""
-    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    """Return the storage address, which tensors that share memory have in common; None without a storage."""
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's local tensor
     try:
         return local.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):  # some subclasses have no storage
@@ -187,5 +187,5 @@ def _get_storage_address(tensor: torch.Tensor) -> int | None:
 
 
 def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers."""
+    """Iterate over the tensors in nested containers."""
     return (leaf for leaf in iterate_leaves(value) if is_torch_tensor(leaf))

@@ -1,4 +1,4 @@
-"""Plan of a whole load: its parts, and how they are installed together or rolled back."""
+"""Plan of a whole load: its parts, their joint installation, and rollback."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from xla_ckpt.storage.signals import DeferSignals
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All parts of a load, checked but not yet begun."""
+    """The parts of a load, checked before anything is read or changed."""
 
     parts: list[PartLoadPlan]
     build_result: BuildValue
-    """The value that the load returns, from the restored arrays by leaf path."""
+    """Function that builds the value returned by the load from the restored arrays by leaf path."""
 
     @cached_property
     def targets(self) -> dict[str, Target]:
-        """Leaf path -> where the array goes."""
+        """Leaf path -> target of the array."""
         return {path: target for part in self.parts for path, target in part.targets.items()}
 
     base: StoredBase | None = None
-    """What the tag leaves out of the model, and names; None if it leaves out nothing."""
+    """The base that the tag records but does not contain; None if nothing was excluded."""
 
     installed: dict[str, Any] = field(default_factory=dict, init=False)
-    """The arrays that are in place, by leaf path: first those that code of the program takes."""
+    """Installed arrays by leaf path. Arrays for `load_state_dict` methods of the program are added first."""
 
     @property
     def state_dict_paths(self) -> frozenset[str]:
-        """Leaf paths of arrays that code of the program takes before anything else is changed."""
+        """Leaf paths of arrays that are passed to `load_state_dict` methods before anything else is changed."""
         return frozenset(path for part in self.parts for path in part.state_dict_paths)
 
     @contextlib.contextmanager
     def load_state_dicts(self, exchange: Exchange) -> Iterator[Callable[[], None]]:
-        """Around the reading and the installation. Gives what hands over to code of the program what that takes.
+        """Context manager for reading and installation. Yields a function that calls the members' `load_state_dict`.
 
-        It is called when the arrays `state_dict_paths` are filled, and the memory that the program uses is not yet
-        overwritten. If that or anything after it fails, the members get back what they had. From its end on all is
-        overwritten and installed before a signal handler of the program runs, which may raise: a half-loaded model
-        looks like a good one.
+        Call the function when the arrays of `state_dict_paths` are filled, and before memory that the program uses is
+        overwritten. If it or any later step fails, the members are rolled back. Once it returns, signal handlers of the
+        program are deferred until everything is overwritten and installed: they may raise, and a partially loaded model
+        looks like a valid one.
         """
         handing = StateDictLoader([part.state_dict_load for part in self.parts if part.state_dict_load is not None])
 
@@ -62,16 +62,16 @@ class LoadPlan:
             def hand_over() -> None:
                 handing.run(install, exchange)
                 if self.base is None and any(target.live for target in self.targets.values()):
-                    clear_digests()  # what adapters are loaded into is no base
+                    clear_digests()  # a model loaded from adapters is not a known base any more
                 calm.begin()
 
             yield hand_over
 
     def install(self) -> Any:
-        """Put everything in place, now that the memory of all targets is filled; returns the load's value.
+        """Install everything, after the memory of all targets is filled. Return the value of the load.
 
         Raises:
-            LoadError: That fails, which leaves a part of the objects changed.
+            LoadError: If installation fails, which leaves some objects changed.
         """
         with wrap_install_errors():
             self.installed.update(install_all({p: t for p, t in self.targets.items() if p not in self.installed}))

@@ -54,41 +54,41 @@ from xla_ckpt.state.wrappers import get_modules, is_model_view, is_names_only, u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedState:
-    """A state tree, and what is known about its members."""
+    """A state tree with metadata about its members."""
 
     tree: Any
     model: Any = None
-    """The module whose layers are asked how their parameters are split."""
+    """Module whose layers declare how their parameters are sharded."""
 
     optimizer: Any = None
-    """The optimizer, without what wraps it."""
+    """The unwrapped optimizer."""
 
     parameters: Mapping[str, OptimizerParameter] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     """Leaf paths of buffers, which may differ between ranks."""
 
     rank_local_prefixes: tuple[str, ...] = ()
-    """Leaf paths of what this rank alone has: they begin the paths of its leaves."""
+    """Leaf path prefixes of rank-local state."""
 
     shared_parts: tuple[str, ...] = ("",)
-    """Paths whose plain values all ranks have in common."""
+    """Paths whose plain values must be equal on all ranks."""
 
     is_keyed_by_name: bool = False
-    """Whether the optimizer's state is kept by parameter name."""
+    """True if the optimizer state is keyed by parameter name."""
 
     zero1_axes: tuple[str, ...] | None = None
-    """Mesh axes over which a ZeRO-1 optimizer deals rows out; None for any other optimizer."""
+    """Mesh axes over which a ZeRO-1 optimizer shards rows; None for other optimizers."""
 
     base_parameters: Mapping[str, Any] | None = None
-    """The parameters that are left out, by name; None if nothing is."""
+    """The excluded base parameters, by name; None if none are excluded."""
 
     expert_parameters: frozenset[str] | None = None
-    """Names of the parameters that its part for experts has; None if it has no such part."""
+    """Names of the optimizer's expert parameters; None if it has no separate part for experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingObjects:
-    """The usual objects of a training run, each of them optional. What wraps a model or an optimizer is looked into."""
+    """The objects of a training run, all of them optional. Models and optimizers are unwrapped."""
 
     model: Any = None
     optimizer: Any = None
@@ -96,23 +96,21 @@ class TrainingObjects:
     user_content: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
-    """What a save stores of the model's parameters (`frozen_base.exclude_base`); nothing stands for all."""
+    """Patterns of the model parameters to save (`base_model.exclude_base`); empty for all."""
 
     def __post_init__(self) -> None:
         argument_checks.check_extras(self.extras)
 
     @property
     def description(self) -> str:
-        """Which objects there are, as text. All ranks have the same ones, but for the user content, of which rank 0's
-        is stored.
-        """
+        """Names of the objects, as text. All ranks have the same, except for the user content, which rank 0 stores."""
         usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
         names = [name for name, value in usual.items() if value is not None]
         names += [f"only {', '.join(self.only)}"] if self.only else []
         return ", ".join([*names, *map(schema.get_extras_path, sorted(map(str, self.extras)))])
 
     def get_unused_state_warning(self, skeleton: Any) -> str | None:
-        """What to say of a run that goes on with its optimizer or its scheduler alone, where both are stored."""
+        """Return a warning if only one of a stored optimizer and scheduler is loaded, otherwise None."""
         stored = skeleton if isinstance(skeleton, Mapping) else {}
         if stored.get(schema.SCHEDULER) and self.optimizer is not None and self.scheduler is None:
             return (
@@ -124,11 +122,11 @@ class TrainingObjects:
         return None
 
     def capture(self, placement: RankInfo) -> CapturedState:
-        """Their state, as this rank has it.
+        """Capture the state on this rank.
 
         Raises:
-            UsageError: There is nothing to save, or one of them is not what its place is for.
-            UnsupportedStateError: One of them cannot be stored.
+            UsageError: If there is nothing to save, or an argument has the wrong type.
+            UnsupportedStateError: If an object cannot be stored.
         """
         objects = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
         argument_checks.check_not_empty(objects, placement)
@@ -156,7 +154,7 @@ class TrainingObjects:
                 optimizer_tree = optimizers.get_optimizer_tree(optimizer, names)
                 parameters = optimizers.get_saved_parameters(optimizer, model, names, placement)
             by_name = optimizers.is_keyed_by_name(optimizer, optimizer_tree)
-            states = get_optimizer_schema(optimizer)  # of several, none has any of its own
+            states = get_optimizer_schema(optimizer)  # an `OptimizerDict` has no schema of its own
             if by_name and states.per_rank:
                 optimizer_tree = rank_local_state.split_rank_local(optimizer_tree, states, placement)
                 alone.append(schema.get_rank_path(schema.get_per_rank_state_path(), rank))
@@ -195,22 +193,22 @@ class TrainingObjects:
         )
 
     def get_hints(self, shardings: StateShardings) -> LoadHints:
-        """What they know about the arrays that they want.
+        """Return hints about the arrays to load.
 
         Raises:
-            UsageError: One of them is not what its place is for.
+            UsageError: If an argument has the wrong type.
         """
         model, optimizer = unwrap_model(self.model, loading=True), unwrap_optimizers(self.optimizer)
         argument_checks.check_members(model, optimizer, loading=True)
         return get_program_hints(model, optimizer, shardings)
 
     def plan_load(self, stored: StoredPart) -> LoadPlan:
-        """Compare a stored state with them. The value of the load is the stored user content; where there is none, the
-        plain values beside the objects.
+        """Compare a stored state with these objects. The load returns the stored user content, or without one the plain
+        values stored next to the objects.
 
         Raises:
-            UsageError: One of them is not what its place is for.
-            CheckpointError: Something stored cannot be loaded at all.
+            UsageError: If an argument has the wrong type.
+            CheckpointError: If a stored value cannot be loaded at all.
         """
         stored_model = stored.find_part(schema.MODEL)
         names = get_children(stored_model.skeleton) if stored_model is not None else None
@@ -230,9 +228,9 @@ class TrainingObjects:
             return LoadPlan(parts, lambda arrays: beside or None, base)
         fresh = PartLoadPlan()
         try:
-            content.build()  # an object that may not be loaded is found out before anything is changed
+            content.build()  # detect objects that cannot be loaded before anything is changed
         except IncompatibleCheckpointError as error:
-            # A class of the program that saved is missing here. Weights can be loaded without it, if the load is told.
+            # This program does not have a class of the saved state. With strict=False the weights load without it.
             left_out = "strict=False leaves all of the user content out."
             fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''} {left_out}")
             return LoadPlan([*parts, fresh], lambda arrays: None, base)
@@ -240,7 +238,7 @@ class TrainingObjects:
         return LoadPlan([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]), base)
 
     def _get_member_loads(self, model: Any, optimizer: Any) -> list[tuple[str, _PlanMemberLoad]]:
-        """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
+        """Return (leaf path, load function) for each object; model and optimizer are unwrapped."""
         members: list[tuple[str, _PlanMemberLoad]] = []
         if model is not None and not is_names_only(model):
             members.append((schema.MODEL, _wrap_in_list(lambda part: model_state.plan_model_load(part, model))))
@@ -268,11 +266,11 @@ class TrainingObjects:
 
 
 def _read_plain_extras(stored: StoredPart, requested: Collection[str]) -> dict[str, Any]:
-    """The plain values in `extras` that no object of the call takes: a program that used another library has its step
-    there.
+    """Read the plain values in `extras` that no object of the call requests, such as the step stored by a program that
+    used another library.
 
-    What has arrays in it is left out, as they may be large. So are pickled objects, which need trust, objects of
-    classes that this program does not have, and what each rank has its own of.
+    Values with arrays are skipped, because they may be large. Also skipped are pickled objects, which need trust,
+    objects of unknown classes, and rank-local state.
     """
     extras = stored.find_part(schema.EXTRAS)
     plain: dict[str, Any] = {}
@@ -282,13 +280,13 @@ def _read_plain_extras(stored: StoredPart, requested: Collection[str]) -> dict[s
         leaves = [leaf for _, leaf in iterate_leaf_parts(skeleton)]
         if name in requested or of_ranks or any(is_array(leaf) or is_object(leaf) for leaf in leaves):
             continue
-        with contextlib.suppress(IncompatibleCheckpointError):  # nobody has asked for it
+        with contextlib.suppress(IncompatibleCheckpointError):  # not requested by the caller
             plain[name] = stored.get_subpart(skeleton, schema.get_extras_path(name)).build()
     return plain
 
 
 _PlanMemberLoad = Callable[[StoredPart], list[PartLoadPlan]]
-"""Prepares to load what is stored of a member."""
+"""Function that plans the load of a stored member."""
 
 
 def _wrap_in_list(plan: Callable[[StoredPart], PartLoadPlan]) -> _PlanMemberLoad:
@@ -297,24 +295,28 @@ def _wrap_in_list(plan: Callable[[StoredPart], PartLoadPlan]) -> _PlanMemberLoad
 
 @dataclass(frozen=True, slots=True)
 class PyTree:
-    """Any tree of containers, arrays and plain values, to be saved."""
+    """A tree of containers, arrays and plain values to save."""
 
     tree: Any
     description: ClassVar[str] = "a tree"
     only: ClassVar[tuple[str, ...]] = ()
 
     def capture(self, placement: RankInfo) -> CapturedState:
-        """The tree; its plain values are the same on all ranks.
+        """Capture the tree. Its plain values must be equal on all ranks.
 
         Raises:
-            UsageError: There is nothing in it.
+            UsageError: If the tree is empty.
         """
         argument_checks.check_not_empty([self.tree], placement)
         return CapturedState(tree=self.tree)
 
 
 def _find_part(skeleton: Any, leaf: str) -> Any:
-    """The part of the stored state at a leaf path."""
+    """Return the part of the stored state at a leaf path.
+
+    Raises:
+        IncompatibleCheckpointError: If the path is not stored.
+    """
     try:
         return get_part(skeleton, leaf)
     except KeyError:
@@ -328,11 +330,11 @@ def _find_part(skeleton: Any, leaf: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a restored tree is to be like: a tree with arrays or specs in it; None for everything, as it was."""
+    """A template for the restored tree: a tree of arrays or specs, or None to restore everything as saved."""
 
     like: Any
     path: str = paths.ROOT
-    """Leaf path of what is wanted, where `like` is None."""
+    """Leaf path of the part to restore if `like` is None."""
 
     description: ClassVar[str] = "a tree"
 
@@ -340,11 +342,11 @@ class Template:
         argument_checks.check_like(self.like)
 
     def get_hints(self, shardings: StateShardings) -> LoadHints:
-        """What it knows about the arrays that it wants."""
+        """Return hints about the arrays to load."""
         return get_template_hints(self.like, shardings)
 
     def plan_load(self, stored: StoredPart) -> LoadPlan:
-        """Compare a stored state with it. The value of the load is the new tree."""
+        """Compare a stored state with the template. The load returns the new tree."""
         loading = PartLoadPlan(cast=stored.cast)
 
         if self.like is None:
@@ -355,10 +357,10 @@ class Template:
 
 
 def get_program_hints(model: Any, optimizer: Any, shardings: StateShardings) -> LoadHints:
-    """What a model and an optimizer say about the arrays that they want.
+    """Return hints from a model and an optimizer about the arrays to load.
 
     Raises:
-        UnsupportedStateError: Attributes, or a layer of the model, contradict themselves.
+        UnsupportedStateError: If attributes or a layer of the model are contradictory.
     """
     shardings = shardings.with_model(model)
     entries = {} if model is None else model_state.get_model_tree(model)
@@ -391,13 +393,13 @@ def get_program_hints(model: Any, optimizer: Any, shardings: StateShardings) -> 
 
 
 def _read_model_config(model: Any) -> Mapping[str, Any]:
-    """What the configuration of a model of transformers says; nothing if it is none."""
+    """Return the configuration of a transformers model; empty for other models."""
     configs: list[Any] = [getattr(module, "config", None) for module in get_modules(model)]
     return next((c.to_dict() for c in configs if hasattr(c, "to_dict") and hasattr(c, "model_type")), {})
 
 
 def get_template_hints(like: Any, shardings: StateShardings) -> LoadHints:
-    """What the tree of a `restore` says; None wants everything."""
+    """Return hints from the template of a `restore`; none for None, which restores everything."""
     if not isinstance(like, Mapping):
         return get_program_hints(None, {}, shardings)
     model, optimizer = like.get(schema.MODEL), like.get(schema.OPTIMIZER)
@@ -413,12 +415,12 @@ def _create_array_hint(path: str, value: Any, shardings: StateShardings) -> Arra
         named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
         return ArrayHint(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."), sharding=named)
     adapter = shardings.adapters.require(value, path)
-    # Where a rule decides, attributes are not looked at: they may be wrong.
+    # A matching rule takes precedence over attributes, which may be wrong.
     ruled = find_sharding(shardings.rules, path, schema.strip_member(path)) is not None
     named = None if ruled else shardings.layers.get(id(value)) or get_declared_sharding(value, path)
     return ArrayHint(
         shape=shardings.locate(path, value, adapter).shape,
-        # A tensor on the meta device cannot be stored, but it says all that a description needs.
+        # A meta tensor cannot be stored, but provides everything that a description needs.
         dtype=str(value.dtype).removeprefix("torch.") if is_meta(value) else adapter.get_dtype(value, path).name,
         sharding=None if named is None or not named.axes else replace(named, shape=None),
         shape_excludes_padding=get_unpadded_shape(value) is not None,
@@ -427,7 +429,7 @@ def _create_array_hint(path: str, value: Any, shardings: StateShardings) -> Arra
 
 
 def _get_named_groups(optimizer: Any, names: Mapping[Any, str]) -> list[list[tuple[str, Any]]] | None:
-    """An optimizer's parameters by group, each once, with their names; None if it has no groups."""
+    """Return the parameters of each group with their names, each parameter once; None without groups."""
     if optimizer is None or isinstance(optimizer, Mapping) or not optimizers.has_param_groups(optimizer):
         return None
     called = iter(optimizers.list_parameter_names(optimizer, names))
