@@ -1,7 +1,7 @@
 """Plan the load of one part of a stored state: match stored arrays with targets, and collect problems.
 
-`StoredPart` is what a checkpoint contains under one path. `PartLoadPlan` records which arrays are read, where they go,
-what does not fit, and what to do when all arrays are read. Nothing of the program changes while a plan is made.
+`StoredPart` is the content of a checkpoint under one path. `PartLoadPlan` records the arrays to read, their targets,
+problems, and the installation after all arrays are read. Making a plan changes nothing in the program.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from xla_ckpt.state.values import CODEC, get_checked_members, split_pattern
 
 @slots_dataclass()
 class ArrayPlaceholder:
-    """Stands for an array that has not been read yet."""
+    """A placeholder for an array that has not been read yet."""
 
     path: str
     kind: str
@@ -59,7 +59,7 @@ class ArrayPlaceholder:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """What a tag holds under one path."""
+    """The content of a tag under one path."""
 
     manifest: Manifest
     prefix: str
@@ -69,47 +69,47 @@ class StoredPart:
     read_object: Callable[[int, str], Any]
     resolve: ResolveClass
     shardings: StateShardings = field(default_factory=StateShardings)
-    """Where the arrays of the program lie."""
+    """Shardings of the program's arrays."""
 
     cast: bool = False
-    """Whether floating-point values become those of the type that the program has."""
+    """True if floating-point values are cast to the program's dtype."""
 
     strict: bool = True
-    """Whether the load fails where anything does not fit."""
+    """True if the load fails for any mismatch."""
 
     def is_same_array(self, path: str, other: str) -> bool:
-        """Whether two leaf paths are names of one stored array."""
+        """Return True if two leaf paths are names of one stored array."""
         aliases = self.manifest.aliases
         return aliases.get(path, path) == aliases.get(other, other)
 
     def has_shape(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape is stored under a key of the part."""
+        """Return True if an array of this shape is stored under a key of the part."""
         path = paths.join(self.prefix, paths.escape(key))
         form = self.manifest.arrays.get_metadata(self.manifest.aliases.get(path, path))
         return form is not None and form.shape == shape
 
     def get_form(self, path: str) -> ArrayMetadata:
-        """The form of an array leaf that the skeleton names.
+        """Return the metadata of an array leaf of the skeleton.
 
         Raises:
-            IncompatibleCheckpointError: There is none.
+            IncompatibleCheckpointError: If the array is not stored.
         """
         form = self.manifest.arrays.get_metadata(self.manifest.aliases.get(path, path))
         return self.manifest.get_array(path).metadata if form is None else form
 
     def build(self, create_array: Callable[[str, str], Any] = ArrayPlaceholder) -> Any:
-        """The part as a tree; arrays are made by `create_array` from (leaf path, kind).
+        """Build the part as a tree; `create_array(leaf path, kind)` creates each array.
 
-        As long as they have not been read, values that consist of several are their parts.
+        Composite values stay split into their members until they have been read.
 
         Raises:
-            IncompatibleCheckpointError: A class that it takes is gone, or has changed.
-            UntrustedObjectError: It takes what is not loaded without trust.
+            IncompatibleCheckpointError: If a required class is missing or has changed.
+            UntrustedObjectError: If the part contains objects that are only loaded with trust.
         """
         return self._create_unflattener(create_array).build(self.skeleton, self.prefix)
 
     def get_module_metadata(self, path: str) -> Mapping[str, Mapping[str, Any]] | None:
-        """Return the metadata of the modules whose state dict is stored at a leaf path; None if nothing says them."""
+        """Return the metadata of the modules whose state dict is stored at a leaf path; None if it is not recorded."""
         return (
             self._create_unflattener(ArrayPlaceholder).build_metadata(path)
             if path in self.manifest.module_metadata
@@ -129,28 +129,28 @@ class StoredPart:
         )
 
     def get_subpart(self, skeleton: Any, path: str) -> StoredPart:
-        """A part of this part, given its skeleton and full leaf path."""
+        """Return a part of this part, given its skeleton and full leaf path."""
         return replace(self, prefix=path, skeleton=skeleton)
 
     def create_in_place_target(self, path: str, value: Any, *, owned: bool) -> Target:
-        """A target that overwrites an array of the program.
+        """Create a target that overwrites an array of the program.
 
         Raises:
-            UsageError: It is on the meta device, or has elements that share memory, or is read-only.
+            UsageError: If the array is on the meta device, is read-only, or has elements that share memory.
         """
         check_has_memory(value, path)
         adapter = self.shardings.adapters.require(value, path)
-        try:  # `annotate_errors` would take a quarter of the time of many small arrays
+        try:  # `annotate_errors` would use a quarter of the time of many small arrays
             return adapter.create_in_place_target(value, self._locate(path, value, adapter), owned=owned)
         except CheckpointError as error:
             error.at(leaf=path)
             raise
 
     def create_whole_targets(self, values: Mapping[str, Any], *, owned: bool) -> dict[str, Target]:
-        """The targets, by leaf path, that overwrite those of some arrays that need no closer look.
+        """Create targets, by leaf path, that overwrite arrays which need no further checks.
 
-        They are dense tensors of the stored type and shape, whole on this rank, each of them under one name: most
-        arrays of most loads.
+        These are most arrays of most loads: dense tensors of the stored dtype and shape, unsharded on this rank, with
+        one name each.
         """
         arrays, aliases, adapters = self.manifest.arrays, self.manifest.aliases, self.shardings.adapters
         if not self.shardings.unsplit:
@@ -174,10 +174,10 @@ class StoredPart:
         return targets
 
     def create_new_targets(self, kinds: Mapping[str, str]) -> dict[str, Target]:
-        """The targets, by leaf path, that make some arrays anew, whole and in host memory; `kinds` says which kind.
+        """Create targets, by leaf path, for new, unsharded arrays in host memory; `kinds` maps leaf paths to kinds.
 
         Raises:
-            IncompatibleCheckpointError: One of them is not stored.
+            IncompatibleCheckpointError: If an array is not stored.
         """
         alike: dict[tuple[int, str], Callable[[], Target]] = {}
         targets: dict[str, Target] = {}
@@ -193,17 +193,17 @@ class StoredPart:
         return targets
 
     def create_target_like(self, path: str, value: Any) -> Target:
-        """A target that makes a new array like one of the program.
+        """Create a target for a new array like one of the program.
 
         Raises:
-            UsageError: It is on the meta device.
+            UsageError: If the array is on the meta device.
         """
         check_has_memory(value, path)
         adapter = self.shardings.adapters.require(value, path)
         return adapter.create_target_like(value, self._locate(path, value, adapter))
 
     def create_copied_target(self, path: str, value: Any) -> Target:
-        """A target that makes a new array, which code of the program will write over one of its own.
+        """Create a target for a new array, which code of the program will copy into one of its arrays.
 
         Raises:
             UsageError: As `create_in_place_target`.
@@ -217,10 +217,10 @@ class StoredPart:
         return self.create_target_like(path, value)
 
     def _locate(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
-        """Where an array of the program lies, compared with how the stored one was split.
+        """Return the region of an array of the program, and compare its row order with the stored array.
 
         Raises:
-            IncompatibleCheckpointError: The ranks would get other rows than those that they mean.
+            IncompatibleCheckpointError: If the ranks would read other rows than they expect.
         """
         local = self.shardings.locate(path, value, adapter)
         form = self.manifest.arrays.get_metadata(self.manifest.aliases.get(path, path))
@@ -230,7 +230,7 @@ class StoredPart:
         return local
 
     def find_part(self, path: str) -> StoredPart | None:
-        """The part at a path below this one; None if it is not stored."""
+        """Return the part at a path below this one; None if it is not stored."""
         try:
             return self.get_subpart(get_part(self.skeleton, path), paths.join(self.prefix, path))
         except KeyError:
@@ -239,41 +239,41 @@ class StoredPart:
 
 @dataclass(slots=True)
 class PartLoadPlan:
-    """A part of a load, checked but not yet begun: what it reads, and what it does with it."""
+    """The plan of one part of a load, checked before anything is read or changed."""
 
     cast: bool = False
     """See `StoredPart.cast`."""
 
     targets: dict[str, Target] = field(default_factory=dict)
-    """Leaf path -> where the array goes."""
+    """Leaf path -> target of the array."""
 
     problems: list[LoadProblem] = field(default_factory=list)
 
     unexpected: list[LoadProblem] = field(default_factory=list)
-    """Stored, and not wanted by this rank: a problem unless another pipeline stage wants it."""
+    """Stored leaves that this rank does not load: problems unless another pipeline stage loads them."""
 
     not_loaded: list[LoadProblem] = field(default_factory=list)
-    """What code of the program has not taken, where the load goes on without it."""
+    """Values that code of the program has not loaded, in loads that continue without them."""
 
     state_dict_load: StateDictLoad | None = None
-    """What code of the program takes, before anything else of the program is changed."""
+    """State for a `load_state_dict` of the program, called before anything else of the program is changed."""
 
     finish: Callable[[Mapping[str, Any]], None] = lambda arrays: None
-    """Called with the restored arrays by leaf path, when all parts are read."""
+    """Called with the restored arrays by leaf path, after all parts are read."""
 
     @property
     def state_dict_paths(self) -> Collection[str]:
-        """Leaf paths of the arrays that code of the program takes."""
+        """Leaf paths of the arrays that are passed to `load_state_dict` of the program."""
         if self.state_dict_load is None:
             return ()
         return self.targets if self.state_dict_load.paths is None else self.state_dict_load.paths
 
     def add_problem(self, leaf: str, text: str, *, has_fix: bool = False) -> None:
-        """Note a difference, and whether the text says what to do."""
+        """Add a mismatch; `has_fix` if the text contains the fix."""
         self.problems.append(LoadProblem(leaf, text, has_fix=has_fix))
 
     def add_target(self, path: str, target: Target, form: ArrayMetadata) -> bool:
-        """Add a target if it fits to what is stored, which is of this form, else a problem."""
+        """Add a target if it fits the stored array, otherwise a problem. Return True if it fits."""
         if target.shape != form.shape:
             self.add_problem(path, describe_shape_mismatch(form.shape, target.shape))
             return False
@@ -290,12 +290,12 @@ class PartLoadPlan:
 
 
 def describe_shape_mismatch(stored: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """The text of a problem: an array has another shape than is wanted."""
+    """Return the text of a problem for a shape mismatch."""
     return f"shape {list(stored)} is stored, {list(wanted)} wanted"
 
 
 def collect_arrays(tree: Any, prefix: str) -> dict[str, Any]:
-    """The arrays of a tree by the leaf path that they would be stored under."""
+    """Return the arrays of a tree, by the leaf path that they would be stored under."""
     arrays = flatten(tree, get_array_kind, CODEC).arrays
     return {paths.join(prefix, path) if path else prefix: value for path, value in arrays.items()}
 
@@ -309,12 +309,13 @@ def plan_arrays(
     create_target: Callable[[str, ArrayRecord, str], Target | None] | None = None,
     excluded: Collection[str] = (),
 ) -> None:
-    """Want every array of a stored part: over the program's own where `current` has one, else as a new one.
+    """Plan to read every array of a stored part: in place if `current` contains the array, otherwise as a new one.
 
-    `create_target` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host
-    memory. It is asked, too, where the program's own has another shape: state of an optimizer may have grown since.
+    `create_target(leaf path, record, kind)` may create the target of a new array; by default new arrays are unsharded
+    and in host memory. It is also called if the current array has another shape, because optimizer state may have grown
+    since.
 
-    The leaf paths of `excluded` are not wanted, and need not be readable.
+    The leaf paths of `excluded` are not read, and may be unreadable.
     """
     paths_and_kinds = {
         path: kind for path, kind in find_arrays(stored.skeleton, stored.prefix).items() if path not in excluded
@@ -338,22 +339,23 @@ def plan_arrays(
 
 
 def plan_as_saved(stored: StoredPart, plan: PartLoadPlan) -> BuildValue:
-    """Want a stored part as it was saved: what makes it of the restored arrays.
+    """Plan to read a stored part as it was saved. Return the function that builds it from the restored arrays.
 
     Raises:
-        UntrustedObjectError: It holds what is not loaded without trust.
-        IncompatibleCheckpointError: A class that it takes is gone, or has changed.
+        UntrustedObjectError: If the part contains objects that are only loaded with trust.
+        IncompatibleCheckpointError: If a required class is missing or has changed.
     """
     plan_arrays(stored, plan, {})
-    stored.build()  # an object that may not be loaded is found out before anything is read
+    stored.build()  # detect objects that may not be loaded before anything is read
     return lambda arrays: stored.build(lambda path, _: arrays[path])
 
 
 def plan_like(stored: StoredPart, plan: PartLoadPlan, pattern: Any) -> BuildValue:
-    """Want what a pattern has of a stored part: what makes a value like it of the restored arrays.
+    """Plan to read the parts of a stored part that a pattern contains. Return the function that builds a value like it
+    from the restored arrays.
 
     Raises:
-        CheckpointError: Something stored cannot be loaded at all.
+        CheckpointError: If a stored value cannot be loaded at all.
     """
     kind = stored.shardings.adapters.get_kind
     weave = TemplateMatcher(
@@ -370,7 +372,7 @@ def plan_like(stored: StoredPart, plan: PartLoadPlan, pattern: Any) -> BuildValu
     placement = stored.shardings.placement
     for leaf, wanted in weave.matched.items():
         form = stored.get_form(leaf)
-        try:  # `annotate_errors` would take a tenth of the time of many small arrays
+        try:  # `annotate_errors` would use a tenth of the time of many small arrays
             target = (
                 create_spec_target(wanted, placement, form)
                 if is_array_spec(wanted)
@@ -384,10 +386,10 @@ def plan_like(stored: StoredPart, plan: PartLoadPlan, pattern: Any) -> BuildValu
 
 
 def plan_flexible(stored: StoredPart, plan: PartLoadPlan, current: Any) -> None:
-    """Want every array of a stored part as it was saved: like the one of the object of now where that fits.
+    """Plan to read every array of a stored part as it was saved: like the current array if that fits.
 
-    For state that may have grown or changed since: the object itself knows best whether it fits. A tensor of another
-    shape or type is made on the device of the one that is there.
+    Used for state that may have grown or changed since: the object itself decides if it fits. A tensor of another shape
+    or dtype is created on the device of the current one.
     """
     now = collect_arrays(current, stored.prefix)
     for path, kind in find_arrays(stored.skeleton, stored.prefix).items():
@@ -400,14 +402,14 @@ def plan_flexible(stored: StoredPart, plan: PartLoadPlan, current: Any) -> None:
 
 
 def reject_bare_value(stored: StoredPart) -> PartLoadPlan:
-    """The loading of what is neither a dict nor the state of an object, into something that is one.
+    """Return a plan with a problem, for a stored value that is neither a dict nor the state of an object.
 
     Raises:
-        IncompatibleCheckpointError: Nothing says what it is.
+        IncompatibleCheckpointError: If an array is ambiguous, because several dicts may be meant.
     """
     loading = PartLoadPlan()
     if is_array(stored.skeleton):
-        stored.manifest.get_array(stored.prefix)  # of several dicts that may be meant it says which they are
+        stored.manifest.get_array(stored.prefix)  # raises and lists the candidates if several dicts may be meant
         kind = "an array"
     else:
         kind = f"a value of the class {type(stored.build()).__name__}"
@@ -419,8 +421,8 @@ def reject_bare_value(stored: StoredPart) -> PartLoadPlan:
 
 
 def find_pickled_model(skeleton: Any) -> Any:
-    """The part of a stored state that stands for a model which was pickled whole: all of it, its model, or what a file
-    of torch.save calls so beside other things; None if there is none.
+    """Return the part of a stored state that is a model pickled as a whole: the root, its model, or the entry of that
+    name in a torch.save file; None if there is none.
     """
     members = get_children(skeleton) or {}
     extras = get_children(members.get(schema.EXTRAS)) or {}
@@ -428,7 +430,7 @@ def find_pickled_model(skeleton: Any) -> Any:
 
 
 def report_missing_part(stored: StoredPart, path: str) -> PartLoadPlan:
-    """The loading of a part that is not stored at all."""
+    """Return a plan with a problem, for a part that is not stored."""
     loading = PartLoadPlan()
     below = get_children(stored.skeleton) or {}
     beside, _, name = path.rpartition("/")

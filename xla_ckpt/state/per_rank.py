@@ -1,9 +1,9 @@
-"""Members of extras that differ between ranks, and how data positions are resharded to another number of ranks.
+"""Members of extras that differ between ranks, and resharding of data positions to another number of ranks.
 
-Data-parallel ranks take turns at the samples of one order: rank r of n takes the samples r, r + n, r + 2 n, ... When
-each has taken k, the first k n samples are consumed, and m ranks continue there with a count of k n / m each. The
-resharding functions handle torch's, torchdata's, grain's and Hugging Face's loaders, and refuse what would repeat or
-skip samples.
+Data-parallel ranks read the samples of one order in turn: rank r of n reads the samples r, r + n, r + 2 n, ... After
+each has read k, the first k n samples are consumed, and m ranks continue with a count of k n / m each. The resharding
+functions support data loaders of torch, torchdata, grain and Hugging Face, and raise an error if samples would be
+repeated or skipped.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ logger = get_logger(__name__)
 
 
 class PerRank:
-    """A member of `extras` of which every rank has a state of its own: a data loader over a part of the data.
+    """A member of `extras` with a separate state on every rank, such as a data loader over a part of the data.
 
-    ``extras={"data": xla_ckpt.PerRank(loader)}`` stores the state of every rank's `loader`, and gives each rank its own
-    back. Without it a member that differs between ranks fails the save, rather than one rank's state being kept.
+    ``extras={"data": xla_ckpt.PerRank(loader)}`` stores the state of `loader` on every rank, and loads each rank's
+    state back. Without it a member that differs between ranks fails the save, so that no rank's state is lost.
 
-    A job over another mesh cannot simply take over such states. For data loaders and samplers that the library knows
-    (docs/objects.md) it makes those of the new ranks, so that no sample is repeated or left out, or refuses the load.
-    For other objects one of these says how, and without them the load is refused:
+    Another mesh cannot use these states directly. For supported data loaders and samplers (docs/objects.md), the
+    library computes the states of the new ranks so that no sample is repeated or skipped, or raises an error. For other
+    objects pass one of the following; otherwise the load raises an error:
 
     Args:
         member: The object, with ``state_dict`` and ``load_state_dict``, or with ``get_state`` and ``set_state``.
-        reshard: It is called as ``reshard(states, rank, world)`` with the states of all ranks that saved, and returns
-            this rank's.
-        position: For a sampler of which data-parallel rank r of n takes the samples r, r + n, r + 2 n, ... of an order
-            that does not depend on n: the key in its state of the number of samples that this rank has taken. The rest
-            of the state, such as the epoch, is to be the same on all ranks.
+        reshard: Called as ``reshard(states, rank, world)`` with the states of all ranks that saved; returns the state
+            of this rank.
+        position: Key in the state of a sampler that holds the number of samples that this rank has read. Data-parallel
+            rank r of n must read the samples r, r + n, r + 2 n, ... of an order that does not depend on n. The rest of
+            the state, such as the epoch, must be equal on all ranks.
 
     Raises:
-        UsageError: Both are given, or a member that is wrapped already.
+        UsageError: If both are passed, or the member is already wrapped.
     """
 
     @check_arguments
@@ -65,7 +65,7 @@ class PerRank:
 
 
 def is_per_rank(member: Any) -> bool:
-    """Whether a member differs from rank to rank by its nature, or is said to."""
+    """Return True if a member differs between ranks: it is wrapped in `PerRank`, or its class declares it."""
     return isinstance(member, PerRank) or getattr(member, schema.RANK_COUNT, False) is True
 
 
@@ -74,7 +74,7 @@ def _get_inner_member(member: Any) -> Any:
 
 
 def get_extra_tree(member: Any, name: str, placement: RankInfo) -> Any:
-    """The state of a member; of one that differs between ranks, this rank's part of it."""
+    """Return the state of a member, or this rank's part of it if it differs between ranks."""
     state = stateful.get_member_tree(_get_inner_member(member), name)
     if not is_per_rank(member):
         return state
@@ -86,19 +86,19 @@ def get_extra_tree(member: Any, name: str, placement: RankInfo) -> Any:
 
 
 def get_extra_rank_path(name: str, rank: int) -> str:
-    """Leaf path of what only this rank stores of such a member."""
+    """Return the leaf path of a member's state on one rank."""
     return schema.get_rank_path(schema.get_extras_path(name), rank)
 
 
 def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
-    """Prepare to load a member of `extras`, whichever of both kinds it is and was."""
+    """Plan the load of a member of `extras`, whether or not it is, or was when saved, per rank."""
     where, inner = stored.shardings.placement, _get_inner_member(member)
     saved_by = schema.get_saved_rank_count(stored.skeleton)
     if not is_per_rank(member):
         if saved_by is None:
             return stateful.plan_member_load(stored, inner)
         return _reject_load(stored, "every rank's own state is stored; wrap the member in xla_ckpt.PerRank")
-    if saved_by is None:  # by an older version, or by a job that did not wrap it: the state of all ranks
+    if saved_by is None:  # saved by an older version or without PerRank: one state for all ranks
         saved_by, mesh, alike, parts = 1, None, where.world_size == 1, {0: stored}
     else:
         mesh = parse_mesh(stored.skeleton.get(schema.MESH))
@@ -110,7 +110,7 @@ def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
         }
     own = parts.get(where.rank)
     if isinstance(inner, RNGState) and own is not None and "python" not in (get_children(own.skeleton) or ()):
-        # Its generators would be set last, when all other objects have their new state.
+        # Its generators would be set last, after all other objects have their new state.
         return _reject_load(stored, "another object's state is stored under this name, and none of random generators")
     wrapped = member if isinstance(member, PerRank) else PerRank(member)
     if alike and where.rank in parts:
@@ -134,7 +134,7 @@ def plan_extra_load(stored: StoredPart, member: Any) -> PartLoadPlan:
     if world == mesh.dp:
         return stateful.plan_member_load(replicas[rank], inner)
     dealt = _plan_resharded_load(replicas, inner, lambda states: deal(states, rank, world))
-    if not dealt.targets:  # plain values: a refusal is told with all that does not fit, or left alone as that
+    if not dealt.targets:  # plain values: report the error with all other problems, or ignore it as one of them
         try:
             deal([part.build() for part in replicas], rank, world)
         except IncompatibleCheckpointError as error:
@@ -149,7 +149,7 @@ def _reject_load(stored: StoredPart, why: str) -> PartLoadPlan:
 
 
 def _keep_generators(stored: StoredPart, rank: int, saved_by: int) -> PartLoadPlan:
-    """Random generators that nobody saved stay as they are."""
+    """Plan to keep the random generators of a rank without a stored state, with a warning."""
     text = (
         "%s: no state of random generators is stored for rank %d, since %d saved: they stay as they are. Seed them "
         "by the rank, if ranks are to draw different numbers: torch.manual_seed(seed + rank)"
@@ -158,11 +158,11 @@ def _keep_generators(stored: StoredPart, rank: int, saved_by: int) -> PartLoadPl
 
 
 def _plan_resharded_load(parts: Sequence[StoredPart], inner: Any, reshard: Callable[[list[Any]], Any]) -> PartLoadPlan:
-    """Have a member take a state that is made of those of several ranks."""
+    """Plan the load of a state that `reshard` computes from the states of several ranks."""
     loading = PartLoadPlan()
     for part in parts:
         plan_arrays(part, loading, {})
-        part.build()  # what may not be loaded is found out before anything is changed
+        part.build()  # detect objects that may not be loaded before anything is changed
 
     def take(arrays: Mapping[str, Any]) -> None:
         with annotate_errors(leaf=leaf):
@@ -174,7 +174,8 @@ def _plan_resharded_load(parts: Sequence[StoredPart], inner: Any, reshard: Calla
 
 
 ReshardPosition = Callable[[Sequence[Any], int, int], Any]
-"""From the states of all data-parallel ranks that saved, a rank and how many there are now, to that rank's state."""
+"""Function of the states of all data-parallel ranks that saved, a rank, and the current number of ranks, that
+returns the state of that rank."""
 
 _RESHARD_HINT = (
     "Load it on as many data-parallel ranks as saved it, give PerRank a function of your own (reshard=), or leave the "
@@ -182,15 +183,15 @@ _RESHARD_HINT = (
 )
 
 _DEFAULT_POSITION_KEY = "yielded"
-"""What torchdata's own sampler calls the number of samples that a rank has taken."""
+"""Key for the number of samples read in the state of torchdata's sampler."""
 
 
 def find_position_reshard(member: Any, position: str | None) -> ReshardPosition | None:
-    """How the position of a member is dealt out anew; None if nothing is known of it.
+    """Return the function that reshards the data position of a member; None for unsupported members.
 
     Args:
         member: The object of the program.
-        position: What `PerRank` was told.
+        position: The `position` argument of `PerRank`.
     """
     of_torchdata = _is_class_named(member, "torchdata", "StatefulDataLoader")
     if of_torchdata and (position is not None or _is_class_named(member.sampler, "torch", "DistributedSampler")):
@@ -207,12 +208,16 @@ def find_position_reshard(member: Any, position: str | None) -> ReshardPosition 
 
 
 def _is_class_named(member: Any, package: str, name: str) -> bool:
-    """Whether an object is of a class of this name, or of one that is derived from it. Nothing is imported for it."""
+    """Return True if an object's class, or a base class, has this name. Nothing is imported."""
     return any(cls.__name__ == name and cls.__module__.split(".")[0] == package for cls in type(member).__mro__)
 
 
 def _reshard_counted(key: str, states: Sequence[Any], _rank: int, world: int) -> Any:
-    """States of which one member counts the samples, and the rest is the same on all ranks."""
+    """Reshard states in which one key counts the samples, and the rest is equal on all ranks.
+
+    Raises:
+        IncompatibleCheckpointError: If a state has no such key, or the rest differs.
+    """
     if not all(isinstance(state, Mapping) and key in state for state in states):
         raise _create_reshard_error(f"not every rank's state has the member {key!r}, which is to count the samples")
     rests = [{k: v for k, v in state.items() if k != key} for state in states]
@@ -221,7 +226,11 @@ def _reshard_counted(key: str, states: Sequence[Any], _rank: int, world: int) ->
 
 
 def _reshard_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, world: int) -> Any:
-    """States of a `StatefulDataLoader` whose sampler deals out samples in turn."""
+    """Reshard the states of a `StatefulDataLoader` whose sampler assigns samples to ranks in turn.
+
+    Raises:
+        IncompatibleCheckpointError: If samples would be repeated or skipped.
+    """
     sampler = loader.sampler
     is_torchs = _is_class_named(sampler, "torch", "DistributedSampler")
     if is_torchs and (sampler.num_replicas, sampler.rank) != (world, rank):
@@ -234,7 +243,8 @@ def _reshard_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, 
             "batches were taken since the last snapshot of the loader, and their samples are not counted",
             hint=f"Make the loader with snapshot_every_n_steps=1. {_RESHARD_HINT}",
         )
-    # Every state has its own seed for the workers: the copy of another rank's gets another one, lest they draw alike.
+    # Each state has its own seed for the workers. A copied state gets a new seed, so that no two ranks draw the same
+    # numbers.
     state, copies = copy.deepcopy(states[rank % len(states)]), rank // len(states)
     main, samplers = _get_main_state(state), [_get_main_state(one)["_sampler_iter_state"] for one in states]
     if "_base_seed" in main:
@@ -252,7 +262,7 @@ def _reshard_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, 
         [_replace_count(one, 0, key) for one in samplers], "beside the number of samples that were taken"
     )
     counts = [one["samples_yielded"] for one in samplers]
-    # torch's sampler has filled up the ranks' parts, or left the last samples out, as their number demanded.
+    # torch's sampler has padded the ranks' parts, or dropped the last samples, depending on the number of ranks.
     over = is_torchs and min(counts) * len(counts) >= len(sampler.dataset)
     main["_sampler_iter_state"] = _replace_count(
         samplers[0], len(sampler) if over else _compute_samples_per_worker(counts, world), key
@@ -261,12 +271,12 @@ def _reshard_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, 
 
 
 def _get_main_state(state: Mapping[str, Any]) -> Any:
-    """The part of a loader's state that the process of the rank has, not its workers."""
+    """Return the main process's part of a loader state, without its workers."""
     return state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
 
 
 def _is_sample_count(state: Any, key: str) -> bool:
-    """Whether a sampler's part says how many samples were taken, and a stateful sampler says the same."""
+    """Return True if a sampler state counts samples, and the state of a stateful sampler has the same count."""
     counts = isinstance(state, Mapping) and "samples_yielded" in state
     return counts and _is_equal_state(state, _replace_count(state, state["samples_yielded"], key))
 
@@ -277,15 +287,19 @@ def _replace_count(state: Mapping[str, Any], taken: int, key: str) -> dict[str, 
 
 
 def _has_dataset_state(state: Mapping[str, Any]) -> bool:
-    """Whether a dataset has a state, in this process or in workers."""
+    """Return True if a dataset has a state, in this process or in a worker."""
     workers = state["_snapshot"]["_worker_snapshots"].values() if "_snapshot" in state else [state]
     return any(one["dataset_state"] is not None or one["fetcher_state"] is not None for one in workers)
 
 
 def _reshard_grain(states: Sequence[Any], rank: int, world: int) -> Any:
-    """States of the iterator of a grain `DataLoader`, where the sampler is alike on all ranks and the loader shards.
+    """Reshard the states of a grain `DataLoader` iterator, whose sampler is equal on all ranks while the loader shards.
 
-    Each worker has the last index that it has seen: worker w of W on rank r of n takes r + w n, and every n W-th after.
+    Each worker stores the last index that it has seen: worker w of W on rank r of n reads r + w n, and every n W-th
+    after it.
+
+    Raises:
+        IncompatibleCheckpointError: If samples would be repeated or skipped.
     """
     loaded = [json.loads(state) for state in states]
     _check_same_states(
@@ -310,10 +324,13 @@ def _reshard_grain(states: Sequence[Any], rank: int, world: int) -> Any:
 
 
 def _reshard_iterable_dataset(dataset: Any, states: Sequence[Any], _rank: int, _world: int) -> Any:
-    """States of a Hugging Face `IterableDataset` of which every rank reads all, and keeps one example in n.
+    """Reshard the states of a Hugging Face `IterableDataset` that every rank reads whole, keeping one example in n.
 
-    They say where all ranks are, and so are the same on all of them. Where ranks have files of their own, or examples
-    wait in a buffer, the states do not say what all ranks together have read.
+    The states contain the position of all ranks, and so are equal on all of them. If ranks read different files, or
+    examples are buffered, the states do not determine which examples all ranks have read together.
+
+    Raises:
+        IncompatibleCheckpointError: If the common position is unknown.
     """
     stepped = all(_is_example_sharded(state["examples_iterable"]) for state in (*states, dataset.state_dict()))
     if not stepped or _has_buffer(dataset._ex_iterable):
@@ -328,7 +345,11 @@ def _reshard_iterable_dataset(dataset: Any, states: Sequence[Any], _rank: int, _
 
 
 def _reshard_torchdata_over_iterable(loader: Any, states: Sequence[Any], rank: int, world: int) -> Any:
-    """States of a `StatefulDataLoader` without workers, over an `IterableDataset` as above."""
+    """Reshard the states of a `StatefulDataLoader` without workers, over an `IterableDataset`.
+
+    Raises:
+        IncompatibleCheckpointError: If the common position is unknown.
+    """
     if any("_snapshot" in state for state in states):
         raise _create_reshard_error("each worker of the loader reads a part of its own", hint=_RESHARD_HINT)
     _reshard_iterable_dataset(loader.dataset, [state["dataset_state"] for state in states], rank, world)
@@ -337,12 +358,14 @@ def _reshard_torchdata_over_iterable(loader: Any, states: Sequence[Any], rank: i
 
 
 def _is_example_sharded(state: Mapping[str, Any]) -> bool:
-    """Whether a part of a dataset deals out single examples of one order."""
+    """Return True if a part of a dataset assigns single examples of one order to ranks."""
     return (state["type"], state.get("stepped")) == ("StepExamplesIterable", 0)
 
 
 def _has_buffer(examples: Any) -> bool:
-    """Whether examples wait in a buffer, which no state has. `datasets` keeps what is below an iterable in these."""
+    """Return True if examples are buffered, which no state contains. `datasets` keeps nested iterables in these
+    attributes.
+    """
     if examples is None:
         return False
     below = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
@@ -350,7 +373,11 @@ def _has_buffer(examples: Any) -> bool:
 
 
 def _compute_samples_per_worker(counts: Sequence[Any], world: int, workers: int = 1) -> int:
-    """What each worker of each rank has taken, if they all go on where others, which count for themselves, stand."""
+    """Compute the number of samples that each worker of each rank has read, if they continue from `counts`.
+
+    Raises:
+        IncompatibleCheckpointError: If the samples read cannot be divided equally.
+    """
     if not all(type(count) is int for count in counts) or len(set(counts)) > 1:
         raise _create_reshard_error(f"ranks, or their workers, have not taken equally many samples, but {list(counts)}")
     taken: int = sum(counts)

@@ -1,8 +1,8 @@
-"""Find where the arrays of a state are located in the global arrays, on one rank and without communication.
+"""Find the regions of a rank's arrays in the global arrays, without communication.
 
-An array that knows its place (a DTensor, an SPMD tensor, a jax array) provides it. For a plain tensor the first of
-these decides: a sharding rule of the caller, the layer that owns the parameter, neuronx-distributed's or Megatron's
-attributes on the tensor, the parameter that an optimizer state belongs to. Any other array is replicated on all ranks
+An array with its own sharding (a DTensor, an SPMD tensor, a jax array) provides it. For a plain tensor the first match
+counts: a sharding rule of the caller, the layer that owns the parameter, the attributes that neuronx-distributed or
+Megatron set on the tensor, the parameter that an optimizer state belongs to. Any other array is replicated on all ranks
 of a pipeline stage.
 
 Layers take precedence over attributes because a parameter loses its attributes when its module moves to an XLA device,
@@ -70,65 +70,65 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParameter:
-    """A parameter of an optimizer, whose place its states share."""
+    """A parameter of an optimizer, whose sharding its states share."""
 
     name: str
     value: Any
     zero1_axes: tuple[str, ...] = ()
-    """Mesh axes over which a ZeRO-1 optimizer deals out the rows of its states."""
+    """Mesh axes over which a ZeRO-1 optimizer shards the rows of its states."""
     shard_shape: tuple[int, ...] | None = None
-    """Shape of a ZeRO-1 shard of it."""
+    """Shape of the parameter's ZeRO-1 shard."""
     state_schema: OptimizerSchema = TORCH_SCHEMA
-    """How its states lie."""
+    """Layout of its states."""
 
     def get_rule(self, path: str) -> StateRule:
-        """How one of its states lies, or its master weight."""
+        """Return the layout rule of one of its states, or of its master weight."""
         place = schema.parse_leaf_path(path)
         return MASTER_RULE if place.role is schema.LeafRole.MASTER else self.state_schema.rule(place.keys)
 
 
 @dataclass(frozen=True)
 class StateShardings:
-    """The places of all arrays on one rank."""
+    """The shardings of all arrays on one rank."""
 
     placement: RankInfo = field(default_factory=RankInfo)
     rules: ParsedRules = ()
     parameters: Mapping[str, OptimizerParameter] = field(default_factory=dict)
-    """By the path component that an optimizer's state has for it."""
+    """Optimizer parameters, by their path component in the optimizer state."""
 
     rank_local_prefixes: tuple[str, ...] = ()
-    """Leaf paths of what this rank alone holds: they begin the paths of its leaves."""
+    """Leaf path prefixes of rank-local state."""
 
     layers: LayerShardings = field(default_factory=dict)
-    """What the layers of the model say."""
+    """Shardings declared by the layers of the model."""
 
     adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
-    """Who answers for which array of this call."""
+    """Registry of the adapters of this call's arrays."""
 
     _warned_paths: set[str] = field(default_factory=set, init=False, repr=False)
-    """Leaf paths of which a warning said that their heads are in another order: once a load."""
+    """Leaf paths for which a warning about another head order was logged, once per load."""
 
     _placement_cache: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
-    """Where tensors lie: a model has few kinds of them, and a save describes all while training waits. By the sharding
-    and the shape; by the shape alone of those that are not split, which is several times as fast."""
+    """Cache of tensor regions, because a save describes all tensors while training waits, and a model has few kinds.
+    Keyed by sharding and shape, or for unsharded tensors by the shape only, which is several times as fast."""
 
     _state_cache: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
-    """Where states lie, for the same reason: by how parameter and state lie, and their shapes."""
+    """Cache of state regions, keyed by the layouts and shapes of parameter and state."""
 
     _parameter_shardings: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
-    """How each parameter is split, by name; None for one that knows its own place."""
+    """Sharding of each parameter by name; None for a parameter with its own sharding."""
 
     def with_model(self, model: Any) -> StateShardings:
-        """The same, with what the layers of a model say.
+        """Return a copy with the shardings declared by the layers of a model.
 
         Raises:
-            UnsupportedStateError: A layer contradicts itself.
+            UnsupportedStateError: If the attributes of a layer are contradictory.
         """
         return replace(self, layers=get_layer_shardings(model, self.placement.mesh))
 
     @cached_property
     def unsplit(self) -> bool:
-        """Whether only what an array says itself can split it, or a part of the state of an optimizer."""
+        """True if only an array's own sharding, or an optimizer, can shard an array."""
         parameters = self.parameters.values()
         split = any(
             p.zero1_axes or has_sharding_attributes(p.value) or has_declared_chunks(p.value) for p in parameters
@@ -136,11 +136,11 @@ class StateShardings:
         return not self.rules and not self.layers and not split
 
     def locate(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
-        """Where an array lies; `adapter` is its own.
+        """Return the region of an array; `adapter` is its adapter.
 
         Raises:
-            UsageError: A rule does not fit to it.
-            UnsupportedStateError: Its attributes do not.
+            UsageError: If a rule does not fit the array.
+            UnsupportedStateError: If its attributes do not fit.
         """
         parameter = self.find_parameter(path) if self.parameters else None
         if parameter is not None and has_declared_chunks(parameter.value) and not has_declared_chunks(value):
@@ -158,15 +158,16 @@ class StateShardings:
     def iterate_forms(
         self, arrays: Mapping[str, Any], adapters: Sequence[ArrayAdapter]
     ) -> Iterator[tuple[DType, LocalArray]]:
-        """The element types of some arrays, and where they lie: one value for all of one look that nobody names.
+        """Iterate over the dtypes and regions of arrays. Arrays of one form without a declared sharding share one
+        value.
 
         Args:
-            arrays: By leaf path.
-            adapters: The adapter of each.
+            arrays: Arrays by leaf path.
+            adapters: The adapter of each array.
 
         Raises:
-            UsageError: A rule does not fit.
-            UnsupportedStateError: One of them cannot be stored, or its attributes do not fit.
+            UsageError: If a rule does not fit.
+            UnsupportedStateError: If an array cannot be stored, or its attributes do not fit.
         """
         known: dict[Hashable, tuple[DType, LocalArray]] = {}
         layers, ruled = self.layers, bool(self.rules)
@@ -187,21 +188,20 @@ class StateShardings:
     def check_row_order(
         self, path: str, record: ArrayRecord, local: LocalArray, manifest: Manifest, *, knows_place: bool
     ) -> None:
-        """Compare the order of the rows that a stored array has with the one that this job expects.
+        """Compare the row order of a stored array with the order that this job expects.
 
         Args:
             path: Leaf path.
-            record: What is stored.
-            local: Where the program's array lies.
-            manifest: The manifest that the record is from.
-            knows_place: Whether the program's array knows its own place: then it has the rows of the global array in
-                order.
+            record: Record of the stored array.
+            local: Region of the program's array.
+            manifest: The manifest that contains the record.
+            knows_place: True if the program's array has its own sharding, which means rows in global order.
 
         Raises:
-            IncompatibleCheckpointError: The array was saved in other sections than it is wanted in.
+            IncompatibleCheckpointError: If the array was saved with other sections than requested.
         """
         if not any(map(has_sections, (*(record.spec or ()), *(local.spec or ())))):
-            return  # as of nearly all arrays: a load must not parse the split of each
+            return  # as for nearly all arrays: do not parse the sharding of each during a load
         if schema.get_member(path) != schema.MODEL:
             return
         stored, wanted = get_stored_sharding(record), Sharding() if knows_place else Sharding.parse(local.spec)
@@ -228,12 +228,12 @@ class StateShardings:
             self._warned_paths.add(path)
 
     def find_parameter(self, path: str) -> OptimizerParameter | None:
-        """The parameter that an optimizer's state belongs to; None for any other leaf."""
+        """Return the parameter that an optimizer state belongs to; None for any other leaf."""
         owner = schema.get_owner(path) if self.parameters else None
         return None if owner is None else self.parameters.get(owner)
 
     def locate_parameter(self, parameter: OptimizerParameter) -> LocalArray:
-        """Where a parameter itself lies."""
+        """Return the region of a parameter."""
         return self.locate(
             schema.get_weight_path(parameter.name), parameter.value, self.adapters.require(parameter.value)
         )
@@ -241,16 +241,16 @@ class StateShardings:
     def create_state_target(
         self, path: str, record: ArrayRecord, parameter: OptimizerParameter, dtype: DType
     ) -> Target | None:
-        """A target for optimizer state that does not exist yet, split as its parameter is; None if it is whole here.
+        """Create a target for new optimizer state, sharded like its parameter; None if the state is unsharded here.
 
         Args:
             path: Leaf path of the state.
-            record: What is stored.
+            record: Record of the stored state.
             parameter: Its parameter.
             dtype: The dtype of the target.
 
         Raises:
-            IncompatibleCheckpointError: It cannot be state of this parameter, as its kind of optimizer keeps it.
+            IncompatibleCheckpointError: If it cannot be state of this parameter in this kind of optimizer.
         """
         rule, local = parameter.get_rule(path), self.locate_parameter(parameter)
         try:
@@ -281,11 +281,10 @@ class StateShardings:
     def _locate_state_in_chunks(
         self, path: str, local_shape: tuple[int, ...], parameter: OptimizerParameter
     ) -> LocalArray:
-        """The place of state of a parameter that names its chunks, of which this rank holds a tensor of shape
-        `local_shape`.
+        """Return the region of state of a parameter with declared chunks; `local_shape` is the shape of the state here.
 
         Raises:
-            UnsupportedStateError: It is neither a number nor of the parameter's shape.
+            UnsupportedStateError: If the state is neither a number nor of the parameter's shape.
         """
         if not local_shape:
             return create_unsharded(local_shape)
@@ -300,7 +299,7 @@ class StateShardings:
         return self.locate_parameter(parameter)
 
     def _locate_state(self, path: str, shape: tuple[int, ...], parameter: OptimizerParameter) -> LocalArray:
-        """State of a parameter lies as its kind of optimizer says; without a word of it, by its shape."""
+        """Return the region of a state: as its kind of optimizer declares it, otherwise derived from its shape."""
         if has_declared_chunks(parameter.value):
             return self._locate_state_in_chunks(path, shape, parameter)
         rule, split, full = (
@@ -319,7 +318,7 @@ class StateShardings:
     ) -> LocalArray:
         full, shard = tuple(parameter.value.shape), parameter.shard_shape if parameter.zero1_axes else None
         try:
-            # Of what nobody declared only the exact shape of a shard says that ZeRO-1 dealt it out.
+            # For undeclared state, only the exact shape of a shard shows that ZeRO-1 sharded it.
             sharding = derive_state_sharding(split, rule, full if shard is None or not rule.declared else shard, shape)
         except ValueError as error:
             raise create_mismatch_error(UsageError, error, path, shard or full, shape) from error
@@ -335,7 +334,11 @@ class StateShardings:
 
     @staticmethod
     def _is_split_by_zero1(path: str, rule: StateRule, shard: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a state has the rows that a ZeRO-1 rank has of its parameter."""
+        """Return True if a state has the rows of a ZeRO-1 rank's shard.
+
+        Raises:
+            UnsupportedStateError: If the state fits neither the shard nor its declared layout.
+        """
         if rule.layout is not StateLayout.ALONG_DIMS:
             return shape == shard and rule.layout in (StateLayout.ELEMENTWISE, StateLayout.BY_SHAPE)
         dims = rule.map_dims(shard, shape)
@@ -365,7 +368,9 @@ class StateShardings:
             ) from error
 
     def _find_sharding(self, path: str, value: Any, name: str = "") -> Sharding:
-        """What a rule says of the leaf path or the parameter's name, else its layer, else its attributes."""
+        """Return the sharding from a rule for the leaf path or the parameter's name, otherwise from its layer or
+        attributes.
+        """
         if self.rules and (ruled := find_sharding(self.rules, path, name or schema.strip_member(path))) is not None:
             return ruled
         known = self.layers.get(id(value))
@@ -373,26 +378,26 @@ class StateShardings:
 
 
 LayerShardings = Mapping[int, Sharding]
-"""Identity of a parameter -> how its layer says that it is split."""
+"""Identity of a parameter -> sharding declared by its layer."""
 
 _LAYER_HINT = "Check the mesh and the arguments of the layer, or pass a shardings rule, which is asked first."
 
 
 def get_layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
-    """How the layers of a module say that their parameters are split.
+    """Return the shardings that the layers of a module declare for their parameters.
 
-    A layer is recognised by what it has, whatever its class. One of fused or separate queries, keys and values has
-    `q_output_size_per_partition` and `kv_output_size_per_partition` (rows of queries, and of keys or of values, on each
-    rank), `kv_size_multiplier` (how many ranks hold the same keys and values), and parameters ``weight_qkv``, or
-    ``weight_q``, ``weight_k`` and ``weight_v``, and biases of such names. Any other one has `weight_partition_dim`, and
-    may have `bias_partition_dim` and `stride`: it is asked for parameters that do not say it themselves.
+    A layer is recognized by its attributes, whatever its class. A layer of fused or separate queries, keys and values
+    has `q_output_size_per_partition` and `kv_output_size_per_partition` (rows of queries, and of keys or values, per
+    rank), `kv_size_multiplier` (number of ranks with the same keys and values), and parameters ``weight_qkv``, or
+    ``weight_q``, ``weight_k`` and ``weight_v``, and biases with such names. Any other layer has `weight_partition_dim`,
+    and may have `bias_partition_dim` and `stride`, which apply to parameters without attributes.
 
     Args:
-        model: A module; of anything else nothing is known.
-        mesh: How the ranks of the job are arranged that holds it.
+        model: A module; other objects have no layers.
+        mesh: Mesh of the job that holds the model.
 
     Raises:
-        UnsupportedStateError: The numbers of a layer contradict each other, its parameters, or the mesh.
+        UnsupportedStateError: If the sizes of a layer contradict each other, its parameters, or the mesh.
     """
     shardings: dict[int, Sharding] = {}
     for name, layer in model.named_modules() if is_module(model) else ():
@@ -405,7 +410,7 @@ def get_layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
 
 
 _ParameterShardings = Iterator[tuple[Any, tuple[str, Sharding]]]
-"""The parameters of a layer, each with its leaf path and how it is split."""
+"""The parameters of a layer, each with its leaf path and sharding."""
 
 
 def _yield_layer_shardings(prefix: str, layer: Any, mesh: Mesh) -> _ParameterShardings:
@@ -416,12 +421,12 @@ def _yield_layer_shardings(prefix: str, layer: Any, mesh: Mesh) -> _ParameterSha
         yield from _yield_linear_shardings(prefix, layer, dim, mesh)
 
 
-# Layers with one dim that is split.
+# Layers with one sharded dim.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeclaredSplit:
-    """A parameter with the attributes that neuronx-distributed gives it, as its layer knows them."""
+    """A parameter with the neuronx-distributed attributes that its layer declares."""
 
     parameter: Any
     partition_dim: int
@@ -435,14 +440,15 @@ class _DeclaredSplit:
 
 
 def _yield_linear_shardings(prefix: str, layer: Any, dim: int, mesh: Mesh) -> _ParameterShardings:
-    """`ColumnParallelLinear`, `RowParallelLinear`, `ParallelEmbedding`, and layers of experts."""
+    """Yield shardings of `ColumnParallelLinear`, `RowParallelLinear`, `ParallelEmbedding`, and layers of experts."""
     dims = {"weight": dim}
     of_bias = _get_int_attribute(layer, "bias_partition_dim")
-    if of_bias is not None and not getattr(layer, "gather_output", False):  # else it is added to all outputs together
+    # With gather_output, the bias is added to the gathered output, and is replicated.
+    if of_bias is not None and not getattr(layer, "gather_output", False):
         dims["bias"] = of_bias
     for name, parameter in _iterate_parameters(layer, dims):
         if getattr(parameter, "tensor_model_parallel", False):
-            continue  # it says so itself, and what a program has set on it by hand counts
+            continue  # its own attributes, including ones that the program set manually, take precedence
         said = _DeclaredSplit(
             parameter=parameter,
             partition_dim=dims[name],
@@ -452,14 +458,14 @@ def _yield_linear_shardings(prefix: str, layer: Any, dim: int, mesh: Mesh) -> _P
             expert_model_parallel=(_count_group_ranks(layer, "expert_model_parallel_group") or 1) > 1,
         )
         leaf = schema.get_weight_path(prefix + name)
-        # A job of one rank says how it would be split: a tag of several ranks may be loaded.
+        # A job of one rank declares the split as well, so that it can load a tag of several ranks.
         sharding = get_declared_sharding(said, leaf, mesh if mesh.tp > 1 else None)
         if sharding is not None:
             yield parameter, (leaf, sharding)
 
 
 def _count_group_ranks(layer: Any, group: str) -> int | None:
-    """How many ranks are in a process group that a layer may have."""
+    """Return the number of ranks in a layer's process group, if it has one."""
     size = getattr(getattr(layer, group, None), "size", None)
     return int(size()) if callable(size) else None
 
@@ -468,15 +474,20 @@ def _count_group_ranks(layer: Any, group: str) -> int | None:
 
 
 def _get_int_attribute(layer: Any, name: str) -> int | None:
-    """A number that a layer may have."""
+    """Return an integer attribute of a layer, or None."""
     try:
         return operator.index(getattr(layer, name))
     except Exception:
-        return None  # modules answer what they do not have with exceptions of all kinds
+        return None  # modules raise all kinds of exceptions for missing attributes
 
 
 def _yield_attention_shardings(prefix: str, layer: Any, local_rows: tuple[int, int], tp: int) -> _ParameterShardings:
-    """`GQAQKVColumnParallelLinear`. `local_rows` are the rows of queries, and of keys or values, that a rank has."""
+    """Yield the shardings of `GQAQKVColumnParallelLinear`; `local_rows` are a rank's rows of queries, and of keys or
+    values.
+
+    Raises:
+        UnsupportedStateError: If the sizes contradict each other or the mesh.
+    """
     q, kv = local_rows
     copies = _get_int_attribute(layer, "kv_size_multiplier") or 1
     parameters = dict(_iterate_parameters(layer, _ATTENTION_PARAMETERS))
@@ -493,7 +504,7 @@ def _yield_attention_shardings(prefix: str, layer: Any, local_rows: tuple[int, i
         rows, sections = of_rows[name.rpartition("_")[2]]
         leaf, shape = schema.get_weight_path(prefix + name), tuple(parameter.shape)
         if name.startswith("bias") and getattr(layer, "gather_output", False):
-            yield parameter, (leaf, Sharding())  # it is added to the outputs of all ranks together
+            yield parameter, (leaf, Sharding())  # it is added to the concatenated outputs of all ranks
             continue
         if shape[:1] != (rows,):
             raise _create_layer_error(
@@ -507,7 +518,7 @@ _ATTENTION_PARAMETERS = tuple(f"{kind}_{part}" for kind in ("weight", "bias") fo
 
 
 def _iterate_parameters(layer: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Those of the parameters of these names that a layer has, and that have a shape."""
+    """Iterate over a layer's parameters with these names that have a shape."""
     for name in names:
         value = layer._parameters.get(name)
         if value is not None and not is_lazy(value):
@@ -515,13 +526,17 @@ def _iterate_parameters(layer: Any, names: Iterable[str]) -> Iterator[tuple[str,
 
 
 def _has_adjacent_kv_copies(layer: Any) -> bool:
-    """Whether neighbouring ranks hold the same keys: the layer says so, or the groups that neuronx-distributed made."""
+    """Return True if adjacent ranks hold the same keys, according to the layer or to neuronx-distributed's groups."""
     own = getattr(layer, "kv_copies_adjacent", None)
     return has_adjacent_kv_replicas() if own is None else bool(own)
 
 
 def _check_sizes(leaf: str, layer: Any, sizes: tuple[int, int]) -> None:
-    """Compare the sizes of the whole layer with what it says elsewhere."""
+    """Compare the sizes of the whole layer with its other attributes.
+
+    Raises:
+        UnsupportedStateError: If they differ.
+    """
     said = getattr(layer, "output_sizes", None)
     if isinstance(said, list | tuple) and tuple(said) != sizes:
         raise _create_layer_error(
@@ -537,7 +552,11 @@ def _check_sizes(leaf: str, layer: Any, sizes: tuple[int, int]) -> None:
 
 
 def _check_split_attributes(leaf: str, parameter: Any) -> None:
-    """Compare a parameter's attributes with a split of its rows, where it has any."""
+    """Compare a parameter's attributes, if it has any, with a split of its rows.
+
+    Raises:
+        UnsupportedStateError: If they differ.
+    """
     if not getattr(parameter, "tensor_model_parallel", False):
         return
     dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", None) or 1
@@ -563,33 +582,33 @@ _SHARDING_ATTRIBUTES = frozenset({"tensor_model_parallel", "expert_model_paralle
 
 
 def has_sharding_attributes(value: Any) -> bool:
-    """Whether attributes of a parameter say how it is split."""
+    """Return True if attributes of a parameter declare its sharding."""
     own = getattr(value, "__dict__", None)
     if not own and is_torch_tensor_class(value):
-        return False  # as of nearly all arrays
+        return False  # as for nearly all arrays
     return any(hasattr(value, name) for name in _SHARDING_ATTRIBUTES)
 
 
 def get_declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sharding | None:
-    """The sharding that a parameter's attributes name; None if they name none.
+    """Return the sharding declared by a parameter's attributes; None without them.
 
-    They are ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``, ``num_partitions``,
-    ``expert_model_parallel`` (the first dim holds experts), and two of this library's own: ``unpadded_shape``, the
-    global shape of a padded parameter without its padding, and ``partition_sections``, sections of different sizes as a
-    rule spells them.
+    The attributes are ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``, ``num_partitions``,
+    ``expert_model_parallel`` (the first dim holds experts), and two of this library: ``unpadded_shape``, the global
+    shape of a padded parameter without its padding, and ``partition_sections``, sections of different sizes in the
+    syntax of sharding rules.
 
     Args:
         value: The parameter.
         path: Its leaf path, for errors.
-        mesh: How the ranks of the job are arranged that holds it: axes of one rank split nothing, and
-            ``num_partitions`` counts, which is 1 for a weight that every rank has whole. None asks how any other job
-            splits it: then the sizes of this one say nothing.
+        mesh: Mesh of the job that holds it: axes of size one split nothing, and ``num_partitions`` applies, which is 1
+            for a weight that is replicated. None returns the sharding for any other mesh, ignoring the sizes of this
+            one.
 
     Raises:
-        UnsupportedStateError: They contradict each other, the parameter or the mesh.
+        UnsupportedStateError: If the attributes contradict each other, the parameter or the mesh.
     """
     if not has_sharding_attributes(value):
-        return None  # as of nearly all arrays
+        return None  # as for nearly all arrays
     check_chunk_attributes(value, path)
     shape = tuple(getattr(value, "shape", ()))
     dims: list[DimSharding | None] = [None] * len(shape)
@@ -622,21 +641,21 @@ def get_declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sh
 
 
 def _get_split_axes(value: Any, dim: int, partitions: int | None, mesh: Mesh | None) -> tuple[str, ...] | None:
-    """The mesh axes over which `num_partitions` says that a dim is split; None if the mesh has no such axes.
+    """Return the mesh axes over which a dim is split into `num_partitions`; None if the mesh has no such axes.
 
-    They are tp, but for the numbers that neuronx-distributed's `SPMDRank` gives each rank of the world: its own number,
-    and those of its experts. These are integers in rows of which each rank has one.
+    The axes are tp, except for the numbers that neuronx-distributed's `SPMDRank` assigns to each rank of the world, for
+    the rank itself and its experts: integers with one row per rank.
     """
     if not value.is_floating_point() and value.shape[dim] == 1 and (mesh is None or partitions == mesh.size != mesh.tp):
-        return STAGE_AXES  # other stages have parameters of other names
+        return STAGE_AXES  # other stages have parameters with other names
     return ("tp",) if mesh is None or partitions in (None, 1, mesh.tp) else None
 
 
 def get_unpadded_shape(value: Any) -> tuple[int, ...] | None:
-    """The global shape without padding, as a parameter's ``unpadded_shape`` names it; None without one that fits.
+    """Return the global shape without padding, from a parameter's ``unpadded_shape``; None without a fitting one.
 
-    Its older name is ``global_shape``, which torch's `CheckpointableTensor` has for another purpose, with other
-    attributes beside it.
+    The older name is ``global_shape``, which torch's `CheckpointableTensor` uses for another purpose, together with
+    other attributes.
     """
     older = None if is_checkpointable(value) else getattr(value, GLOBAL_SHAPE, None)
     named = getattr(value, UNPADDED_SHAPE, older)
@@ -644,7 +663,11 @@ def get_unpadded_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _parse_partition_sections(value: Any, path: str, stride: int) -> tuple[Section, ...]:
-    """The sections that a parameter's ``partition_sections`` name; none without it."""
+    """Parse the sections in a parameter's ``partition_sections``; empty without it.
+
+    Raises:
+        UnsupportedStateError: If the sections are invalid.
+    """
     named = getattr(value, "partition_sections", None)
     if named is None:
         return ()
