@@ -1,8 +1,8 @@
 """Get the state of a model, and plan its load: a module or a dict of arrays, with its parameter names.
 
 Modules are handled by `torch_module`, which imports torch. A parameter may have several names, as tied weights do, and
-a checkpoint may contain it under any of them, or under a name with the steps of wrappers. Integers that identify a
-rank, such as those of neuronx-distributed's `SPMDRank`, are only loaded by a job whose ranks are arranged alike.
+a checkpoint may contain it under any of them, or under a name with wrapper prefixes. Integers that identify a rank,
+such as those of neuronx-distributed's `SPMDRank`, are only loaded by a job with the same arrangement of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 
 def get_model_tree(model: Any) -> Any:
-    """The state of a model as a tree: a module's state dict with its own parameters in it, or the dict itself."""
+    """Return the state of a model as a tree: a module's state dict with its own parameters in it, or the dict
+    itself.
+    """
     if not is_module(model):
         return model
     from xla_ckpt.state.torch_module import get_module_entries
@@ -48,13 +50,13 @@ def get_model_tree(model: Any) -> Any:
 
 
 def get_array_identity(value: Any, adapters: AdapterRegistry) -> Any:
-    """What is equal for two arrays that share all their elements; None for any other value."""
+    """Return a key that is equal for arrays that share all their elements; None for any other value."""
     adapter = adapters.find(value)
     return None if adapter is None or is_lazy(value) else adapter.get_identity(value)
 
 
 def get_parameter_names(model: Any) -> dict[Any, str]:
-    """Identity -> name of each array of a model, for an optimizer's sake; the first name of a tied one."""
+    """Return identity -> name of each array of a model, for its optimizer; the first name of a tied array."""
     if model is None:
         return {}
     named: Any = model.named_parameters(remove_duplicate=False) if is_module(model) else model.items()
@@ -69,12 +71,12 @@ def get_parameter_names(model: Any) -> dict[Any, str]:
 
 
 def get_buffer_names(model: Any) -> list[str]:
-    """Names of the buffers of a module: state that is not trained, and may differ between data-parallel ranks."""
+    """Return the names of a module's buffers: untrained state that may differ between data-parallel ranks."""
     return [n for n, _ in model.named_buffers(remove_duplicate=False)] if is_module(model) else []
 
 
 def find_parameter_name(parameter: Any, names: Mapping[Any, str]) -> str | None:
-    """The name of an optimizer's parameter in a model's `get_parameter_names`."""
+    """Return the name of an optimizer's parameter in a model's `get_parameter_names`, or None."""
     if (name := names.get(id(parameter))) is not None:
         return name
     identity = get_array_identity(parameter, AdapterRegistry())
@@ -82,11 +84,11 @@ def find_parameter_name(parameter: Any, names: Mapping[Any, str]) -> str | None:
 
 
 def match_renamed_members(stored: Collection[str], own: Collection[str], model: Any) -> dict[str, str]:
-    """Return stored name -> the model's name, of the members that are stored with the steps of wrappers, or without.
+    """Return stored name -> the model's name, of members that are stored with or without wrapper prefixes.
 
     Args:
-        stored: Names of parameters and buffers in a tag: those of a model, or of an optimizer.
-        own: The names that they have in the program.
+        stored: Names of parameters and buffers in a tag, in its model or optimizer.
+        own: Their names in the program.
         model: The model of the program.
     """
     if set(own) == set(stored):
@@ -100,7 +102,7 @@ def match_renamed_members(stored: Collection[str], own: Collection[str], model: 
 
 
 def plan_model_load(stored: StoredPart, model: Any) -> PartLoadPlan:
-    """Prepare to load a module or a dict."""
+    """Plan the load of a module or a dict."""
     if not is_module(model):
         return plan_dict_load(stored, model)
     from xla_ckpt.state.torch_module import plan_module_load
@@ -109,7 +111,7 @@ def plan_model_load(stored: StoredPart, model: Any) -> PartLoadPlan:
 
 
 def convert_model_state(stored: StoredPart, module: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a stored state dict of a module as its `load_state_dict` takes it: by its own names, with metadata."""
+    """Convert a stored state dict for the `load_state_dict` of a module: with its own names, and metadata."""
     from xla_ckpt.state.torch_module import convert_state_dict
 
     return convert_state_dict(stored, module, state)
@@ -118,7 +120,7 @@ def convert_model_state(stored: StoredPart, module: Any, state: Mapping[str, Any
 def compare_keys(
     stored: StoredPart, plan: PartLoadPlan, expected: Mapping[Any, Any], stored_entries: Mapping[Any, Any]
 ) -> None:
-    """Note what is stored and not wanted, and what is wanted and not stored."""
+    """Record unexpected and missing keys in a plan."""
     for key in (k for k in expected if k not in stored_entries):
         plan.add_problem(paths.join(stored.prefix, paths.escape(str(key))), NOT_STORED)
     left = [k for k in stored_entries if k not in expected]
@@ -128,7 +130,9 @@ def compare_keys(
 
 
 def plan_dict_load(stored: StoredPart, target: dict[Any, Any]) -> PartLoadPlan:
-    """Prepare to load a dict: its arrays are overwritten in place; an empty one receives everything that is stored."""
+    """Plan the load of a dict: its arrays are overwritten in place; an empty dict receives everything that is
+    stored.
+    """
     loading = PartLoadPlan(cast=stored.cast)
     stored_entries = stored.build()
     if not isinstance(stored_entries, Mapping):
@@ -157,9 +161,9 @@ def plan_dict_load(stored: StoredPart, target: dict[Any, Any]) -> PartLoadPlan:
 
 
 def _plan_registered_members(stored: StoredPart, plan: PartLoadPlan, own: Mapping[Any, Any]) -> dict[Any, BuildValue]:
-    """Want those members of a dict like its own in which something is of a class that is registered with jax.
+    """Plan the load of dict members that contain classes registered with jax, from the program's own as a pattern.
 
-    What no file can hold of them, such as functions, is the program's.
+    Values that a file cannot contain, such as functions, come from the program's own.
     """
     makers: dict[Any, BuildValue] = {}
     for key, value in own.items():
@@ -174,7 +178,7 @@ def _plan_registered_members(stored: StoredPart, plan: PartLoadPlan, own: Mappin
 
 
 def get_tied_names(model: Any) -> list[list[str]]:
-    """The names of each parameter of a module, in its order."""
+    """Return the names of each parameter of a module, in order."""
     if not is_module(model):
         return []
     by_object: dict[int, list[str]] = {}
@@ -184,19 +188,19 @@ def get_tied_names(model: Any) -> list[list[str]]:
 
 
 def add_tied_names(names: Set[Any], model: Any) -> set[Any]:
-    """Names of parameters, and the other names that these have in the model."""
+    """Return names of parameters, and their other names in the model."""
     return {*names, *(name for called in get_tied_names(model) if not names.isdisjoint(called) for name in called)}
 
 
 def match_stored_names(
     names: Mapping[Any, str], model: Any, optimizer: Any, aliases: Mapping[str, str]
 ) -> dict[Any, str]:
-    """What a tag calls the parameters of a model; the model's own name where it knows none of them.
+    """Return the stored names of a model's parameters, or the model's own names for unknown ones.
 
     Args:
         names: Identity -> first name of each parameter (`xla_ckpt.state.model_state.get_parameter_names`).
         model: The model.
-        held: The stored optimizer, by name.
+        optimizer: The stored optimizer, by name.
         aliases: Leaf path -> leaf path of the same array, in the tag.
     """
     known = {name: name for name in schema.get_parameter_names(optimizer) if isinstance(name, str)}
@@ -204,7 +208,7 @@ def match_stored_names(
     others = {called[0]: called for called in get_tied_names(model)}
     own = {*names.values(), *(name for called in others.values() for name in called)}
     known |= {plain: name for name, plain in match_renamed_members(known, own, model).items()}
-    # Two parameters of the program that were one when they were saved do not get the same state.
+    # Parameters that were tied when saved, and are not tied in the program, do not share one state.
     apart = {leaf: name for leaf, name in by_leaf.items() if name not in own}
     stored_name: dict[str, str] = {}
     for first in dict.fromkeys(names.values()):
@@ -225,13 +229,15 @@ _KEPT_NUMBERS = (
 
 
 def find_mismatched_numbers(stored: StoredPart, entries: Mapping[Any, Any]) -> dict[Any, LoadProblem]:
-    """The entries of a model whose numbers the ranks that saved cannot give to those of this job, with what is told."""
+    """Return problems for entries that contain rank numbers of the saving job which do not fit the ranks of this
+    job.
+    """
     saved, here = Mesh.parse(stored.manifest.mesh or ""), stored.shardings.placement.mesh
     problems = {}
     for key, value, path in _iterate_integer_tensors(stored, entries):
         adapter = stored.shardings.adapters.find(value)
         if adapter is None:
-            continue  # a tensor that consists of several, such as a quantized one
+            continue  # a composite tensor, such as a quantized one
         local = stored.shardings.locate(path, value, adapter)
         axes = find_rank_axes(adapter.get_dtype(value, path), local.shape, local.spec, here)
         record = stored.manifest.arrays.get(stored.manifest.aliases.get(path, path))
@@ -242,7 +248,9 @@ def find_mismatched_numbers(stored: StoredPart, entries: Mapping[Any, Any]) -> d
 
 
 def find_unexpected_numbers(stored: StoredPart, names: Iterable[Any]) -> set[Any]:
-    """Which of these stored members of a model are numbers of the ranks that saved: this job has no place for them."""
+    """Return the stored members of a model that contain rank numbers of the saving job, and have no entry in this
+    one.
+    """
     saved = Mesh.parse(stored.manifest.mesh or "")
     numbers = set()
     for name in names:

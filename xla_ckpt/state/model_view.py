@@ -1,7 +1,7 @@
 """Unwrap models, and view them as modules with the names of their wrappers. Imports torch.
 
-`ModelView` shares the parameters and buffers of the model, so a load reaches the model. It is used for pipeline
-stages, LoRA models, and modules inside of torch.compile, DDP, FSDP1 and activation checkpointing wrappers.
+`ModelView` shares the parameters and buffers of the model, so a load reaches the model. It is used for pipeline stages,
+LoRA models, and modules inside torch.compile, DDP, FSDP1 and activation checkpointing wrappers.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from xla_ckpt.state.wrappers import PLAIN_PROPERTY, get_modules, unwrap_model
 logger = get_logger(__name__)
 
 _NXD_CONFIG = "nxd_config"
-"""What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""
+"""Attribute of neuronx-distributed's wrappers, whose `load_state_dict` calls the wrapped module's."""
 
 
 class ModelView(torch.nn.Module):
-    """A wrapped model as an ordinary module: its state under the names that the wrapper gives it.
+    """A view of a wrapped model as an ordinary module, with the names that the wrapper uses.
 
-    It holds the parameters and buffers of the model itself, so that a load reaches the model.
+    It shares the parameters and buffers of the model, so that a load reaches the model.
 
     Attributes:
-        says_missing: Whether `load_state_dict` returns which members are missing, by the names of the view.
+        reports_missing_keys: True if `load_state_dict` returns missing keys, with the names of the view.
 
     Args:
-        entries: What is saved, by name.
-        parameters: All parameters, by name: an optimizer's state is called by these names.
-        parts: The modules whose state this is.
-        put: Takes a state dict, or a part of one, into the model.
+        entries: The saved entries, by name.
+        parameters: All parameters, by the names that an optimizer's state uses.
+        wrapped_modules: The modules that own the state.
+        load_entries: Loads a state dict, or a part of one, into the model.
     """
 
     reports_missing_keys = False
@@ -64,23 +64,23 @@ class ModelView(torch.nn.Module):
         self._load_entries = load_entries
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # only ever one form of it
-        """The model's own parameters and buffers, and plain values, by name."""
+        """Return the model's own parameters and buffers, and plain values, by name."""
         return copy_module_metadata(self._entries, dict(self._entries))
 
     def select_entries(self, stored: Container[str]) -> dict[str, Any]:
-        """What a load fills, by the name that it has in a tag; `stored` are the names in the tag."""
+        """Return the entries to load, by their names in a tag; `stored` are the names in the tag."""
         return dict(self._entries)
 
     def get_legacy_names(self) -> dict[str, str]:
-        """Return other name -> the name here, of what a tag of an earlier version may call by another name."""
+        """Return other name -> name in this view, for names that tags of earlier versions may contain."""
         return {}
 
     def get_aliased_entries(self) -> dict[str, Any]:
-        """What a tag may hold under other names than those of `state_dict`, by such a name."""
+        """Return entries by other names than in `state_dict` that a tag may contain."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """Put what could not be read straight into the model's arrays into it, as the wrapper does."""
+        """Load entries that could not be read directly into the model's arrays, as the wrapper does."""
         return self._load_entries(state_dict)
 
     def named_parameters(
@@ -89,7 +89,7 @@ class ModelView(torch.nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, Any]]:
-        """All parameters, by name."""
+        """Iterate over all parameters, by name."""
         return _yield_named(self._named_params, prefix, once=remove_duplicate)
 
     def named_buffers(
@@ -98,7 +98,7 @@ class ModelView(torch.nn.Module):
         recurse: bool = True,
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors in the state that are no parameters, by name."""
+        """Iterate over the tensors in the state that are not parameters, by name."""
         parameters = {id(p) for _, p in self._named_params}
         others = [(n, v) for n, v in self._entries.items() if isinstance(v, torch.Tensor) and id(v) not in parameters]
         return _yield_named(others, prefix, once=remove_duplicate)
@@ -106,20 +106,20 @@ class ModelView(torch.nn.Module):
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules whose state this is, under the names that they have inside of the wrapper."""
+        """Iterate over the modules that own the state, by their names inside the wrapper."""
         memo = set() if memo is None else memo
         for part in self.wrapped_modules:
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
 class LoraModelView(ModelView):
-    """neuronx-distributed's `LoraModel`: a base model, and adapters for some of its layers."""
+    """A view of neuronx-distributed's `LoraModel`: a base model with adapters for some layers."""
 
     def select_entries(self, stored: Container[str]) -> dict[str, Any]:
-        """See `ModelView`. A tag holds the adapters, with the base model or without it; or the base model alone.
+        """See `ModelView`. A tag may contain the adapters, the base model, or both.
 
-        If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
-        names then that they had without adapters.
+        Without adapters, the tag must contain the base model, and the adapters stay unchanged. Its layers then have
+        their names from before adapters were injected.
         """
         live = {name: value for name, value in self._entries.items() if name != schema.LORA_CONFIG}
         trained = {id(p) for _, p in self._named_params if p.requires_grad}
@@ -138,7 +138,7 @@ class LoraModelView(ModelView):
         return chosen
 
     def get_aliased_entries(self) -> dict[str, Any]:
-        """See `ModelView`: what the base model was called before it got adapters."""
+        """See `ModelView`: the base model by its names from before adapters were injected."""
         return {
             n.replace(schema.BASE_LAYER_SUFFIX, ""): v
             for n, v in self._entries.items()
@@ -146,7 +146,7 @@ class LoraModelView(ModelView):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """See `ModelView`. The configuration of the adapters stays that of the model; a difference is a warning."""
+        """See `ModelView`. The model keeps its adapter configuration, with a warning if the stored one differs."""
         names = {name.replace(schema.BASE_LAYER_SUFFIX, ""): name for name in self._entries}
         entries = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
         config, stored_config = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
@@ -159,7 +159,7 @@ class LoraModelView(ModelView):
 
 
 class UnwrappedModelView(ModelView):
-    """A model in which modules are wrapped, by torch.compile for instance, under the names that it has without that.
+    """A view of a model with wrapped modules, for instance by torch.compile, by their names without wrappers.
 
     Args:
         model: The model.
@@ -175,7 +175,8 @@ class UnwrappedModelView(ModelView):
         plain = {_replace_prefix(name, self._plain_prefixes): value for name, value in entries.items()}
         metadata = get_module_metadata(entries) or {}
         plain_of = {place.actual_prefix: place.plain_prefix for place in self._module_paths}
-        # torch's own: the wrappers' `named_parameters` leave out their own step, and no one's below.
+        # Module.named_parameters of torch, because the wrappers' own strip only their own prefix from names, and no
+        # nested one.
         named = [*torch.nn.Module.named_parameters(model, remove_duplicate=False)]
         super().__init__(
             attach_module_metadata(
@@ -194,14 +195,14 @@ class UnwrappedModelView(ModelView):
         self._plain_names |= {name: _replace_prefix(name, self._plain_prefixes) for name in entries}
 
     def get_legacy_names(self) -> dict[str, str]:
-        """See `ModelView`: the names with wrappers, in the state dict and in `named_parameters`."""
+        """See `ModelView`: the names with wrapper prefixes, in the state dict and in `named_parameters`."""
         return dict(self._plain_names)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, *_: Any, **__: Any) -> Any:
         """See `ModelView`.
 
         Raises:
-            RuntimeError: Something does not fit, as torch's own raises it.
+            RuntimeError: If keys are missing or unexpected and `strict` is True, as in torch.
         """
         answer = self.load_by_own_names(state_dict, strict=strict)
         if strict and any(answer):
@@ -214,7 +215,7 @@ class UnwrappedModelView(ModelView):
         return answer
 
     def load_by_own_names(self, state_dict: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-        """Call `load_state_dict` of the model with the names that it has itself (see `call_load_state_dict`)."""
+        """Call `load_state_dict` of the model with its own names (see `call_load_state_dict`)."""
         (model,) = self.wrapped_modules
         state = {_replace_prefix(name, self._state_dict_prefixes): value for name, value in state_dict.items()}
         metadata = get_module_metadata(state_dict)
@@ -235,7 +236,7 @@ class UnwrappedModelView(ModelView):
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules, wrappers included, under the names that they have without wrappers."""
+        """Iterate over the modules, including wrappers, by their names without wrapper prefixes."""
         memo = set() if memo is None else memo
         for place in self._module_paths:
             if not remove_duplicate or place.module not in memo:
@@ -245,12 +246,12 @@ class UnwrappedModelView(ModelView):
 
 @dataclass(frozen=True, slots=True)
 class _ModulePath:
-    """How the names of the members of a module begin: with the names of the modules around it, each with a dot."""
+    """The name prefixes of a module's members: the names of the enclosing modules, each followed by a dot."""
 
     module: torch.nn.Module
     actual_prefix: str
     state_dict_prefix: str
-    """In the state dict of the model: some wrappers leave their own step out."""
+    """In the state dict of the model: some wrappers omit their own prefix."""
     plain_prefix: str
     """Without wrappers."""
 
@@ -273,11 +274,11 @@ def _walk_module_paths(
 
 
 def _get_wrapper_step(module: torch.nn.Module) -> tuple[str | None, bool]:
-    """Return the step that a torch wrapper adds to names, and whether its state dict contains that step.
+    """Return the prefix that a torch wrapper adds to names, and whether its state dict contains the prefix.
 
-    The step is None if the module is not a wrapper.
+    The prefix is None if the module is not a wrapper.
     """
-    kind: Any = type(module)  # mypy takes classes of modules for unhashable
+    kind: Any = type(module)  # mypy treats module classes as unhashable
     return _find_class_step(kind)
 
 
@@ -302,7 +303,7 @@ _WRAPPER_STEPS = {
 
 
 def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name with another beginning: that of the innermost module around it that is known."""
+    """Replace the prefix of a name by the mapped one of the innermost known enclosing module."""
     module, own = name, ""
     while module:
         module, dot, last = module.rpartition(".")
@@ -313,14 +314,14 @@ def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def is_overridden(module: torch.nn.Module, method: str) -> bool:
-    """Return whether a method of a module is not torch's own: its class has another one, or it has one itself."""
+    """Return True if a method of a module is not torch's own: its class overrides it, or the object does."""
     return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
 
 
 def call_load_state_dict(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
-    """Call `load_state_dict` of a module. A program's own is strict if the load is, as far as it takes that.
+    """Call `load_state_dict` of a module. A custom one is passed `strict=True` in strict loads, if it accepts it.
 
-    torch's own returns what does not fit, and the caller raises one error for all of it.
+    torch's own returns incompatible keys, and the caller raises one error for all of them.
     """
     if isinstance(module, UnwrappedModelView):
         return module.load_by_own_names(state, strict=strict)
@@ -333,9 +334,9 @@ def call_load_state_dict(module: torch.nn.Module, state: Mapping[str, Any], *, s
 
 
 class NamesOnly(ModelView):
-    """A model that only says what the parameters of an optimizer are called, and how they are split.
+    """A view of a model that only provides parameter names and shardings for loading an optimizer.
 
-    An optimizer is loaded with it where the weights are to stay as they are.
+    Used if the weights must not be loaded.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -349,7 +350,7 @@ class NamesOnly(ModelView):
 
 
 def unwrap_module(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
-    """The model inside of wrappers, under the names that it has without any: see `_unwrap_module`."""
+    """Unwrap a model, and return it by its names without wrappers: see `_unwrap_module`."""
     inside = _unwrap_module(model, loading=loading, stored=stored)
     if isinstance(inside, ModelView) or not any(_get_wrapper_step(part)[0] for part in inside.modules()):
         return inside
@@ -357,19 +358,19 @@ def unwrap_module(model: Any, *, loading: bool = False, stored: Container[str] =
 
 
 def _unwrap_module(model: Any, *, loading: bool, stored: Container[str]) -> Any:
-    """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
+    """Unwrap wrappers such as neuronx-distributed's `NxDModel`; return any other model unchanged.
 
-    What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `ModelView`.
-    torch's DistributedDataParallel, DataParallel and torch.compile put a step before all names. It says nothing of the
-    state, and is left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
+    A pipeline stage (`NxDPPModel`) and a model with adapters (`LoraModel`) become a `ModelView`. torch's
+    DistributedDataParallel, DataParallel and torch.compile prefix all names. The prefix is not part of the state and is
+    stripped, as `get_state_dict` of torch.distributed.checkpoint does.
 
     Args:
         model: A module, or a dict of modules.
-        loading: Whether it is loaded into. A `LoraModel` that is saved decides itself what is saved of it.
-        stored: Names in the tag that is loaded: earlier versions have saved torch's wrappers with their step.
+        loading: True for a load. A `LoraModel` that is saved selects its own state.
+        stored: Names in the tag to load: earlier versions saved torch's wrappers with their prefix.
     """
     if isinstance(model, Mapping):
-        return torch.nn.ModuleDict(model)  # a generator and a discriminator
+        return torch.nn.ModuleDict(model)  # such as a generator and a discriminator
     if hasattr(type(model), PLAIN_PROPERTY):
         return unwrap_model(getattr(model, PLAIN_PROPERTY), loading=loading, stored=stored)
     bare = _unwrap_torch_wrapper(model)
@@ -380,7 +381,7 @@ def _unwrap_module(model: Any, *, loading: bool, stored: Container[str]) -> Any:
         return model if is_stored and own[0] not in bare_model.state_dict(keep_vars=True) else bare_model
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _view_pipeline_stage(model)
-    # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
+    # Module.named_children of torch, because neuronx-distributed's wrapper returns the children of the wrapped module.
     inner = dict(torch.nn.Module.named_children(model)).get("module")
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
@@ -391,9 +392,9 @@ def _unwrap_module(model: Any, *, loading: bool, stored: Container[str]) -> Any:
 
 
 def _unwrap_torch_wrapper(model: torch.nn.Module) -> torch.nn.Module | None:
-    """What is in torch's own wrappers, which only put a step before all names; None for any other module.
+    """Return the module inside torch's own wrappers that only prefix all names; None for any other module.
 
-    Hooks that a program has registered on the wrapper are a part of how it saves and loads.
+    A wrapper with hooks registered by the program is kept, because they affect saving and loading.
     """
     step, is_said = _get_wrapper_step(model)
     hooks = (
@@ -406,17 +407,17 @@ def _unwrap_torch_wrapper(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _is_transparent_wrapper(wrapper: Any, inner: torch.nn.Module) -> bool:
-    """Whether a wrapper has nothing but what it wraps, and gives it the same names."""
+    """Return True if a wrapper has the same state as the wrapped module, under the same names."""
     if len(wrapper._modules) > 1 or wrapper._parameters or wrapper._buffers:
         return False
     if isinstance(inner, LoraModelView):
-        return True  # asking a LoraModel for its state may merge its adapters into it
+        return True  # state_dict() of a LoraModel may merge its adapters into it
     loads = type(wrapper).load_state_dict is not torch.nn.Module.load_state_dict
     if loads and not isinstance(inner, ModelView) and _NXD_CONFIG not in vars(wrapper):
-        return False  # nobody knows what else its own load_state_dict does
+        return False  # its custom load_state_dict may do anything
     try:
         entries, own = wrapper.state_dict(keep_vars=True), inner.state_dict(keep_vars=True)
-    except TypeError:  # it does not take what torch's own takes: it is no such wrapper
+    except TypeError:  # its state_dict does not accept torch's arguments
         return False
     return entries.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in entries.items())
 
@@ -426,10 +427,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _view_pipeline_stage(model: Any) -> ModelView:
-    """What this rank has of a pipeline.
+    """Return a view of this rank's stage of a pipeline.
 
-    neuronx-distributed's `local_named_parameters` and `local_named_buffers` do not take `remove_duplicate`, and the
-    latter raises KeyError for buffers that are not saved. So the state dict says the names of both.
+    neuronx-distributed's `local_named_parameters` and `local_named_buffers` do not accept `remove_duplicate`, and the
+    latter raises KeyError for buffers that are not saved. The names of both are therefore taken from the state dict.
     """
     entries = model.local_state_dict(keep_vars=True)
     return ModelView(
@@ -444,7 +445,7 @@ def _view_lora_model(model: Any, inner: Any, loading: bool) -> LoraModelView:
     base = unwrap_model(inner, loading=loading)
     live = base.state_dict(keep_vars=True)
     entries = copy_module_metadata(live, dict(live) if loading else _replace_aliases(model.state_dict(), live))
-    # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
+    # Adapters are useless without their configuration, which neuronx-distributed only saves on request.
     if loading or any(schema.ADAPTER_PREFIX in name for name in entries):
         entries[schema.LORA_CONFIG] = _get_lora_fields(model.lora_config)
     return LoraModelView(
@@ -456,13 +457,13 @@ def _view_lora_model(model: Any, inner: Any, loading: bool) -> LoraModelView:
 
 
 def _get_lora_fields(config: Any) -> dict[str, Any]:
-    """What the configuration of adapters says of a checkpoint of them."""
+    """Return the fields of an adapter configuration that its checkpoints contain."""
     fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
     return schema.sort_lora_config(fields)
 
 
 def _replace_aliases(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the model's own tensors in place of aliases of them, which have lost their attributes."""
+    """Replace aliases in a state dict, which lack the attributes, by the model's own tensors."""
     bare = {name.replace(schema.BASE_LAYER_SUFFIX, ""): value for name, value in live.items()}
     return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
 

@@ -1,12 +1,11 @@
 """Get the state of an optimizer by parameter name, independent of the order and grouping of parameters.
 
 The stored form is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own structure with
-names in place of numbers. Names come from the model, otherwise from ``param_names``; without either, parameters are
-numbered by group and position (``#0.3``), and such a state only fits an optimizer of the same order.
+names instead of numbers. Names come from the model, otherwise from ``param_names``; without either, parameters are
+numbered by group and position (``#0.3``), and such a state only fits an optimizer with the same order.
 
-State that an optimizer keeps under a key of its own (``optimizer.state["k"]``) belongs to no parameter. It is stored
-beside the parameters' names, and is called shared state here. `register_optimizer` declares how the states of a class
-of optimizers are sharded.
+State under a custom key (``optimizer.state["k"]``) belongs to no parameter. It is stored next to the parameters' names,
+and is called shared state here. `register_optimizer` declares how the states of a class of optimizers are sharded.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from xla_ckpt.state.model_state import find_parameter_name
 from xla_ckpt.state.shardings import OptimizerParameter
 
 ParameterNames = Mapping[Any, str]
-"""What `xla_ckpt.state.model_state.get_parameter_names` returns."""
+"""The result of `xla_ckpt.state.model_state.get_parameter_names`."""
 
 
 def has_param_groups(optimizer: Any) -> bool:
-    """Whether it keeps its parameters in groups, as torch's optimizers do. A dict does not: its keys are no groups."""
+    """Return True if parameters are in groups, as in torch's optimizers. A dict has no groups."""
     return hasattr(optimizer, schema.PARAM_GROUPS)
 
 
 def is_optimizer_like(value: Any) -> bool:
-    """Whether a value is an optimizer, of whatever library."""
+    """Return True if a value is an optimizer of any library."""
     return has_param_groups(value) and has_methods(value, "state_dict")
 
 
 def list_parameters(optimizer: Any) -> list[tuple[Any, str]]:
-    """(parameter, ``#group.position``) in the order of torch's packed ids: each parameter once."""
+    """List (parameter, ``#group.position``) in the order of torch's packed ids, each parameter once."""
     places: dict[int, tuple[Any, str]] = {}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -52,10 +51,10 @@ def list_parameters(optimizer: Any) -> list[tuple[Any, str]]:
 
 
 def list_parameter_names(optimizer: Any, names: ParameterNames) -> list[str]:
-    """The name of every parameter, in the order of torch's packed ids.
+    """List the name of every parameter, in the order of torch's packed ids.
 
     Raises:
-        UnsupportedStateError: Two parameters have the same name.
+        UnsupportedStateError: If two parameters have the same name.
     """
     own: dict[int, str] = {}
     for group in optimizer.param_groups:
@@ -73,7 +72,7 @@ def list_parameter_names(optimizer: Any, names: ParameterNames) -> list[str]:
 
 
 def get_optimizer_tree(optimizer: Any, names: ParameterNames) -> Any:
-    """The state of an optimizer, by name. Plain dicts, and optimizers of another structure, stay as they are."""
+    """Return the state of an optimizer by name. Plain dicts, and optimizers with another structure, stay unchanged."""
     if isinstance(optimizer, Mapping):
         return optimizer
     packed = zero1.get_outer_state_dict(optimizer) if zero1.is_zero1(optimizer) else optimizer.state_dict()
@@ -93,7 +92,11 @@ def get_optimizer_tree(optimizer: Any, names: ParameterNames) -> Any:
 
 
 def _check_shared_state(optimizer: Any, names: Sequence[str]) -> None:
-    """Refuse keys of common state that would take the place of a parameter's state, or lose their own to it."""
+    """Check that the keys of shared state differ from parameter names.
+
+    Raises:
+        UnsupportedStateError: If shared state and a parameter's state would overwrite each other.
+    """
     for key in getattr(optimizer, schema.STATE, ()):
         if is_torch_tensor(key):
             continue
@@ -114,19 +117,17 @@ def _check_shared_state(optimizer: Any, names: Sequence[str]) -> None:
 
 
 def is_keyed_by_name(optimizer: Any, tree: Any) -> bool:
-    """Whether an optimizer's state has torch's structure, in which `get_optimizer_tree` puts names in place of
-    positions.
-    """
+    """Return True if a state has torch's structure, where `get_optimizer_tree` replaces positions by names."""
     return has_param_groups(optimizer) and is_standard(tree)
 
 
 def get_saved_parameters(
     optimizer: Any, model: Any, names: ParameterNames, placement: RankInfo
 ) -> dict[str, OptimizerParameter]:
-    """The parameters of an optimizer that is about to be saved; of a plain dict those of the model.
+    """Return the parameters of an optimizer to be saved, or for a plain dict the parameters of the model.
 
     Raises:
-        UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
+        UsageError: If the groups of a ZeRO-1 optimizer do not fit the mesh.
     """
     if has_param_groups(optimizer):
         return index_parameters(optimizer, list_parameter_names(optimizer, names), placement)
@@ -139,10 +140,10 @@ def get_saved_parameters(
 
 
 def index_parameters(optimizer: Any, names: Sequence[Any], placement: RankInfo) -> dict[str, OptimizerParameter]:
-    """An optimizer's parameters by the path component that their state has, for the sake of its layout.
+    """Return an optimizer's parameters by their path component in its state.
 
     Raises:
-        UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
+        UsageError: If the groups of a ZeRO-1 optimizer do not fit the mesh.
     """
     axes: Mapping[int, tuple[str, ...]] = {}
     shards: Mapping[int, Any] = {}
@@ -163,7 +164,7 @@ def index_parameters(optimizer: Any, names: Sequence[Any], placement: RankInfo) 
 
 
 def is_standard(packed: Any) -> bool:
-    """Return True if a state has the structure of those of torch's optimizers."""
+    """Return True if a state has the structure of torch's optimizers."""
     if not isinstance(packed, Mapping) or not isinstance(packed.get(schema.STATE), Mapping):
         return False
     groups = packed.get(schema.PARAM_GROUPS)
@@ -174,19 +175,19 @@ _registered_schemas: dict[type | str, OptimizerSchema] = {"torch.optim.asgd.ASGD
 
 
 def register_optimizer(kind: type | str, schema: OptimizerSchema) -> None:
-    """Say how the states of a kind of optimizer lie over the ranks of a job.
+    """Declare how the states of a class of optimizers are sharded over ranks.
 
-    It holds for all saves and loads of this process that follow, and every rank has to say the same. The last word
-    about a kind counts.
+    The declaration applies to all later saves and loads of this process, and must be the same on every rank. A later
+    declaration for the same class replaces an earlier one.
 
     Args:
-        kind: A class, or its name, with its module or without, so that it need not be imported:
-            ``"transformers.optimization.Adafactor"`` or ``"Adafactor"``. It holds for classes derived from it, too,
-            of which nobody said anything, and for the optimizer inside of a ZeRO-1 optimizer.
-        schema: How its states lie.
+        kind: A class, or its name with or without its module, which need not be imported:
+            ``"transformers.optimization.Adafactor"`` or ``"Adafactor"``. Also applies to subclasses without a
+            declaration, and to the optimizer inside a ZeRO-1 optimizer.
+        schema: Layout of its states.
 
     Raises:
-        UsageError: An argument is something else.
+        UsageError: If an argument has the wrong type.
 
     Example:
         ``register_optimizer("LowRank", OptimizerSchema(dims={"left": (0, None), "right": (None, 1)}))``
@@ -205,7 +206,7 @@ def register_optimizer(kind: type | str, schema: OptimizerSchema) -> None:
 
 
 def get_optimizer_schema(optimizer: Any) -> OptimizerSchema:
-    """How the states of an optimizer lie; torch's rules, if nobody said anything."""
+    """Return the layout of an optimizer's states, by default torch's."""
     if zero1.is_zero1(optimizer):
         optimizer = optimizer.base_optimizer
     for cls in type(optimizer).__mro__:

@@ -1,7 +1,7 @@
-"""Several optimizers of one model, such as Muon for matrices and AdamW for the rest, or those of a GAN.
+"""Several optimizers of one model, such as Muon for matrices and AdamW for the rest, or the two of a GAN.
 
-They are stored as one: state by parameter name, and the param groups of all of them. A checkpoint does not record
-which optimizer a parameter had, so a parameter may move to another optimizer of the same kind.
+They are stored as one: state by parameter name, and the param groups of all of them. A checkpoint does not record which
+optimizer had a parameter, so a parameter may move to another optimizer of the same kind.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from xla_ckpt.state.wrappers import unwrap_optimizer
 
 @dataclass(frozen=True, slots=True)
 class OptimizerDict:
-    """Optimizers by the name that the program gives them, without what wraps them."""
+    """Unwrapped optimizers, by the names that the program uses."""
 
     members: Mapping[Any, Any]
 
     @property
     def param_groups(self) -> list[Any]:
-        """The groups of all of them, as if they were those of one."""
+        """The groups of all optimizers, as in a single one."""
         return [group for member in self.members.values() for group in member.param_groups]
 
 
 def unwrap_optimizers(optimizer: Any, stored: StoredPart | None = None) -> Any:
-    """What a caller gave for an optimizer, without what wraps it: `OptimizerDict`, if it is a dict of optimizers.
+    """Unwrap an optimizer, or a dict of optimizers, which becomes an `OptimizerDict`.
 
-    `stored` is what it is to load, where that is known.
+    `stored` is the state to load, if known.
     """
     common = [] if stored is None else [paths.unescape(key) for key in schema.find_shared_state(stored.skeleton)]
     if isinstance(optimizer, Mapping) and optimizer and all(map(optimizers.is_optimizer_like, optimizer.values())):
@@ -50,15 +50,15 @@ def unwrap_optimizers(optimizer: Any, stored: StoredPart | None = None) -> Any:
 
 
 def list_optimizers(optimizer: Any) -> Sequence[Any]:
-    """The optimizers that a caller gave: one, or several."""
+    """List the optimizers of an argument: one, or several."""
     return [*optimizer.members.values()] if isinstance(optimizer, OptimizerDict) else [optimizer]
 
 
 def get_joint_tree(joint: OptimizerDict, names: optimizers.ParameterNames) -> dict[str, Any]:
-    """Their state as that of one, by name.
+    """Return the merged state of the optimizers, by name.
 
     Raises:
-        UsageError: One of them cannot be stored so.
+        UsageError: If an optimizer cannot be stored in this form.
     """
     whose: dict[str, Any] = {}
     state: dict[Any, Any] = {}
@@ -105,7 +105,7 @@ def _create_refusal_error(name: Any, why: str, hint: str | None) -> UsageError:
 def get_joint_parameters(
     joint: OptimizerDict, names: optimizers.ParameterNames, placement: RankInfo
 ) -> dict[str, OptimizerParameter]:
-    """The parameters of all of them, by path component."""
+    """Return the parameters of all optimizers, by path component."""
     return {
         component: parameter
         for member in joint.members.values()
@@ -116,7 +116,7 @@ def get_joint_parameters(
 def plan_joint_load(
     stored: StoredPart, joint: OptimizerDict, names: optimizers.ParameterNames, model: Any
 ) -> list[PartLoadPlan]:
-    """Prepare to load each of them, from the part of the stored state that is its own."""
+    """Plan the load of each optimizer, from its part of the stored state."""
     tree = stored.build()
     if (why := _explain_not_by_name(joint, tree)) is not None:
         refused = PartLoadPlan()
@@ -139,7 +139,7 @@ def plan_joint_load(
 
 
 def _explain_not_by_name(joint: OptimizerDict, tree: Any) -> str | None:
-    """Why a stored state cannot be dealt out to several optimizers; None if it can."""
+    """Return the reason why a stored state cannot be split among several optimizers; None if it can."""
     if not optimizers.is_keyed_by_name(joint, tree):
         return "several optimizers are wanted; stored is the state of one of another structure than torch's"
     if schema.PER_RANK_STATE in tree:
@@ -151,7 +151,9 @@ def _explain_not_by_name(joint: OptimizerDict, tree: Any) -> str | None:
 
 
 def _select_part(stored: StoredPart, tree: Any, joint: OptimizerDict, member: Any, names: set[str]) -> StoredPart:
-    """The part of a stored optimizer that is one member's: groups keep their places, those of others are empty."""
+    """Select one optimizer's part of a stored state: groups keep their positions, and groups of other optimizers are
+    empty.
+    """
     parameters = set(schema.get_parameter_names(tree))
 
     def is_its(key: Any) -> bool:
@@ -169,7 +171,7 @@ def _select_part(stored: StoredPart, tree: Any, joint: OptimizerDict, member: An
 
 
 def _filter_keys(skeleton: Json, is_kept: Any) -> Json:
-    """The members of a stored dict whose keys are wanted."""
+    """Filter the members of a stored dict by key."""
     if skeleton.keys() == {"$dict"}:
         return {"$dict": [[key, member] for key, member in skeleton["$dict"] if is_kept(CODEC.decode(key))]}
     return {key: member for key, member in skeleton.items() if is_kept(key)}

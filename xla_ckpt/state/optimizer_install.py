@@ -19,24 +19,24 @@ _STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_h
 
 
 def has_load_hooks(optimizer: Any) -> bool:
-    """Whether hooks are registered that run before or after `load_state_dict`."""
+    """Return True if hooks are registered that run before or after `load_state_dict`."""
     return any(getattr(optimizer, name, None) for name in (_PRE_HOOKS, _POST_HOOKS))
 
 
 def has_custom_state_dict(optimizer: Any) -> bool:
-    """Whether `state_dict` may return another state than the optimizer holds: by a hook, or by code of its own."""
+    """Return True if `state_dict` may return another state than the optimizer's: it is overridden, or has hooks."""
     return not has_inherited_method(optimizer, "state_dict") or any(
         getattr(optimizer, name, None) for name in _STATE_HOOKS
     )
 
 
 def has_custom_load(optimizer: Any) -> bool:
-    """Whether the optimizer has a `load_state_dict` of its own: its class overrides it, or the object has another."""
+    """Return True if `load_state_dict` is overridden by the optimizer's class or object."""
     return not has_inherited_method(optimizer, "load_state_dict")
 
 
 def has_program_code(optimizer: Any) -> bool:
-    """Whether code of the program has a part in how the optimizer takes a state: it may refuse it, or change it."""
+    """Return True if code of the program runs when a state is loaded: it may raise, or change the state."""
     if has_custom_load(optimizer) or has_load_hooks(optimizer) or has_custom_state_dict(optimizer):
         return True
     setstate = next((c for c in type(optimizer).__mro__ if "__setstate__" in vars(c)), None)
@@ -44,8 +44,8 @@ def has_program_code(optimizer: Any) -> bool:
 
 
 def get_torch_class_name(optimizer: Any) -> str | None:
-    """The class of torch.optim whose `step` an optimizer has; None if that is its own."""
-    # torch wraps `step` in each class that an object is made of: only its names tell where it is from.
+    """Return the name of the torch.optim class whose `step` an optimizer inherits; None if it overrides `step`."""
+    # torch wraps `step` in each instantiated class, so only its names identify the defining class.
     step = getattr(type(optimizer), "step", None)
     name, _, _ = getattr(step, "__qualname__", "").rpartition(".")
     return name if getattr(step, "__module__", "").startswith("torch.optim.") else None
@@ -53,41 +53,40 @@ def get_torch_class_name(optimizer: Any) -> str | None:
 
 @dataclass(slots=True)
 class OptimizerInstallation:
-    """A state on its way into one optimizer.
+    """The installation of a state into one optimizer.
 
-    `try_load` is for an optimizer of which `has_program_code` is true, before anything else of the program is changed:
-    what refuses the state raises there. `finish` is called at the end. Hooks run once: those before the load with
-    `try_load`, those after it at the end, where they find the loaded weights. An optimizer's own `load_state_dict` is
-    called twice.
+    Call `try_load` if `has_program_code` is true for the optimizer, before anything else of the program is changed,
+    because it raises if the state is rejected. Call `finish` at the end. Hooks run once: pre-hooks in `try_load`,
+    post-hooks in `finish`, where they see the loaded weights. A custom `load_state_dict` is called twice.
     """
 
     optimizer: Any
     packed_state: Mapping[str, Any]
-    """The state in the structure of torch's `state_dict`, with numbers in place of parameters."""
+    """The state in the structure of torch's `state_dict`, with numbers for parameters."""
 
     uses_custom_load: bool
-    """Whether the optimizer's own `load_state_dict` is called."""
+    """True if the optimizer's custom `load_state_dict` is called."""
 
     cast_state: bool = False
-    """Whether all state takes the dtype of its parameter, as torch casts it."""
+    """True if all state is cast to the dtype of its parameter, as in torch."""
 
     _unpacked: tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]] | None = field(default=None, init=False)
     """State by parameter, and the options of each group."""
 
     def try_load(self) -> None:
-        """Run the hooks before the load, and put the state in for a first time.
+        """Run the pre-hooks, and install the state for the first time.
 
         Raises:
-            Exception: Code of the program refuses the state.
+            Exception: If code of the program rejects the state.
         """
         if self.uses_custom_load:
-            # Its code may write to what it is given, and is given the state again at the end.
+            # A custom load may modify its argument, and is called with the state again at the end.
             self.optimizer.load_state_dict(_copy_packed_state(self.packed_state))
         else:
             self._set_state()
 
     def finish(self) -> None:
-        """Put the state in, and run the hooks after the load."""
+        """Install the state, and run the post-hooks."""
         if self.uses_custom_load:
             self.optimizer.load_state_dict(self.packed_state)
             return
@@ -96,7 +95,7 @@ class OptimizerInstallation:
             hook(self.optimizer)
 
     def _set_state(self) -> None:
-        """As torch's `load_state_dict` ends."""
+        """Set the state as the end of torch's `load_state_dict` does."""
         if self._unpacked is None:
             self._unpacked = self._unpack()
         optimizer, (state, groups) = self.optimizer, self._unpacked
@@ -105,13 +104,13 @@ class OptimizerInstallation:
         optimizer.__setstate__({schema.STATE: state, schema.PARAM_GROUPS: optimizer.param_groups})
 
     def _unpack(self) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
-        """Run the hooks before the load, and give the state that they return to the parameters, as torch does.
+        """Run the pre-hooks, and assign the state that they return to the parameters, as torch does.
 
-        State keeps the dtype that it was saved with, unless hooks changed it: that takes its parameter's, as torch
-        casts all state. So does state that a hook of `state_dict` may have changed at the save.
+        State keeps its stored dtype, unless a hook changed it, or may have changed it in `state_dict` when it was
+        saved. Changed state is cast to the dtype of its parameter, as torch casts all state.
 
         Raises:
-            ValueError: The groups are those of other parameters.
+            ValueError: If the groups do not fit the parameters.
         """
         packed, given = dict(self.packed_state), list[Any]()
         hooks = getattr(self.optimizer, _PRE_HOOKS, {}).values()
@@ -143,15 +142,15 @@ class OptimizerInstallation:
 
 
 def _cast_as_torch(value: Any, parameter: Any, group: Mapping[str, Any], as_stored: frozenset[int]) -> Any:
-    """The state of a parameter with its tensors in the dtype and on the device of the parameter, as torch loads it.
+    """Cast the tensors in a parameter's state to its dtype and device, as torch's load does.
 
-    A tensor of the shape of the parameter has its strides, too.
+    A tensor of the parameter's shape also gets its strides.
 
     Args:
         value: The state.
         parameter: The parameter.
         group: The options of its group.
-        as_stored: The ids of tensors that stay as they are.
+        as_stored: The ids of tensors that stay unchanged.
     """
 
     def cast(keys: tuple[Any, ...], leaf: Any) -> Any:
@@ -163,7 +162,7 @@ def _cast_as_torch(value: Any, parameter: Any, group: Mapping[str, Any], as_stor
             on_device = any(group.get(option) for option in STEP_ON_DEVICE_OPTIONS)
             return leaf.to(device=parameter.device, dtype=torch.float32) if on_device else leaf
         if keys and keys[-1] in NUMBER_KEYS:
-            return leaf  # torch casts these, too, and loses digits of them
+            return leaf  # torch casts these, too, with a loss of precision
         casts = parameter.is_floating_point() and leaf.is_floating_point()
         leaf = leaf.to(device=parameter.device, dtype=parameter.dtype if casts else leaf.dtype)
         if leaf.shape != parameter.shape or leaf.stride() == parameter.stride():
@@ -176,14 +175,14 @@ def _cast_as_torch(value: Any, parameter: Any, group: Mapping[str, Any], as_stor
 
 
 def _copy_packed_state(packed: Mapping[str, Any]) -> Any:
-    """A copy of a state dict, with its tensors on their devices."""
+    """Copy a state dict, with its tensors on their devices."""
     return map_leaves(packed, lambda _, leaf: leaf.detach().clone() if is_torch_tensor(leaf) else copy.deepcopy(leaf))
 
 
 def backup_optimizer(optimizer: Any) -> Rollback:
-    """Keep what an optimizer has, and return what puts it back, if its own `load_state_dict` is not called.
+    """Back up an optimizer that has no custom `load_state_dict`, and return the rollback.
 
-    What is loaded is put in the place of the former state, which is not written to.
+    A load replaces the former state and does not write to it.
     """
     attributes, groups = dict(vars(optimizer)), [(group, dict(group)) for group in optimizer.param_groups]
 

@@ -1,11 +1,11 @@
-"""Plan the load of an optimizer: where each stored array goes, and what is installed at the end.
+"""Plan the load of an optimizer: the target of each stored array, and the installation at the end.
 
-Nothing of the optimizer changes before all arrays are read; `PartLoadPlan.finish` installs the state. State that the
+The optimizer does not change before all arrays are read; `PartLoadPlan.finish` installs the state. State that the
 optimizer does not have yet is allocated like its parameter, on the device that torch would use.
 
 If code of the program takes part (a custom `load_state_dict` or `__setstate__`, hooks), the optimizer loads its state
-twice: once before anything else changes, because the code may refuse it, and again at the end, because some optimizers
-copy the model's weights, which are the old ones before. Hooks run once (see `OptimizerInstallation`).
+twice: once before anything else changes, because the code may raise, and again at the end, because some optimizers copy
+the model's weights, which are not loaded before. Hooks run once (see `OptimizerInstallation`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ logger = get_logger(__name__)
 
 
 def plan_optimizer_load(stored: StoredPart, optimizer: Any, names: ParameterNames, model: Any = None) -> PartLoadPlan:
-    """Prepare to load an optimizer, or a plain dict (whose layout is that of the model's parameters)."""
+    """Plan the load of an optimizer, or of a plain dict (whose layout follows the model's parameters)."""
     if isinstance(optimizer, dict):
         known = get_saved_parameters(optimizer, model, names, stored.shardings.placement)
         return plan_dict_load(replace(stored, shardings=replace(stored.shardings, parameters=known)), optimizer)
@@ -81,7 +81,7 @@ def plan_optimizer_load(stored: StoredPart, optimizer: Any, names: ParameterName
         return loading
     compare_parameters(match, model, loading)
     for name, (parameter, _) in zip(match.stored_names, match.parameters, strict=True):
-        check_has_memory(parameter, schema.get_state_path(name))  # new state is made on the device of its parameter
+        check_has_memory(parameter, schema.get_state_path(name))  # new state is created on the device of its parameter
     known = index_parameters(optimizer, match.stored_names, stored.shardings.placement)
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     groups = match_groups(tree, loading, match)
@@ -118,7 +118,7 @@ def plan_optimizer_load(stored: StoredPart, optimizer: Any, names: ParameterName
 
 
 def _list_receiving_optimizers(match: OptimizerMatch) -> list[Any]:
-    """The optimizers that take a part of the state: of ZeRO-1 those that it wraps, and itself, if it has hooks."""
+    """List the optimizers that load a part of the state: the wrapped ones of ZeRO-1, and ZeRO-1 wrappers with hooks."""
     if not match.is_zero1:
         return [match.optimizer]
     wrappers = [part for part in zero1.get_zero1_parts(match.optimizer) if has_load_hooks(part)]
@@ -126,12 +126,12 @@ def _list_receiving_optimizers(match: OptimizerMatch) -> list[Any]:
 
 
 def _has_program_code(match: OptimizerMatch) -> bool:
-    """Whether code of the program has a part in how the optimizer takes its state."""
+    """Return True if code of the program runs when the optimizer loads its state."""
     return any(map(has_program_code, _list_receiving_optimizers(match)))
 
 
 def _plan_opaque_load(stored: StoredPart, optimizer: Any, plan: PartLoadPlan) -> PartLoadPlan:
-    """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`, or hooks."""
+    """Plan the load of an optimizer with a custom structure, through its own `load_state_dict` or hooks."""
     plan_arrays(stored, plan, {})
     own_code = has_custom_load(optimizer)
     _plan_installation(plan, stored, optimizer, lambda packed: OptimizerInstallation(optimizer, packed, own_code))
@@ -145,14 +145,14 @@ def _plan_installation(
     create_installation: Callable[[Any], OptimizerInstallation],
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Have a load try a stored state out in an optimizer before anything else is changed, and install it at the end.
+    """Plan a trial load of a stored state before anything else changes, and its installation at the end.
 
     Args:
-        plan: The load.
-        stored: The state of the optimizer.
+        plan: The load plan.
+        stored: The stored state of the optimizer.
         optimizer: The optimizer.
-        create_installation: Makes the installation of the restored state. Called once.
-        after: Called when the state is installed.
+        create_installation: Creates the installation of the restored state. Called once.
+        after: Called after the state is installed.
     """
     made: list[OptimizerInstallation] = []
 
@@ -172,14 +172,15 @@ def _plan_installation(
 
 
 def _backup(optimizer: Any) -> Rollback:
-    """Keep the state of an optimizer, and return a function that puts it back."""
+    """Back up the state of an optimizer, and return the rollback."""
     return backup_state_dict(optimizer) if has_custom_load(optimizer) else backup_optimizer(optimizer)
 
 
 def plan_load_by_position(stored: StoredPart, optimizer: Any) -> PartLoadPlan | None:
-    """Prepare to load an optimizer without a model, whose parameters the stored state numbers, as torch loads it.
+    """Plan the load of an optimizer without a model, whose stored parameters are numbered, as torch loads it.
 
-    None if the state has another structure, or code of the optimizer's own loads it.
+    Returns:
+        The plan, or None if the state has another structure, or a custom method loads it.
     """
     tree = stored.build()
     if has_custom_load(optimizer) or not is_keyed_by_name(optimizer, tree) or not schema.has_numbered_parameters(tree):
@@ -210,11 +211,11 @@ def plan_load_by_position(stored: StoredPart, optimizer: Any) -> PartLoadPlan | 
 
 
 def _renumber_state(state: Mapping[Any, Any], numbers: Mapping[str, int]) -> dict[Any, Any]:
-    """State by the numbers of its parameters, of which torch.distributed.checkpoint makes text."""
+    """Convert parameter numbers in a state to integers: torch.distributed.checkpoint stores them as strings."""
     return {numbers.get(key, key) if isinstance(key, str) else key: value for key, value in state.items()}
 
 
-# Where the arrays go.
+# Targets of arrays.
 
 _PARTIAL_MISMATCH = "another part of the state of this parameter does not fit, and all of it stays as it is"
 
@@ -227,7 +228,7 @@ def _plan_targets(
     unsupported: Sequence[Mapping[str, Any]],
     plan: PartLoadPlan,
 ) -> frozenset[Any]:
-    """Want every array that the program has a use for; the names of parameters with state that does not fit."""
+    """Plan targets for every array that the program uses. Return the names of parameters whose state does not fit."""
     now = collect_arrays(_build_current_tree(tree, match, groups), schema.OPTIMIZER)
     usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.state_holders)
     packed = any(has_custom_state_dict(holder) for holder in match.state_holders)
@@ -244,11 +245,11 @@ def _plan_targets(
         is_torch_optimizer=usual and not packed,
         cast_state=not packed and not any(map(has_custom_load, match.state_holders)),
     )
-    # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
-    # have had other shapes when the state was saved.
+    # Shared state is never read into the existing tensors. They may be parameters, or each other, and they may have had
+    # other shapes when the state was saved.
     own = {path: value for path, value in now.items() if not fresh.is_shared_state(path)}
     wanted = PartLoadPlan(cast=stored.cast)
-    if _has_program_code(match):  # it may refuse its state: what it has is not overwritten
+    if _has_program_code(match):  # it may reject the state, so the current state is not overwritten
 
         def new(path: str, record: ArrayRecord, kind: str) -> Target | None:
             like = stored.create_target_like(path, own[path]) if path in own else None
@@ -264,7 +265,7 @@ def _plan_targets(
         plan_arrays(stored, wanted, own, owned=True, create_target=fresh.create_target)
     kept = {p: target for p, target in wanted.targets.items() if fresh.is_needed(p, has_master_weights=match.is_zero1)}
     bad = frozenset(fresh.get_parameter_name(p.leaf) for p in wanted.problems) - {None}
-    # Moments of one training under the step number of another one would be corrected wrongly.
+    # Moments must not be combined with the step number of another run: the bias correction would be wrong.
     mixed = [
         p
         for p in kept
@@ -277,7 +278,7 @@ def _plan_targets(
 
 
 def _build_current_tree(stored: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> dict[str, Any]:
-    """What the program's optimizer has of the stored one's state, in the stored one's structure."""
+    """Build a tree of the optimizer's current state in the structure of the stored one."""
     state, stored_state = match.current_state, stored[schema.STATE]
     owned = {name: state[p] for name, p in match.tensors_by_name.items() if p in state and name in stored_state}
     common = {k: state[k] for k in stored_state if k not in match.stored_groups and k in state}
@@ -293,7 +294,7 @@ def _build_current_tree(stored: Any, match: OptimizerMatch, groups: Sequence[int
 
 
 def _get_current_groups(stored: Any, groups: Sequence[int | None], optimizer: Any) -> list[Any]:
-    """The hyper-parameters that the program has, in the stored order of groups."""
+    """Return the current hyper-parameters, in the stored order of groups."""
     stored_groups = stored[schema.PARAM_GROUPS]
     now: list[Any] = [{} for _ in stored_groups]
     for group, source in zip(optimizer.param_groups, groups, strict=True):
@@ -302,55 +303,55 @@ def _get_current_groups(stored: Any, groups: Sequence[int | None], optimizer: An
     return now
 
 
-# What is put in, when all is read.
+# Installation, after all arrays are read.
 
 
 @dataclass(slots=True, kw_only=True)
 class _OptimizerChange:
-    """What a load changes of an optimizer: `finish`, and `try_load` before it, if `_has_program_code`."""
+    """The changes of a load to an optimizer: `finish`, preceded by `try_load` if `_has_program_code`."""
 
     stored: StoredPart
-    """What all ranks have in common."""
+    """The state that all ranks share."""
 
     match: OptimizerMatch
     groups: Sequence[int | None]
-    """The stored group of each of the optimizer's."""
+    """The stored group of each of the optimizer's groups."""
 
     unsupported: Sequence[Mapping[str, Any]]
-    """The options of each group that it keeps."""
+    """The current options that each group keeps."""
 
     mismatched_names: frozenset[Any]
-    """Names of parameters whose state stays as it is."""
+    """Names of parameters whose state stays unchanged."""
 
     rank_local: rank_local_state.RankLocalState
-    """The states that are this rank's own."""
+    """The rank-local states."""
 
     restored_paths: frozenset[str]
-    """Leaf paths of the arrays that are restored."""
+    """Leaf paths of the restored arrays."""
 
     former_decoupled: Sequence[Any]
-    """By group, whether it decayed weights as AdamW does."""
+    """By group, the previous value of `decoupled_weight_decay` (AdamW)."""
 
     _installations: list[OptimizerInstallation] = field(default_factory=list, init=False)
 
     def backup(self) -> Rollback:
-        """Keep what the optimizer has, and return what puts it back."""
+        """Back up the optimizer, and return the rollback."""
         wrappers = [self.match.optimizer, *zero1.get_zero1_parts(self.match.optimizer)] if self.match.is_zero1 else []
         put_back = [backup_optimizer(wrapper) for wrapper in wrappers]
         put_back += map(_backup, self.match.state_holders)
         return lambda: [put() for put in put_back]
 
     def try_load(self, arrays: Mapping[str, Any]) -> None:
-        """Put the state in before anything else of the program is changed.
+        """Install the state before anything else of the program is changed.
 
         Raises:
-            Exception: Code of the program refuses it.
+            Exception: If code of the program rejects it.
         """
         for installation in self._get_installations(arrays):
             installation.try_load()
 
     def finish(self, arrays: Mapping[str, Any]) -> None:
-        """Put the state in."""
+        """Install the state."""
         match = self.match
         for installation in self._get_installations(arrays):
             installation.finish()
@@ -358,10 +359,11 @@ class _OptimizerChange:
         if match.is_zero1 and not all(
             schema.get_master_path(name) in self.restored_paths for name in match.stored_names
         ):
-            zero1.refresh_shards(match.optimizer)  # no master weights are stored: the parameters are what there is
+            # Without stored master weights, the shards are copied from the parameters.
+            zero1.refresh_shards(match.optimizer)
 
     def _get_installations(self, arrays: Mapping[str, Any]) -> list[OptimizerInstallation]:
-        """The state on its way into each optimizer that takes a part of it: the same in both calls."""
+        """Return the installation for each optimizer that loads a part of the state, the same objects in both calls."""
         if self._installations:
             return self._installations
         match = self.match
@@ -374,7 +376,8 @@ class _OptimizerChange:
         ]
         if match.is_zero1:
             others = {}
-            for wrapper in (match.optimizer, *zero1.get_zero1_parts(match.optimizer)):  # it has groups of its own
+            # A ZeRO-1 wrapper has its own groups.
+            for wrapper in (match.optimizer, *zero1.get_zero1_parts(match.optimizer)):
                 for group, new in zip(wrapper.param_groups, options, strict=True):
                     group.update(new)
         else:
@@ -390,7 +393,7 @@ class _OptimizerChange:
         return self._installations
 
     def _warn_changed_options(self) -> None:
-        """Warn of options by which the optimizer is another one than the program or the tag says."""
+        """Log warnings for options that differ from the program's, or from the stored ones."""
         optimizer = self.match.state_holders[0]  # the groups of a ZeRO-1 optimizer itself lack some options
         for group, old in zip(optimizer.param_groups, self.former_decoupled, strict=True):
             if old is not None and (new := group.get(DECOUPLED_WEIGHT_DECAY)) != old:
@@ -410,7 +413,7 @@ class _OptimizerChange:
 
 
 def _warn_unsupported_options(optimizer: Any, unsupported: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of options of the program's own that stay in place of stored ones."""
+    """Log warnings for current options that are kept instead of the stored ones."""
     for option, own in {option: own for own_options in unsupported for option, own in own_options.items()}.items():
         logger.warning(
             "the stored optimizer has %s=True, with which the next step of torch's %s would raise on these devices: "
@@ -421,11 +424,11 @@ def _warn_unsupported_options(optimizer: Any, unsupported: Sequence[Mapping[str,
 
 
 def _pack_state(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state as the optimizer's own `state_dict` would have it, with numbers in place of parameters.
+    """Return a state in the structure of the optimizer's own `state_dict`, with numbers for parameters.
 
     Args:
         optimizer: The optimizer.
-        state: State by tensor, of other optimizers, too, and common state by its key.
+        state: State by tensor, including tensors of other optimizers, and shared state by its key.
         options: The new options of each group.
     """
     number = {id(p): i for i, (p, _) in enumerate(list_parameters(optimizer))}
@@ -443,11 +446,11 @@ def _pack_state(optimizer: Any, state: Mapping[Any, Any], options: Sequence[Mapp
 
 
 def _build_new_state(tree: Any, match: OptimizerMatch, mismatched_names: frozenset[Any]) -> dict[Any, Any]:
-    """The optimizer's state as it will be: that of each parameter by its tensor, and common state by its key."""
+    """Build the new state of the optimizer: by tensor for parameters, and shared state by its key."""
     before, state = match.current_state, collections.defaultdict[Any, Any](dict)
     for name, parameter in match.tensors_by_name.items():
         if name in mismatched_names or name not in match.stored_groups:
-            if parameter in before:  # not strict: what does not fit stays as it is
+            if parameter in before:  # not strict: state that does not fit is kept
                 state[parameter] = before[parameter]
         elif name in tree[schema.STATE]:
             state[parameter] = tree[schema.STATE][name]
@@ -456,7 +459,7 @@ def _build_new_state(tree: Any, match: OptimizerMatch, mismatched_names: frozens
 
 
 class StateTargetFactory:
-    """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
+    """A factory of targets for new optimizer state: sharded like its parameter, on the device that torch would use."""
 
     def __init__(
         self,
@@ -468,15 +471,15 @@ class StateTargetFactory:
         is_torch_optimizer: bool,
         cast_state: bool,
     ) -> None:
-        """Take note of an optimizer and what it is to load.
+        """Initialize the factory.
 
         Args:
-            stored: What it is to load.
-            tensors_by_name: Name of each parameter -> the tensor under which its state is kept.
-            group_options: Name of each stored parameter -> the options that its group will have.
-            current_arrays: The arrays of its state, by leaf path.
-            is_torch_optimizer: Whether the optimizer is one of torch's, whose states have the shapes of torch's keys.
-            cast_state: Whether state takes the dtype of its parameter; else code of the program decides.
+            stored: The stored part to load.
+            tensors_by_name: Name of each parameter -> the tensor that its state is keyed by.
+            group_options: Name of each stored parameter -> the new options of its group.
+            current_arrays: The arrays of the current state, by leaf path.
+            is_torch_optimizer: True for a torch.optim optimizer, whose states have standard shapes.
+            cast_state: True if state is cast to the dtype of its parameter; otherwise code of the program decides.
         """
         self._is_torch_optimizer = is_torch_optimizer
         self._cast_state = cast_state
@@ -489,31 +492,33 @@ class StateTargetFactory:
         self._device = next((p.device for p in tensors_by_name.values()), None)
 
     def is_shared_state(self, path: str) -> bool:
-        """Whether this is state that belongs to no parameter of the stored optimizer."""
+        """Return True if a path is state that belongs to no parameter of the stored optimizer."""
         place = schema.parse_leaf_path(path)
         return place.role is schema.LeafRole.STATE and place.owner not in self._owners
 
     def get_parameter_name(self, path: str) -> Any:
-        """The parameter whose state this is; None for anything else."""
+        """Return the name of the parameter that a state belongs to; None for anything else."""
         if self.is_shared_state(path):
             return None
         return self._find_parameter(schema.parse_leaf_path(path))[0]
 
     def _find_parameter(self, place: schema.LeafPath) -> tuple[Any, Any]:
-        """(name, tensor) of the parameter whose state, or master weight, this is; twice None for anything else."""
+        """Return (name, tensor) of the parameter that a state or master weight belongs to; (None, None) for anything
+        else.
+        """
         if place.owner is None or place.role not in (schema.LeafRole.STATE, schema.LeafRole.MASTER):
             return None, None
         return self._by_component.get(place.owner, (None, None))
 
     def is_needed(self, path: str, *, has_master_weights: bool) -> bool:
-        """Whether the program has a use for this array."""
+        """Return True if the program uses this array."""
         place = schema.parse_leaf_path(path)
         if place.role is schema.LeafRole.MASTER and not has_master_weights:
             return False
         return schema.get_owner(path) is None or place.owner in self._by_component or self.is_shared_state(path)
 
     def create_target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
-        """Memory for one array of the state; None for one that is outside of it."""
+        """Create a target for one array of the state; None for an array that is not part of it."""
         if self.is_shared_state(path):
             return self._create_shared_target(path, record, kind)
         place = schema.parse_leaf_path(path)
@@ -529,7 +534,8 @@ class StateTargetFactory:
             and record.shape != full
             and self._is_saved_elementwise(path, record, rule)
         ):
-            return create_array_target(dtype, create_unsharded(full), kind)  # which is found not to fit
+            # The caller then finds that it does not fit.
+            return create_array_target(dtype, create_unsharded(full), kind)
         on_device = not rule.declared and any(group.get(option) for option in STEP_ON_DEVICE_OPTIONS)
         if rule.layout is StateLayout.ON_HOST and not on_device:
             return create_array_target(record.dtype, create_unsharded(record.shape), kind)
@@ -540,11 +546,11 @@ class StateTargetFactory:
         return create_array_target(dtype, create_unsharded(record.shape), kind, parameter.device)
 
     def _choose_dtype(self, path: str, record: ArrayRecord, rule: StateRule, parameter: Any) -> DType:
-        """The dtype of a state: that of its parameter, as torch's `load_state_dict` has it, if the two were alike.
+        """Choose the dtype of a state: the dtype of its parameter, as in torch's `load_state_dict`, if both were equal
+        when saved.
 
-        A program may keep state of a higher precision than its parameters, and it keeps it. State of master weights is
-        cast to the dtype of parameters that have none only if the call says so, and so is state of torch's own
-        optimizers beside which no parameters are stored.
+        State of a higher precision than its parameters keeps its dtype. The call must request a cast for state of
+        master weights whose parameters have none, and for state of torch's own optimizers stored without parameters.
         """
         if not self._cast_state or rule.layout in (StateLayout.ON_HOST, StateLayout.REPLICATED, StateLayout.PER_RANK):
             return record.dtype
@@ -563,15 +569,15 @@ class StateTargetFactory:
         return own if can_cast(record.dtype, own) else record.dtype
 
     def _find_weight_record(self, path: str) -> ArrayRecord | None:
-        """The stored parameter whose state this is; None where only the optimizer is stored."""
+        """Return the record of the stored parameter that a state belongs to; None if only the optimizer is stored."""
         manifest, leaf = self._stored.manifest, schema.get_parameter_path(path) or ""
         return manifest.arrays.get(manifest.aliases.get(leaf, leaf))
 
     def _is_saved_elementwise(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
-        """Whether a state had the shape of its parameter when it was saved.
+        """Return True if a state had the shape of its parameter when it was saved.
 
-        Optimizers of low rank keep factors under torch's usual keys, and others one number for each parameter. What
-        was saved is the truth about them: the program's parameter says nothing about their shape.
+        Low-rank optimizers store factors under torch's usual keys, and others one number per parameter. The stored
+        shapes decide, because the program's parameter does not determine them.
         """
         if self._is_torch_optimizer or rule.declared or schema.parse_leaf_path(path).role is schema.LeafRole.MASTER:
             return True
@@ -581,9 +587,10 @@ class StateTargetFactory:
         return len(record.shape) == int(self._find_parameter(schema.parse_leaf_path(path))[1].ndim)
 
     def _is_saved_whole(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
-        """Whether ranks had all of a state each that had a part of its parameter, and nobody says how it lies.
+        """Return True if ranks with a shard of a parameter each stored all of its state, and its layout is not
+        declared.
 
-        Its shape alone could mean a part: a factor of as many rows as the parameter, and one column.
+        The shape could also be a shard's: a factor with as many rows as the parameter, and one column.
         """
         weight = self._find_weight_record(path)
         by_shape = rule.layout is StateLayout.BY_SHAPE or (rule.layout is StateLayout.ELEMENTWISE and not rule.declared)
@@ -594,7 +601,7 @@ class StateTargetFactory:
         return any(own[d] is None and record.shape[d] == weight.shape[d] for d in split)
 
     def _create_shared_target(self, path: str, record: ArrayRecord, kind: str) -> Target:
-        """Like what the program has there, where that fits; else a whole array beside the parameters."""
+        """Create a target like the current array if that fits, otherwise an unsharded one on the parameters' device."""
         value = self._current_arrays.get(path)
         if get_array_kind(value) == kind and PartLoadPlan().add_target(
             path, like := self._stored.create_target_like(path, value), record.metadata

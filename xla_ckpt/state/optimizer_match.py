@@ -22,36 +22,36 @@ from xla_ckpt.state.problems import LoadProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerMatch:
-    """An optimizer of the program's beside the stored one."""
+    """An optimizer of the program, matched with the stored one."""
 
     optimizer: Any
     state_holders: Sequence[Any]
-    """The optimizers that hold the states: those that a ZeRO-1 optimizer wraps, else itself."""
+    """The optimizers that hold the states: the wrapped ones of a ZeRO-1 optimizer, otherwise the optimizer itself."""
 
     parameters: Sequence[tuple[Any, str]]
-    """(parameter, place) in the order of torch's packed ids."""
+    """(parameter, position) in the order of torch's packed ids."""
 
     stored_names: Sequence[Any]
-    """The stored name of each of them."""
+    """The stored name of each parameter."""
 
     tensors_by_name: Mapping[Any, Any]
-    """Name -> the tensor under which its state is kept: the parameter, or a ZeRO-1 rank's shard of it."""
+    """Name -> the tensor that its state is keyed by: the parameter, or a ZeRO-1 rank's shard of it."""
 
     stored_groups: Mapping[Any, Any]
     """Name of each stored parameter -> its stored group."""
 
     def get_names_by_id(self) -> Mapping[int, Any]:
-        """The stored name of each parameter, by its id."""
+        """Return the stored name of each parameter, by its id."""
         return {id(p): name for name, (p, _) in zip(self.stored_names, self.parameters, strict=True)}
 
     @property
     def is_zero1(self) -> bool:
-        """Whether it is a ZeRO-1 optimizer."""
+        """True for a ZeRO-1 optimizer."""
         return self.state_holders[0] is not self.optimizer
 
     @property
     def current_state(self) -> Mapping[Any, Any]:
-        """The state that the program has, by the tensor that it belongs to."""
+        """The current state of the program, by tensor."""
         return {key: state for holder in self.state_holders for key, state in holder.state.items()}
 
 
@@ -61,11 +61,11 @@ DECOUPLED_WEIGHT_DECAY = "decoupled_weight_decay"
 _VERSION_DEPENDENT_OPTIONS = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "maximize", DECOUPLED_WEIGHT_DECAY, "amsgrad"}
 )
-"""Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
+"""Options that vary between versions of torch, and do not identify a kind of optimizer."""
 
 
 def find_kind_mismatch(tree: Any, optimizer: Any) -> str | None:
-    """Why the stored state is that of another kind of optimizer: both have options that the other does not know."""
+    """Return the reason why the stored state is of another kind of optimizer: each has options that the other lacks."""
     stored = {k for g in tree[schema.PARAM_GROUPS] for k in g} - _VERSION_DEPENDENT_OPTIONS
     defaults = set(getattr(optimizer, "defaults", {})) - _VERSION_DEPENDENT_OPTIONS
     own_alone = defaults - stored
@@ -79,10 +79,10 @@ def find_kind_mismatch(tree: Any, optimizer: Any) -> str | None:
 
 
 def find_state_mismatch(tree: Any, match: OptimizerMatch) -> LoadProblem | None:
-    """That a parameter's stored state lacks what a step of this optimizer asks for: another kind of optimizer saved it.
+    """Return a problem if a parameter's stored state lacks members that the optimizer's step requires.
 
-    Options do not always tell: Adamax has none that Adam lacks. Of an optimizer with a `step` of its own nothing is
-    known.
+    Such a state was saved by another kind of optimizer. Options do not always show it: Adamax has none that Adam lacks.
+    Nothing is known about optimizers with a custom `step`.
     """
     kind = get_torch_class_name(match.state_holders[0])
     if kind is None:
@@ -106,9 +106,9 @@ def find_state_mismatch(tree: Any, match: OptimizerMatch) -> LoadProblem | None:
 
 
 def find_unsupported_options(tree: Any, match: OptimizerMatch, groups: Sequence[int | None]) -> list[dict[str, Any]]:
-    """For each of the optimizer's groups, the options of its own that stay in place of the stored ones.
+    """Return for each group the current options that are kept instead of the stored ones.
 
-    They choose between implementations of the same step. With the stored ones the next step would raise, since the
+    They select an implementation of the same step. With the stored options the next step would raise, because the
     devices of the parameters do not support them.
     """
     return [
@@ -126,7 +126,9 @@ def find_unsupported_options(tree: Any, match: OptimizerMatch, groups: Sequence[
 
 
 def find_group_mismatch(tree: Any, optimizer: Any) -> str | None:
-    """Why the numbers of a stored optimizer are those of other parameters: torch counts them group by group."""
+    """Return the reason why the numbers of a stored optimizer refer to other parameters: torch numbers them by
+    group.
+    """
     if not schema.has_numbered_parameters(tree):
         return None
     stored = [len(group[schema.PARAMS]) for group in tree[schema.PARAM_GROUPS]]
@@ -141,7 +143,7 @@ def find_group_mismatch(tree: Any, optimizer: Any) -> str | None:
 
 
 def match_optimizer(tree: Any, optimizer: Any, names: ParameterNames) -> OptimizerMatch:
-    """An optimizer beside a stored one, whose tree this is."""
+    """Match an optimizer with the tree of a stored one."""
     shards = zero1.get_parameter_shards(optimizer) if zero1.is_zero1(optimizer) else {}
     order, called = list_parameters(optimizer), _get_stored_names(tree, optimizer, names)
     return OptimizerMatch(
@@ -155,7 +157,7 @@ def match_optimizer(tree: Any, optimizer: Any, names: ParameterNames) -> Optimiz
 
 
 def _get_stored_names(tree: Any, optimizer: Any, names: ParameterNames) -> list[Any]:
-    """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
+    """Return the stored names of this optimizer's parameters: names, or positions if it only has those."""
     if schema.has_numbered_parameters(tree):
         return list(range(len(list_parameters(optimizer))))
     stored_names = schema.get_parameter_names(tree)
@@ -165,7 +167,7 @@ def _get_stored_names(tree: Any, optimizer: Any, names: ParameterNames) -> list[
 
 
 def compare_parameters(match: OptimizerMatch, model: Any, plan: PartLoadPlan) -> None:
-    """Note parameters that only one of the two optimizers has."""
+    """Record parameters that only one of the two optimizers has."""
     own_names = add_tied_names(set(match.stored_names), model)
     for name in (n for n in match.stored_names if n not in match.stored_groups):
         plan.add_problem(schema.get_state_path(name), "the optimizer has this parameter, the stored one does not")
@@ -177,7 +179,7 @@ def compare_parameters(match: OptimizerMatch, model: Any, plan: PartLoadPlan) ->
 
 
 def match_groups(tree: Any, plan: PartLoadPlan, match: OptimizerMatch) -> list[int | None]:
-    """For each of the optimizer's groups, the stored group whose hyper-parameters it takes: its parameters' one."""
+    """Return for each group the number of the stored group that contains its parameters, for its hyper-parameters."""
     stored_groups = tree[schema.PARAM_GROUPS]
     number = {name: i for i, g in enumerate(stored_groups) for name in g[schema.PARAMS]}
     name_of = match.get_names_by_id()
@@ -185,7 +187,7 @@ def match_groups(tree: Any, plan: PartLoadPlan, match: OptimizerMatch) -> list[i
     for g, group in enumerate(match.optimizer.param_groups):
         sources = sorted({number[n] for p in group["params"] if (n := name_of[id(p)]) in number})
         if not sources and not group["params"] and g < len(stored_groups) and not stored_groups[g][schema.PARAMS]:
-            sources = [g]  # groups without parameters stand for each other by their place
+            sources = [g]  # groups without parameters are matched by position
         differing = [
             s
             for s in sources[1:]
@@ -206,5 +208,5 @@ def match_groups(tree: Any, plan: PartLoadPlan, match: OptimizerMatch) -> list[i
 
 
 def get_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group."""
+    """Return the hyper-parameters of a group."""
     return {k: v for k, v in group.items() if k != schema.PARAMS}

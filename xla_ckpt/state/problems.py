@@ -13,16 +13,16 @@ from xla_ckpt.display import join_lines
 from xla_ckpt.errors import IncompatibleCheckpointError
 
 MAX_DIFFERENCES = 12
-"""Differences that an error message lists before it only counts."""
+"""Maximum number of differences that an error message lists; the others are only counted."""
 
 UNEXPECTED = "stored, but not wanted"
-"""The text of a problem with a name, as `ABSENT` is."""
+"""Text of a problem with a name, like `ABSENT`."""
 
 UNNAMED_PREFIX = "#"
-"""How the name of a parameter begins that has none but its place in the optimizer."""
+"""Prefix of the name of a parameter that is only identified by its position in the optimizer."""
 
 OTHER_BASE_PREFIX = "the adapters belong to another base model"
-"""How the text of a problem begins with what a tag leaves out."""
+"""Prefix of the text of a problem with the base of adapters."""
 
 _FUSED_PROJECTIONS = re.compile(r"\.(?:qkv|gate_up)_proj\.")
 _SEPARATE_PROJECTIONS = re.compile(r"\.(?:q|gate)_proj\.")
@@ -30,18 +30,18 @@ _SEPARATE_PROJECTIONS = re.compile(r"\.(?:q|gate)_proj\.")
 
 @dataclass(frozen=True, slots=True)
 class LoadProblem:
-    """A difference between what is stored and what the target wants."""
+    """A difference between a stored leaf and the target."""
 
     leaf: str
     text: str
     castable: bool = False
-    """Whether `cast` would be enough."""
+    """True if `cast=True` would be sufficient."""
 
     is_ignorable: bool = False
-    """Whether the program's own is as good, so that a strict load goes on."""
+    """True if the program's value is equally good, so that a strict load continues."""
 
     has_fix: bool = False
-    """Whether its text says what to do. To load what fits would be no help: a position among the samples would stay."""
+    """True if the text contains the fix. A partial load does not help then: a data position would stay unchanged."""
 
     def __str__(self) -> str:
         return f"{self.leaf}: {self.text}"
@@ -57,16 +57,16 @@ def create_incompatible_error(
     missing_rule_hint: str = "",
     has_master_weights: bool = False,
 ) -> IncompatibleCheckpointError:
-    """One error for all the differences.
+    """Create one error for all differences.
 
     Args:
         problems: The differences.
-        any_fits: Whether there is anything that fits.
-        can_load_partially: Whether the call can be told to load only that.
+        any_fits: True if anything fits.
+        can_load_partially: True if the call has an option to load only the fitting parts.
         ranks: Number of ranks of the job.
-        misfit_hint: Why the tag may not fit whatever the target is, and what to load then.
-        missing_rule_hint: Which arrays the caller's rules of names are not for, if they have made a model of others.
-        has_master_weights: Whether the tag may have master weights, and the call asks for no optimizer.
+        misfit_hint: The reason why the tag may not fit any target, and what to load instead.
+        missing_rule_hint: The arrays that the caller's name rules do not match, if they convert another model.
+        has_master_weights: True if the tag may contain master weights, and the call does not load an optimizer.
     """
     shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
     if len(problems) > MAX_DIFFERENCES:
@@ -120,9 +120,9 @@ def create_incompatible_error(
 
 
 def _suggest_projection_conversion(wanted: Set[str], stored: Set[str]) -> str | None:
-    """What to do where one of tag and target has fused projections, as neuronx-distributed's Llama has them.
+    """Suggest a conversion if only one of tag and target has fused projections, as in neuronx-distributed's Llama.
 
-    What fits would be no model: attention would be that of new weights.
+    A partial load would be useless, because attention would keep its new weights.
 
     >>> _suggest_projection_conversion({"model/a.q_proj.w"}, {"model/a.qkv_proj.w_q"})[:36]
     'The tag has projections as neuronx-d'
@@ -141,9 +141,9 @@ def _suggest_projection_conversion(wanted: Set[str], stored: Set[str]) -> str | 
 
 
 def _suggest_prefix(wanted: Set[str], stored: Set[str]) -> str | None:
-    """What to do where the names that are wanted are those that are stored, but for a prefix; None if they are not.
+    """Suggest a fix if the wanted names are the stored ones except for a prefix; None otherwise.
 
-    Of the longer names there may be others besides: a part of what was saved is wanted, or a part is stored.
+    There may be additional names with the prefix, if a part of the saved state is wanted, or a part is stored.
 
     >>> _suggest_prefix({"model/module.w"}, {"model/w"})
     "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
@@ -166,12 +166,12 @@ def _join_alternatives(prefixes: Sequence[str]) -> str:
 
 
 def _find_prefixes(longer: Set[str], shorter: Set[str]) -> list[str]:
-    """What may stand before each of the shorter names among the longer ones: one of these.
+    """Return the prefixes with which all shorter names are among the longer ones.
 
     >>> _find_prefixes({"model/m.a", "model/m.b", "model/head"}, {"model/a", "model/b"})
     ['m.']
     """
-    if not shorter or len(shorter) == 1 < len(longer):  # one name may end like another one by chance
+    if not shorter or len(shorter) == 1 < len(longer):  # a single name may match the end of another by chance
         return []
     member, _, name = min(shorter).partition("/")
     candidates = {leaf[len(member) + 1 : -len(name)] for leaf in longer if leaf.endswith(f".{name}")}

@@ -1,6 +1,6 @@
-"""Optimizer state that each rank has its own version of, as registered with `register_optimizer`.
+"""Rank-local optimizer state, as declared with `register_optimizer`: each rank stores its own version.
 
-It is stored apart from shared state: ``optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>``, and
+It is stored separately from shared state: ``optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>``, and
 ``.../ranks/<rank>/<key>`` for state that belongs to no parameter.
 """
 
@@ -26,25 +26,25 @@ from xla_ckpt.state.part_load import PartLoadPlan, StoredPart, plan_arrays
 
 @dataclass(slots=True)
 class RankLocalState:
-    """This rank's own states, which are made of restored arrays, and of those that it keeps."""
+    """The rank-local states of this rank: built from restored arrays, or kept."""
 
     paths: list[str] = field(default_factory=list)
-    """Leaf paths of the arrays that they are made of."""
+    """Leaf paths of the arrays that the states are built from."""
 
     builders: dict[tuple[Any, ...], Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
-    """(parameter, key), or (key,) of a common one -> what makes the state of restored arrays."""
+    """(parameter, key), or (key,) of shared state -> function that builds the state from restored arrays."""
 
     kept_states: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """The states that stay as they are."""
+    """The states that stay unchanged."""
 
     _built_states: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def build(self, arrays: Mapping[str, Any]) -> None:
-        """Make the states. Functions that somebody registered do it, and may raise."""
+        """Build the states. Registered functions of the program may raise."""
         self._built_states = {keys: make(arrays) for keys, make in self.builders.items()}
 
     def insert_into(self, tree: dict[Any, Any], arrays: Mapping[str, Any]) -> None:
-        """Put them into a tree of states by parameter."""
+        """Insert the states into a tree of states by parameter."""
         if self._built_states.keys() != self.builders.keys():
             self.build(arrays)
         for keys, value in {**self.kept_states, **self._built_states}.items():
@@ -52,7 +52,7 @@ class RankLocalState:
 
 
 def split_rank_local(tree: Mapping[str, Any], states: OptimizerSchema, placement: RankInfo) -> dict[str, Any]:
-    """The state of an optimizer by name, with what this rank has its own of set apart."""
+    """Split off the rank-local state in the state of an optimizer by name."""
     parameters = set(schema.get_parameter_names(tree))
     own: dict[Any, Any] = {}
     common: dict[Any, Any] = {}
@@ -72,7 +72,7 @@ def split_rank_local(tree: Mapping[str, Any], states: OptimizerSchema, placement
 
 
 def exclude_rank_local(stored: StoredPart) -> StoredPart:
-    """What is stored of an optimizer, less what every rank has its own of: no rank reads that of the others."""
+    """Return the stored optimizer without rank-local state, so that no rank reads the state of other ranks."""
     skeleton = stored.skeleton
     if not isinstance(skeleton, dict) or schema.PER_RANK_STATE not in skeleton:
         return stored
@@ -80,13 +80,15 @@ def exclude_rank_local(stored: StoredPart) -> StoredPart:
 
 
 def plan_rank_local_load(stored: StoredPart, match: OptimizerMatch, part_plan: PartLoadPlan) -> RankLocalState:
-    """Want this rank's own states, or those that its own are made of; differences become problems of the loading."""
+    """Plan the load of this rank's states, or of the states to build them from; mismatches become problems of the
+    plan.
+    """
     part = stored.find_part(schema.PER_RANK_STATE)
     saved_by = None if part is None else schema.get_saved_rank_count(part.skeleton)
     if part is None or saved_by is None:
         return RankLocalState()
     placement = stored.shardings.placement
-    # A number of a rank means another part of the parameters in another mesh of as many ranks.
+    # In another mesh with as many ranks, a rank number refers to another part of the parameters.
     alike = schema.has_same_ranks(part.skeleton, placement.world_size, str(placement.mesh))
     ranks = [placement.rank] if alike else range(saved_by)
     parts = {r: p for r in ranks if (p := part.find_part(schema.get_rank_path(paths.ROOT, r))) is not None}
@@ -108,12 +110,12 @@ class _RankLocalPlanner:
     match: OptimizerMatch
     states: OptimizerSchema
     parts: Mapping[int, StoredPart]
-    """What ranks saved: this one alone, where it was the same job."""
+    """The stored parts by rank: only this rank's if the job has the same ranks."""
 
     saved_by: int
     mesh: object
     has_same_ranks: bool
-    """Whether the ranks were arranged as they are now."""
+    """True if the ranks are arranged as in the saving job."""
 
     part_plan: PartLoadPlan
     rank_local: RankLocalState = field(default_factory=RankLocalState)
@@ -124,7 +126,7 @@ class _RankLocalPlanner:
         return self.rank_local
 
     def _iterate_keys(self, part: StoredPart) -> Iterator[tuple[Any, ...]]:
-        """(parameter, key) of each state that a rank saved and this program can use; (key,) where it is common."""
+        """Iterate over (parameter, key) of each stored state that this program uses; (key,) for shared state."""
         names = {format_key(name): name for name in self.match.tensors_by_name}
         strangers = {format_key(name) for name in self.match.stored_groups} - set(names)
         for owner, below in (get_children(part.skeleton) or {}).items():
@@ -156,7 +158,7 @@ class _RankLocalPlanner:
     def _add_builder(
         self, parts: list[StoredPart], keys: tuple[Any, ...], build: Callable[[list[Any]], Any], device: Any
     ) -> None:
-        """Have a state made of stored ones, whose tensors lie on a device; None for host memory."""
+        """Add a builder of a state from stored ones, with its tensors on a device; None for host memory."""
         for part in parts:
             plan_arrays(
                 part,
@@ -164,7 +166,7 @@ class _RankLocalPlanner:
                 {},
                 create_target=lambda _, r, kind: create_array_target(r.dtype, create_unsharded(r.shape), kind, device),
             )
-            part.build()  # what may not be loaded is found out before anything is changed
+            part.build()  # detect objects that may not be loaded before anything is changed
             self.rank_local.paths += find_arrays(part.skeleton, part.prefix)
 
         def made(arrays: Mapping[str, Any]) -> Any:
@@ -174,20 +176,20 @@ class _RankLocalPlanner:
         self.rank_local.builders[keys] = made
 
     def _keep_current(self, keys: tuple[Any, ...], why: str) -> None:
-        """Leave the optimizer what it has; strict loads fail for it."""
+        """Keep the optimizer's current state, which is a problem in strict loads."""
         self.part_plan.add_problem(schema.get_state_path(*keys), why)
         members = self._get_current_members(keys)
         if keys[-1] in members:
             self.rank_local.kept_states[keys] = members[keys[-1]]
 
     def _get_current_members(self, keys: tuple[Any, ...]) -> Mapping[Any, Any]:
-        """The members of the optimizer's state beside which the last of the keys stands."""
+        """Return the members of the optimizer's state that contain the last key."""
         now = self.match.current_state
         members: Mapping[Any, Any] = now if len(keys) == 1 else now.get(self.match.tensors_by_name[keys[0]], {})
         return members
 
     def _choose_device(self, keys: tuple[Any, ...]) -> Any:
-        """Where a state lies: where the optimizer has it, else with its parameter, or the first one."""
+        """Choose the device of a state: its current device, otherwise its parameter's, or the first parameter's."""
         value, parameters = self._get_current_members(keys).get(keys[-1]), self.match.tensors_by_name
         if is_torch_tensor(value):
             return value.device

@@ -337,7 +337,7 @@ class StateShardings:
         """Return True if a state has the rows of a ZeRO-1 rank's shard.
 
         Raises:
-            UnsupportedStateError: If the state fits neither the shard nor its declared layout.
+            UnsupportedStateError: If the state has the rows of the parameter in another dim than the first.
         """
         if rule.layout is not StateLayout.ALONG_DIMS:
             return shape == shard and rule.layout in (StateLayout.ELEMENTWISE, StateLayout.BY_SHAPE)

@@ -1,7 +1,7 @@
 """Load state through the program's own `load_state_dict`, with rollback if it fails.
 
-Such code runs on all ranks before anything else of the program changes, because it may refuse its state: then the
-model is still as it was. Members that have loaded their state by then get their former state back.
+Such code runs on all ranks before anything else of the program changes, because it may raise: then the model is still
+unchanged. Members that have loaded their state by then are rolled back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rollback = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDictLoad:
-    """What a member of the program is given to take. The targets of its arrays are new arrays."""
+    """The load of one member through `load_state_dict`. The targets of its arrays are new arrays."""
 
     leaf: str
     """Leaf path of the member."""
@@ -37,25 +37,25 @@ class StateDictLoad:
     """Called with the restored arrays by leaf path."""
 
     backup: Callable[[], Rollback] | None
-    """Copies the member's state of now, and returns what puts it back. None for a model: it is too large to copy."""
+    """Copies the member's current state, and returns the rollback. None for a model, which is too large to copy."""
 
     get_arrays: Callable[[], Iterable[Any]] = tuple
-    """The arrays of a member that is not copied, by which can be seen whether it has changed."""
+    """Returns the arrays of a member that is not copied, to detect changes."""
 
     paths: Collection[str] | None = None
-    """Leaf paths of the arrays that it takes; None for all of its part."""
+    """Leaf paths of the arrays that it loads; None for its whole part."""
 
 
 def backup_state_dict(member: Any) -> Rollback:
-    """Copy what a member's `state_dict` says, and return what puts it back."""
+    """Copy the `state_dict` of a member, and return the rollback."""
     former = copy_state_dict(member.state_dict())
     return lambda: member.load_state_dict(former)
 
 
 def copy_state_dict(state: Any) -> Any:
-    """A copy of a state dict, with the metadata of modules in it.
+    """Copy a state dict, including the metadata of modules.
 
-    Tensors are copied to host memory: a device may have no room for them.
+    Tensors are copied to host memory, because a device may have no room for them.
     """
     return map_leaves(state, lambda _, leaf: _copy_leaf(leaf), keep_classes=True)
 
@@ -68,22 +68,22 @@ def _copy_leaf(leaf: Any) -> Any:
 
 
 def count_writes(arrays: Iterable[Any]) -> list[tuple[int, int | None]]:
-    """Which tensors these are, and how often torch has counted a write to each: None for one that has no count."""
+    """Return the id and torch's write counter of each tensor; None for a tensor without a counter."""
     tensors = [t for t in arrays if is_torch_tensor(t)]
     return [(id(t), None if is_lazy(t) or t.is_inference() else t._version) for t in tensors]
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadedMember:
-    """A member that was given its state."""
+    """A member whose state was loaded."""
 
     member_load: StateDictLoad
     rollback: Rollback | None
     write_counts: Sequence[tuple[int, int | None]]
-    """Before that, of one that cannot be put back."""
+    """Write counters before the load, for a member that cannot be rolled back."""
 
     def is_unchanged(self) -> bool:
-        """Whether no write to an array of it was counted since."""
+        """Return True if no write to its arrays was counted since."""
         counted = all(count is not None for _, count in self.write_counts)
         return (
             bool(self.write_counts)
@@ -93,18 +93,18 @@ class _LoadedMember:
 
 
 class StateDictLoader:
-    """Hands over what several members are to take, in their order, and can put back what they had."""
+    """Loads several members in order, and can roll them back."""
 
     def __init__(self, loads: Sequence[StateDictLoad]) -> None:
-        # What cannot be put back comes last: by then all the others have taken theirs.
+        # Members that cannot be rolled back come last, after all others have loaded their state.
         self._loads = sorted(loads, key=lambda h: h.backup is None)
         self._loaded_members: list[_LoadedMember] = []
 
     def run(self, install: Callable[[], Mapping[str, Any]], exchange: Exchange) -> None:
-        """Hand over to all members, on all ranks; `install` makes the arrays, by leaf path.
+        """Load all members, on all ranks; `install` creates the arrays by leaf path.
 
         Raises:
-            LoadError: A member of this rank, or of another one, refuses its state.
+            LoadError: If a member of any rank rejects its state.
         """
         with raise_on_all_ranks(exchange, "handing over"):
             arrays = install()
@@ -117,7 +117,7 @@ class StateDictLoader:
 
     @contextlib.contextmanager
     def restore_on_failure(self) -> Iterator[None]:
-        """Around the rest of a load: if it fails, the members get back what they had."""
+        """Context manager for the rest of a load: roll the members back if it fails."""
         try:
             yield
         except BaseException as error:
@@ -126,7 +126,7 @@ class StateDictLoader:
             if lost and isinstance(error, CheckpointError):
                 error.details = "\n".join(filter(None, [error.details, join_lines(lost)]))
             elif lost:
-                error.add_note(join_lines(lost))  # what a signal handler has raised
+                error.add_note(join_lines(lost))  # raised by a signal handler
             raise
         finally:
             self._loaded_members.clear()
@@ -137,13 +137,13 @@ def _try_backup(member_load: StateDictLoad) -> Rollback | None:
         return None
     try:
         return member_load.backup()
-    except Exception as error:  # a load must not fail for a copy that is needed only if it fails
+    except Exception as error:  # a load must not fail because of a copy that is only needed if it fails
         logger.warning("%s cannot be copied, so that it is not put back if the load fails: %s", member_load.leaf, error)
         return None
 
 
 def _try_rollback(member: _LoadedMember) -> str | None:
-    """Put back what a member had; why that is not possible."""
+    """Roll a member back. Return the reason if that is not possible."""
     handover = member.member_load
     if member.rollback is None:
         if member.is_unchanged():
@@ -159,7 +159,11 @@ def _try_rollback(member: _LoadedMember) -> str | None:
 
 @contextlib.contextmanager
 def wrap_member_errors(leaf: str) -> Iterator[None]:
-    """Raise what the program's code raises as an error of this library; such errors pass as they are."""
+    """Convert exceptions of the program's code to `LoadError`; errors of this library pass unchanged.
+
+    Raises:
+        LoadError: If the program's code raises an exception.
+    """
     try:
         yield
     except CheckpointError:
@@ -174,7 +178,11 @@ def wrap_member_errors(leaf: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_install_errors() -> Iterator[None]:
-    """Around what changes the program, when nothing should fail any more: an exception says what that means."""
+    """Convert exceptions while the program is being changed, explaining their consequences.
+
+    Raises:
+        LoadError: If installation fails.
+    """
     try:
         yield
     except CheckpointError:

@@ -26,7 +26,7 @@ from xla_ckpt.state.wrappers import unwrap_model
 
 
 class _GetStateAdapter:
-    """An object whose calls are `get_state` and `set_state`, as grain's iterators have them."""
+    """An adapter for objects with `get_state` and `set_state`, such as grain's iterators."""
 
     def __init__(self, member: Any) -> None:
         self.state_dict = member.get_state
@@ -34,18 +34,18 @@ class _GetStateAdapter:
 
 
 def with_state_dict(member: Any) -> Any:
-    """A member as an object with `state_dict` and `load_state_dict`, if it has calls for its state at all."""
+    """Return an object with `state_dict` and `load_state_dict` for a member, if it has methods for its state."""
     if not hasattr(member, "state_dict") and has_methods(member, "get_state", "set_state"):
         return _GetStateAdapter(member)
     return member
 
 
 def get_member_tree(member: Any, name: str) -> Any:
-    """The state of a member.
+    """Return the state of a member.
 
     Raises:
-        UnsupportedStateError: It is neither a dict nor has it `state_dict`.
-        UsageError: It is a class, or a dict of objects that have states of their own.
+        UnsupportedStateError: If it is not a dict and has no `state_dict`.
+        UsageError: If it is a class, or a dict of objects with state.
     """
     check_not_class(member, name)
     if isinstance(member, Mapping):
@@ -64,12 +64,12 @@ def get_member_tree(member: Any, name: str) -> Any:
 
 
 def plan_member_load(stored: StoredPart, member: Any) -> PartLoadPlan:
-    """Prepare to load a member: its state is restored as new values, and handed to its `load_state_dict`."""
+    """Plan the load of a member: its state is restored as new values, and passed to its `load_state_dict`."""
     if isinstance(member, dict):
         check_no_stateful(member, stored.prefix)
         return plan_dict_load(stored, member)
     if is_array(stored.skeleton) and not has_methods(member, "load_state_dict"):
-        return reject_bare_value(stored)  # `get_member_tree` would say to pass a dict, which does not take it either
+        return reject_bare_value(stored)  # `get_member_tree` would suggest a dict, which does not fit either
     if is_torch_optimizer(member) and (by_position := plan_load_by_position(stored, member)) is not None:
         return by_position
     if is_module(member):
@@ -87,18 +87,18 @@ def plan_member_load(stored: StoredPart, member: Any) -> PartLoadPlan:
         )
 
     if isinstance(member, RNGState):
-        loading.finish = take  # last of all: whatever else is loaded may draw random numbers
+        loading.finish = take  # last, because loading other objects may draw random numbers
     else:
         loading.state_dict_load = StateDictLoad(leaf=stored.prefix, load=take, backup=lambda: backup_state_dict(member))
     return loading
 
 
 def _find_class_mismatch(stored: StoredPart, member: Any, own: Any) -> list[LoadProblem]:
-    """The values that one of two schedulers has and the other has not.
+    """Return problems for the values that only one of two schedulers has.
 
-    torch's `load_state_dict` takes any scheduler's state without a word, and the learning rate would go on as in
-    neither run. Of a class of torch's only the names of its options count, and those of options of torch's other
-    classes: its other attributes come and go with versions of torch.
+    torch's `load_state_dict` silently accepts the state of any scheduler, and the learning rate would follow neither
+    run. For torch's classes, only the names of their options, and of other torch schedulers' options, are compared,
+    because other attributes vary between versions of torch.
     """
     names = {paths.unescape(part) for part in get_children(stored.skeleton) or ()}
     own_class, own_names = type(member), {*own} if isinstance(own, Mapping) else set()
@@ -117,7 +117,7 @@ def _find_class_mismatch(stored: StoredPart, member: Any, own: Any) -> list[Load
 
 
 def _list_torch_schedulers() -> list[type]:
-    """The classes of torch's schedulers, without those that they derive from."""
+    """List torch's scheduler classes, without base classes that define no `__init__`."""
     module = sys.modules.get("torch.optim.lr_scheduler")
     base = getattr(module, "LRScheduler", None)
     every = [] if base is None else [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, base)]
@@ -125,16 +125,16 @@ def _list_torch_schedulers() -> list[type]:
 
 
 def _get_init_options(kind: type) -> set[str]:
-    """The names of the arguments of a class."""
+    """Return the names of a class's constructor arguments."""
     code = getattr(vars(kind).get("__init__"), "__code__", None)
     return set() if code is None else {*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]}
 
 
 def restore_key_types(value: Any, own: Any) -> Any:
-    """A stored state with numbers for those keys of dicts that are numbers in an object's own state.
+    """Restore numeric keys of dicts in a stored state, where an object's own state has numeric keys.
 
-    torch.distributed.checkpoint stores all keys as text, and all dicts as plain ones. `own` is the state that the
-    object has, and shows which keys are numbers, and the classes of the dicts.
+    torch.distributed.checkpoint stores all keys as strings, and all dicts as plain dicts. `own` is the object's current
+    state, which shows the key types and the classes of the dicts.
 
     >>> restore_key_types([{"at": {"3": 1, "12": 2}}], [{"at": collections.Counter([5])}])
     [{'at': Counter({12: 2, 3: 1})}]
@@ -153,7 +153,7 @@ def restore_key_types(value: Any, own: Any) -> Any:
 
 
 def _parse_numeric_keys(value: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The numbers that keys of `value` are the text of; empty if the keys of `own` are not all numbers of one type."""
+    """Parse keys of `value` as numbers; empty unless all keys of `own` are numbers of one type."""
     kinds = {*map(type, own)} or ({int} if isinstance(own, collections.Counter) else set())
     if len(kinds) != 1 or not kinds <= {int, float} or not all(isinstance(key, str) for key in value):
         return {}
@@ -167,7 +167,7 @@ def _parse_numeric_keys(value: Mapping[Any, Any], own: Mapping[Any, Any]) -> dic
 
 
 def _create_dict_like(own: dict[Any, Any], members: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A dict of the class of `own` with these members."""
+    """Create a dict of the class of `own` with these members."""
     made = copy.copy(own)
     made.clear()
     for key, member in members.items():

@@ -1,7 +1,7 @@
 """Get the state dict of a torch module, and plan its load. Imports torch.
 
-Arrays are read straight into the module's parameters and buffers if its `load_state_dict` does no more than copy. If
-it does more (hooks, versions, code of its own), it is called as torch calls it, with everything that is stored.
+Arrays are read directly into the module's parameters and buffers if its `load_state_dict` only copies. Otherwise
+(hooks, versions, custom code) it is called as torch calls it, with everything that is stored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from xla_ckpt.state.wrappers import get_modules
 
 
 def get_module_entries(model: torch.nn.Module) -> OrderedDict[str, Any]:
-    """The state dict of a module with its metadata, and with the module's own parameters in it."""
+    """Return the state dict of a module with its metadata, and with the module's own parameters in it."""
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
     special = {k: v for k, v in entries.items() if type(v) not in PLAIN_CLASSES and isinstance(v, torch.Tensor)}
     beside = {k: attributes for k, v in special.items() if (attributes := get_tensor_attributes(v))}
@@ -58,10 +58,10 @@ def get_module_entries(model: torch.nn.Module) -> OrderedDict[str, Any]:
 
 
 def _strip_attributes(entries: Mapping[str, Any], attached: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Any]:
-    """The tensors that have others as attributes, without these, where the state dict has all of these itself.
+    """Strip attributes from tensors with tensors as attributes, if the state dict contains these as entries.
 
     bitsandbytes' 8-bit weights (`Int8Params`) have their scales as an attribute until the first pass, and its layer
-    saves them beside the weight. Tensors with anything else to lose are refused when they are stored.
+    saves them next to the weight. Tensors with other attributes that would be lost raise an error when they are stored.
     """
     adapters = AdapterRegistry()
     saved = {get_array_identity(value, adapters) for value in entries.values()} - {None}
@@ -73,9 +73,9 @@ def _strip_attributes(entries: Mapping[str, Any], attached: Mapping[str, Sequenc
 
 
 def plan_module_load(stored: StoredPart, module: torch.nn.Module) -> PartLoadPlan:
-    """Prepare to load a module: straight into its parameters and buffers where its `load_state_dict` does no more.
+    """Plan the load of a module: directly into its parameters and buffers if its `load_state_dict` only copies.
 
-    Where it does more, it is called, as torch calls it: with hooks, versions, and all that is stored.
+    Otherwise its `load_state_dict` is called as torch calls it, with hooks, versions, and everything that is stored.
     """
     saved = stored.build()
     if not isinstance(saved, Mapping):
@@ -97,7 +97,7 @@ def plan_module_load(stored: StoredPart, module: torch.nn.Module) -> PartLoadPla
     as_it_is = not loading.problems and not loading.unexpected and same
     how = _choose_load_mode(module, matches_program=as_it_is)
     if any(_is_scalar(value) and stored.has_shape(key, (1,)) for key, value in entries.items() if key in saved):
-        how = _LoadMode.FLEXIBLE  # torch 0.3 had no scalars, and torch takes them still
+        how = _LoadMode.FLEXIBLE  # torch 0.3 had no scalars, and torch still accepts its tensors of one element
     load = _ModuleLoadPlanner(
         stored=stored,
         module=module,
@@ -121,7 +121,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def convert_state_dict(stored: StoredPart, module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state dict of a module as its `load_state_dict` takes it: by its own names, with metadata."""
+    """Convert a stored state dict for the `load_state_dict` of a module: with its own names, and metadata."""
     own = get_module_entries(module)
     own_names = match_renamed_members(state, own, module)
     metadata = _get_module_metadata(stored, state, own, own_names)
@@ -131,14 +131,14 @@ def convert_state_dict(stored: StoredPart, module: torch.nn.Module, state: Mappi
 def _get_module_metadata(
     stored: StoredPart, saved: Mapping[str, Any], own: Mapping[str, Any], own_names: Mapping[str, str]
 ) -> dict[str, Mapping[str, Any]]:
-    """The metadata of the stored modules, by the module's names.
+    """Return the metadata of the stored modules, by the module's names.
 
-    Where nothing says them, a module is of the version that the program has if what is stored of it are the members
-    that it has now. Of any other module the version is unknown, which `_load_from_state_dict` takes for an old one.
+    Without stored metadata, a module has the program's version if its stored members are the current ones. Otherwise
+    its version is unknown, which `_load_from_state_dict` treats as an old one.
     """
     metadata = stored.get_module_metadata(stored.prefix)
     if metadata is not None:
-        # What is wrapped comes behind its wrapper, whose metadata say nothing.
+        # Wrapped modules follow their wrapper, whose metadata is empty.
         metadata = {strip_wrappers(name, RESERVED_WRAPPERS): of for name, of in metadata.items()}
         names = (
             {strip_wrappers(name, RESERVED_WRAPPERS): own_names.get(name, name) for name in saved} if own_names else {}
@@ -153,36 +153,36 @@ def _get_module_metadata(
 
 
 class _LoadMode(enum.IntEnum):
-    """How the state of a module is loaded."""
+    """Modes of loading a module."""
 
     DIRECT = 0
-    """Its arrays are overwritten, and nothing else."""
+    """Only its arrays are overwritten."""
 
     BY_NAMES = 1
-    """By its `load_state_dict`, which wants what its own `state_dict` has."""
+    """Through its `load_state_dict`, which requires the keys of its own `state_dict`."""
 
     FLEXIBLE = 2
-    """By its `load_state_dict`, which may take other names and shapes."""
+    """Through its `load_state_dict`, which may accept other names and shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleLoadPlanner:
-    """One load of a module: the entries of its state dict, and what is stored for them."""
+    """A planner for one load of a module: the entries of its state dict, and the stored entries."""
 
     stored: StoredPart
     module: torch.nn.Module
     part_plan: PartLoadPlan
     entries: Mapping[str, Any]
-    """The entries that are loaded, with the values of now, by the name that each is stored under."""
+    """The entries to load with their current values, by stored name."""
 
     saved: Mapping[str, Any]
-    """All that is stored: an `ArrayPlaceholder` for each array."""
+    """All stored entries, with an `ArrayPlaceholder` for each array."""
 
     tied_names: Mapping[str, str]
-    """Names of tied parameters that are not stored -> the name under which each is."""
+    """Names of tied parameters that are not stored -> the name under which each is stored."""
 
     own_names: Mapping[str, str]
-    """Stored name -> the module's, where they differ."""
+    """Stored name -> the module's name, if they differ."""
 
     excluded: frozenset[str]
     """Entries of the module that are not loaded."""
@@ -191,11 +191,11 @@ class _ModuleLoadPlanner:
     mode: _LoadMode
 
     differences: list[LoadProblem] = field(default_factory=list)
-    """What does not fit, unless the module's `load_state_dict` takes it."""
+    """Mismatches, which are problems unless the module's `load_state_dict` accepts them."""
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether to load the module means no more than to overwrite its own arrays."""
+        """True if loading the module only overwrites its own arrays."""
         parts = self.module.modules()
         owned = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         strangers = [key for key, value in self.entries.items() if id(value) not in owned and not is_extra_state(key)]
@@ -203,7 +203,9 @@ class _ModuleLoadPlanner:
 
     @cached_property
     def is_flexible(self) -> bool:
-        """Whether the module itself may take what does not fit. Of pipeline stages, no one wants all that is stored."""
+        """True if the module may accept mismatches. Not for pipeline stages, none of which loads everything that is
+        stored.
+        """
         return self.mode == _LoadMode.FLEXIBLE and self.stored.shardings.placement.mesh.pp == 1
 
     def _is_array(self, key: str) -> bool:
@@ -216,7 +218,9 @@ class _ModuleLoadPlanner:
         return paths.join(self.stored.prefix, paths.escape(key))
 
     def plan(self) -> set[str]:
-        """Want all that is stored; the leaf paths of the arrays that are read straight into those of the module."""
+        """Plan the load of everything that is stored. Return the leaf paths of arrays read directly into the module's
+        arrays.
+        """
         loading = self.part_plan
         path_of = {key: self._get_path(key) for key in self.entries if key in self.saved}
         if self.is_direct:
@@ -233,7 +237,7 @@ class _ModuleLoadPlanner:
         for key, path in path_of.items():
             if path not in straight and self._plan_entry(key, path) and self.is_direct:
                 straight.add(path)
-                # Of several names of one parameter and of one stored array, one is read.
+                # If a parameter and a stored array both have several names, the array is read once.
                 earlier = by_object.get(id(self.entries[key]))
                 if earlier is not None and self.stored.is_same_array(earlier, path):
                     del loading.targets[earlier]
@@ -241,19 +245,19 @@ class _ModuleLoadPlanner:
         return straight
 
     def _plan_flexible(self, key: str, value: Any = None) -> None:
-        """Want what is stored under a name as it was saved."""
+        """Plan to read a stored entry as it was saved."""
         if (part := self.stored.find_part(paths.escape(key))) is not None:
             plan_flexible(part, self.part_plan, value)
 
     def _plan_entry(self, key: str, path: str) -> bool:
-        """Want what is stored of an entry, whatever it is; whether that is an array, which fits."""
+        """Plan to read the stored value of an entry. Return True if it is an array that fits."""
         value, is_array = self.entries[key], self._is_saved_array(key)
         if is_extra_state(key):
-            self._plan_flexible(key, value)  # the module's own business: it may have grown, or been None
+            self._plan_flexible(key, value)  # the module decides: extra state may have grown, or been None
             return False
-        # This raises where the tag says why nobody can have it, which is not what is told below.
+        # This raises if the array is unreadable, with the reason, instead of the problem below.
         record = self.stored.manifest.get_array(path) if is_array else None
-        if record is not None and is_lazy(value):  # its `load_state_dict` gives it the shape that is stored
+        if record is not None and is_lazy(value):  # its `load_state_dict` gives it the stored shape
             target = create_array_target(
                 get_tensor_dtype(value, path), create_unsharded(record.shape), "torch", value.device
             )
@@ -272,9 +276,7 @@ class _ModuleLoadPlanner:
                 self._add_difference(key, LoadProblem(path, describe_shape_mismatch(record.shape, target.shape)))
                 return False
             return self.part_plan.add_target(path, target, record.metadata)
-        elif (
-            part := self.stored.find_part(paths.escape(key))
-        ) is not None:  # a value that the module's hooks have put there
+        elif (part := self.stored.find_part(paths.escape(key))) is not None:  # a value that hooks of the module added
             plan_arrays(part, self.part_plan, {})
         return False
 
@@ -286,7 +288,7 @@ class _ModuleLoadPlanner:
         self._plan_flexible(key, self.entries[key])
 
     def create_state_dict_load(self, paths_of_others: Collection[str]) -> StateDictLoad | None:
-        """What the module's `load_state_dict` takes: all of it, or those entries that are no arrays of its own."""
+        """Create the load through `load_state_dict`: of all entries, or of those that are not arrays of the module."""
         if not self.is_direct:
             keep = partial(_backup_module, self.module) if self.differences else None
             return StateDictLoad(
@@ -306,11 +308,11 @@ class _ModuleLoadPlanner:
         return [t for part in get_modules(self.module) for t in (*part.parameters(), *part.buffers())]
 
     def _load_state_dict(self, arrays: Mapping[str, Any]) -> None:
-        """Have the module load what was not read straight into its arrays.
+        """Load entries that were not read directly into the module's arrays.
 
         Raises:
-            IncompatibleCheckpointError: The module does not take what does not fit, or leaves entries of its own out.
-            LoadError: It leaves some of it unread, without a word: a part of its state would be lost.
+            IncompatibleCheckpointError: If the module rejects mismatches, or does not load some of its entries.
+            LoadError: If the module silently ignores stored entries: a part of its state would be lost.
         """
         state = self._build_state_dict(arrays)
         if not state and self.is_direct:
@@ -324,7 +326,7 @@ class _ModuleLoadPlanner:
                 raise
             if self.stored.strict or not said.startswith(_TORCH_ERROR_PREFIX):
                 raise self._create_error(self.differences, said) from error
-            # torch's own goes on to the end, and then says what did not fit.
+            # torch's own loads everything it can, and then reports mismatches.
             self.part_plan.not_loaded += [
                 LoadProblem(self.stored.prefix, line.strip()) for line in said.splitlines()[1:]
             ]
@@ -349,7 +351,7 @@ class _ModuleLoadPlanner:
             )
 
     def _build_state_dict(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The members of a state dict that the module takes, by its own names."""
+        """Return the entries of a state dict for the module, by its own names."""
         state = {}
         for key, value in self.stored.build(lambda path, _: arrays.get(path)).items():
             is_there = self._is_saved_array(key) and (self.is_direct or value is None) and not is_extra_state(key)
@@ -367,16 +369,16 @@ class _ModuleLoadPlanner:
 
 
 def _find_tied_names(entries: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tied parameters that are not stored -> the name under which each is.
+    """Return names of tied parameters that are not stored -> the name under which each is stored.
 
-    Files of Hugging Face's have tied parameters once, and the program's model has a name for each of their places.
+    Hugging Face files contain tied parameters once, and the program's model has a name for each use.
     """
     stored_as = {id(value): key for key, value in entries.items() if key in stored and value is not None}
     return {key: stored_as[id(value)] for key, value in entries.items() if key not in stored and id(value) in stored_as}
 
 
 def _load_quantization_state(module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Give quantized weights their scales; the names of those.
+    """Load the scales of quantized weights. Return their names.
 
     bitsandbytes saves the scales of 4-bit weights as ``weight.absmax`` and so on, and does not load them: it has
     `QuantState.from_dict` for that (bitsandbytes/functional.py), which transformers calls.
@@ -394,11 +396,11 @@ def _load_quantization_state(module: torch.nn.Module, state: Mapping[str, Any]) 
 
 
 _TORCH_ERROR_PREFIX = "Error(s) in loading state_dict"
-"""How the error of torch's `load_state_dict` begins."""
+"""Prefix of the error of torch's `load_state_dict`."""
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a member of a module's state dict is what its `get_extra_state` has returned."""
+    """Return True if an entry of a module's state dict is the result of its `get_extra_state`."""
     return key.endswith(_EXTRA_STATE_KEY_SUFFIX) and key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
@@ -408,7 +410,7 @@ def _backup_entries(module: torch.nn.Module, entries: Mapping[str, Any]) -> Roll
 
 
 def _backup_module(module: torch.nn.Module) -> Rollback:
-    """Copy a module that may change more than the values of its arrays; what puts all of it back."""
+    """Back up a module that may change more than the values of its arrays, and return the rollback."""
 
     def members_of(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:
         return part._parameters, part._buffers, part._modules
@@ -438,22 +440,22 @@ def _describe_kind(is_array: bool) -> str:
 
 
 _HARMLESS_HOOK_MODULES = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "xla_ckpt.state.guard")
-"""Modules of hooks that change nothing of a load: the first gives names back that the state dict does not have, and the
+"""Modules of hooks that do not affect a load: the first restores names that the state dict does not contain, and the
 second waits for a save."""
 
 _REQUIRED_HOOK_MODULES = ("torch.nn.modules.lazy", "torch.distributed.fsdp._fully_shard")
-"""Modules of hooks that have to run, and that rename nothing."""
+"""Modules of hooks that must run, and that rename nothing."""
 
 _NORM_MODULES = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
-"""Modules of layers whose `_load_from_state_dict` does no more than torch's own, but for what older versions saved."""
+"""Modules of layers whose `_load_from_state_dict` only differs from torch's own for states of older versions."""
 
 
 def _choose_load_mode(module: torch.nn.Module, *, matches_program: bool) -> _LoadMode:
-    """How a module is loaded.
+    """Choose the mode of loading a module.
 
     Args:
         module: The module.
-        matches_program: Whether the members that are stored are those of the module, of its version.
+        matches_program: True if the stored members are the module's, in its version.
     """
     if any(is_overridden(top, "load_state_dict") for top in get_modules(module)):
         return _LoadMode.FLEXIBLE

@@ -14,14 +14,14 @@ from xla_ckpt.logs import get_logger
 logger = get_logger(__name__)
 
 _SEED_COUNT = 1 << 64
-"""The number of seeds of XLA's generator."""
+"""Number of seeds of XLA's generator."""
 
 _OTHER_KEYS = ("python", "numpy", "torch", "xla")
-"""Keys of the state that name no kind of accelerator."""
+"""Keys of the state other than kinds of accelerators."""
 
 
 def get_generator_states() -> dict[str, Any]:
-    """The state of torch's generators, as they are now."""
+    """Return the current state of torch's generators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if _is_xla_loaded():
         state["xla"] = _get_xla_seed()
@@ -32,7 +32,7 @@ def get_generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(state: Mapping[str, Any]) -> None:
-    """Set those of torch's generators that `state` holds and that this process has."""
+    """Set the torch generators that `state` contains and that this process has."""
     torch.set_rng_state(state["torch"].cpu())
     if "xla" in state:
         if _is_xla_loaded():
@@ -46,7 +46,7 @@ def set_generator_states(state: Mapping[str, Any]) -> None:
 
 
 def _is_xla_loaded() -> bool:
-    """Whether this process has loaded torch_xla. Whoever keeps it from being imported leaves None there."""
+    """Return True if this process has loaded torch_xla. A blocked import leaves None in `sys.modules`."""
     return sys.modules.get("torch_xla") is not None
 
 
@@ -89,28 +89,29 @@ def _get_xla_seed() -> int:
 
 
 def _find_active_loader() -> Any | None:
-    """Return the iterator of a loader of torch_xla's over which the program iterates; None if there is none."""
+    """Return the iterator of a torch_xla loader over which the program iterates; None if there is none."""
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is None:
         return None
     kind = module.PerDeviceLoader
-    return next((found for found in gc.get_referrers(kind) if type(found) is kind), None)  # a "for" holds it alone
+    # A "for" loop holds the only reference to it.
+    return next((found for found in gc.get_referrers(kind) if type(found) is kind), None)
 
 
 def _get_accelerator_type() -> str | None:
-    """The kind of the accelerator of this process, such as ``cuda``; None if it has none."""
+    """Return the kind of the accelerator of this process, such as ``cuda``; None if it has none."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if device is None else device.type
 
 
 def _list_device_arguments(kind: str) -> list[list[str]]:
-    """How the devices of the accelerator are named to its module: one that is alone is not, as torch.mps names none."""
+    """List the arguments that select each device of the accelerator: none for a single device, as in torch.mps."""
     count = torch.accelerator.device_count()
     return [[]] if count == 1 else [[f"{kind}:{number}"] for number in range(count)]
 
 
 def _set_device_states(kind: str, states: Sequence[torch.Tensor]) -> None:
-    """Set the generators of the devices of an accelerator, as far as they are here."""
+    """Set the generators of the accelerator devices that this process has."""
     devices = _list_device_arguments(kind) if _get_accelerator_type() == kind else []
     for device, state in zip(devices, states, strict=False):
         torch.get_device_module(kind).set_rng_state(state, *device)

@@ -14,7 +14,7 @@ from xla_ckpt.errors import FormatError
 
 
 def _create_constant_kind(kind: type) -> ValueKind:
-    """torch.float32, torch.strided, ...: values that are attributes of torch, by their name."""
+    """Create a kind for values that are attributes of torch, by name: torch.float32, torch.strided, ..."""
 
     def decode(json: Json) -> Any:
         constant = getattr(torch, json)
@@ -26,7 +26,7 @@ def _create_constant_kind(kind: type) -> ValueKind:
 
 
 def _encode_generator(value: torch.Generator) -> Json:
-    """A generator of the CPU's. One of a device belongs to that device."""
+    """Encode a CPU generator. A device generator is not portable."""
     if value.device.type != "cpu":
         return NotImplemented
     return base64.b64encode(value.get_state().numpy().tobytes()).decode()
@@ -44,7 +44,7 @@ _FUNCTIONS = {
     for kind, name in ((SWALR, "_cosine_anneal"), (SWALR, "_linear_anneal"))
     if (function := getattr(kind, name, None)) is not None
 }
-"""Functions of torch's that a scheduler has in its state. A file names one of these, and no other."""
+"""Functions of torch that schedulers have in their state. A file can only name these."""
 
 
 def _encode_function(value: Any) -> Json:

@@ -41,7 +41,7 @@ def _create_numpy_scalar_kind(kind: type) -> ValueKind:
 
 
 def _encode_dtype(value: np.dtype[Any]) -> Json:
-    """``<f4``, or the name where that text would mean another type (ml_dtypes')."""
+    """Encode a dtype as ``<f4``, or by name if that string would mean another dtype (ml_dtypes)."""
     try:
         return value.str if np.dtype(value.str) == value else value.name
     except TypeError:
@@ -49,7 +49,7 @@ def _encode_dtype(value: np.dtype[Any]) -> Json:
 
 
 def _encode_sized_scalar(value: Any) -> Json:
-    """Numpy strings, bytes and times: scalars whose dtype has parameters."""
+    """Encode numpy strings, bytes and times: scalars whose dtype has parameters."""
     return [value.dtype.str, value.tobytes().hex()]
 
 
@@ -60,7 +60,7 @@ def _decode_sized_scalar(json: Json) -> Any:
 
 
 def _encode_array(value: Any) -> Json:
-    """Numpy arrays that are no array leaves: strings, times, records, foreign byte order. Not objects."""
+    """Encode numpy arrays that are not array leaves: strings, times, records, foreign byte order. Not objects."""
     if value.dtype.hasobject:
         return NotImplemented
     description = value.dtype.str if value.dtype.names is None else np.lib.format.dtype_to_descr(value.dtype)
@@ -68,7 +68,9 @@ def _encode_array(value: Any) -> Json:
 
 
 def _convert_to_tuples(description: Json) -> Any:
-    """A record dtype's description is a list of tuples whose last member may be a shape or a description."""
+    """Convert the description of a record dtype to a list of tuples, whose last item may be a shape or a
+    description.
+    """
     if not isinstance(description, list):
         return description
     return [
@@ -82,7 +84,7 @@ def _convert_to_tuples(description: Json) -> Any:
 def _decode_array(json: Json) -> Any:
     dtype = np.lib.format.descr_to_dtype(
         _convert_to_tuples(json[0])
-    )  # np.dtype would give a name to what is between two fields
+    )  # np.dtype would name the padding between two fields
     if dtype.hasobject:
         raise FormatError("an array of objects cannot be stored like this")
     data = base64.b64decode(json[2], validate=True)
@@ -90,7 +92,7 @@ def _decode_array(json: Json) -> Any:
 
 
 def _encode_record(value: Any) -> Json:
-    """A scalar of bytes without a meaning, or of fields."""
+    """Encode a void scalar: raw bytes, or a record with fields."""
     return _encode_array(np.asarray(value))
 
 
@@ -99,7 +101,7 @@ def _decode_records(json: Json) -> Any:
 
 
 _ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}")
-"""Names of time zones. Others could be paths of other files."""
+"""Names of time zones. Other names could be paths of other files."""
 
 
 def _encode_zone(value: zoneinfo.ZoneInfo) -> Json:
@@ -119,7 +121,7 @@ def _decode_zone(name: Json) -> zoneinfo.ZoneInfo:
 
 
 def _encode_zoned_time(value: Any) -> Json:
-    """A datetime, or a time, of a named zone: the time without it, and its name."""
+    """Encode a datetime or time with a named zone as the naive time and the name."""
     zone = _encode_zone(value.tzinfo) if type(value.tzinfo) is zoneinfo.ZoneInfo else NotImplemented
     return zone if zone is NotImplemented else [value.replace(tzinfo=None).isoformat(), value.fold, zone]
 
@@ -134,7 +136,7 @@ def _create_zoned_time_kind(kind: Any) -> ValueKind:
 
 
 def _encode_buffer(value: io.BytesIO) -> Json:
-    """A file in memory: its bytes, and where it stands. Not a closed one."""
+    """Encode an in-memory file as its bytes and its position. Not a closed one."""
     return NotImplemented if value.closed else [base64.b64encode(value.getbuffer()).decode(), value.tell()]
 
 
@@ -196,14 +198,14 @@ _TORCH_KIND_NAMES = (
     "torch.Size",
     "torch.Generator",
 )
-"""What the kinds of torch's values are called, which are in a module that imports torch."""
+"""Names of the kinds of torch values, which are in a module that imports torch."""
 
 
 def _load_torch_kinds(name: str | None) -> tuple[ValueKind, ...]:
-    """The kinds of torch's values; none, if a program has not imported torch and a file does not ask for one.
+    """Load the kinds of torch values; none if the program has not imported torch and no file needs them.
 
     Raises:
-        IncompatibleCheckpointError: A file does, and torch is not installed.
+        IncompatibleCheckpointError: If a file needs them, and torch is not installed.
     """
     if name in _TORCH_KIND_NAMES:
         _check_torch_installed(f"a value of torch's ({name})")
@@ -234,10 +236,10 @@ def _split_value(value: Any) -> Composite | None:
 
 
 def _find_composite_module(parts: Composite) -> Any:
-    """The module that takes values of a kind apart, and puts them together.
+    """Return the module that splits and composes values of a kind.
 
     Raises:
-        IncompatibleCheckpointError: They are tensors, and torch is not installed.
+        IncompatibleCheckpointError: If they are tensors, and torch is not installed.
     """
     for kind in (pytree, plain_object):
         if kind.is_composite_name(parts.name):
@@ -253,27 +255,27 @@ def _compose(parts: Composite, resolve: ResolveClass) -> Any:
 
 
 def split_pattern(pattern: Any, stored: Json) -> SplitValue | None:
-    """The parts of a pattern that jax takes apart (see `pytree.parts`); None for any other.
+    """Split a pattern that jax splits (see `pytree.split_pattern`); None for any other.
 
     Raises:
-        IncompatibleCheckpointError: They do not fit to what is stored.
+        IncompatibleCheckpointError: If it does not fit the stored value.
     """
     return pytree.split_pattern(pattern, stored, CODEC, _PLAIN_CODEC)
 
 
 def get_checked_members(parts: Composite, resolve: ResolveClass) -> Any:
-    """The parts of a value, whose class is there to put it together when they are read.
+    """Return the members of a value, after checking that its class is available to compose it.
 
     Raises:
-        IncompatibleCheckpointError: The class is gone.
-        UntrustedObjectError: It is not imported.
+        IncompatibleCheckpointError: If the class is missing.
+        UntrustedObjectError: If its module is not imported.
     """
     _find_composite_module(parts).resolve_composite_class(parts, resolve)
     return parts.members
 
 
 CODEC = ValueCodec(BASE_KINDS, _split_value, _compose, load_more_kinds=_load_torch_kinds)
-"""The plain values of a PyTorch program, its tensors that consist of several, and what jax takes apart."""
+"""Codec for the plain values of a PyTorch program, its composite tensors, and values that jax splits."""
 
 _OBJECT_CODEC = ValueCodec(
     BASE_KINDS, _split_value, _compose, lambda value, _: plain_object.split_attributes(value), _load_torch_kinds
@@ -289,18 +291,18 @@ def _split_object(value: Any, path: str) -> Composite | None:
 
 
 OBJECT_SPLITTING_CODEC = ValueCodec(BASE_KINDS, _split_value, _compose, _split_object, _load_torch_kinds)
-"""The same, and objects of plain classes in the state of an optimizer. Others are the program's own: they are pickled,
-which tells its author that nothing else can store them."""
+"""Like `CODEC`, with objects of plain classes in the state of an optimizer. Other objects are pickled, because no
+other program can read them."""
 
 
 def create_class_resolver(trust: bool) -> Any:
-    """A function that finds the namedtuple, dataclass, enum or class of tensors that a skeleton names.
+    """Return a function that finds the namedtuple, dataclass, enum or tensor class that a skeleton names.
 
-    Without `trust` only classes of modules that the program has imported itself are found: importing a module that
-    a file names would run code. No constructor is called either way, but for the `__tensor_unflatten__` of tensors.
+    Without `trust`, only classes of modules that the program has imported itself are found, because importing a module
+    that a file names would run code. No constructor is called in either case, except `__tensor_unflatten__` of tensors.
 
-    A class that the program does not have is no damage: a load would take an older tag for it, whose weights are old.
-    So it is an IncompatibleCheckpointError.
+    The function raises IncompatibleCheckpointError for a missing class. It is not treated as corruption, because a load
+    would fall back to an older tag, with older weights.
     """
 
     def resolve(name: str, base: type) -> Any:
@@ -329,7 +331,7 @@ def create_class_resolver(trust: bool) -> Any:
 
 
 def _suggest_class_fix(module: str, path: str) -> str:
-    """What to do about a class that a module does not have."""
+    """Suggest a fix for a class that a module does not have."""
     if module == "__main__":
         return (
             f"The script that saved is another one. Define {path} in this one, too; or define it in a module that both "

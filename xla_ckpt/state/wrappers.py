@@ -1,4 +1,4 @@
-"""Unwrap models and optimizers, neuronx-distributed's wrappers included.
+"""Unwrap models and optimizers, including neuronx-distributed's wrappers.
 
 A wrapper is recognized by its attributes, so that its package need not be installed. A wrapper that adds something to
 the state of the wrapped object is kept, so that no state is lost. Models are unwrapped by `model_view`, which imports
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import torch
 
 PLAIN_PROPERTY = "xla_ckpt_plain"
-"""A property by which a wrapper's class says what is saved and loaded in the place of the wrapper."""
+"""Name of a property by which a wrapper class returns the object to save and load in its place."""
 
 
 def unwrap_optimizer(optimizer: Any, shared_keys: Iterable[str] = ()) -> Any:
-    """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is.
+    """Unwrap wrappers such as neuronx-distributed's `NxDOptimizer`; return any other optimizer unchanged.
 
     Args:
         optimizer: The optimizer, or its wrapper.
-        shared_keys: Of a tag that is loaded, the keys of the state that belongs to no parameter. A wrapper that has it
-            only after its first step (pytorch_optimizer's TRAC) is otherwise taken for one that adds nothing.
+        shared_keys: In a load, the stored keys of state that belongs to no parameter. A wrapper that only has such
+            state after its first step (pytorch_optimizer's TRAC) would otherwise be unwrapped.
     """
     if hasattr(type(optimizer), PLAIN_PROPERTY):
         return unwrap_optimizer(getattr(optimizer, PLAIN_PROPERTY), shared_keys)
@@ -35,7 +35,7 @@ def unwrap_optimizer(optimizer: Any, shared_keys: Iterable[str] = ()) -> Any:
     if not is_torch_optimizer(inner) or inner is optimizer:
         return optimizer
     shares = getattr(optimizer, schema.PARAM_GROUPS, None) is inner.param_groups
-    # A wrapper with a state of its own (Lookahead's slow weights) would lose it.
+    # A wrapper with its own state (Lookahead's slow weights) would lose it.
     if (
         not shares
         or getattr(optimizer, schema.STATE, inner.state) is not inner.state
@@ -48,15 +48,15 @@ def unwrap_optimizer(optimizer: Any, shared_keys: Iterable[str] = ()) -> Any:
 
 
 def _has_own_state(wrapper: Any, inner: Any) -> bool:
-    """Whether the state dict of a wrapper holds anything else than that of what it wraps."""
+    """Return True if the state dict of a wrapper contains more than the wrapped object's."""
     if zero1.is_zero1(inner):
-        zero1.get_zero1_parts(inner)  # it has no state dict before it has its shards
+        zero1.get_zero1_parts(inner)  # without its shards it has no state dict yet
     whole, own = wrapper.state_dict(), inner.state_dict()
     return not _has_same_keys(whole, own)
 
 
 def _has_same_keys(whole: Any, own: Any) -> bool:
-    """Whether two state dicts have the same keys on all levels."""
+    """Return True if two state dicts have the same keys on all levels."""
     if not isinstance(own, Mapping):
         return not isinstance(whole, Mapping)
     if not isinstance(whole, Mapping) or whole.keys() != own.keys():
@@ -65,7 +65,7 @@ def _has_same_keys(whole: Any, own: Any) -> bool:
 
 
 def unwrap_model(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
-    """The model inside of wrappers: see `unwrap_module`. What is no module, nor a dict of them, is returned itself."""
+    """Unwrap a model: see `unwrap_module`. Objects other than modules and dicts of modules are returned unchanged."""
     if isinstance(model, Mapping):
         if not model or not all(map(is_module, model.values())):
             return model
@@ -80,15 +80,15 @@ _MODEL_VIEW_MODULE = "xla_ckpt.state.model_view"
 
 
 def is_model_view(model: Any) -> bool:
-    """Whether a model is a `ModelView`."""
+    """Return True if a model is a `ModelView`."""
     return is_instance_of(model, _MODEL_VIEW_MODULE, "ModelView")
 
 
 def is_names_only(model: Any) -> bool:
-    """Whether a model is `NamesOnly`."""
+    """Return True if a model is `NamesOnly`."""
     return is_instance_of(model, _MODEL_VIEW_MODULE, "NamesOnly")
 
 
 def get_modules(model: Any) -> Sequence[torch.nn.Module]:
-    """The modules whose state a model has; none, if it is no module."""
+    """Return the modules that own the state of a model; empty for other objects."""
     return model.wrapped_modules if is_model_view(model) else [model] if is_module(model) else []

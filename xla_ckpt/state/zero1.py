@@ -1,4 +1,4 @@
-"""ZeRO-1 optimizers: torch_xla's `ZeroRedundancyOptimizer` and its subclasses, neuronx-distributed's included.
+"""ZeRO-1 optimizers: torch_xla's `ZeroRedundancyOptimizer` and its subclasses, including neuronx-distributed's.
 
 It wraps an optimizer whose parameters are shards: each parameter is zero-padded along dim 0 and split into equal
 chunks. The states of the wrapped optimizer belong to those shards, and are stored under the parameters' names.
@@ -31,12 +31,14 @@ _ZERO1_MODULE = "torch_xla.distributed.zero_redundancy_optimizer"
 
 
 def is_zero1(optimizer: Any) -> bool:
-    """Whether an optimizer is torch_xla's ZeRO-1 wrapper."""
+    """Return True for torch_xla's ZeRO-1 wrapper."""
     return any(c.__module__ == _ZERO1_MODULE for c in type(optimizer).__mro__)
 
 
 def get_zero1_parts(optimizer: Any) -> list[Any]:
-    """The ZeRO-1 optimizers that hold the shards: one for experts and one for the rest, or the optimizer itself."""
+    """Return the ZeRO-1 optimizers that hold the shards: one for experts and one for the rest, or the optimizer
+    itself.
+    """
     names = ("non_ep_zero_optimizer", "ep_zero_optimizer")
     has_experts = all(hasattr(optimizer, name) for name in names)
     parts = [getattr(optimizer, name) for name in names] if has_experts else [optimizer]
@@ -47,12 +49,12 @@ def get_zero1_parts(optimizer: Any) -> list[Any]:
 
 
 def get_base_optimizers(optimizer: Any) -> list[Any]:
-    """The wrapped optimizers, which hold the states."""
+    """Return the wrapped optimizers, which hold the states."""
     return [part.base_optimizer for part in get_zero1_parts(optimizer)]
 
 
 def get_parameter_shards(optimizer: Any) -> dict[int, Any]:
-    """Identity of each parameter -> the shard of it that a wrapped optimizer steps."""
+    """Return the identity of each parameter -> its shard, which a wrapped optimizer steps."""
     return {
         id(p): s
         for part in get_zero1_parts(optimizer)
@@ -62,10 +64,10 @@ def get_parameter_shards(optimizer: Any) -> dict[int, Any]:
 
 
 def get_axes_by_parameter(optimizer: Any, placement: RankInfo) -> dict[int, tuple[str, ...]]:
-    """Identity of each parameter -> the mesh axes over which the rows of its states are dealt out.
+    """Return the identity of each parameter -> the mesh axes over which the rows of its states are sharded.
 
     Raises:
-        UsageError: The sharding groups do not lie along the mesh.
+        UsageError: If the sharding groups are not aligned with the mesh.
     """
     axes_of: dict[int, tuple[str, ...]] = {}
     for part in get_zero1_parts(optimizer):
@@ -75,12 +77,12 @@ def get_axes_by_parameter(optimizer: Any, placement: RankInfo) -> dict[int, tupl
 
 
 def get_mesh_axes(optimizer: Any, placement: RankInfo) -> tuple[str, ...]:
-    """The mesh axes over which the rows of its states are dealt out; none if its group is a single rank.
+    """Return the mesh axes over which the rows of its states are sharded; empty if its group is a single rank.
 
-    Of an optimizer with a part for experts, those of the other part.
+    For an optimizer with a part for experts, return the axes of the other part.
 
     Raises:
-        UsageError: Its sharding groups do not lie along the mesh.
+        UsageError: If its sharding groups are not aligned with the mesh.
     """
     first = get_zero1_parts(optimizer)[0]
     if first.local_world_size == 1:
@@ -100,14 +102,16 @@ def get_mesh_axes(optimizer: Any, placement: RankInfo) -> tuple[str, ...]:
 
 
 def find_expert_parameters(optimizer: Any, parameters: Iterable[OptimizerParameter]) -> frozenset[str] | None:
-    """Names of the parameters that its part for experts has; None if it has no such part."""
+    """Return the names of the optimizer's expert parameters; None if it has no separate part for experts."""
     _, *apart = get_zero1_parts(optimizer)
     of_experts = {id(p) for part in apart for p in _list_parameters(part)}
     return frozenset(p.name for p in parameters if id(p.value) in of_experts) if apart else None
 
 
 def has_master_weights(optimizer: Any) -> bool:
-    """Whether the shards hold more than the parameters do: they are asked for, or of a higher precision."""
+    """Return True if the shards hold more than the parameters: master weights are enabled, or have a higher
+    precision.
+    """
     pairs = get_parameter_shards(optimizer)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     asked = any(part.save_master_weights for part in get_zero1_parts(optimizer))
@@ -115,9 +119,9 @@ def has_master_weights(optimizer: Any) -> bool:
 
 
 def refresh_shards(optimizer: Any) -> None:
-    """Make the shards anew from the parameters, as they are now.
+    """Copy the current parameters to the shards.
 
-    neuronx-distributed's loader leaves this out after it loads the model, and the next step puts the old weights back.
+    neuronx-distributed's loader does not do this after loading the model, and the next step restores the old weights.
     """
     shards = get_parameter_shards(optimizer)
     for part in get_zero1_parts(optimizer):
@@ -130,7 +134,7 @@ def refresh_shards(optimizer: Any) -> None:
 
 
 def overwrite_shard(shard: Any, rows: torch.Tensor) -> None:
-    """Overwrite a shard with rows in host memory; what they do not reach is padding, and zero."""
+    """Overwrite a shard with rows in host memory; the remaining rows are padding, and zero."""
     from xla_ckpt.arrays.torch_elements import get_tensor_bytes
 
     adapter = require_adapter(shard)
@@ -151,14 +155,14 @@ def _copy_to_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def get_outer_state_dict(optimizer: Any) -> Mapping[str, Any]:
-    """A state dict of torch's own structure: the wrapper's groups, which hold the current hyper-parameters, and states.
+    """Return a state dict in torch's structure: the wrapper's groups, with the current hyper-parameters, and the
+    states.
 
-    What only the wrapped optimizer knows of a group (`get_base_options`) is in it, too.
-
-    The states of two parts are numbered as the parameters of the whole are.
+    The groups include options that only the wrapped optimizer has (`get_base_options`). The states of two parts are
+    numbered like the parameters of the whole optimizer.
 
     Raises:
-        UnsupportedStateError: Both parts keep state of their own under one key.
+        UnsupportedStateError: If both parts have shared state under one key.
     """
     from torch.optim import Optimizer
 
@@ -182,9 +186,9 @@ def get_outer_state_dict(optimizer: Any) -> Mapping[str, Any]:
 
 
 def get_base_options(optimizer: Any) -> list[dict[str, Any]]:
-    """What the wrapped optimizer knows of each group and the wrapper does not: the options that nobody passed.
+    """Return the options of each group that only the wrapped optimizer has, because they were not passed explicitly.
 
-    Another optimizer, which is not wrapped, has them in its groups: stock loaders refuse a state that lacks them.
+    An unwrapped optimizer has them in its groups, and stock loaders reject a state without them.
     """
     first = get_zero1_parts(optimizer)[0].base_optimizer
     return [
@@ -194,5 +198,5 @@ def get_base_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _list_parameters(optimizer: Any) -> list[Any]:
-    """Its parameters in the order of torch's packed ids."""
+    """List the parameters in the order of torch's packed ids."""
     return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
