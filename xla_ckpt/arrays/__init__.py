@@ -1,1 +1,1 @@
-"""Array adapters: torch, XLA, SPMD, DTensor, ShardedTensor, numpy, jax."""
+"""Array adapters for torch, XLA, SPMD, DTensor, ShardedTensor, numpy and jax arrays."""

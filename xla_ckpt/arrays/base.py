@@ -1,4 +1,4 @@
-"""Adapter protocol: where an array is located, what its bytes are, and how to create one from bytes."""
+"""Adapter protocol of array types: their location in the global array, their bytes, and creation from bytes."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from xla_ckpt.snapshot.shards import HostShard, LocalShard
 
 
 class ArrayAdapter(Protocol):
-    """One kind of array."""
+    """A protocol for one kind of array."""
 
     kind: str
-    """Its name in the skeleton: ``torch``, ``numpy`` or ``jax``."""
+    """Name of the kind in the skeleton: ``torch``, ``numpy`` or ``jax``."""
 
     def can_handle(self, value: Any) -> bool:
-        """Whether `value` is an array of this kind."""
+        """Return True if `value` is an array of this kind."""
 
     def get_identity(self, value: Any) -> Hashable | None:
-        """Equal for two values that share all their elements; None where that cannot be told."""
+        """Return a key that is equal for values that share all their elements; None if that is unknown."""
 
     def get_dtype(self, value: Any, path: str = "") -> DType:
-        """Its element type.
+        """Return the dtype.
 
         Raises:
-            UnsupportedStateError: It cannot be stored (sparse, quantized, an unknown dtype).
+            UnsupportedStateError: If the array cannot be stored (sparse, quantized, an unknown dtype).
         """
 
     def get_form_key(self, value: Any) -> Hashable | None:
-        """Equal for two arrays of one element type and shape that lie alike, as far as they say so; else None.
+        """Return a key that is equal for arrays with the same dtype, shape and own sharding; None if unknown.
 
-        A save asks `get_dtype`, `get_shape` and `locate` of one array of each look.
+        A save calls `get_dtype`, `get_shape` and `locate` for one array of each key.
         """
 
     def get_shape(self, value: Any) -> tuple[int, ...]:
-        """Shape of what this process holds in one tensor; for arrays that know their place, the global shape."""
+        """Return the local shape, or the global shape for arrays with their own sharding."""
 
     def locate(self, value: Any, path: str = "") -> LocalArray | None:
-        """Where its elements are in the global array; None if the array itself does not know."""
+        """Return the region of the array in the global array; None if the array has no sharding of its own."""
 
     def get_host_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[HostShard]]:
-        """The bytes of each piece of each value, in host memory."""
+        """Return the bytes of each piece of each value, in host memory."""
 
     def get_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[LocalShard]]:
-        """The memory of each piece of each value, where it is: a device's that the program writes to stays there."""
+        """Return the memory of each piece of each value, in place: mutable device memory stays on the device."""
 
     def create_in_place_target(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        """A target that overwrites `value`. `assign_owners`: it is the parameter itself, not an alias of it."""
+        """Create a target that overwrites `value`. `owned` is True if `value` is the parameter itself, not an alias of
+        it.
+        """
 
     def create_target_like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
-        """A target that makes a new array like `value` (of another type, if one is named); `value` stays as it is."""
+        """Create a target for a new array like `value` (with another dtype, if passed); `value` stays unchanged."""

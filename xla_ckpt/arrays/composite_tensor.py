@@ -1,8 +1,8 @@
-"""Tensors that consist of several plain ones: sparse, quantized, nested and complex32 tensors, and subclasses.
+"""Tensors composed of several plain ones: sparse, quantized, nested and complex32 tensors, and subclasses.
 
-Each is stored as its plain tensors and the metadata that rebuilds it. Nothing is pickled. Subclasses define their
-parts with `__tensor_flatten__` and `__tensor_unflatten__`, the protocol of torch.compile
-(torch.utils._python_dispatch), as torchao's and bitsandbytes' do.
+Each is stored as its plain tensors and the metadata that rebuilds it. Nothing is pickled. Subclasses define their parts
+with `__tensor_flatten__` and `__tensor_unflatten__`, the protocol of torch.compile (torch.utils._python_dispatch), as
+torchao and bitsandbytes do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _COMPRESSED_INDICES: dict[torch.layout, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _TensorKind:
-    """A kind of such tensors that torch itself has."""
+    """A built-in torch kind of composite tensors."""
 
     split: Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], Any]]
-    """The plain tensors, and what else it takes."""
+    """Splits a tensor into plain tensors and the other metadata."""
 
     compose: Callable[[TensorMembers, Any], torch.Tensor]
 
@@ -100,7 +100,7 @@ def _split_complex(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def _compose_complex(members: TensorMembers, _: Any) -> torch.Tensor:
-    # Autocast has view_as_complex widen its argument.
+    # view_as_complex would be widened under autocast.
     return members["parts"].contiguous().view(torch.complex32).squeeze(-1)
 
 
@@ -149,7 +149,7 @@ _LAZY_OPERATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def get_composite_name(value: torch.Tensor) -> str | None:
-    """How a tensor is taken apart: the name of a kind, or ``module:class``; None for one that is an array itself."""
+    """Return the composite kind of a tensor: the name of a kind, or ``module:class``; None for a plain tensor."""
     if value.layout is torch.jagged:
         return "torch:jagged"
     if value.is_nested:
@@ -168,7 +168,7 @@ def get_composite_name(value: torch.Tensor) -> str | None:
 
 
 def split_value(value: Any) -> Composite | None:
-    """The plain tensors of a tensor that is made of several; None for anything else."""
+    """Split a composite tensor into plain tensors; return None for anything else."""
     if not isinstance(value, torch.Tensor) or (name := get_composite_name(value)) is None:
         return None
     tensor = value.detach()
@@ -184,11 +184,11 @@ def split_value(value: Any) -> Composite | None:
 
 
 def resolve_composite_class(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The class of a tensor that `split` has taken apart; None if it is one of torch's own kinds.
+    """Return the class of a tensor that `split_value` has split; None for a built-in torch kind.
 
     Raises:
-        IncompatibleCheckpointError: It is gone.
-        UntrustedObjectError: It is not imported.
+        IncompatibleCheckpointError: If the class is missing.
+        UntrustedObjectError: If its module is not imported.
     """
     return (
         None
@@ -198,15 +198,15 @@ def resolve_composite_class(composite: Composite, resolve: Callable[[str, type],
 
 
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The tensor that `split` has taken apart.
+    """Compose a tensor that `split_value` has split.
 
     Args:
         composite: Its parts.
-        resolve: Finds the class of a subclass of tensors.
+        resolve: Finds the class of a tensor subclass.
 
     Raises:
-        UnsupportedStateError: Its parts are no tensors here: a layout has put something else in their place.
-        FormatError: They make no such tensor.
+        UnsupportedStateError: If its parts are not tensors here, because a layout has replaced them.
+        FormatError: If its parts are invalid.
     """
     name, members, about = composite.name, composite.members, composite.extra
     if not all(isinstance(member, torch.Tensor) for member in members.values()):

@@ -17,35 +17,39 @@ from xla_ckpt.errors import UnsupportedStateError
 GLOBAL_SHAPE = "global_shape"
 
 CHUNK_ATTRIBUTES = ("global_offsets", "local_offsets", "local_sizes")
-"""The attributes that a tensor has beside its ``global_shape``."""
+"""Attributes of a tensor in addition to its ``global_shape``."""
 
 CHUNK_HOOKS = ("__create_chunk_list__", "__create_write_items__")
-"""The methods that the local tensor of a DTensor may have. One of them is enough to name its chunk."""
+"""Methods that the local tensor of a DTensor may have. One of them is sufficient to declare its chunk."""
 
 
 def is_checkpointable(value: Any) -> bool:
-    """Return whether a tensor has all attributes of torch's `CheckpointableTensor`."""
+    """Return True if a tensor has all attributes of torch's `CheckpointableTensor`."""
     return hasattr(value, GLOBAL_SHAPE) and all(hasattr(value, name) for name in CHUNK_ATTRIBUTES)
 
 
 def has_chunk_hooks(value: Any) -> bool:
-    """Return whether the local tensor of a DTensor has hooks that name its chunks."""
+    """Return True if the local tensor of a DTensor has hooks that declare its chunks."""
     local = getattr(value, "_local_tensor", None)
     return any(hasattr(local, name) for name in CHUNK_HOOKS)
 
 
 def has_declared_chunks(value: Any) -> bool:
-    """Return whether a tensor names its chunks in one of the two ways."""
+    """Return True if a tensor declares its chunks by attributes or by hooks."""
     return is_checkpointable(value) or has_chunk_hooks(value)
 
 
 def get_local_shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of what this process holds of a tensor."""
+    """Return the shape of the local part of a tensor."""
     return tuple(getattr(value, "_local_tensor", value).shape)
 
 
 def check_chunk_attributes(value: Any, path: str) -> None:
-    """Raise an error if a tensor has ``global_shape`` and some of `CHUNK_ATTRIBUTES`, but not all of them."""
+    """Check that a tensor with ``global_shape`` has all of `CHUNK_ATTRIBUTES` or none.
+
+    Raises:
+        UnsupportedStateError: If it has some, but not all of them.
+    """
     found = [name for name in CHUNK_ATTRIBUTES if hasattr(value, name)]
     if found and len(found) < len(CHUNK_ATTRIBUTES) and hasattr(value, GLOBAL_SHAPE):
         raise UnsupportedStateError(
@@ -58,10 +62,10 @@ def check_chunk_attributes(value: Any, path: str) -> None:
 
 
 def locate_checkpointable(value: Any, path: str) -> LocalArray:
-    """Return the place of a tensor that `is_checkpointable`.
+    """Return the regions of a tensor that `is_checkpointable`.
 
     Raises:
-        UnsupportedStateError: Its attributes contradict each other or the tensor.
+        UnsupportedStateError: If its attributes contradict each other or the tensor.
     """
     fields = [getattr(value, name) for name in (GLOBAL_SHAPE, *CHUNK_ATTRIBUTES)]
     try:
@@ -84,10 +88,10 @@ def locate_checkpointable(value: Any, path: str) -> LocalArray:
 
 
 def locate_hooked(value: Any, path: str) -> LocalArray:
-    """Return the place of a DTensor that `has_chunk_hooks`.
+    """Return the region of a DTensor that `has_chunk_hooks`.
 
     Raises:
-        UnsupportedStateError: A hook names other chunks than one of the shape of the local tensor.
+        UnsupportedStateError: If a hook returns anything but one chunk with the shape of the local tensor.
     """
     local, shape, held = value._local_tensor, tuple(value.shape), get_local_shape(value)
     listed, written = (getattr(local, name, None) for name in CHUNK_HOOKS)
@@ -110,7 +114,7 @@ def locate_hooked(value: Any, path: str) -> LocalArray:
 
 
 def copy_declared_chunks(source: Any, target: Any) -> Any:
-    """Give a new tensor the attributes by which another one names its chunks; the new tensor."""
+    """Copy the attributes that declare chunks to a new tensor, and return it."""
     names = (
         (GLOBAL_SHAPE, *CHUNK_ATTRIBUTES)
         if is_checkpointable(source)

@@ -1,10 +1,10 @@
-"""Host memory that XLA on the CPU imports without a copy, and frees without Python.
+"""Host memory that XLA on the CPU imports without a copy (DLPack), and frees without Python.
 
-torch frees a DLPack capsule of a tensor by destroying the tensor, which takes the GIL. XLA frees a buffer on a thread
-of its own when the last graph that reads it has run. If the interpreter is shutting down by then, the GIL never
-becomes available: the thread ends inside of a destructor, and the process aborts, although its work is done. So this
-module builds the capsule itself: one allocation of the C library, which begins with DLPack's own structure and is
-freed by ``free``.
+torch frees a DLPack capsule of a tensor by destroying the tensor, which takes the GIL. XLA frees a buffer on one of its
+threads when the last graph that reads it has run. If the interpreter is shutting down by then, the GIL never becomes
+available: the thread ends inside a destructor, and the process aborts after its work is done. This module therefore
+builds the capsule itself: one allocation of the C library, which begins with DLPack's own structure and is freed by
+``free``.
 
 The structure is ``DLManagedTensor`` of DLPack 0.8 (dlpack.h), which torch_xla supports.
 """
@@ -42,7 +42,7 @@ DLPACK_TYPE_CODES = {
     torch.float16: _FLOAT, torch.float32: _FLOAT, torch.float64: _FLOAT,
     torch.complex64: _COMPLEX, torch.complex128: _COMPLEX,
 }  # fmt: skip
-"""DLPack's kinds of element types. What is not here has no name in it."""
+"""DLPack type codes of dtypes. Other dtypes are not supported by DLPack."""
 
 _HEADER_BYTES = 1024
 """Bytes before the elements: the structure, and the sizes of the dims."""
@@ -51,22 +51,22 @@ _MAX_DIMS = 64
 
 
 _MANAGED_TENSOR = struct.Struct("@PiiiBBHPPQPP")
-"""``DLManagedTensor``: data, device (type, number), dims, element type (code, bits, lanes), shape, strides, offset of
-the first byte, context of the deleter, deleter. No member needs padding."""
+"""``DLManagedTensor``: data, device (type, number), dims, dtype (code, bits, lanes), shape, strides, offset of the
+first byte, context of the deleter, deleter. No member needs padding."""
 
 _CPU_DEVICE_TYPE = 1
 
 
 def is_dlpack_compatible(dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a tensor has a name in DLPack, and elements."""
+    """Return True if a tensor has a dtype that DLPack supports, and elements."""
     return dtype in DLPACK_TYPE_CODES and len(shape) <= _MAX_DIMS and 0 not in shape
 
 
 class DLPackBuffer:
-    """Memory for one contiguous tensor, which XLA may adopt when it is filled.
+    """A buffer for one contiguous tensor, which XLA may import when it is filled.
 
-    Raises (on construction):
-        MemoryError: There is none.
+    Raises:
+        MemoryError: If the memory cannot be allocated (on construction).
     """
 
     def __init__(self, dtype: torch.dtype, shape: Sequence[int], slabs: SlabAllocator) -> None:
@@ -93,21 +93,23 @@ class DLPackBuffer:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """The elements as bytes, for numpy, whose arrays keep this object."""
+        """The elements as bytes, for numpy, whose arrays keep a reference to this object."""
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self._address + _HEADER_BYTES, False), "version": 3}
 
     def as_memoryview(self) -> memoryview:
-        """The elements as bytes, to be filled, which keep this object. They must not be used once XLA has them."""
+        """Return the writable bytes, with a reference to this object. Do not use them after XLA has imported the
+        buffer.
+        """
         elements: Any = (ctypes.c_ubyte * self.nbytes).from_address(self._address + _HEADER_BYTES)
         elements.owner = self
         return memoryview(elements).cast("B")
 
     def as_tensor(self) -> torch.Tensor:
-        """The memory as a CPU tensor, to be filled. It must not be used any more once XLA has it."""
+        """Return the writable memory as a CPU tensor. Do not use it after XLA has imported the buffer."""
         return torch.from_numpy(np.asarray(self)).view(self.dtype).reshape(self.shape)
 
     def create_capsule(self) -> Any:
-        """What a consumer of DLPack takes. `release_ownership` has to be called when it has."""
+        """Create a DLPack capsule. Call `release_ownership` after a consumer has imported it."""
         header = _MANAGED_TENSOR.pack(
             self._address + _HEADER_BYTES,
             _CPU_DEVICE_TYPE,
@@ -126,5 +128,5 @@ class DLPackBuffer:
         return _new_capsule(self._address, b"dltensor", None)
 
     def release_ownership(self) -> None:
-        """The consumer has taken the capsule: from now on the memory is its own."""
+        """Release the memory to the consumer of the capsule."""
         self._address = 0

@@ -26,16 +26,17 @@ from xla_ckpt.snapshot.shards import HostShard, LocalShard
 
 
 class DTensorAdapter:
-    """DTensors over any device mesh, with any mix of Shard (strided ones included) and Replicate.
+    """An adapter for DTensors on any device mesh, with any mix of Shard (including strided) and Replicate.
 
-    Hooks of the local tensor that name its chunk count more than the placements, as in torch.distributed.checkpoint.
+    Hooks of the local tensor that declare its chunk take precedence over the placements, as in
+    torch.distributed.checkpoint.
     """
 
     kind = "torch"
 
     def __init__(self, find_plain_adapter: Callable[[torch.Tensor], ArrayAdapter]) -> None:
         self._find_plain_adapter = find_plain_adapter
-        """The adapter of a local tensor."""
+        """Finds the adapter of a local tensor."""
 
     def can_handle(self, value: Any) -> bool:
         return isinstance(value, DTensor)
@@ -124,10 +125,13 @@ class DTensorAdapter:
 
 
 def _convert_placement(placement: Any, path: str) -> MeshDimPlacement:
-    """What a mesh dim does.
+    """Convert the placement of a mesh dim.
 
-    The type is compared, because a class derived from `Shard` may cut in another way. A strided shard is derived from
-    it up to torch 2.9, and no longer in torch 2.10.
+    The exact type is compared, because a class derived from `Shard` may split differently. A strided shard is derived
+    from it up to torch 2.9, and no longer in torch 2.10.
+
+    Raises:
+        UnsupportedStateError: If the placement is of an unsupported type.
     """
     if isinstance(placement, Replicate):
         return MeshDimPlacement(None)
@@ -144,10 +148,13 @@ def _convert_placement(placement: Any, path: str) -> MeshDimPlacement:
 
 
 def _check_order(value: Any, path: str) -> None:
-    """Refuse a DTensor that was cut in another order than that of its mesh dims.
+    """Check that a DTensor is sharded in the order of its mesh dims.
 
-    The spec of newer versions of torch may name such an order, which the placements do not tell. It is None where
-    strided shards tell it.
+    The spec of newer versions of torch may contain another order, which the placements do not show. It is None if
+    strided shards represent the order.
+
+    Raises:
+        UnsupportedStateError: If the order differs.
     """
     entries = getattr(value._spec, "shard_order", None) or ()
     if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in entries):
@@ -161,10 +168,15 @@ def _check_order(value: Any, path: str) -> None:
 
 
 def _check_even(cutting: DTensorLayout, path: str) -> None:
-    """Refuse a DTensor that this version of torch cuts in two ways."""
+    """Reject an uneven DTensor that this version of torch splits in two ways.
+
+    Raises:
+        UnsupportedStateError: If the two ways differ.
+    """
     for n, cut in cutting.uneven_shards:
         if not _is_split_like_torch(n, cut):
-            # Up to torch 2.9 `full_tensor` and `distribute_tensor` give the rows of such a tensor different places.
+            # Up to torch 2.9 `full_tensor` and `distribute_tensor` assign the rows of such a tensor to different
+            # positions.
             raise UnsupportedStateError(
                 "this version of torch has two meanings for an interleaved strided shard of uneven blocks",
                 leaf=path,
@@ -175,7 +187,7 @@ def _check_even(cutting: DTensorLayout, path: str) -> None:
 
 
 def _is_split_like_torch(size: int, cut: DimShard) -> bool:
-    """Whether torch deals out this many rows as `compute_interleaved_intervals` does."""
+    """Return True if torch distributes this many rows as `compute_interleaved_intervals` does."""
     strided: Any = getattr(placement_types, "_StridedShard")  # noqa: B009
     rows = torch.arange(size, device="cpu")
     dealt, _ = strided(0, split_factor=cut.split_factor)._split_tensor(rows, cut.shard_count, with_padding=False)

@@ -1,4 +1,4 @@
-"""Adapter for jax arrays. Imports jax, and is only loaded if the program has."""
+"""Adapter for jax arrays. Imports jax, and is only loaded if the program has imported it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def _create_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def _get_device_boxes(sharding: Any, shape: tuple[int, ...]) -> list[Box]:
-    """What each device of this process holds of an array."""
+    """Return the region of each local device.
+
+    Raises:
+        UsageError: If the sharding cannot split the shape.
+    """
     try:
         indices = sharding.addressable_devices_indices_map(shape)
     except ValueError as error:
@@ -41,7 +45,7 @@ def _get_device_boxes(sharding: Any, shape: tuple[int, ...]) -> list[Box]:
 
 
 def _create_sharding_error(sharding: Any, shape: tuple[int, ...], error: ValueError) -> UsageError:
-    """The error for an array that a sharding cannot split."""
+    """Create the error for an array that a sharding cannot split."""
     expected = f"what fits to it: {error}"
     spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
     for dim, (size, axes) in enumerate(zip(shape, spec, strict=False)):
@@ -61,17 +65,17 @@ def _create_sharding_error(sharding: Any, shape: tuple[int, ...], error: ValueEr
 
 @slots_dataclass()
 class _ArrayPlacement:
-    """Where all arrays of one sharding and shape lie."""
+    """The regions of all arrays with one sharding and shape."""
 
     local: LocalArray
-    """What this process writes of them."""
+    """The regions that this process writes."""
 
     shard_numbers: tuple[int, ...]
-    """In which of its shards that is."""
+    """Indices of these regions in `addressable_shards`."""
 
     @classmethod
     def from_array(cls, value: Any) -> _ArrayPlacement:
-        """That of an array. Of the copies of a region, jax counts one as the first: this is written."""
+        """Return the placement of an array. Among replicas of a region, the one with `replica_id` 0 is written."""
         owned = [
             (n, _create_box(s.index, value.shape)) for n, s in enumerate(value.addressable_shards) if s.replica_id == 0
         ]
@@ -82,33 +86,34 @@ class _ArrayPlacement:
 
 @functools.lru_cache(maxsize=4096)
 def _locate_on_devices(sharding: Any, shape: tuple[int, ...]) -> LocalArray:
-    """What the devices of this process hold of an array, copies included."""
+    """Return the regions of all local devices, including replicas."""
     of_device = [Box.from_shape(shape)] if sharding is None else _get_device_boxes(sharding, shape)
     return LocalArray(shape=shape, pieces=tuple(Piece(Box.from_shape(b.shape), b) for b in of_device))
 
 
 @functools.cache
 def _find_dtype(numpy_dtype: Any) -> DType | None:
-    """Its type; None for one that cannot be stored."""
+    """Return the dtype; None if it cannot be stored."""
     return dtypes.get_dtype(numpy_dtype.name) if dtypes.is_known_dtype(numpy_dtype.name) else None
 
 
 @functools.cache
 def _is_prng_key_dtype(dtype: Any) -> bool:
-    """Whether it is the type of typed keys of random numbers."""
+    """Return True for a dtype of typed PRNG keys."""
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 class JaxAdapter:
-    """jax arrays, whole or sharded over the devices of this process."""
+    """An adapter for jax arrays, unsharded or sharded over the devices of this process."""
 
     kind = "jax"
 
     def __init__(self) -> None:
         self._placements: dict[tuple[Any, tuple[int, ...]], _ArrayPlacement] = {}
-        """By sharding and shape, of which most programs have few: to ask each array takes longer than all the rest."""
+        """Placements by sharding and shape: most programs have few, and computing them per array would dominate the
+        time."""
         self._shard_numbers: dict[int, tuple[int, ...]] = {}
-        """The numbers of each place, by the identity of what is written."""
+        """Shard indices of each placement, by the id of its `local`."""
 
     def can_handle(self, value: Any) -> bool:
         return isinstance(value, jax.Array) and not _is_prng_key_dtype(value.dtype)
@@ -135,7 +140,7 @@ class JaxAdapter:
                 leaf=path,
                 hint="Save and load outside of functions that jax.jit, grad or vmap trace.",
             )
-        if value.is_deleted():  # a pattern that the program has donated: it says where the new one is to lie
+        if value.is_deleted():  # donated by the program: a pattern whose sharding the new array gets
             return _locate_on_devices(value.sharding, value.shape)
         return self._get_placement(value).local
 
@@ -158,14 +163,14 @@ class JaxAdapter:
     get_shards = get_host_shards
 
     def create_in_place_target(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        return self.create_target_like(value, local)  # a jax array cannot be overwritten: its place takes the new one
+        return self.create_target_like(value, local)  # jax arrays are immutable: the new one replaces it
 
     def create_target_like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         element = to_numpy_dtype(dtype or self.get_dtype(value))
         return create_jax_target(value.shape, element, get_target_sharding(value), weak_type=value.weak_type)
 
     def _get_piece_data(self, value: Any, local: LocalArray) -> list[Any]:
-        """The data of each piece."""
+        """Return the data of each piece."""
         numbers = self._shard_numbers.get(id(local))
         if numbers is not None:
             return [value.addressable_data(number) for number in numbers]
@@ -173,7 +178,7 @@ class JaxAdapter:
 
 
 def _get_copied_piece_data(value: Any, local: LocalArray) -> list[Any]:
-    """The data of each piece. Pieces of one region are its copies on several devices: first the one that is written."""
+    """Return the data of each piece. For pieces with one region, which are replicas, the written one comes first."""
     copies: dict[Box, list[Any]] = {}
     for shard in sorted(value.addressable_shards, key=lambda s: s.replica_id):
         copies.setdefault(_create_box(shard.index, value.shape), []).append(shard.data)
@@ -181,7 +186,7 @@ def _get_copied_piece_data(value: Any, local: LocalArray) -> list[Any]:
 
 
 def _create_host_shard(data: Any) -> HostShard:
-    # On CPU this is a view that holds the buffer: jax copies rather than donate a buffer that is held.
+    # On CPU this is a view that holds the buffer: jax does not donate a buffer that is held, but copies it.
     plain = np.asarray(data)
     plain = plain if plain.flags.c_contiguous else np.ascontiguousarray(plain)
     return HostShard(get_array_bytes(plain), (data, plain), immutable=True)
@@ -189,12 +194,12 @@ def _create_host_shard(data: Any) -> HostShard:
 
 @dataclass(slots=True)
 class NewJaxTarget(Target):
-    """A target that makes a new jax array. Only what the devices of this process hold is read, each region once."""
+    """A target that creates a new jax array. Only the regions of local devices are read, each region once."""
 
     dtype: DType
     local: LocalArray
     sharding: Any
-    """None means jax's default device."""
+    """None for jax's default device."""
 
     weak_type: bool
 
@@ -214,7 +219,7 @@ class NewJaxTarget(Target):
 
     @classmethod
     def install_all(cls, targets: Sequence[NewJaxTarget]) -> list[Any]:
-        # One call for all that go to the default device, and one for all others: a call for each takes more than twice
+        # One call for all arrays on the default device, and one for all others: a call for each takes more than twice
         # as long. These transfers are explicit, which jax.transfer_guard("disallow") allows.
         free = iter(jax.device_put([target._get_whole_buffer() for target in targets if target.sharding is None]))
         copies = [copy for target in targets if target.sharding is not None for copy in target._get_device_buffers()]
@@ -232,7 +237,7 @@ class NewJaxTarget(Target):
         return part
 
     def _get_device_buffers(self) -> list[tuple[Any, Any]]:
-        """The part of each device, and the sharding of that device alone."""
+        """Return the buffer of each device, and its single-device sharding."""
         indices = self.sharding.addressable_devices_indices_map(self.local.shape)
         kind = self.sharding.memory_kind
         return [
@@ -244,30 +249,32 @@ class NewJaxTarget(Target):
         ]
 
     def _assemble_array(self, device_arrays: Iterator[Any]) -> Any:
-        """The array of the next ones that are `device_arrays`."""
+        """Assemble the array from the next items of `device_arrays`."""
         of_devices = list(itertools.islice(device_arrays, len(self.local.pieces)))
         return jax.make_array_from_single_device_arrays(self.local.shape, self.sharding, of_devices)
 
 
 def _set_weak_type(array: Any) -> Any:
-    """The same array with a weak type. jax has no public function that makes one of more than a number."""
+    """Return the array with a weak type. jax has no public function for this, except for scalars."""
     shards = [shard.data for shard in array.addressable_shards]
     return type(array)(array.aval.update(weak_type=True), array.sharding, shards, committed=array.committed)
 
 
 def _allocate_region(shape: tuple[int, ...], dtype: np.dtype[Any], slabs: SlabAllocator) -> Any:
-    """Memory for a region. On a CPU, jax copies it unless it is aligned, as what slabs give is."""
+    """Allocate memory for a region. On a CPU, jax copies it unless it is aligned, as memory of the slab allocator
+    is.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     return slabs.allocate(nbytes).view(dtype).reshape(shape) if nbytes >= HUGE_PAGE_BYTES else np.empty(shape, dtype)
 
 
 def create_jax_target(shape: tuple[int, ...], dtype: Any, sharding: Any, *, weak_type: bool = False) -> Target:
-    """A target that makes a new jax array; `sharding` None means jax's default device.
+    """Create a target for a new jax array; `sharding` None means jax's default device.
 
-    The stored array decides on the weak type, unless an older version stored it (see `Target.with_weak_type`).
+    The stored array determines the weak type, unless an older version stored it (see `Target.with_weak_type`).
 
     Raises:
-        UsageError: jax makes no arrays of this type, or the sharding does not fit to the shape.
+        UsageError: If jax does not support the dtype, or the sharding does not fit the shape.
     """
     check_can_create_dtype(dtype)
     sharding = _resolve_abstract_mesh(sharding)
@@ -277,10 +284,11 @@ def create_jax_target(shape: tuple[int, ...], dtype: Any, sharding: Any, *, weak
 
 
 def _resolve_abstract_mesh(sharding: Any) -> Any:
-    """A sharding over devices. One over an abstract mesh, as `jax.eval_shape` makes it, takes that of the context.
+    """Return a sharding over devices. An abstract mesh, as from `jax.eval_shape`, is replaced by the mesh of the
+    context.
 
     Raises:
-        UsageError: There is none, or it is another one.
+        UsageError: If there is no mesh in the context, or a different one.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or isinstance(sharding.mesh, jax.sharding.Mesh):
         return sharding
@@ -296,15 +304,15 @@ def _resolve_abstract_mesh(sharding: Any) -> Any:
 
 
 def can_create_dtype(dtype: Any) -> bool:
-    """Whether jax makes arrays of a type, which it truncates to 32 bits otherwise."""
+    """Return True if jax creates arrays of a dtype without truncating it to 32 bits."""
     return bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
 def check_can_create_dtype(dtype: Any) -> None:
-    """Refuse an element type of 64 bits where jax truncates it.
+    """Check that jax does not truncate a 64-bit dtype.
 
     Raises:
-        UsageError: jax_enable_x64 is off.
+        UsageError: If jax_enable_x64 is off.
     """
     if not can_create_dtype(dtype):
         raise UsageError(
@@ -317,10 +325,10 @@ def check_can_create_dtype(dtype: Any) -> None:
 
 
 def create_number_array(pattern: Any, number: Any) -> Any:
-    """A numpy array without dims as one of jax's like a pattern.
+    """Convert a 0-d numpy array to a jax array like a pattern.
 
     Raises:
-        UsageError: jax makes no arrays of its type.
+        UsageError: If jax does not support its dtype.
     """
     check_can_create_dtype(number.dtype)
     array = jax.device_put(number, _resolve_abstract_mesh(get_target_sharding(pattern)))

@@ -18,12 +18,12 @@ from xla_ckpt.snapshot.shards import HostShard
 
 
 def get_array_bytes(array: Any) -> memoryview:
-    """The memory of a C-contiguous array, of any dtype."""
+    """Return the memory of a C-contiguous array, of any dtype."""
     return memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(bytearray())
 
 
 class NumpyAdapter:
-    """numpy arrays of numbers, in native byte order."""
+    """An adapter for numpy arrays of numbers, in native byte order."""
 
     kind = "numpy"
 
@@ -87,7 +87,11 @@ def _get_strided_memory(value: Any) -> StridedMemory:
 
 
 def _check_writable(value: Any) -> None:
-    """Refuse a target that numpy would not write to, or whose elements share memory."""
+    """Check that a target is writable and that its elements do not share memory.
+
+    Raises:
+        UsageError: If it is read-only, or its elements share memory.
+    """
     if value.flags.writeable and (value.flags.c_contiguous or _get_strided_memory(value).has_distinct_elements):
         return
     raise UsageError(
@@ -101,12 +105,12 @@ def _check_writable(value: Any) -> None:
 
 
 def _create_host_shard(value: Any) -> HostShard:
-    plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
+    plain = np.ascontiguousarray(value).reshape(value.shape)  # copies only if it was not contiguous
     return HostShard(get_array_bytes(plain), plain, immutable=not value.flags.c_contiguous)
 
 
 def create_numpy_target(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: LocalArray) -> Target:
-    """A target that makes a new array of a local shape; its padding is zero."""
+    """Create a target for a new array of a local shape; its padding is zero."""
     array: Any = None
     buffers: list[Any] = []
 

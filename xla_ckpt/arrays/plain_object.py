@@ -1,8 +1,8 @@
 """Objects of plain Python classes, split into their attributes: GaLore's projectors, for instance.
 
-An optimizer keeps such objects in its state, and their attributes are arrays and plain values. Storing these avoids
-pickles, so a load needs no trust. Only objects that pickle itself would store like this are split: those of a class
-without pickle methods of its own. A load creates the object without `__init__` and runs no code of the class; a class
+An optimizer may have such objects in its state, with arrays and plain values as attributes. Storing these avoids
+pickles, so a load needs no trust. Only objects that pickle itself would store in the same way are split: instances of a
+class without custom pickle methods. A load creates the object without `__init__` and runs no code of the class; a class
 with a `__del__`, which would run later, does not qualify.
 """
 
@@ -20,7 +20,7 @@ from xla_ckpt.core.tree.values import Composite, ValueCodec, get_class_name
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError
 
 OBJECT_PREFIX = "object:"
-"""Begins the name of such an object; ``module:class`` follows."""
+"""Prefix of the name of such an object; ``module:class`` follows."""
 
 _DEFAULT_METHODS = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setattr__", "__getattribute__")
 _FORBIDDEN_ATTRIBUTES = (
@@ -34,12 +34,12 @@ _FORBIDDEN_ATTRIBUTES = (
 
 
 def is_plain_class(kind: type) -> bool:
-    """Whether the objects of a class are nothing but their attributes, to pickle, too."""
+    """Return True if instances of a class consist only of their attributes, for pickle as well."""
     return (
         type(kind) in (type, abc.ABCMeta)
         and kind.__base__ is not None
         and kind.__dictoffset__ != 0
-        and kind.__basicsize__ == _PlainObject.__basicsize__  # no memory of another kind of Python's, such as a dict's
+        and kind.__basicsize__ == _PlainObject.__basicsize__  # no memory of another built-in type, such as a dict's
         and kind not in copyreg.dispatch_table
         and all(getattr(kind, name, None) is getattr(object, name, None) for name in _DEFAULT_METHODS)
         and not any(hasattr(kind, name) for name in _FORBIDDEN_ATTRIBUTES)
@@ -51,7 +51,7 @@ class _PlainObject:
 
 
 def split_attributes(value: Any) -> Composite | None:
-    """An object as its attributes, whatever these are; None for one of another kind of class."""
+    """Split an object into its attributes, whatever these are; None for an instance of another kind of class."""
     kind = type(value)
     if not is_plain_class(kind) or find_imported(kind.__module__, kind.__qualname__) is not kind:
         return None
@@ -59,11 +59,11 @@ def split_attributes(value: Any) -> Composite | None:
 
 
 def split_value(value: Any, codec: ValueCodec) -> Composite | None:
-    """An object as its attributes; None if only pickle can store all of them.
+    """Split an object into its attributes; None if only pickle can store all of them.
 
     Args:
         value: The object.
-        codec: Says what is plain, and takes all objects apart that have `split_attributes`.
+        codec: Codec of plain values, which splits all objects that have `split_attributes`.
     """
     taken = split_attributes(value)
     if taken is None:
@@ -75,7 +75,7 @@ def split_value(value: Any, codec: ValueCodec) -> Composite | None:
 
 
 def find_imported(module: str, qualname: str) -> Any:
-    """What stands in an imported module under a qualified name; None if nothing does, or it is not imported.
+    """Return the object with a qualified name in an imported module; None if it is missing, or the module not imported.
 
     >>> find_imported("enum", "Enum"), find_imported("enum", "Nothing.at_all")
     (<enum 'Enum'>, None)
@@ -87,16 +87,16 @@ def find_imported(module: str, qualname: str) -> Any:
 
 
 def is_composite_name(name: str) -> bool:
-    """Whether a composite value is one of these."""
+    """Return True if the name of a composite value is one of a plain object."""
     return name.startswith(OBJECT_PREFIX)
 
 
 def resolve_composite_class(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The class of an object that `split_value` has taken apart.
+    """Return the class of an object that `split_value` has split.
 
     Raises:
-        IncompatibleCheckpointError: Its class is gone, or is no plain class any more.
-        UntrustedObjectError: Its class is not imported.
+        IncompatibleCheckpointError: If the class is missing, or is no longer a plain class.
+        UntrustedObjectError: If its module is not imported.
     """
     name = composite.name.removeprefix(OBJECT_PREFIX)
     kind = resolve(name, type)
@@ -110,7 +110,7 @@ def resolve_composite_class(composite: Composite, resolve: Callable[[str, type],
 
 
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The object that `split_value` has taken apart. No code of its class runs.
+    """Compose an object that `split_value` has split. No code of its class runs.
 
     Raises:
         IncompatibleCheckpointError, UntrustedObjectError: See `resolve_composite_class`.

@@ -1,12 +1,12 @@
 """Pytree nodes registered with `jax.tree_util`, and typed PRNG keys, split into their arrays.
 
-flax's FrozenDict, TrainState and nnx.State, and a program's own dataclasses, tell jax what they consist of (see jax's
-documentation of custom pytree nodes). Their parts are stored, and nothing is pickled. What is not a part, such as the
+flax's FrozenDict, TrainState and nnx.State, and a program's own dataclasses, register their children with jax (see
+jax's documentation of custom pytree nodes). The children are stored, and nothing is pickled. Other data, such as the
 functions of a TrainState, is taken from the template of a restore. Without a template the object is rebuilt if all
-that is missing is plain; otherwise its parts are returned as a dict.
+missing data is plain; otherwise its children are returned as a dict.
 
-Parts are matched by the names of their key paths. A class without key paths has its parts by position, and may keep
-their names as auxiliary data: its stored structure must equal that of the template.
+Children are matched by the names of their key paths. A class without key paths has its children by position, and may
+keep their names as auxiliary data: its stored structure must equal the structure of the template.
 
 Nothing here imports jax, because a class can only be registered in a program that has done so.
 """
@@ -26,13 +26,13 @@ from xla_ckpt.core.tree.values import Composite, Json, ValueCodec, get_class_nam
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError
 
 PRNG_KEY = "jax:key"
-"""Name of a typed key of random numbers."""
+"""Name of typed PRNG keys."""
 
 TREE_PREFIX = "jax:tree:"
-"""Begins the name of a value of a registered class; ``module:class`` follows."""
+"""Prefix of the name of a value of a registered class; ``module:class`` follows."""
 
 TREEDEF = "jax:structure"
-"""Name of a `PyTreeDef`, which classes such as haiku's FlatMap keep beside their parts."""
+"""Name of a `PyTreeDef`, which classes such as haiku's FlatMap keep next to their children."""
 
 _BUILTIN_CONTAINERS = (
     dict,
@@ -49,43 +49,43 @@ _BUILTIN_CONTAINERS = (
 
 @dataclass(frozen=True, slots=True)
 class PRNGKeySpec:
-    """The numbers of typed keys, to be restored: a row of them for each key."""
+    """The spec of the key data of typed keys to restore: one row per key."""
 
     key_shape: tuple[int, ...]
     """Shape of the pattern's keys."""
 
     key_sharding: Any
-    """How they are split, or None. What splits keys leaves rows whole, so that it splits their numbers alike."""
+    """Sharding of the keys, or None. It applies to their data as well, because it never splits rows."""
 
     def get_sharding(self, shape: tuple[int, ...]) -> Any:
-        """How numbers of a shape are split; None if there are not as many keys as in the pattern."""
+        """Return the sharding of key data; None if the number of keys differs from the pattern."""
         return self.key_sharding if shape[:-1] == self.key_shape else None
 
 
 def _get_jax() -> Any:
-    """The jax that the program has imported; None while another thread of this process is at it."""
+    """Return the jax module of the program; None while another thread is importing it."""
     jax = sys.modules.get("jax")
     return None if jax is None or getattr(jax.__spec__, "_initializing", False) else jax
 
 
 def _is_builtin(value: Any) -> bool:
-    # None is a container without parts to jax, and a placeholder in the pattern of a restore.
+    # None is a container without children in jax, and a placeholder in the pattern of a restore.
     return (
         value is None or type(value) in _BUILTIN_CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields"))
     )
 
 
 def get_target_sharding(pattern: Any) -> Any:
-    """Where an array, or keys, like a pattern go; None for jax's default device.
+    """Return the sharding for an array, or keys, like a pattern; None for jax's default device.
 
-    An array that nobody has put somewhere is not committed: jax computes with it wherever the others lie. One in its
-    place that was put on a device would not fit into a computation over a mesh.
+    An uncommitted array gets none: jax moves it to the device of the other operands. A committed one in its place would
+    not fit into a computation over a mesh.
     """
     return getattr(pattern, "sharding", None) if getattr(pattern, "committed", True) else None
 
 
 def is_prng_key(value: Any) -> bool:
-    """Whether a value is a typed key of jax's random numbers, or the description of one."""
+    """Return True if a value is a typed PRNG key of jax, or the spec of one."""
     jax = _get_jax()
     dtype = getattr(value, "dtype", None) if jax is not None else None
     return dtype is not None and type(dtype).__module__.startswith("jax") and _is_prng_key_dtype(jax, dtype)
@@ -96,15 +96,15 @@ def _is_prng_key_dtype(jax: Any, dtype: Any) -> bool:
 
 
 def split_pattern(pattern: Any, stored: Any, codec: ValueCodec, plain_codec: ValueCodec) -> SplitValue | None:
-    """The parts of a pattern of a registered class or of keys, and what makes a value like it; None for any other.
+    """Split a pattern of a registered class or of keys, with a function that composes a value like it; None for any
+    other.
 
-    `stored` is the skeleton of what is stored in its place, which `codec` wrote; `plain_codec` is that of
-    `split_value`. Keys become as many as were saved, of the same kind. Where the pattern has as many, they lie where
-    the pattern's do.
+    `stored` is the skeleton of the stored value, which `codec` encoded; `plain_codec` is the codec of `split_value`.
+    The number and kind of keys are the stored ones. If the pattern has as many, they get its sharding.
 
     Raises:
-        IncompatibleCheckpointError: The pattern is a key, and an array is stored. Or its parts are matched by position,
-            and its structure differs from the stored one.
+        IncompatibleCheckpointError: If the pattern is a key, and an array is stored; or if its children are matched by
+            position, and its structure differs from the stored one.
     """
     if is_prng_key(pattern):
         return _split_key_pattern(pattern, stored)
@@ -117,7 +117,11 @@ def split_pattern(pattern: Any, stored: Any, codec: ValueCodec, plain_codec: Val
 
 
 def _check_same_structure(node: _PyTreeNode, stored: Any, codec: ValueCodec, plain_codec: ValueCodec) -> None:
-    """Raise an error if the parts of a pattern at the same positions as stored ones may be other parts."""
+    """Check that children of a pattern and stored ones at the same positions are the same children.
+
+    Raises:
+        IncompatibleCheckpointError: If the structures differ.
+    """
     (name, _, about), below = (
         (stored["$composite"] if _get_composite_name(stored) else ("", {}, None)),
         get_children(stored) or {},
@@ -128,7 +132,7 @@ def _check_same_structure(node: _PyTreeNode, stored: Any, codec: ValueCodec, pla
         raise _create_structure_error(node, get_class_name(node.kind), name.removeprefix(TREE_PREFIX))
     if (
         not name.startswith(TREE_PREFIX) or about is None
-    ):  # orbax, and older versions for what is not plain, do not store it
+    ):  # orbax, and older versions for data that is not plain, do not store it
         return
     found = about["structure"] if "structure" in about else about["outline"]
     wanted = (
@@ -151,7 +155,7 @@ def _create_structure_error(node: _PyTreeNode, expected: str, found: str) -> Inc
 
 
 def _get_class_name(name: str) -> str:
-    """The name of a class without those of its module and of what it is defined in, which may change."""
+    """Return the name of a class without its module and enclosing scopes, which may change."""
     return name.rpartition(":")[2].rpartition(".")[2]
 
 
@@ -172,7 +176,7 @@ def _split_key_pattern(pattern: Any, stored: Any) -> SplitValue | None:
 
 
 def find_key_mismatch(stored: Any) -> IncompatibleCheckpointError | None:
-    """The error for an array that is wanted where typed keys are stored; None where something else is."""
+    """Return the error for typed keys that are stored where an array is requested; None if something else is stored."""
     if _get_composite_name(stored) != PRNG_KEY:
         return None
     return IncompatibleCheckpointError(
@@ -184,33 +188,33 @@ def find_key_mismatch(stored: Any) -> IncompatibleCheckpointError | None:
 
 
 def _get_composite_name(stored: Any) -> str | None:
-    """What the skeleton calls a value of several parts; None if it is none."""
+    """Return the skeleton's name of a composite value; None for any other."""
     composite = stored.get("$composite") if isinstance(stored, dict) else None
     return None if composite is None else composite[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _PyTreeNode:
-    """A value of a registered class, taken apart."""
+    """A flattened value of a registered class."""
 
     kind: type
     members: dict[str, Any]
-    """Its parts by name."""
+    """Its children by name."""
 
     treedef: Any
-    """jax's structure of it, of which the parts are the leaves."""
+    """The jax structure of the value, with its children as leaves."""
 
     is_matched_by_position: bool
-    """Whether its parts have no names but their positions."""
+    """True if its children have no names, only positions."""
 
     @property
     def aux_data(self) -> Any:
-        """What jax knows of the value beside its parts."""
+        """Auxiliary data of the value in jax."""
         return self.treedef.node_data()[1]
 
 
 def _flatten_node(value: Any) -> _PyTreeNode | None:
-    """A value of a registered class, taken apart; None for any other value."""
+    """Flatten a value of a registered class by one level; None for any other value."""
     jax = _get_jax()
     if jax is None or _is_builtin(value):
         return None
@@ -227,17 +231,17 @@ def _flatten_node(value: Any) -> _PyTreeNode | None:
 
 
 def is_registered_pytree(value: Any) -> bool:
-    """Whether a value is of a class that is registered with jax, and not one of Python's containers."""
+    """Return True if the class of a value is registered with jax, except Python's containers."""
     return _flatten_node(value) is not None
 
 
 def contains_registered(value: Any) -> bool:
-    """Whether a value, or one in the containers of Python's that it consists of, is of a registered class."""
+    """Return True if a value, or one nested in its Python containers, is of a registered class."""
     return _get_jax() is not None and _contains_registered(value, set(), 0)
 
 
 def _contains_registered(value: Any, unregistered_classes: set[type], depth: int) -> bool:
-    """The same; `unregistered_classes` are the classes that are known not to be registered."""
+    """Implement `contains_registered`; `unregistered_classes` is a cache of classes that are not registered."""
     kind = type(value)
     if kind in unregistered_classes or depth > MAX_DEPTH:
         return False
@@ -251,17 +255,17 @@ def _contains_registered(value: Any, unregistered_classes: set[type], depth: int
 
 
 def has_methods(value: Any, *names: str) -> bool:
-    """Whether an object has these methods.
+    """Return True if an object has these methods.
 
-    Of a registered class only those count that the class defines: `nnx.Rngs` makes a stream of random numbers of
-    whatever attribute it is asked for.
+    For a registered class, only methods defined by the class count, because `nnx.Rngs` returns a stream of random
+    numbers for any attribute.
     """
     holder = type(value) if is_registered_pytree(value) else value
     return all(callable(getattr(holder, name, None)) for name in names)
 
 
 def _get_entry_name(entry: Any) -> str:
-    """What jax calls a part: a key, an attribute, or a number."""
+    """Return the name of a child from its key path entry: a key, an attribute, or a number."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
@@ -269,14 +273,12 @@ def _get_entry_name(entry: Any) -> str:
 
 
 def split_value(value: Any, codec: ValueCodec) -> Composite | None:
-    """A value of a registered class, a typed key, or a structure of jax's as its parts; None for anything else.
+    """Split a value of a registered class, a typed key, or a `PyTreeDef`; None for anything else.
 
-    `codec` says what is plain. A plain value of a class that is registered as static has no parts, and is stored as
-    any value of its kind.
+    `codec` determines which values are plain. A plain value of a class registered as static has no children, and is
+    stored like any value of its kind.
     """
-    if is_prng_key(value) and isinstance(
-        value, _get_jax().Array
-    ):  # a Variable of flax's has the dtype of the key in it
+    if is_prng_key(value) and isinstance(value, _get_jax().Array):  # a flax Variable has the dtype of the key in it
         random = _get_jax().random
         return Composite(PRNG_KEY, {"data": random.key_data(value)}, {"impl": str(random.key_impl(value))})
     if (structure := split_treedef(value)) is not None:
@@ -301,12 +303,12 @@ def _flatten_aux_data(aux_data: Any, codec: ValueCodec) -> FlatTree:
 
 
 def _serialize_outline(node: _PyTreeNode, codec: ValueCodec) -> str:
-    """What jax knows of a value beside its parts, without what is not plain in it, such as functions."""
+    """Serialize the auxiliary data of a value, without data that is not plain, such as functions."""
     return json_text.dumps(_flatten_aux_data(node.aux_data, codec).skeleton)
 
 
 def split_treedef(value: Any) -> Composite | None:
-    """A `PyTreeDef` as its nodes; None for any other value."""
+    """Split a `PyTreeDef` into its nodes; None for any other value."""
     jax = _get_jax()
     if jax is None or not isinstance(value, jax.tree_util.PyTreeDef):
         return None
@@ -314,7 +316,7 @@ def split_treedef(value: Any) -> Composite | None:
 
 
 def _serialize_treedef(treedef: Any) -> Json:
-    """A structure as ``[class, what jax knows of it, [children]]``, as ``[]`` for None, and as None for a leaf."""
+    """Serialize a structure as ``[class, auxiliary data, [children]]``, ``[]`` for None, and None for a leaf."""
     if (data := treedef.node_data()) is None:
         return None
     kind, known = data
@@ -326,7 +328,7 @@ def _serialize_treedef(treedef: Any) -> Json:
 
 
 def _parse_treedef(nodes: Json, resolve: Callable[[str, type], Any]) -> Any:
-    """The structure that `_serialize_treedef` has taken apart."""
+    """Parse a structure from `_serialize_treedef`."""
     util = _get_jax().tree_util
     leaf = util.tree_structure(0)
     if not nodes:
@@ -339,31 +341,32 @@ def _parse_treedef(nodes: Json, resolve: Callable[[str, type], Any]) -> Any:
 
 
 def is_composite_name(name: str) -> bool:
-    """Whether a composite value is one of these."""
+    """Return True if the name of a composite value is one of a registered class, a key or a `PyTreeDef`."""
     return name in (PRNG_KEY, TREEDEF) or name.startswith(TREE_PREFIX)
 
 
 def resolve_composite_class(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The class of a value that `split_value` has taken apart; None if it takes none to make it again.
+    """Return the class of a value that `split_value` has split; None if no class is needed to compose it.
 
     Raises:
-        IncompatibleCheckpointError: It is gone.
-        UntrustedObjectError: It is not imported.
+        IncompatibleCheckpointError: If the class is missing.
+        UntrustedObjectError: If its module is not imported.
     """
     return resolve(composite.name.removeprefix(TREE_PREFIX), type) if _can_reconstruct(composite) else None
 
 
 def _can_reconstruct(composite: Composite) -> bool:
-    """Whether an object of a class can be made again of what is stored."""
+    """Return True if an object can be reconstructed from the stored data."""
     return composite.name.startswith(TREE_PREFIX) and composite.extra is not None and "outline" not in composite.extra
 
 
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
-    """The value that `split_value` has taken apart; a dict of its parts, where it cannot be made without a pattern.
+    """Compose a value that `split_value` has split; or a dict of its children if it cannot be composed without a
+    pattern.
 
     Raises:
-        FormatError: Its parts make no such value.
-        UntrustedObjectError: Its class is not imported.
+        FormatError: If its parts are invalid.
+        UntrustedObjectError: If its module is not imported.
     """
     kind = resolve_composite_class(composite, resolve)
     jax = _get_jax()
@@ -382,5 +385,5 @@ def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
-        # The class makes itself, from what a file says: whatever it raises then is the file's fault.
+        # The class rebuilds itself from the content of a file, so any exception is an error in the file.
         raise FormatError(f"a {composite.name} cannot be put together again: {error}") from error

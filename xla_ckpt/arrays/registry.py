@@ -34,7 +34,7 @@ _NUMPY_ADAPTER: ArrayAdapter = NumpyAdapter()
 
 
 def _create_torch_registry() -> TorchAdapterRegistry | None:
-    """The adapters of tensors; None in a program that has not imported torch, and so has no tensors."""
+    """Create the adapters of tensors; None if the program has not imported torch, and so has no tensors."""
     if not is_torch_loaded():
         return None
     from xla_ckpt.arrays.torch_registry import TorchAdapterRegistry
@@ -43,7 +43,7 @@ def _create_torch_registry() -> TorchAdapterRegistry | None:
 
 
 def count_local_devices() -> int:
-    """Devices of this process that hold shards of their own: several under SPMD, else one."""
+    """Return the number of local devices with separate shards: several under SPMD, otherwise one."""
     runtime: Any = sys.modules.get("torch_xla.runtime")
     return int(runtime.addressable_runtime_device_count()) if runtime is not None and runtime.is_spmd() else 1
 
@@ -54,10 +54,10 @@ class AdapterRegistry:
     def __init__(self) -> None:
         self._torch_registry = _create_torch_registry()
         self._jax_adapter: ArrayAdapter | None = None
-        """Made for the first array of jax's: it knows where the arrays of this call lie, and goes with the call."""
+        """Created for the first jax array: it caches placements of this call's arrays, and is freed with the call."""
 
     def find(self, value: Any) -> ArrayAdapter | None:
-        """The adapter of an array; None for anything else."""
+        """Return the adapter of an array; None for anything else."""
         if self._torch_registry is not None and (adapter := self._torch_registry.find(value)) is not None:
             return adapter
         if _NUMPY_ADAPTER.can_handle(value):
@@ -71,25 +71,24 @@ class AdapterRegistry:
         return None
 
     def create_whole_target(self, value: Any, form: ArrayMetadata, *, owned: bool) -> Target | None:
-        """The target that overwrites a dense tensor of a form, all of which this process has, if that takes no more.
+        """Create a target that overwrites a dense, unsharded tensor; None if further checks are needed.
 
-        `assign_owners` is as in `ArrayAdapter.create_in_place_target`. None for whatever has to be looked at more
-        closely. A load asks this of each of its arrays.
+        `owned` is as in `ArrayAdapter.create_in_place_target`. A load calls this for each of its arrays.
         """
         return (
             None if self._torch_registry is None else self._torch_registry.create_whole_target(value, form, owned=owned)
         )
 
     def get_kind(self, value: Any) -> str | None:
-        """The kind of an array, as the skeleton names it; None for anything else."""
+        """Return the kind of an array in the skeleton; None for anything else."""
         adapter = self.find(value)
         return None if adapter is None else adapter.kind
 
     def require(self, value: Any, path: str = "") -> ArrayAdapter:
-        """The adapter of an array.
+        """Return the adapter of an array.
 
         Raises:
-            UnsupportedStateError: It is none.
+            UnsupportedStateError: If the value is not an array.
         """
         adapter = self.find(value)
         if adapter is None:
@@ -100,24 +99,24 @@ class AdapterRegistry:
 
 
 def get_array_kind(value: Any) -> str | None:
-    """The kind of a single array, as the skeleton names it; None for anything else."""
+    """Return the kind of a single array in the skeleton; None for anything else."""
     return AdapterRegistry().get_kind(value)
 
 
 def require_adapter(value: Any, path: str = "") -> ArrayAdapter:
-    """The adapter of a single array.
+    """Return the adapter of a single array.
 
     Raises:
-        UnsupportedStateError: It is none.
+        UnsupportedStateError: If the value is not an array.
     """
     return AdapterRegistry().require(value, path)
 
 
 def check_has_memory(value: Any, path: str) -> None:
-    """Refuse a target that has no memory: what is read into it would be lost without a word.
+    """Check that a target has memory; otherwise the loaded values would be lost silently.
 
     Raises:
-        UsageError: It is on the meta device.
+        UsageError: If it is on the meta device.
     """
     if is_meta(value):
         raise UsageError(
@@ -131,20 +130,20 @@ def check_has_memory(value: Any, path: str) -> None:
 
 
 def is_meta(value: Any) -> bool:
-    """Whether a value is a torch tensor that has a shape and no elements."""
+    """Return True for a torch tensor on the meta device."""
     return is_torch_tensor(value) and value.device.type == "meta"
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """An array to be restored, by its description: what `restore` takes in place of an array.
+    """The shape, dtype and sharding of an array to restore, which `restore` accepts in place of an array.
 
-    The element type decides what is made: a torch dtype (or its name) a CPU tensor, a numpy dtype a numpy array, and
-    with a `sharding` from jax a jax array. Where torch is not installed, a name makes a numpy array.
+    The dtype determines the result: a torch dtype (or its name) a CPU tensor, a numpy dtype a numpy array, and with a
+    jax `sharding` a jax array. If torch is not installed, a name creates a numpy array.
 
-    Raises (on construction):
-        UnsupportedStateError: There is no such element type. The error names those that there are.
-        UsageError: The shape is none, or the element type is none at all.
+    Raises:
+        UnsupportedStateError: If the dtype is unknown. The error lists the supported ones (on construction).
+        UsageError: If the shape or dtype is invalid (on construction).
     """
 
     shape: tuple[int, ...]
@@ -154,7 +153,7 @@ class ArraySpec:
     """``torch.float32``, ``"float32"`` or ``np.dtype("float32")``."""
 
     sharding: Any = None
-    """None, a jax sharding, or a spec such as ``("tp", None)``: then the array is this rank's part of it."""
+    """None, a jax sharding, or a spec such as ``("tp", None)``, with which the result is this rank's shard."""
 
     def __post_init__(self) -> None:
         sizes = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
@@ -163,13 +162,13 @@ class ArraySpec:
                 "shape of an ArraySpec is none", expected="sizes such as (4, 8)", found=repr(self.shape)[:80]
             )
         object.__setattr__(self, "shape", sizes)
-        get_dtype(_get_dtype_name(self.dtype))  # not only when the restore makes room for it
+        get_dtype(_get_dtype_name(self.dtype))  # checked here, and not only when memory is allocated
 
     def target(self, placement: RankInfo) -> Target:
-        """Memory for it.
+        """Create a target for the array.
 
         Raises:
-            UsageError: The sharding does not fit to the shape.
+            UsageError: If the sharding does not fit the shape.
         """
         if self._kind == "jax":
             from xla_ckpt.arrays.jax_array import create_jax_target
@@ -183,14 +182,14 @@ class ArraySpec:
 
     @property
     def _kind(self) -> str:
-        """The kind of the array that is made."""
+        """The kind of the created array."""
         if self.sharding is not None and not isinstance(self.sharding, tuple | list | Sharding):
             return "jax"
         return "torch" if _is_torch_dtype(self.dtype) and is_torch_installed() else "numpy"
 
 
 def _is_torch_dtype(dtype: Any) -> bool:
-    """Whether an element type is one of torch's, or the name of one."""
+    """Return True for a torch dtype, or the name of one."""
     return isinstance(dtype, str) or is_instance_of(dtype, "torch", "dtype")
 
 
@@ -205,21 +204,21 @@ def _get_dtype_name(dtype: Any) -> str:
 
 
 def is_array_spec(value: Any) -> bool:
-    """Whether `value` describes an array: an `ArraySpec`, or a `jax.ShapeDtypeStruct` of one. Keys are no arrays."""
+    """Return True for an `ArraySpec`, or a `jax.ShapeDtypeStruct` of an array, but not of typed keys."""
     return isinstance(value, ArraySpec | PRNGKeySpec) or (
         type(value).__name__ == "ShapeDtypeStruct" and not is_prng_key(value)
     )
 
 
 def convert_stored_number(pattern: Any, stored: Any, codec: ValueCodec, *, allow_rounding: bool) -> Any:
-    """An array like `pattern`, where something is stored that is none; NotImplemented where that makes no such array.
+    """Convert a stored number to an array like `pattern`; NotImplemented if that is not possible.
 
-    A number is an array without dims: jax counts steps in a number until a step has been compiled, and in an array
-    from then on. `codec` wrote what is stored; `allow_rounding` allows to round it to a floating-point type.
+    A number is a 0-d array: jax counts steps in a number until a step has been compiled, and in an array from then on.
+    `codec` encoded the stored value; `allow_rounding` allows rounding to a floating-point dtype.
 
     Raises:
-        IncompatibleCheckpointError: What is stored is a typed key, or a number that an array of this type changes.
-        UsageError: jax makes no arrays of this type.
+        IncompatibleCheckpointError: If a typed key is stored, or the dtype cannot represent the number.
+        UsageError: If jax does not support the dtype.
     """
     if (problem := find_key_mismatch(stored)) is not None:
         raise problem
@@ -260,7 +259,7 @@ def convert_stored_number(pattern: Any, stored: Any, codec: ValueCodec, *, allow
 
 
 def _parse_number(stored: Any, codec: ValueCodec) -> Any:
-    """The number of Python's that is stored, as such or as a scalar of numpy's; NotImplemented if none is."""
+    """Parse a stored Python number or numpy scalar; NotImplemented for anything else."""
     if isinstance(stored, dict) and len(stored) == 1 and next(iter(stored)).startswith(_NUMBER_PREFIXES):
         stored = codec.decode(stored)
         stored = stored.item() if isinstance(stored, np.generic) else stored
@@ -268,14 +267,14 @@ def _parse_number(stored: Any, codec: ValueCodec) -> Any:
 
 
 _NUMBER_PREFIXES = ("$int", "$float", "$complex", "$numpy.")
-"""How the skeleton names numbers that are none of JSON's begin; other scalars of numpy's begin so, too."""
+"""Prefixes of the skeleton's names of numbers that JSON does not support, and of other numpy scalars."""
 
 
 def _create_number_array(number: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any] | None:
-    """A number as an array without dims, rounded where the type does not have it; None where it makes none."""
+    """Convert a number to a 0-d array, rounded if necessary; None if that is not possible."""
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy 1 wraps integers, and warns of it
+            warnings.simplefilter("ignore")  # numpy 1 wraps integers with a warning
             return np.array(number, dtype)
     except (OverflowError, TypeError, ValueError):  # too large; a complex number; NaN as an integer
         return None
@@ -286,7 +285,7 @@ def _is_equal_number(one: Any, other: Any) -> bool:
 
 
 def _get_default_dtype(number: complex, *, for_torch: bool, for_numpy: bool) -> np.dtype[Any]:
-    """The type of the array that torch, numpy or jax makes of a number by itself."""
+    """Return the default dtype of torch, numpy or jax for a number."""
     own = np.dtype(type(number))
     if for_torch:
         import torch
@@ -301,7 +300,7 @@ def _get_default_dtype(number: complex, *, for_torch: bool, for_numpy: bool) -> 
 
 
 def create_spec_target(spec: Any, placement: RankInfo, metadata: ArrayMetadata) -> Target:
-    """A target that makes the array that is described (see `is_array_spec`), from what is stored of this form."""
+    """Create a target for a spec (see `is_array_spec`), and the metadata of the stored array."""
     if isinstance(spec, ArraySpec):
         return spec.target(placement)
     from xla_ckpt.arrays.jax_array import create_jax_target
@@ -314,17 +313,17 @@ def create_spec_target(spec: Any, placement: RankInfo, metadata: ArrayMetadata) 
 
 
 def create_array_target(dtype: DType, local: LocalArray, kind: str, device: torch.device | None = None) -> Target:
-    """A target that makes a new array (see `create_target_factory`)."""
+    """Create a target for a new array (see `create_target_factory`)."""
     return create_target_factory(dtype, local, kind, device)()
 
 
 def create_target_factory(
     dtype: DType, local: LocalArray, kind: str, device: torch.device | None = None, *, weak_type: bool = False
 ) -> Callable[[], Target]:
-    """What makes targets, each of them for a new array of a kind, in host memory unless a torch device is named.
+    """Return a factory of targets for new arrays of a kind, in host memory unless a torch device is passed.
 
-    What the arrays become is decided once for all that are alike: a torch tensor becomes one again if torch is
-    installed and has the type, and a jax array if jax is loaded and has it; else they become numpy arrays.
+    The array type is determined once: torch tensors if torch is installed and supports the dtype, jax arrays if jax is
+    loaded and supports it, otherwise numpy arrays.
     """
     shape = tuple(max((p.local_box.stop[d] for p in local.pieces), default=0) for d in range(len(local.shape)))
     if kind == "torch" and is_torch_installed():

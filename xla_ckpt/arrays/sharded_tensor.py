@@ -24,7 +24,9 @@ def _create_box(shard: Any) -> Box:
 
 
 class ShardedTensorAdapter:
-    """ShardedTensors. They hold no replica numbers: what two ranks hold alike, both write, and one copy is kept."""
+    """An adapter for ShardedTensors. They have no replica numbers: ranks with equal shards all write, and one copy is
+    kept.
+    """
 
     kind = "torch"
 
@@ -64,7 +66,7 @@ class ShardedTensorAdapter:
         ]
 
     def _list_local_tensors(self, value: Any) -> list[tuple[ArrayAdapter, tuple[torch.Tensor, LocalArray]]]:
-        """What takes care of each local shard that has elements, and the shard as a tensor of its own."""
+        """List the adapter of each non-empty local shard, with the shard as a tensor and its region."""
         tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
         return [(self._find_plain_adapter(t), (t, create_unsharded(tuple(t.shape)))) for t in tensors]
 
@@ -98,7 +100,7 @@ class ShardedTensorAdapter:
         def install() -> Any:
             tensors = {id(shard): part.install() for shard, part in zip(filled, parts, strict=True)}
             made = [Shard(tensors.get(id(shard), shard.tensor), shard.metadata) for shard in own]
-            # It meets no other rank: all of them have the metadata.
+            # No communication: all ranks have the metadata.
             return ShardedTensor._init_from_local_shards_and_global_metadata(
                 made, value.metadata(), process_group=value._process_group
             )

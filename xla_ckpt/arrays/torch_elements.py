@@ -1,4 +1,4 @@
-"""Element types and memory of torch tensors: dtypes, checks for dense tensors, bytes, strides and views."""
+"""Dtypes and memory of torch tensors: checks for dense tensors, bytes, strides and views."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from xla_ckpt.core.sharding.memory_layout import HOST_MEMORY, StridedMemory
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 
 DENSE_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Tensor classes that are nothing but a dense tensor."""
+"""Tensor classes that add nothing to a dense tensor."""
 
 
 _COMPOSITE_DTYPES = frozenset(
     {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.complex32}
 )
-"""Element types of tensors that have more than elements, or elements that have no name (see
-`arrays.flatten_composite`)."""
+"""Dtypes of tensors with additional data, or with unnamed elements (see `arrays.composite_tensor`)."""
 
 
 PLAIN_CLASSES = DENSE_CLASSES | {torch.nn.UninitializedParameter}
-"""These, and what becomes one of them."""
+"""`DENSE_CLASSES`, and classes whose instances become one of them."""
 
 
 def get_tensor_dtype(tensor: torch.Tensor, path: str = "") -> DType:
-    """The element type of a tensor.
+    """Return the dtype of a tensor.
 
     Raises:
-        UnsupportedStateError: It is quantized, or of a type that cannot be stored.
+        UnsupportedStateError: If it is quantized, or its dtype cannot be stored.
     """
     try:
         return _convert_dtype(tensor.dtype)
@@ -51,31 +50,31 @@ def _convert_dtype(dtype: torch.dtype) -> DType:
 
 
 def get_dtype_name(dtype: torch.dtype) -> str:
-    """The name of one of torch's types, of those without a `DType`, too."""
+    """Return the name of a torch dtype, including those without a `DType`."""
     return str(dtype).removeprefix("torch.")
 
 
 def find_torch_dtype(dtype: DType) -> torch.dtype | None:
-    """Torch's type of this name; None if it has none."""
+    """Return the torch dtype with the same name; None if there is none."""
     attribute = getattr(torch, dtype.name, None)
     return attribute if isinstance(attribute, torch.dtype) else None
 
 
 def is_xla_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on an XLA device: five times as fast as to compare the name of its device."""
+    """Return True for a tensor on an XLA device: five times as fast as a comparison of device names."""
     return bool(tensor.is_xla)  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is none of a subclass has one plain array of elements."""
+    """Return True if a tensor of torch's own classes is dense."""
     return tensor.layout is torch.strided and tensor.dtype not in _COMPOSITE_DTYPES and not tensor.is_nested
 
 
 def check_dense_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Refuse what has no plain array of elements.
+    """Check that a tensor is dense.
 
     Raises:
-        UnsupportedStateError: Sparse, on the meta device, nested, or a tensor subclass that nobody here knows.
+        UnsupportedStateError: If it is sparse, on the meta device, nested, or of an unknown tensor subclass.
     """
     if type(tensor) in DENSE_CLASSES and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
         return
@@ -99,24 +98,24 @@ def check_dense_tensor(tensor: torch.Tensor, path: str) -> None:
 
 
 def _is_ordinary_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its elements: also one of a subclass that does nothing but add methods."""
+    """Return True if a tensor consists only of its elements, or is of a subclass that only adds methods."""
     return type(tensor) in PLAIN_CLASSES or (_has_elements(tensor) and not get_tensor_attributes(tensor))
 
 
 def _has_elements(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has elements of its own, as one of torch's has."""
+    """Return True if a tensor of a subclass has its own elements, like a plain tensor."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def get_tensor_attributes(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a tensor of a subclass has beside its elements."""
+    """List the tensors that are attributes of a tensor of a subclass."""
     if type(tensor) in PLAIN_CLASSES or not _has_elements(tensor):
         return []
     return [member for member in vars(tensor).values() if isinstance(member, torch.Tensor)]
 
 
 def get_tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, of any dtype. The tensor must be kept while it is used."""
+    """Return the memory of a contiguous CPU tensor, of any dtype. Keep the tensor while using it."""
     nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
@@ -124,7 +123,7 @@ def get_tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def view_as_tensor(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A CPU tensor in memory from `SlabAllocator`, without a copy; it keeps the memory alive."""
+    """Return a CPU tensor in memory from `SlabAllocator`, without a copy; it keeps the memory alive."""
     if len(memory) == 0:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
@@ -133,29 +132,30 @@ def view_as_tensor(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> tor
 def copy_with_strides(value: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into a new one with the strides and on the device of a pattern of the same shape.
 
-    Fused optimizers step through state and parameters in the order of their memory, which must be the same. If elements
-    of the pattern share memory, or have gaps between them, the strides are those that torch gives to a copy of it.
+    Fused optimizers iterate over state and parameters in memory order, which must be the same. If elements of the
+    pattern share memory, or have gaps between them, the strides are those of a torch copy of it.
     """
     return torch.empty_like(pattern.detach(), dtype=value.dtype, device=pattern.device).copy_(value)
 
 
 def allow_inference_writes(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which these tensors can be written to: those of inference mode can be nowhere else."""
+    """Return a context in which these tensors can be written to, as tensors of inference mode cannot outside of it."""
     return torch.inference_mode() if any(map(torch.is_inference, tensors)) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def allow_in_place_writes(tensor: torch.Tensor) -> Iterator[None]:
-    """Around in-place operations on a tensor of the program, which no gradient is to know of."""
+    """Return a context for in-place operations on a tensor of the program, without recording gradients."""
     with torch.no_grad(), allow_inference_writes([tensor]):
         yield
 
 
 def check_writable_tensor(value: torch.Tensor) -> None:
-    """Refuse a target whose elements share memory: torch would not write to it, when others have their values already.
+    """Check that the elements of a target do not share memory, before other tensors are changed: torch would not write
+    to it.
 
     Raises:
-        UsageError: They do.
+        UsageError: If elements share memory.
     """
     if not value.is_contiguous() and not get_strided_memory(value).has_distinct_elements:
         raise UsageError(
@@ -167,7 +167,7 @@ def check_writable_tensor(value: torch.Tensor) -> None:
 
 
 def get_strided_memory(value: torch.Tensor) -> StridedMemory:
-    """Where the elements of a tensor lie."""
+    """Return the memory layout of a tensor."""
     nbytes = value.element_size()
     steps = tuple(step * nbytes for step in value.stride())
     space = HOST_MEMORY if value.device.type == "cpu" else value.device
@@ -175,18 +175,18 @@ def get_strided_memory(value: torch.Tensor) -> StridedMemory:
 
 
 def get_piece_memory(value: torch.Tensor, local: LocalArray) -> list[StridedMemory]:
-    """Where each piece of a tensor lies."""
+    """Return the memory layout of each piece of a tensor."""
     memory = get_strided_memory(value)
     return [memory.slice_box(piece.local_box) for piece in local.pieces]
 
 
 def choose_torch_dtype(dtype: DType, value: torch.Tensor) -> torch.dtype:
-    """Torch's type for this element type; the value's own where torch has none."""
+    """Return the torch dtype of a dtype; the value's own if torch has none."""
     return find_torch_dtype(dtype) or value.dtype
 
 
 def narrow_to_box(value: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of a region of a tensor."""
+    """Return a view of a region of a tensor."""
     if box.shape == tuple(value.shape):
         return value
     for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):

@@ -73,7 +73,7 @@ def _find_plain_adapter(value: torch.Tensor) -> ArrayAdapter:
 
 
 def is_spmd_enabled() -> bool:
-    """Whether torch_xla runs in SPMD mode."""
+    """Return True if torch_xla runs in SPMD mode."""
     runtime: Any = sys.modules.get("torch_xla.runtime")
     return runtime is not None and bool(runtime.is_spmd())
 
@@ -81,7 +81,7 @@ def is_spmd_enabled() -> bool:
 class TorchAdapterRegistry:
     """The adapters of the tensors of one call.
 
-    Whether torch_xla runs in SPMD mode is asked once: it asks the environment, which takes longer than all the rest.
+    SPMD mode is checked once, because torch_xla reads the environment, which would dominate the time.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class TorchAdapterRegistry:
         self._dtypes_and_places: dict[Any, tuple[str, LocalArray]] = {}
 
     def find(self, value: Any) -> ArrayAdapter | None:
-        """The adapter of a tensor; None for anything else, and for a tensor that consists of several."""
+        """Return the adapter of a tensor; None for anything else, including composite tensors."""
         if type(value) in PLAIN_CLASSES:  # as nearly all arrays
             if value.__dict__ and is_checkpointable(value):
                 return _get_checkpointable_adapter()
@@ -137,9 +137,9 @@ class TorchAdapterRegistry:
 def create_tensor_target_factory(
     dtype: DType, shape: tuple[int, ...], local: LocalArray, device: torch.device | None = None
 ) -> Callable[[], Target] | None:
-    """What makes targets, each of them for a new tensor, in host memory unless a device is named.
+    """Return a factory of targets for new tensors, in host memory unless a device is passed.
 
-    None if torch has no such type.
+    None if torch does not support the dtype.
     """
     torch_type = find_torch_dtype(dtype)
     if torch_type is None:
@@ -152,7 +152,7 @@ def create_tensor_target_factory(
 
 
 def create_number_tensor(pattern: Any, number: float) -> torch.Tensor:
-    """A plain number as a tensor, of the type of a tensor, or of the one that a description names."""
+    """Convert a plain number to a tensor with the dtype of a tensor or spec."""
     if isinstance(pattern, torch.Tensor):
         return torch.tensor(number, dtype=pattern.dtype, device=pattern.device)
     return torch.tensor(number, dtype=getattr(torch, str(pattern.dtype).removeprefix("torch.")), device="cpu")

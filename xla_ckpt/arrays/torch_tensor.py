@@ -1,8 +1,8 @@
 """Adapters for torch tensors outside of XLA: CPU memory in place, other devices through copies.
 
 CPU tensors are saved from and loaded into their own memory. Tensors of an accelerator (CUDA, or any other of
-torch.accelerator) are copied on a stream of their own, into pinned memory if the backend supports it. Tensors with the
-attributes of torch 2.15's `CheckpointableTensor` are handled on any version of torch.
+torch.accelerator) are copied on a separate stream, into pinned memory if the backend supports it. Tensors with the
+attributes of torch 2.15's `CheckpointableTensor` are supported on any version of torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from xla_ckpt.storage.threads import HUGE_PAGE_BYTES
 
 
 class WholeTensorAdapter(ABC):
-    """What kinds of torch tensors answer alike of which this process holds all elements in one."""
+    """A base class of adapters for torch tensors whose elements this process holds in one tensor."""
 
     kind = "torch"
 
@@ -61,7 +61,7 @@ class WholeTensorAdapter(ABC):
         return get_tensor_dtype(value, path)
 
     def get_form_key(self, value: torch.Tensor) -> Hashable | None:
-        # An attribute of the tensor may say how it is split.
+        # An attribute of the tensor may declare its sharding.
         return (value.dtype, value.shape) if type(value) in DENSE_CLASSES and not value.__dict__ else None
 
     def get_shape(self, value: torch.Tensor) -> tuple[int, ...]:
@@ -71,21 +71,23 @@ class WholeTensorAdapter(ABC):
         return None
 
     def get_buffer_key(self, value: torch.Tensor) -> Hashable | None:
-        """Equal as long as the bytes are those of the same buffer, which it holds; None if somebody may write to it."""
+        """Return a key that is equal while the tensor has the same immutable buffer, which the key holds; None if it is
+        mutable.
+        """
         return None
 
     @abstractmethod
     def create_whole_target(
         self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool
     ) -> Target | None:
-        """The target that overwrites a dense tensor that is the whole array, and has elements; None if that takes more.
+        """Create a target that overwrites a non-empty, dense, unsharded tensor; None if further checks are needed.
 
-        A load asks this of each of its arrays, and only of those that lie where tensors of this kind do.
+        A load calls this for each of its arrays on the devices that the adapter supports.
         """
 
 
 class TorchAdapter(WholeTensorAdapter):
-    """Dense torch tensors that are not on an XLA device."""
+    """An adapter for dense torch tensors that are not on an XLA device."""
 
     def create_whole_target(
         self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool
@@ -125,7 +127,7 @@ class TorchAdapter(WholeTensorAdapter):
     def _create_host_shard(value: torch.Tensor) -> HostShard:
         in_place = value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg())
         plain = value if in_place else value.cpu().resolve_conj().resolve_neg().contiguous()
-        # A copy is ours alone. Of a CPU tensor some of these steps may have made none.
+        # A copy is never shared. For a CPU tensor some of these steps may not have copied.
         is_copy = value.device.type != "cpu" or plain.data_ptr() != value.data_ptr()
         return HostShard(
             get_tensor_bytes(plain), plain, immutable=is_copy, version=None if is_copy else create_version_getter(plain)
@@ -135,7 +137,7 @@ class TorchAdapter(WholeTensorAdapter):
         check_writable_tensor(value)
         over = functools.partial(get_piece_memory, value, local)
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
-            # In host memory: a second tensor on the device might have no room there.
+            # In host memory: the device might have no room for a second tensor.
             fresh = create_dense_target_factory(get_tensor_dtype(value), tuple(value.shape), value.dtype, None, local)()
 
             def install() -> torch.Tensor:
@@ -168,9 +170,9 @@ class TorchAdapter(WholeTensorAdapter):
 
 
 class PieceBuffers:
-    """The pieces of a local CPU tensor, as memory to be filled.
+    """Writable memory for the pieces of a local CPU tensor.
 
-    A piece that is contiguous in the tensor is filled in place, another one in a buffer of its own.
+    A piece that is contiguous in the tensor is filled in place, any other in a separate buffer.
     """
 
     def __init__(self, local: LocalArray) -> None:
@@ -178,7 +180,7 @@ class PieceBuffers:
         self._buffers: list[tuple[Box, torch.Tensor]] = []
 
     def get_memory(self, tensor: torch.Tensor) -> list[memoryview]:
-        """Memory for each piece of `tensor`, which is contiguous."""
+        """Return memory for each piece of the contiguous `tensor`."""
         memory, whole = [], Box.from_shape(tensor.shape)
         for piece in self._pieces:
             where = compute_runs(piece.local_box, whole, tensor.element_size()) if piece.local_box.size else None
@@ -191,20 +193,20 @@ class PieceBuffers:
         return memory
 
     def copy_into(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put what came through buffers in place."""
+        """Copy the separate buffers into a tensor."""
         with allow_in_place_writes(tensor):
             for region, buffer in self._buffers:
                 narrow_to_box(tensor, region).copy_(buffer)
         return tensor
 
     def has_no_padding(self, shape: Sequence[int]) -> bool:
-        """Whether nothing of a tensor of this shape is padding."""
+        """Return True if a tensor of this shape has no padding."""
         return sum(p.local_box.size for p in self._pieces) == prod(shape)
 
 
 @slots_dataclass()
 class InPlaceTensorTarget(Target):
-    """A target that overwrites a contiguous CPU tensor, all of which is one box."""
+    """A target that overwrites a contiguous CPU tensor that consists of one box."""
 
     dtype: DType
     local: LocalArray
@@ -236,7 +238,7 @@ class InPlaceTensorTarget(Target):
 
 @dataclass(slots=True)
 class NewTensorTarget(Target):
-    """A target that makes a new CPU tensor, all of which is one box."""
+    """A target that creates a new CPU tensor that consists of one box."""
 
     dtype: DType
     local: LocalArray
@@ -255,7 +257,7 @@ class NewTensorTarget(Target):
 
 
 def _allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, slabs: SlabAllocator) -> torch.Tensor:
-    """A tensor to be filled. Its memory is torch's own, as that of `SlabAllocator` could not be resized."""
+    """Allocate a tensor. Its memory is torch's own, because memory of `SlabAllocator` could not be resized."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.nbytes >= HUGE_PAGE_BYTES:
         slabs.add_region(np.frombuffer(get_tensor_bytes(tensor), np.uint8))
@@ -265,7 +267,7 @@ def _allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, slabs: SlabAllo
 def create_dense_target_factory(
     dtype: DType, shape: tuple[int, ...], torch_dtype: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Callable[[], Target]:
-    """What makes targets, each of them for a new tensor of a local shape; its padding is zero."""
+    """Return a factory of targets for new tensors of a local shape; their padding is zero."""
     if local.is_filled_by(shape) and (device is None or device.type == "cpu"):
         return functools.partial(NewTensorTarget, dtype, local, shape, torch_dtype)
     return functools.partial(_create_padded_target, dtype, shape, torch_dtype, device, local)
@@ -274,7 +276,7 @@ def create_dense_target_factory(
 def _create_padded_target(
     dtype: DType, shape: tuple[int, ...], torch_dtype: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
-    """A target that makes a new tensor out of any pieces, on any device."""
+    """Create a target for a new tensor composed of any pieces, on any device."""
     spread, tensor = PieceBuffers(local), torch.empty(0, device="cpu")
 
     def memory(slabs: SlabAllocator) -> list[memoryview]:
@@ -295,16 +297,16 @@ def _create_padded_target(
 
 
 class CheckpointableTensorAdapter:
-    """Tensors whose attributes name the regions of a global array that they hold.
+    """An adapter for tensors whose attributes declare their regions of a global array.
 
-    They hold no replica numbers: what two ranks hold alike, both write, and one copy is kept.
+    They have no replica numbers: ranks with equal regions all write, and one copy is kept.
     """
 
     kind = "torch"
 
     def __init__(self, find_plain_adapter: Callable[[torch.Tensor], ArrayAdapter]) -> None:
         self._find_plain_adapter = find_plain_adapter
-        """The adapter of the tensor without its attributes."""
+        """Finds the adapter of the tensor without its attributes."""
 
     def can_handle(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and is_checkpointable(value)
@@ -342,13 +344,13 @@ class CheckpointableTensorAdapter:
 logger = get_logger(__name__)
 
 _cuda: Any = torch.cuda
-"""With functions that have no types."""
+"""torch.cuda, including its untyped functions."""
 
 
 class TorchCopyEngine:
-    """Copies from one device, on a stream of their own, into pinned memory where the backend has both.
+    """Copies from one device, on a separate stream and into pinned memory if the backend supports both.
 
-    Without streams a copy is complete when it was begun, and is ordered after all that the device was asked for.
+    Without streams a copy is synchronous, and ordered after all earlier operations on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -357,7 +359,7 @@ class TorchCopyEngine:
         self._stream = _create_side_stream(device)
 
     def allocate(self, nbytes: int) -> ByteArray:
-        """Pinned memory; ordinary memory where the backend pins none."""
+        """Allocate pinned memory; ordinary memory if the backend does not support it."""
         if nbytes == 0:
             return allocate(0)
         if self.name == "cuda":
@@ -372,7 +374,7 @@ class TorchCopyEngine:
         return memory
 
     def _allocate_registered(self, nbytes: int) -> ByteArray:
-        """Memory that CUDA is told to pin; ordinary memory if it refuses.
+        """Allocate memory and register it with CUDA as pinned; ordinary memory if CUDA rejects it.
 
         torch's own pinned memory takes five times as long, and is rounded up to a power of two.
         """
@@ -383,16 +385,17 @@ class TorchCopyEngine:
                 torch.cuda.check_error(cuda.cudaHostRegister(memory.ctypes.data, nbytes, 0))
             except RuntimeError as error:
                 _warn_not_pinned(error)
-                with contextlib.suppress(RuntimeError):  # CUDA has the program's next operation report it again
+                # otherwise CUDA reports the error again in the program's next operation
+                with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
                 return memory
 
         def free(address: int = memory.ctypes.data) -> None:
-            if _cuda.is_initialized():  # not in a child that was forked
-                self._stream.synchronize()  # an interrupted save leaves copies that are under way
+            if _cuda.is_initialized():  # not in a forked child
+                self._stream.synchronize()  # an interrupted save may leave copies in progress
                 cuda.cudaHostUnregister(address)
 
-        weakref.finalize(memory.base, free).atexit = False  # the process takes CUDA with it
+        weakref.finalize(memory.base, free).atexit = False  # at exit, CUDA is shut down with the process
         return memory
 
     def wait_for_stream(self) -> None:
@@ -402,7 +405,7 @@ class TorchCopyEngine:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def begin_copy(self, source: torch.Tensor, target: ByteArray) -> None:
-        """Begin to copy a flat tensor of bytes into host memory."""
+        """Start copying a flat tensor of bytes to host memory."""
         into = torch.from_numpy(target)
         if self._stream is None:
             into.copy_(source)
@@ -419,12 +422,12 @@ class TorchCopyEngine:
 
 @functools.cache
 def get_copy_engine(device: torch.device) -> TorchCopyEngine:
-    """The link of a device: one for the process."""
+    """Return the copy engine of a device: one per process."""
     return TorchCopyEngine(device)
 
 
 def _create_side_stream(device: torch.device) -> Any:
-    """A stream beside those of the program; None where the backend has no streams."""
+    """Create a stream in addition to the program's; None if the backend has no streams."""
     try:
         return torch.Stream(device=device)
     except (RuntimeError, NotImplementedError) as error:
@@ -433,7 +436,7 @@ def _create_side_stream(device: torch.device) -> Any:
 
 
 def _allocate_pinned(nbytes: int) -> ByteArray | None:
-    """Pinned host memory; None where the backend pins none."""
+    """Allocate pinned host memory; None if the backend does not support it."""
     try:
         memory: ByteArray = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     except (RuntimeError, NotImplementedError) as error:
@@ -450,7 +453,7 @@ def _warn_not_pinned(error: Exception) -> None:
 class TorchDeviceShard:
     """A tensor, or a region of one, on a device; see `xla_ckpt.snapshot.shards.DeviceShard`.
 
-    It holds the storage, and not the parameter that the program may give another one.
+    It holds the storage, and not the parameter, whose storage the program may replace.
     """
 
     value: torch.Tensor
@@ -488,14 +491,15 @@ class TorchDeviceShard:
 
 
 def _view_as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return value.reshape(-1).view(torch.uint8)
 
 
 def create_version_getter(value: torch.Tensor) -> Callable[[], Hashable] | None:
-    """What tells that a tensor was written to, or its storage was resized: another answer. None: it counts no writes.
+    """Return a function whose result changes when a tensor is written to, or its storage is resized; None without a
+    counter.
 
-    Views of a tensor count with it, and so does the parameter that they were detached from.
+    The counter is shared with views of the tensor, and with the parameter that they were detached from.
     """
     if value.is_inference():
         return None

@@ -4,7 +4,7 @@ XLA buffers are immutable: an in-place operation creates a new one. On the CPU t
 DLPack view that holds the buffer, and a restored array is host memory that XLA imports; nothing is copied either way.
 Other devices use one batched transfer (untested: no TPU or Trainium was available).
 
-With SPMD, torch_xla copies the shards of all devices at once, and has no view of one.
+With SPMD, torch_xla copies the shards of all devices at once, and provides no view of one.
 """
 
 from __future__ import annotations
@@ -46,48 +46,49 @@ _XLAC: Any = torch_xla._XLAC
 
 @functools.cache
 def is_xla_on_cpu() -> bool:
-    """Whether XLA runs on the CPU, where its buffers are host memory."""
+    """Return True if XLA runs on the CPU, where its buffers are host memory."""
     return bool(torch_xla.runtime.device_type() == "CPU")
 
 
 def materialize(values: Sequence[torch.Tensor]) -> None:
-    """Have every value computed and in a buffer. The values are on one device, and there is at least one.
+    """Compute every value, so that it has a buffer. The values are on one device, and there is at least one.
 
-    If one of them is pending, everything that is pending on the device is computed, in the graph that the program's
-    own `torch_xla.sync()` would run. A graph of the values alone would compute their inputs a second time later on. It
-    would also have to be compiled for the save.
+    If a value is pending, everything that is pending on the device is computed, in the graph that the program's own
+    `torch_xla.sync()` would run. A graph of only the values would compute their inputs a second time later on. It would
+    also have to be compiled for the save.
 
-    The step does not end here: that would move the random number generator on, and a run that saves would train on
-    other numbers than one that does not.
+    The step does not end here, because that would advance the random number generator, and a run that saves would use
+    other random numbers than one that does not.
 
     Raises:
-        UsageError: The program is in a region in which torch_xla computes nothing. Nothing was changed.
+        UsageError: If the program is in a region in which torch_xla computes nothing. Nothing was changed.
     """
     if any(_XLAC._check_tensor_need_materialization(list(values))):
-        # torch_xla finds out too late: the tensors have given up their graph by then, and never get a value.
+        # torch_xla detects this too late: the tensors have dropped their graph by then, and never get a value.
         if not _XLAC._get_allow_execution():
             raise UsageError(
                 "XLA tensors are pending, and inside torch_xla.compile(full_graph=True) nothing is computed",
                 hint="Make this call after the compiled region.",
             )
         device = str(values[0].device)
-        # The graph may donate its inputs, for instance the old weights to the new ones. So all live tensors have to be
-        # in it: one that is left pending would read a donated buffer in the next graph ("buffer is deleted").
+        # The graph may donate its inputs, for instance the old weights to the new ones. It must therefore contain all
+        # live tensors: one that is left pending would read a donated buffer in the next graph ("buffer is deleted").
         _XLAC._xla_sync_live_tensors(device, [], True)
-        # The order token of the collectives is no live tensor. It is pending still, and would read donated gradients.
+        # The order token of the collectives is not a live tensor. It is still pending, and would read donated
+        # gradients.
         _XLAC._set_all_reduce_token(device, None)
-    # Wait for graphs that run. A value without a buffer (what is left is no operation of a step) gets one without any
-    # donation: asking DLPack for a value that has none aborts the process.
+    # Wait for running graphs. A value without a buffer (remaining ones are not operations of a step) gets one without
+    # any donation: requesting a DLPack capsule of a value without a buffer aborts the process.
     _XLAC._xla_sync_multi(list(values), devices=[], wait=True, sync_xla_data=False)
 
 
 def _can_import_host_memory() -> bool:
-    """Whether buffers are host memory, which XLA takes as it is."""
+    """Return True if buffers are host memory, which XLA imports without a copy."""
     return is_xla_on_cpu() and not torch_xla.runtime.is_spmd()
 
 
 def move_to_device(value: torch.Tensor, buffer: DLPackBuffer | None, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on the device. Where its `buffer` is adopted, `value` must not be used any more."""
+    """Move a CPU tensor to the device. If its `buffer` is imported, `value` must not be used any more."""
     return value.to(device) if buffer is None or not _can_import_host_memory() else _import_buffer(buffer)
 
 
@@ -98,7 +99,7 @@ def _import_buffer(buffer: DLPackBuffer) -> torch.Tensor:
 
 
 class XlaAdapter(WholeTensorAdapter):
-    """Tensors that lie whole on one XLA device. `spmd`: whether torch_xla runs in SPMD mode."""
+    """An adapter for unsharded tensors on one XLA device. `spmd` is True if torch_xla runs in SPMD mode."""
 
     def __init__(self, *, spmd: bool = False) -> None:
         self._imports_host_memory = is_xla_on_cpu() and not spmd
@@ -117,7 +118,7 @@ class XlaAdapter(WholeTensorAdapter):
         return "xla", _XLAC._xla_get_tensor_id(value)
 
     def get_buffer_key(self, value: torch.Tensor) -> Hashable | None:
-        # What is pending has no buffer, and torch_xla ends the process where it is asked for that of SPMD's.
+        # Pending tensors have no buffer, and torch_xla aborts the process if an SPMD tensor's is requested.
         if torch_xla.runtime.is_spmd() or _XLAC._check_tensor_need_materialization([value])[0]:
             return None
         _, nodes = _XLAC._get_tensors_xla_device_data_node([value])
@@ -136,12 +137,12 @@ class XlaAdapter(WholeTensorAdapter):
         install = target.install
 
         def take_over() -> torch.Tensor:
-            value.data = install()  # the parameter takes over the new buffer: no copy, no graph
+            value.data = install()  # the parameter gets the new buffer: no copy, no graph
             return value
 
         def copy() -> torch.Tensor:
             with allow_in_place_writes(value):
-                value.copy_(install())  # an alias cannot hand a buffer on to what it is an alias of
+                value.copy_(install())  # an alias cannot pass a buffer to its base tensor
             return value
 
         whole = get_buffer_memory(value)
@@ -159,13 +160,13 @@ class XlaAdapter(WholeTensorAdapter):
 
 @dataclass(frozen=True, slots=True)
 class XlaBufferKey:
-    """The buffer that was in a tensor. An in-place operation puts another one there."""
+    """The identity of a tensor's buffer. An in-place operation replaces the buffer."""
 
     handle: int
-    """The address of what torch_xla has for it: no other buffer has it as long as this one is held."""
+    """The address of torch_xla's data handle, which no other buffer has while this one is held."""
 
     node: Any = field(compare=False, repr=False)
-    """Holds it. A view of the tensor would not: it sees what is written to the tensor."""
+    """A reference to the buffer. A view of the tensor would not be sufficient, because it changes with the tensor."""
 
 
 def create_xla_target(
@@ -177,9 +178,9 @@ def create_xla_target(
     *,
     imports_host_memory: bool | None = None,
 ) -> Target:
-    """A target that makes a new tensor of a local shape on the device; its padding is zero.
+    """Create a target for a new tensor of a local shape on the device; its padding is zero.
 
-    `imports_host_memory`: whether XLA takes host memory as it is; None to find out.
+    `imports_host_memory` is True if XLA imports host memory without a copy; None to detect it.
     """
     imports_host_memory = (
         _can_import_host_memory() if imports_host_memory is None else imports_host_memory
@@ -210,7 +211,7 @@ def create_xla_target(
 
 @dataclass(slots=True)
 class XlaBufferTarget(Target):
-    """A target that makes a new tensor of one box, in memory that XLA adopts; it goes into `value`, if there is one."""
+    """A target for a new tensor of one box, in memory that XLA imports; `value`, if any, gets the new buffer."""
 
     dtype: DType
     local: LocalArray
@@ -228,7 +229,7 @@ class XlaBufferTarget(Target):
         adopted = _import_buffer(self.buffer)
         if self.value is None:
             return adopted
-        self.value.data = adopted  # the parameter takes over the new buffer: no copy, no graph
+        self.value.data = adopted  # the parameter gets the new buffer: no copy, no graph
         return self.value
 
     def get_aliased_memory(self) -> Sequence[StridedMemory]:
@@ -241,17 +242,17 @@ class XlaBufferTarget(Target):
 
 
 def get_buffer_memory(value: torch.Tensor) -> StridedMemory:
-    """Where the elements of a tensor lie: each buffer is a memory of its own."""
+    """Return the memory layout of a tensor: each buffer is a separate memory."""
     return create_contiguous(("xla", _XLAC._xla_get_tensor_id(value)), 0, tuple(value.shape), value.element_size())
 
 
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values as contiguous CPU tensors that stay as they are: views of the buffers where that is possible."""
+    """Return the values as contiguous, immutable CPU tensors: views of the buffers if possible."""
     return [tensor.contiguous() for tensor in _hold_on_host(values)]
 
 
 def _hold_on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values as CPU tensors that stay as they are: views of the buffers where that is possible."""
+    """Return the values as immutable CPU tensors: views of the buffers if possible."""
     if not values:
         return []
     materialize(values)
@@ -263,7 +264,7 @@ def _hold_on_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTensorShards(ImmutableShards):
-    """CPU tensors that nobody writes to: views of buffers, or copies of them."""
+    """Immutable CPU tensors: views of buffers, or copies of them."""
 
     tensors: Sequence[torch.Tensor]
     local_arrays: Sequence[LocalArray]
@@ -276,49 +277,50 @@ class HostTensorShards(ImmutableShards):
 
 
 def _create_host_shards(tensor: torch.Tensor, local: LocalArray) -> list[HostShard]:
-    """The pieces of a contiguous CPU tensor that nobody writes to."""
-    # The only piece is somewhere in the tensor, so that it is all of it if it has as many elements: as of most arrays.
+    """Return the pieces of a contiguous, immutable CPU tensor."""
+    # A single piece with as many elements as the tensor covers it, as for most arrays.
     if len(local.pieces) == 1 and local.pieces[0].local_box.size == tensor.numel():
         return [HostShard(get_tensor_bytes(tensor), tensor, immutable=True)]
     return [create_host_shard(narrow_to_box(tensor, piece.local_box)) for piece in local.pieces]
 
 
 def create_host_shard(tensor: torch.Tensor) -> HostShard:
-    """A CPU tensor that nobody writes to, a view of a buffer or a copy of one, as a shard."""
+    """Return an immutable CPU tensor, a view or a copy of a buffer, as a shard."""
     plain = tensor.contiguous()
     return HostShard(get_tensor_bytes(plain), plain, immutable=True)
 
 
 def _view_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The buffers of materialized tensors as CPU tensors, held and not copied; None where that is impossible.
+    """Return views of the buffers of materialized tensors as CPU tensors, without a copy; None if that is impossible.
 
-    torch's own `to_dlpack` wants parameters to be detached, which takes as long as all the rest. torch_xla's does not.
+    torch's own `to_dlpack` requires parameters to be detached, which would dominate the time. torch_xla's does not.
     """
     export, take = _XLAC._to_dlpack, torch._C._from_dlpack
     return [take(export(tensor)) if tensor.dtype in DLPACK_TYPE_CODES else None for tensor in tensors]
 
 
 def get_global_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The tensor inside of an `XLAShardedTensor`; any other as it is."""
+    """Return the tensor inside an `XLAShardedTensor`; any other unchanged."""
     inner: torch.Tensor = getattr(value, "global_tensor", value)
     return inner
 
 
 def is_spmd_sharded(value: torch.Tensor) -> bool:
-    """Whether a tensor on an XLA device is annotated as sharded."""
+    """Return True if a tensor on an XLA device is annotated as sharded."""
     return bool(_XLAC._get_xla_sharding_spec(get_global_tensor(value)))
 
 
 def _get_device_regions(value: torch.Tensor) -> list[tuple[int, Box]]:
-    """(replica, region without padding) of each local device."""
+    """Return (replica, region without padding) of each local device."""
     if any(_XLAC._check_tensor_need_materialization([value])):
-        materialize([value])  # with all others: the next line would compile a graph for each pending tensor alone
-    _XLAC._xla_wait_device_ops([])  # the next line fails for what a running step has yet to compute
+        # together with all others: the next line would compile a separate graph for each pending tensor
+        materialize([value])
+    _XLAC._xla_wait_device_ops([])  # the next line fails for results of a step that is still running
     shape = tuple(value.shape)
     (entries,) = _XLAC._get_local_shard_replica_and_indices([value])
     regions = []
     for replica, index in entries:
-        if not isinstance(index, list):  # Ellipsis: the device holds all of it
+        if not isinstance(index, list):  # Ellipsis: the device holds the whole tensor
             regions.append((replica, Box.from_shape(shape)))
             continue
         bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
@@ -328,7 +330,9 @@ def _get_device_regions(value: torch.Tensor) -> list[tuple[int, Box]]:
 
 
 class SpmdAdapter:
-    """Tensors with a sharding annotation (`mark_sharding`), partial replication and uneven dims included."""
+    """An adapter for tensors with a sharding annotation (`mark_sharding`), including partial replication and uneven
+    dims.
+    """
 
     kind = "torch"
 
@@ -376,9 +380,7 @@ class SpmdAdapter:
         def install() -> torch.Tensor:
             with allow_in_place_writes(inner):
                 if shards.is_replicated:
-                    inner.copy_(
-                        shards.get_filled_shards()[0]
-                    )  # torch_xla loads no shards into a tensor that is replicated
+                    inner.copy_(shards.get_filled_shards()[0])  # torch_xla loads no shards into a replicated tensor
                 else:
                     _XLAC._load_local_shards(inner, shards.get_filled_shards(), _XLAC._xla_get_runtime_devices())
             return value
@@ -408,9 +410,9 @@ class SpmdAdapter:
 
 
 class _HostCopies:
-    """What the local devices hold of a tensor, in host memory. It is copied when it is first asked for.
+    """Copies of a tensor's local device shards in host memory, created on first use.
 
-    torch_xla copies the shards of all devices at once, and has no view of one.
+    torch_xla copies the shards of all devices at once, and provides no view of one.
     """
 
     def __init__(self, tensor: torch.Tensor, pieces: Sequence[Piece]) -> None:
@@ -420,16 +422,16 @@ class _HostCopies:
         self._shards: list[HostShard] | None = None
 
     def get_shards(self) -> list[SpmdShard]:
-        """All pieces of the tensor, none of them copied yet."""
+        """Return all pieces of the tensor, none of them copied yet."""
         itemsize = self._tensor.element_size()
         return [SpmdShard(self, number, piece.local_box.size * itemsize) for number, piece in enumerate(self._pieces)]
 
     def get_shard(self, number: int) -> HostShard:
-        """A piece of the tensor, in host memory."""
+        """Return a piece of the tensor, in host memory."""
         with self._lock:
             if self._shards is None:
                 (copies,) = _XLAC._get_local_shards([self._tensor])
-                # Once for all: without its padding, a piece may be one copy more.
+                # Once for all pieces: a piece without its padding may require another copy.
                 self._shards = [
                     create_host_shard(narrow_to_box(copies[piece.local_device][0], piece.local_box))
                     for piece in self._pieces
@@ -439,19 +441,19 @@ class _HostCopies:
 
 @dataclass(frozen=True, slots=True)
 class SpmdShard:
-    """What one device holds of a tensor; see `xla_ckpt.snapshot.shards.DeviceShard`.
+    """The shard of a tensor on one device; see `xla_ckpt.snapshot.shards.DeviceShard`.
 
-    The copy of all devices' shards is made when one of them is asked for, and is there as long as one of them is: a
-    save that the program waits for needs memory for a few tensors, and writes while it copies.
+    The shards of all devices are copied when one of them is requested, and are kept while one of them is in use: a
+    blocking save needs memory for a few tensors, and writes while it copies.
     """
 
     copies: _HostCopies
     piece_number: int
-    """Of its piece."""
+    """Index of its piece."""
 
     nbytes: int
     immutable: bool = False
-    """Whether it is copied. The tensor that is held becomes another one when the program writes to it."""
+    """True if it is copied. In-place operations of the program replace the buffer of the held tensor."""
 
     version: Callable[[], Hashable] | None = None
 
@@ -473,12 +475,12 @@ class SpmdShard:
         return windows.read(self.get_host_shard().data)
 
     def get_host_shard(self) -> HostShard:
-        """Its bytes in host memory."""
+        """Return its bytes in host memory."""
         return self.copies.get_shard(self.piece_number)
 
 
 class _ShardBuffers:
-    """Host memory for what the local devices hold of a tensor: each region once, padded as XLA wants it."""
+    """Host memory for the local device shards of a tensor: each region once, padded as XLA requires."""
 
     def __init__(self, value: torch.Tensor, dtype: DType, torch_dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -495,7 +497,7 @@ class _ShardBuffers:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each device holds the whole tensor."""
+        """True if each device holds the whole tensor."""
         return all(box.shape == self.local.shape for box in self._device_boxes)
 
     def allocate(self, _: SlabAllocator) -> list[memoryview]:
@@ -506,7 +508,7 @@ class _ShardBuffers:
         return views
 
     def get_filled_shards(self) -> list[torch.Tensor]:
-        """One padded shard for each local device."""
+        """Return one padded shard for each local device."""
         for box, spread in self._piece_buffers.items():
             spread.copy_into(self._tensors[box])
         nothing = torch.zeros(self._padded_shape, dtype=self._torch_dtype, device="cpu")

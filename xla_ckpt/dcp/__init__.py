@@ -1,11 +1,11 @@
-"""The calls of torch.distributed.checkpoint on this library's engine: ``import xla_ckpt.dcp as dcp``.
+"""Drop-in for torch.distributed.checkpoint (DCP) on this library's engine: ``import xla_ckpt.dcp as dcp``.
 
-`save`, `load` and `async_save` have DCP's signatures, return values and in-place semantics. Stock DCP reads what they
-write, and they read what stock DCP wrote. Use `StorageWriter`, `StorageReader` and `AsyncStager` with stock DCP's own
-calls, and `sharded` to declare tensor-parallel state in plain tensors to any of them.
+`save`, `load` and `async_save` have DCP's signatures, return values and in-place semantics. Stock DCP can read their
+checkpoints, and they can read checkpoints of stock DCP. Use `StorageWriter`, `StorageReader` and `AsyncStager` with the
+functions of stock DCP, and `sharded` to declare tensor-parallel state in plain tensors to any of them.
 
-Other names of `torch.distributed.checkpoint` are stock DCP's own if they work here; the rest raise an error that names
-a replacement.
+Other names of `torch.distributed.checkpoint` are re-exported from stock DCP if they work here; the rest raise an error
+that names a replacement.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _REPLACEMENTS = {
     "save_state_dict": "save, which takes storage_writer=",
     "logger": "python's logging: this library's loggers begin with xla_ckpt",
 }
-"""Names of torch.distributed.checkpoint that are not here, and what to use."""
+"""Unsupported names of torch.distributed.checkpoint, and their replacements."""
 
 
 def __getattr__(name: str) -> Any:

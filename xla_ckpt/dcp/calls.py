@@ -1,12 +1,12 @@
 """`save`, `load` and `async_save` with DCP's signatures, on this library's engine.
 
-Stock DCP orchestrates the calls with the program's planners, so planners behave as before. Storage and staging are
-this library's. An error on one rank is raised on all ranks, as one error of this library that is also a
+Stock DCP orchestrates the calls with the program's planners, so planners behave as before. Storage and staging are this
+library's. An error on one rank is raised on all ranks, as one error of this library that is also a
 `CheckpointException`.
 
-Saves in the background run one after the other, and report like all saves of the process. The ranks communicate in
-process groups of their own if the program's group cannot be used: background calls must not mix with training, and
-some backends cannot exchange host memory.
+Background saves run sequentially, and report like all saves of the process. The ranks communicate in separate process
+groups if the program's group cannot be used: background calls must not mix with training, and some backends cannot
+exchange host memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ _CallT = TypeVar("_CallT", bound=Callable[..., Any])
 
 
 def _accept_positional_storage(call: _CallT) -> _CallT:
-    """Take a writer or reader as the second argument, too, with a warning: stock does, for programs of torch 2.2."""
+    """Accept a writer or reader as the second positional argument, with a warning, like stock DCP for torch 2.2
+    programs.
+    """
     wrapped: _CallT = _api_bc_check(call)  # type: ignore[no-untyped-call]
     return wrapped
 
@@ -105,25 +107,26 @@ def save(
     use_collectives: bool = True,
     options: SaveOptions | None = None,
 ) -> Metadata:
-    """Save a state dict as a directory of DCP's; arguments and result are those of DCP's `save`.
+    """Save a state dict as a DCP directory; arguments and result are the same as for DCP's `save`.
 
-    The directory appears complete or not at all, with the digests of all its bytes, and replaces an older one in one
-    step. A `storage_writer` of another class decides itself what it does.
+    The directory is committed atomically, with checksums of all its bytes, and replaces an older one in one step. With
+    another `storage_writer` class these guarantees depend on the writer.
 
     Args:
         state_dict: As for DCP: tensors, DTensors, ShardedTensors, `Stateful` objects, plain values, nested or not.
         checkpoint_id: The directory.
-        storage_writer: Writes in the place of this library's `StorageWriter`.
-        planner: DCP's, by default `DefaultSavePlanner`.
+        storage_writer: Writer to use instead of this library's `StorageWriter`.
+        planner: A DCP planner, by default `DefaultSavePlanner`.
         process_group: The ranks that save; by default all.
-        no_dist: Whether this process saves alone.
+        no_dist: True if this process saves without other ranks.
         use_collectives: False is not supported.
-        options: As for `StorageWriter`, which has them where a `storage_writer` is given.
+        options: As for `StorageWriter`; if `storage_writer` is passed, set them there.
 
     Raises:
-        CheckpointError: The save failed, and there is what was there before; the same error on all ranks. It is also
-            DCP's `CheckpointException`, whose `failures` are the errors of all ranks.
-        SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
+        CheckpointError: If the save fails, which leaves the previous content unchanged; the same error on all ranks. It
+            is also a DCP `CheckpointException`, whose `failures` are the errors of all ranks.
+        SaveError: For example, if another job has saved the same checkpoint since this save began. The other job's
+            checkpoint is kept.
     """
     writer = _create_writer(storage_writer, checkpoint_id, options)
     path = get_storage_path(writer)
@@ -152,25 +155,26 @@ def async_save(
     use_collectives: bool = True,
     options: SaveOptions | None = None,
 ) -> Future[Metadata] | AsyncSaveResponse:
-    """Save a state dict in the background; arguments and result are those of DCP's `async_save`.
+    """Save a state dict in the background; arguments and result are the same as for DCP's `async_save`.
 
-    When it returns, the state is frozen (`AsyncStager`), and training may go on. Saves in the background are done one
-    after the other. An earlier one into the same directory is waited for.
+    When the call returns, the state has been copied (`AsyncStager`), and training may continue. Background saves run
+    sequentially. The call waits for an earlier one into the same directory.
 
     Args:
         async_checkpointer_type: ``THREAD``; ``PROCESS_STATE`` is not supported.
-        async_stager: Freezes the state in the place of this library's `AsyncStager`.
+        async_stager: Stager to use instead of this library's `AsyncStager`.
 
-    The other arguments are those of `save`.
+    The other arguments are the same as for `save`.
 
     Returns:
-        A future of what `save` returns; its errors are those of `save`. As in DCP, an `AsyncSaveResponse` if the stager
+        A future of the result of `save`, which raises the errors of `save`. As in DCP, an `AsyncSaveResponse` if the
+        stager
         returns a future.
 
     Raises:
-        UsageError: An argument makes no sense.
-        CheckpointError: The state cannot be frozen, in a job of one process. In others the future of all ranks has the
-            error.
+        UsageError: If an argument is invalid.
+        CheckpointError: If the state cannot be copied, in a job of one process. In other jobs the future raises the
+            error on all ranks.
     """
     began = time.perf_counter()
     if async_checkpointer_type != AsyncCheckpointerType.THREAD:
@@ -191,11 +195,11 @@ def async_save(
         try:
             stager = AsyncStager() if async_stager is None else async_stager
             staged = stager.stage(states)
-            # A stager of the program's may go on copying after that: until it says so, its memory has anything in it.
+            # A custom stager may still be copying at this point: its memory is undefined until its future is done.
             if getattr(stager, "should_synchronize_after_execute", False):
                 stager.synchronize_staging()
         except Exception as error:
-            # The other ranks have begun the save: it takes place, and all of them hear of the error.
+            # The other ranks have begun the save: this rank joins it, so that all of them raise the error.
             problem = as_checkpoint_error(error, "staging", ranks.rank, path=path)
     if problem is not None and ranks.world == 1:
         raise problem
@@ -231,27 +235,28 @@ def load(
     no_dist: bool = False,
     trust_pickle: bool = False,
 ) -> None:
-    """Load a directory of DCP's into a state dict, in place; arguments and semantics are those of DCP's `load`.
+    """Load a DCP directory into a state dict, in place; arguments and semantics are the same as for DCP's `load`.
 
-    Tensors are overwritten, also those of another element type, which DCP converts without a word; other values are
-    replaced; `Stateful` objects get their state by `load_state_dict`. No tensor is changed anywhere before all ranks
-    have verified the bytes that they need.
+    Tensors are overwritten, including those of another dtype, which DCP converts silently; other values are replaced;
+    `Stateful` objects load their state with `load_state_dict`. No tensor is changed on any rank before all ranks have
+    verified the bytes that they need.
 
     Args:
-        state_dict: What is to be loaded. Keys that are not in it are not loaded.
-        checkpoint_id: The directory: one of `save`, of stock DCP, or a tag of this library in the layout ``dcp``.
-        storage_reader: Reads in the place of this library's `StorageReader`.
-        planner: DCP's, by default `DefaultLoadPlanner`.
+        state_dict: The state to load. Keys that are not in it are not loaded.
+        checkpoint_id: The directory: one written by `save` or stock DCP, or a tag of this library in the layout
+            ``dcp``.
+        storage_reader: Reader to use instead of this library's `StorageReader`.
+        planner: A DCP planner, by default `DefaultLoadPlanner`.
         process_group: The ranks that load; by default all.
-        no_dist: Whether this process loads alone.
-        trust_pickle: Whether values that are no tensors may be of any class. Loading them may run code.
+        no_dist: True if this process loads without other ranks.
+        trust_pickle: True to allow values other than tensors to be of any class. Loading them may run code.
 
     Raises:
-        NoCheckpointError: There is none.
-        CorruptCheckpointError: It is damaged. Nothing was changed.
-        IncompatibleCheckpointError: A key is missing in it, or a shape differs. Nothing was changed.
-        UntrustedObjectError: A value is of a class that is not loaded without `trust_pickle`. Nothing was changed.
-        LoadError: An object did not take its state.
+        NoCheckpointError: If the checkpoint does not exist.
+        CorruptCheckpointError: If it is damaged. Nothing was changed.
+        IncompatibleCheckpointError: If a key is missing in it, or a shape differs. Nothing was changed.
+        UntrustedObjectError: If a value is of a class that is not loaded without `trust_pickle`. Nothing was changed.
+        LoadError: If an object rejects its state.
     """
     if storage_reader is None:
         reader: StockReader = StorageReader(require_checkpoint_id(checkpoint_id), trust_pickle=trust_pickle)
@@ -271,7 +276,7 @@ def load(
     states, problem = collect_states(dict(sorted(state_dict.items())), ranks.rank, LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
         reader.read_once = should_read_once(states)
-    # From the first tensor that is overwritten to the last value, no signal handler of the program comes between.
+    # Signal handlers of the program are deferred from the first overwritten tensor to the last value.
     stored = reader.keys if isinstance(reader, StorageReader) else tuple
     with (
         unify_rank_errors("loading", LoadError, path, stored),
@@ -306,7 +311,7 @@ def load(
 
 
 def _create_call_signature(path: str | None, writer: StockWriter) -> CallSignature:
-    """A save as far as all ranks have to ask for the same."""
+    """Create the signature of a save, which must be equal on all ranks."""
     if not isinstance(writer, StorageWriter):
         return CallSignature.create("dcp.save", path or "")
     return CallSignature.create("dcp.save", path or "", replicas=writer.replicas, overwrite=writer.overwrite)
@@ -328,18 +333,20 @@ def _run_save(
             return metadata
     except CheckpointError as error:
         if isinstance(error, CheckpointException) or not isinstance(writer, StorageWriter):
-            raise  # DCP has told all ranks
+            raise  # DCP has raised it on all ranks
         writer.ended(error, ranks.timeout_seconds * (1 - LEADER_TIMEOUT_FRACTION))
         with closing(StorageReader(writer.checkpoint_id)) as reader:
             return reader.read_metadata()
     finally:
         if isinstance(writer, StorageWriter):
-            writer.abandon()  # nothing, if it was committed
+            writer.abandon()  # no effect after a commit
 
 
 @contextmanager
 def _pause_gc_while_planning(storage: StockReader | StockWriter) -> Iterator[None]:
-    """Pause the collector until this library's reader or writer has planned: stock makes a dozen objects a tensor."""
+    """Pause the garbage collector until this library's reader or writer has planned: stock DCP creates a dozen objects
+    per tensor.
+    """
     with ExitStack() as pause:
         if isinstance(storage, CheckpointIdMixin):
             pause.enter_context(pause_gc())
@@ -359,9 +366,12 @@ def _create_writer(writer: StockWriter | None, checkpoint_id: CheckpointId, opti
 
 
 def _check_arguments(state_dict: Any, path: str | None, no_dist: bool) -> None:
-    """Refuse what is no state dict, and calls of ranks that cannot meet.
+    """Check that the state dict is a dict, and that the ranks can communicate.
 
-    Each such rank would take itself for the whole job, and the last one would win.
+    Otherwise each rank would save as if it were the whole job, and the last one would overwrite the others.
+
+    Raises:
+        UsageError: If the state dict is not a dict, or the ranks cannot communicate.
     """
     if not hasattr(state_dict, "items"):
         raise UsageError(
@@ -386,23 +396,23 @@ def _forward_completion(target: Future[None], staged: Future[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpSave:
-    """One save by DCP's calls, on this rank."""
+    """One save through DCP's functions, on this rank."""
 
     path: str | None
-    """The directory; None if a writer of the program's has none."""
+    """The directory; None if a custom writer has none."""
 
     writer: StockWriter
     rank: int
     world: int
     save: Callable[[], Metadata]
     stall_seconds: float = 0.0
-    """Seconds that the caller waited before this was begun."""
+    """Seconds that the caller waited before this save began."""
 
     def run(self) -> tuple[Metadata, SaveReport]:
-        """Save, and tell the program's functions how it went.
+        """Save, and notify the program's listeners of the outcome.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: If the save fails.
         """
         began, file = time.perf_counter(), resolve_trace_file(None)
         phases = PhaseRecorder(keep_intervals=file is not None)
@@ -411,7 +421,8 @@ class DcpSave:
         error: BaseException | None = None
         try:
             metadata = self.save()
-        except BaseException as failure:  # Ctrl-C, too: a report without an error says that there is a checkpoint
+        # including KeyboardInterrupt: a report without an error means that there is a checkpoint
+        except BaseException as failure:
             error = failure
             raise
         finally:
@@ -427,17 +438,17 @@ class DcpSave:
                 stall=self.stall_seconds, phases=phases.report(), error=error,
             )  # fmt: skip
             publish_report(report, phases, trace)
-            del error  # or this frame and the error's traceback would keep each other, and the state, in memory
+            del error  # otherwise this frame and the error's traceback would keep each other, and the state, in memory
         return metadata, report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BackgroundDcpSave:
-    """Such a save, as `SaveRegistry` runs it."""
+    """A DCP save that `SaveRegistry` runs in the background."""
 
     dcp_save: DcpSave
     previous: SaveHandle | None
-    """The one that began before it. Their ranks talk in collectives, which all ranks have to come to in one order."""
+    """The previous save. Collectives of both must run in the same order on all ranks."""
 
     done: Future[Metadata] = field(default_factory=Future)
     snapshot_progress: None = None
@@ -463,11 +474,11 @@ class _BackgroundDcpSave:
 
 _latest_save_lock = fork_safe_lock()
 _latest_save: list[SaveHandle] = register_fork_reset([], list.clear)
-"""The save that began last."""
+"""The most recently started save."""
 
 
 def start_in_background(save: DcpSave) -> Future[Metadata]:
-    """Run a save in the background, after all that began before it; its result, or its error."""
+    """Run a save in the background, after all earlier ones. Return a future of its result or error."""
     install_exit_hook()
     path = save.path or ""
     handle = SaveHandle(path, path.rpartition("/")[2], Cancellation(), error_reported=True)  # by the future
@@ -479,7 +490,7 @@ def start_in_background(save: DcpSave) -> Future[Metadata]:
 
 
 def wait_for_path(path: str | None) -> None:
-    """Wait for a save in the background into the same directory. Who has its future hears of its error."""
+    """Wait for a background save into the same directory. Its errors are only raised by its future."""
     if path is not None:
         SAVES.drain(path)
 
@@ -487,20 +498,20 @@ def wait_for_path(path: str | None) -> None:
 CallPurpose = Literal["call", "background"]
 
 _call_groups: dict[tuple[int, CallPurpose], tuple[Any, Any]] = {}
-"""(identity of a group, purpose) -> that group, and the one that was made for its ranks."""
+"""(id of a group, purpose) -> the group, and the group created for its ranks."""
 
 
 def is_distributed_call(no_dist: bool) -> bool:
-    """Whether a call is made by several ranks together; also by a group of one."""
+    """Return True if several ranks make a call together, or a group of one rank."""
     return not no_dist and bool(dist.is_available() and dist.is_initialized())
 
 
 @dataclass(frozen=True, slots=True)
 class CallRanks:
-    """The ranks of one call of DCP's."""
+    """The ranks of one DCP call."""
 
     group: Any
-    """The group in which they meet; None for that of all ranks, and in a process alone."""
+    """The group for communication; None for the default group, and without other ranks."""
 
     no_dist: bool
     rank: int
@@ -508,7 +519,9 @@ class CallRanks:
 
     @classmethod
     def from_group(cls, process_group: Any, purpose: CallPurpose, *, no_dist: bool) -> CallRanks:
-        """Those of `get_process_group` (None: all); this process alone, if it has no others, or wants none."""
+        """Return the ranks of `process_group` (None: all), or only this process if there are no others or `no_dist` is
+        set.
+        """
         if not is_distributed_call(no_dist):
             return cls(None, no_dist, 0, 1)
         group = _get_call_group(process_group, purpose)
@@ -516,11 +529,11 @@ class CallRanks:
 
     @property
     def timeout_seconds(self) -> float:
-        """How long they wait for each other."""
+        """Timeout of waiting for other ranks, in seconds."""
         return _get_timeout(self.group).total_seconds() if is_distributed_call(self.no_dist) else 0.0
 
     def gather(self, value: Any) -> list[Any]:
-        """What each of them says."""
+        """Gather a value from all ranks."""
         if not is_distributed_call(self.no_dist):
             return [value]
         values: list[Any] = [None] * self.world
@@ -528,22 +541,22 @@ class CallRanks:
         return values
 
     def check_same_call(self, call: CallSignature) -> None:
-        """Compare what they call, before anything is done: as `xla_ckpt.distributed.job.Job.begin_call` does it.
+        """Compare the calls of all ranks before anything is done, as `xla_ckpt.distributed.job.Job.begin_call` does.
 
         Raises:
-            UsageError: The calls differ; the same on all ranks.
+            UsageError: If the calls differ; the same on all ranks.
         """
         if (different := find_call_mismatch(self.gather(call))) is not None:
             raise different
 
 
 def _get_call_group(process_group: Any, purpose: CallPurpose) -> Any:
-    """The group in which the ranks of `get_process_group` (None: all) meet for a call of DCP's.
+    """Return the group in which the ranks of `process_group` (None: all) communicate for a DCP call.
 
-    A call in the background gets a group of its own: its messages must not mix with those of training, which may use
-    the same group at the same time. So does a call in a group that cannot talk about values in host memory, as with
-    the backends ``xla`` and ``nccl``. It has the timeout of the first one. All ranks of the group have to call this
-    alike.
+    A background call gets a separate group, because its messages must not mix with training, which may use the same
+    group at the same time. A group that cannot exchange host memory, as with the backends ``xla`` and ``nccl``, is also
+    replaced. The new group has the timeout of the original one. All ranks of the group must call this function in the
+    same order.
     """
     group: Any = process_group if process_group is not None else dist.group.WORLD
     if purpose == "call" and torch.device("cpu") in group._device_types:
@@ -552,7 +565,7 @@ def _get_call_group(process_group: Any, purpose: CallPurpose) -> Any:
     known = _call_groups.get(key)
     if known is None or known[0] is not group or known[1] not in distributed_c10d._world.pg_map:
         ranks = dist.get_process_group_ranks(group)
-        # torch_xla puts a function in the place of dist.new_group that does not know this argument.
+        # torch_xla replaces dist.new_group by a function without this argument.
         gloo_group = distributed_c10d.new_group(
             ranks, backend="gloo", timeout=_get_timeout(group), use_local_synchronization=True
         )
@@ -561,7 +574,7 @@ def _get_call_group(process_group: Any, purpose: CallPurpose) -> Any:
 
 
 def _get_timeout(process_group: Any) -> datetime.timedelta:
-    """How long the ranks of a group (None: all) wait for each other; torch's default if its backend does not say so."""
+    """Return the timeout of a group (None: all ranks); torch's default if its backend does not provide it."""
     group: Any = process_group if process_group is not None else dist.group.WORLD
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: datetime.timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
@@ -588,7 +601,7 @@ _SIZE_HINT = (
 _NO_TENSOR_HINT = "Give a tensor of its shape to load into, as the state_dict() of the model has it."
 _NO_MEMORY_HINT = "Give it some before the load: model.to_empty(device=...)."
 _COLLECTIVE_ERROR = re.compile(r"gloo|ProcessGroup|[Cc]onnection (closed|reset|refused)|[Ss]ocket|Broken pipe")
-"""What stands in the errors of collectives, which are plain RuntimeErrors."""
+"""Pattern in the messages of failed collectives, which are plain RuntimeErrors."""
 
 
 @contextlib.contextmanager
@@ -598,14 +611,20 @@ def unify_rank_errors(
     path: str | None,
     list_stored_keys: Callable[[], Iterable[str]] = tuple,
 ) -> Iterator[None]:
-    """A block that calls stock DCP: what fails on any rank is raised here, and is the same on all ranks.
+    """Context manager around stock DCP calls: raises the same error on all ranks if any rank fails.
 
-    What DCP has gathered is raised as an error that is a `CheckpointException`, too, with the same `failures`. DCP's
-    own one, whose text has the tracebacks of all ranks, is its cause.
+    Errors that DCP has gathered are raised as an error that is also a `CheckpointException`, with the same `failures`.
+    DCP's exception, whose message contains the tracebacks of all ranks, is its cause.
 
     Args:
-        error_class: What an exception becomes that is no error of ours, and none of the operating system.
-        list_stored_keys: The keys of what is loaded, for an error about one that is not there.
+        operation: Name of the operation, for error messages.
+        error_class: Class to which exceptions are converted, except errors of this library and OSErrors.
+        path: The directory, for error messages.
+        list_stored_keys: Lists the stored keys, for an error about a missing key.
+
+    Raises:
+        CheckpointError: If a rank fails.
+        RankFailedError: If a rank is lost.
     """
     try:
         yield
@@ -629,7 +648,7 @@ def unify_rank_errors(
 
 
 def _to_dcp_error(error: CheckpointError, gathered: CheckpointException) -> CheckpointError:
-    """The error with a class that is also DCP's: programs written for stock DCP catch that one."""
+    """Convert an error to a class that is also DCP's, because programs written for stock DCP catch that one."""
     if not isinstance(error, CheckpointException):
         error.__class__ = _create_dcp_error_class(type(error))  # type: ignore[arg-type]  # classes have a hash
     error._failures = gathered.failures  # type: ignore[attr-defined]  # where `CheckpointException` has them
@@ -638,7 +657,9 @@ def _to_dcp_error(error: CheckpointError, gathered: CheckpointException) -> Chec
 
 @functools.cache
 def _create_dcp_error_class(error_class: type[CheckpointError]) -> type[CheckpointError]:
-    """A kind of error as a `CheckpointException`, of the same name, under which it travels to other ranks."""
+    """Return an error class that is also a `CheckpointException`, with the same name, under which it is sent to other
+    ranks.
+    """
 
     def reduce(self: CheckpointError) -> Any:
         return _rebuild_error, (error_class, self.problem), vars(self)
@@ -659,7 +680,9 @@ def _rebuild_error(error_class: type[CheckpointError], problem: str) -> Checkpoi
 def _choose_error(
     gathered: CheckpointException, operation: str, error_class: type[CheckpointError], stored: Iterable[str]
 ) -> CheckpointError:
-    """The error of the lowest rank that has one of ours; of the lowest rank, if none has."""
+    """Return the error of the lowest rank with an error of this library, otherwise of the lowest rank with any
+    error.
+    """
     failures: dict[int, BaseException] = {rank: failure[0] for rank, failure in sorted(gathered.failures.items())}
     for error in failures.values():
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -674,7 +697,7 @@ def _choose_error(
 
 
 def _convert_planner_error(error: BaseException, stored: Iterable[str]) -> CheckpointError | None:
-    """An error of stock's planners about a state dict that does not fit, as one of ours; None for any other."""
+    """Convert an error of stock planners about a state dict that does not fit; None for any other."""
     text = str(error)
     facts: dict[str, Any] = {}
     if (match := _MISSING_KEY.fullmatch(text)) is not None:
@@ -688,7 +711,7 @@ def _convert_planner_error(error: BaseException, stored: Iterable[str]) -> Check
     elif (match := _KIND_MISMATCH.match(text)) is not None:
         text, facts = "a tensor is stored under this key, and the state dict has none there", {"hint": _NO_TENSOR_HINT}
     elif text.startswith(_NO_GROUP):
-        # Stock makes a tensor for one on the meta device, on the device of the process group.
+        # Stock DCP replaces a tensor on the meta device by one on the device of the process group.
         return IncompatibleCheckpointError(
             "a tensor on the meta device has no memory to load into", hint=_NO_MEMORY_HINT
         )
@@ -700,7 +723,7 @@ def _convert_planner_error(error: BaseException, stored: Iterable[str]) -> Check
 
 
 def _describe_stored_neighbors(key: str, stored: Iterable[str]) -> str:
-    """What is stored where a key was looked for, as a sentence; nothing if it is not known.
+    """Describe the stored keys next to a missing key, as a sentence; empty if they are unknown.
 
     >>> _describe_stored_neighbors("optimizer.step", ["model.w", "optim.step"])
     'Stored there: model, optim. '

@@ -1,4 +1,4 @@
-"""Checkpoint IDs of DCP readers and writers: the directory that a program names by ``checkpoint_id``."""
+"""Checkpoint IDs of DCP readers and writers: the directory passed as ``checkpoint_id``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _Storage = TypeVar("_Storage", StockReader, StockWriter)
 
 
 class CheckpointIdMixin:
-    """Has the path of a directory, which `reset` changes."""
+    """A mixin with the path of a directory, which `reset` changes."""
 
     _path: str | None = None
 
     planned: Callable[[], object] = staticmethod(lambda: None)
-    """Called when all is planned, and before this rank reads or writes."""
+    """Called after planning, before this rank reads or writes."""
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -31,7 +31,7 @@ class CheckpointIdMixin:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        """Whether this library can keep a checkpoint there, as DCP asks it."""
+        """Return True if this library can store a checkpoint there. Called by DCP."""
         try:
             open_parent(checkpoint_id)
         except UsageError:
@@ -39,16 +39,16 @@ class CheckpointIdMixin:
         return True
 
     def _set_path(self, checkpoint_id: PathLike | None) -> None:
-        """Take another directory; None keeps the one that there is."""
+        """Set the directory; None keeps the current one."""
         if checkpoint_id is not None:
             self._path = normalize_path(checkpoint_id)
 
 
 def configure_storage(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
-    """A writer or reader of the program's, for this directory.
+    """Set the directory of a custom writer or reader.
 
     Raises:
-        UsageError: It is none.
+        UsageError: If the argument is not a writer or reader.
     """
     if isinstance(storage, str) or hasattr(storage, "__fspath__"):
         hint = "Pass it by its name: checkpoint_id=."
@@ -59,10 +59,10 @@ def configure_storage(storage: _Storage, checkpoint_id: CheckpointId) -> _Storag
 
 
 def require_checkpoint_id(checkpoint_id: CheckpointId) -> PathLike:
-    """The directory, which has to be named where no reader or writer is given.
+    """Return the directory, which is required without a reader or writer.
 
     Raises:
-        UsageError: It is not.
+        UsageError: If it is None.
     """
     if not checkpoint_id:
         raise UsageError(
@@ -74,7 +74,7 @@ def require_checkpoint_id(checkpoint_id: CheckpointId) -> PathLike:
 
 
 def get_storage_path(storage: Any) -> str | None:
-    """The directory of a reader or writer; None if it is none of a file system."""
+    """Return the directory of a reader or writer; None if it does not use a file system."""
     checkpoint_id = getattr(storage, "checkpoint_id", None)
     try:
         return None if checkpoint_id is None else normalize_path(checkpoint_id)

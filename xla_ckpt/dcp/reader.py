@@ -1,8 +1,8 @@
-"""DCP's `StorageReader` on this library's engine: verified reads without running pickles.
+"""DCP `StorageReader` on this library's engine: verified reads without running pickles.
 
 Before any tensor of the program changes, each rank reads all bytes that it needs once and compares them with their
-checksums; DCP tells all ranks if one of them fails. Then the bytes are copied into the tensors if the first read kept
-them (staged reads), or are read a second time. Pickled metadata and values are parsed without running any of it.
+checksums; DCP notifies all ranks if one of them fails. Then the bytes are copied into the tensors if the first read
+kept them (staged reads), or are read a second time. Pickled metadata and values are parsed without running any of it.
 """
 
 from __future__ import annotations
@@ -78,33 +78,33 @@ from xla_ckpt.tags.resolve import open_root
 
 
 class StorageReader(CheckpointIdMixin, StockReader):
-    """Reads checkpoints of `torch.distributed.checkpoint`: stock DCP's, those of `xla_ckpt.dcp`, and tags of this
-    library in the layout ``dcp``.
+    """A reader of `torch.distributed.checkpoint` checkpoints, written by stock DCP, by `xla_ckpt.dcp`, or as tags of
+    this library in the layout ``dcp``.
 
-    For ``dcp.load(..., storage_reader=StorageReader(path))``, with any planner. ``.metadata`` is a pickle, and is read
-    without running any of it. So are the values that are no tensors, unless `trust_pickle` says that they may be of any
-    class. What this library wrote is verified by its digests before a tensor is changed, on all ranks.
+    Use it as ``dcp.load(..., storage_reader=StorageReader(path))``, with any planner. ``.metadata`` is a pickle, and is
+    parsed without running any of it. The same applies to values other than tensors, unless `trust_pickle` is set. Bytes
+    that this library wrote are verified by their checksums on all ranks before a tensor is changed.
 
     Args:
         checkpoint_id: The directory.
-        trust_pickle: Whether values that are no tensors may be of any class. Loading them may run code.
-        read_once: Whether what is verified is kept until it is put in place. It takes host memory for all that this
-            rank loads, and is faster where the tensors are small or on an accelerator. By default `xla_ckpt.dcp.load`
-            keeps 128 MiB at most, or more if most bytes go to an accelerator, and stock's `load` reads twice.
-        num_workers: Threads that read, at most.
+        trust_pickle: True to allow values other than tensors to be of any class. Loading them may run code.
+        read_once: True to keep verified bytes until they are copied into the tensors. Needs host memory for everything
+            that this rank loads, and is faster for small tensors or accelerators. By default `xla_ckpt.dcp.load` keeps
+            at most 128 MiB, or more if most bytes go to an accelerator, and stock `load` reads twice.
+        num_workers: Maximum number of reader threads.
     """
 
     load_id = ""
-    """Names this load in the metadata that planners and loggers of DCP's get."""
+    """ID of this load in the metadata that DCP's planners and loggers receive."""
 
-    # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
+    # Stock's base class has no `__init__`, so derived classes of programs do not call one.
     read_once: bool | None = None
     _checkpoint: OpenCheckpoint | None = None
     _tag_reader: TagReader | None = None
     _failure: BaseException | None = None
     _keys: Sequence[str] = ()
     overwriting: Callable[[], None] | None = None
-    """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
+    """Called when every byte that this rank needs is verified, before any tensor of the program is changed."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class StorageReader(CheckpointIdMixin, StockReader):
         return IoContext(workers=self.num_workers)
 
     def close(self) -> None:
-        """Release the directory. A load does it when it is done."""
+        """Release the directory. Called at the end of a load."""
         self._values: dict[str, bytes] = {}
         self._staged: dict[TensorDestination, StagedTensor] = {}
         if self._tag_reader is not None:
@@ -141,16 +141,16 @@ class StorageReader(CheckpointIdMixin, StockReader):
             self._checkpoint = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds, as DCP describes it.
+        """Return the DCP metadata of the checkpoint.
 
         Raises:
-            NoCheckpointError: There is none.
-            CorruptCheckpointError: It is damaged.
-            UntrustedObjectError: It names something else than DCP's own classes. Nothing of it has run.
+            NoCheckpointError: If the checkpoint does not exist.
+            CorruptCheckpointError: If it is damaged.
+            UntrustedObjectError: If its metadata refers to anything except DCP's own classes. No code was run.
         """
         if "rank" in kwargs and self._failure is not None:
-            # DCP swallows what the first call raised, and asks for the metadata of one rank. `set_up_storage_reader`
-            # raises it again, which all ranks hear of.
+            # DCP ignores exceptions of the first call, and requests the metadata of one rank. `set_up_storage_reader`
+            # raises the exception again, which reaches all ranks.
             return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
         self.close()
         self._failure = None
@@ -168,7 +168,7 @@ class StorageReader(CheckpointIdMixin, StockReader):
             raise
 
     def keys(self) -> Sequence[str]:
-        """The keys that are stored, as far as the metadata was read."""
+        """Return the stored keys, if the metadata was read."""
         return self._keys
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -203,7 +203,7 @@ class StorageReader(CheckpointIdMixin, StockReader):
         return dataclasses.replace(plan, storage_data=opened.identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        # A job that saves the same checkpoint anew may have replaced it between two ranks' looks.
+        # Another job may have replaced the checkpoint after one rank has opened it and before another does.
         versions = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
         if len(versions) > 1:
             raise ChangedTagError(
@@ -214,7 +214,7 @@ class StorageReader(CheckpointIdMixin, StockReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        WRITE_BARRIER.wait()  # a save of this library may not have copied yet what is overwritten now
+        WRITE_BARRIER.wait()  # an asynchronous save of this library may not have copied the memory yet
         if self.overwriting is not None:
             self.overwriting()
         with defer_signals():
@@ -253,10 +253,10 @@ class StorageReader(CheckpointIdMixin, StockReader):
 
 
 class FileSystemReader(StorageReader):
-    """`StorageReader` with the arguments of DCP's `FileSystemReader`, for programs that make one.
+    """A `StorageReader` with the arguments of DCP's `FileSystemReader`.
 
-    Raises (on construction):
-        UsageError: Extensions are given, which change what is stored.
+    Raises:
+        UsageError: If extensions are passed, which change the stored bytes (on construction).
     """
 
     def __init__(self, path: PathLike, _extension_registry: Any = None) -> None:
@@ -275,27 +275,27 @@ class LoadTarget:
 
     value: torch.Tensor
     install_tensor: Callable[[], torch.Tensor]
-    """The tensor that has what was read."""
+    """Returns the tensor with the restored bytes."""
 
     is_in_place: bool = False
-    """Whether that is `value` itself; else it is copied into it."""
+    """True if that is `value` itself; otherwise it is copied into `value`."""
 
     key: str = ""
     boxes: tuple[Box, ...] = ()
-    """What is read for it: regions of the stored tensor."""
+    """Regions of the stored tensor that are read for it."""
 
     allocate: Callable[[SlabAllocator], Sequence[memoryview]] = lambda _: ()
     item: ReadItem | None = None
-    """The item that the planner is told of when it is filled."""
+    """The item to commit with the planner when it is filled."""
 
     def finish(self, planner: LoadPlanner) -> None:
-        """Put what was read in place. Gradients are off."""
+        """Install the restored bytes. Gradients must be disabled."""
         tensor = self.install_tensor()
         if not self.is_in_place:
             with allow_inference_writes([self.value]):
                 self.value.copy_(tensor)
         elif not self.value.is_inference():
-            # As an in-place operation does: a backward pass over the old value has to be refused.
+            # Like an in-place operation: a backward pass over the old value must fail.
             torch.autograd.graph.increment_version(self.value)
         if self.item is not None:
             planner.commit_tensor(self.item, self.value)
@@ -307,10 +307,10 @@ def create_load_targets(
     staged: Mapping[TensorDestination, StagedTensor],
     planner: LoadPlanner,
 ) -> list[LoadTarget]:
-    """What is filled: tensors as wholes, where the planner is DCP's own; else what it gives for each item.
+    """Create the targets: whole tensors with DCP's own planner, otherwise the planner's tensor for each item.
 
     Raises:
-        UsageError: Something could not be written to. It is said before any tensor has another value.
+        UsageError: If a tensor is not writable. Raised before any tensor is changed.
     """
     plain, adapters, filled = _is_default_planner(planner), AdapterRegistry(), list[LoadTarget]()
     for destination, items in tensors.items():
@@ -335,11 +335,11 @@ TensorDestination = tuple[str, tuple[int, ...]]
 """(key, offset) of a local tensor in the program's state dict."""
 
 ItemsByDestination = Mapping[TensorDestination, Sequence[ReadItem]]
-"""What is read into each local tensor."""
+"""Read items of each local tensor."""
 
 
 def group_by_destination(items: Sequence[ReadItem]) -> ItemsByDestination:
-    """What the items of a plan read, tensor by tensor."""
+    """Group the read items of a plan by tensor."""
     groups: dict[TensorDestination, list[ReadItem]] = {}
     for item in items:
         if item.type == LoadItemType.TENSOR:
@@ -349,17 +349,21 @@ def group_by_destination(items: Sequence[ReadItem]) -> ItemsByDestination:
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """What was read once, until it is put in place."""
+    """A tensor with bytes that were read once, until they are installed."""
 
     value: torch.Tensor
     buffer: DLPackBuffer | None
-    """What an XLA device on the CPU adopts."""
+    """Buffer that an XLA device on the CPU imports."""
 
 
 def plan_staged_reads(
     checkpoint: OpenCheckpoint, tensors: ItemsByDestination, slabs: SlabAllocator
 ) -> tuple[dict[TensorDestination, StagedTensor], list[ReadRequest], list[memoryview]]:
-    """Host memory for the local tensors that are read as wholes, and what is read into it."""
+    """Allocate host memory for the local tensors that are read as a whole, and plan the reads into it.
+
+    Returns:
+        The staged tensors, the read requests, and a buffer for each request.
+    """
     kept, wants, slots = dict[TensorDestination, StagedTensor](), list[ReadRequest](), list[memoryview]()
     for destination, members in tensors.items():
         key = members[0].storage_index.fqn
@@ -367,7 +371,7 @@ def plan_staged_reads(
         shape = tuple(max(item.dest_offsets[d] + item.lengths[d] for item in members) for d in dims)
         box = Box.from_shape(shape).translate(destination[1] or (0,) * len(shape))
         whole_of_it = sum(prod(item.lengths) for item in members) == box.size
-        # A planner of the program's may put stored elements somewhere else.
+        # A custom planner may store the elements elsewhere.
         if not whole_of_it or not all(
             item.storage_index.fqn == key
             and get_read_request(item).box.start == tuple(map(add, box.start, item.dest_offsets))
@@ -385,7 +389,7 @@ def plan_staged_reads(
 
 
 def _is_default_planner(planner: LoadPlanner) -> bool:
-    """Whether a planner takes tensors from the state dict as they are. A class of the program's may change that."""
+    """Return True if a planner uses the tensors of the state dict directly. Derived classes may differ."""
     names = ("lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
     return isinstance(planner, DefaultLoadPlanner) and all(
         getattr(type(planner), name) is getattr(DefaultLoadPlanner, name) for name in names
@@ -393,14 +397,14 @@ def _is_default_planner(planner: LoadPlanner) -> bool:
 
 
 def _check_writable(value: torch.Tensor, key: str) -> None:
-    """Refuse what cannot be written to, before other tensors have their values."""
+    """Raise an error if a tensor is not writable, before other tensors are changed."""
     if type(value) in DENSE_CLASSES and not value.is_contiguous():
         with annotate_errors(leaf=key):
             check_writable_tensor(value)
 
 
 def _create_staged_target(key: str, staged: StagedTensor, value: torch.Tensor) -> LoadTarget:
-    """A tensor of the program that gets what is in memory already."""
+    """Create a target for a tensor whose bytes are already in memory."""
     _check_writable(value, key)
     if value.device.type != "xla":
         return LoadTarget(value=value, install_tensor=lambda: staged.value)
@@ -412,7 +416,7 @@ def _create_staged_target(key: str, staged: StagedTensor, value: torch.Tensor) -
 def _create_whole_target(
     checkpoint: OpenCheckpoint, item: ReadItem, value: torch.Tensor, adapter: ArrayAdapter
 ) -> LoadTarget:
-    """All of a local tensor, of which `item` fills a part."""
+    """Create a target for a whole local tensor, a part of which `item` fills."""
     key = item.storage_index.fqn
     _check_writable(value, key)
     origin = tuple(item.dest_index.offset or (0,) * value.dim())
@@ -433,7 +437,11 @@ def _create_whole_target(
 def _create_item_target(
     checkpoint: OpenCheckpoint, item: ReadItem, planner: LoadPlanner, staged: StagedTensor | None
 ) -> LoadTarget:
-    """What the planner gives for an item."""
+    """Create a target for the planner's tensor for an item.
+
+    Raises:
+        IncompatibleCheckpointError: If its shape does not fit the item.
+    """
     key, value = item.storage_index.fqn, planner.resolve_tensor(item).detach()
     _check_writable(value, key)
     shape = tuple(value.shape)
@@ -468,7 +476,7 @@ def _create_item_target(
 
 
 def get_read_request(item: ReadItem) -> ReadRequest:
-    """The region of the stored tensor that an item reads."""
+    """Return the region of the stored tensor that an item reads."""
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     stop = tuple(a + n for a, n in zip(start, item.lengths, strict=True))
@@ -476,19 +484,19 @@ def get_read_request(item: ReadItem) -> ReadRequest:
 
 
 TRUST_PICKLE = "Pass trust_pickle=True to xla_ckpt.dcp.load, or to StorageReader"
-"""How values of any class are loaded."""
+"""Hint for loading values of any class."""
 
 ChunkStart = tuple[int, ...]
-"""The first element of a chunk: its name among the chunks of its key."""
+"""The first element of a chunk, which identifies it among the chunks of its key."""
 
 
 class OpenCheckpoint(DcpFiles):
-    """An open checkpoint.
+    """An open DCP checkpoint.
 
-    Raises (on construction):
-        NoCheckpointError: There is none in the directory.
-        CorruptCheckpointError: It is damaged, or contradicts itself.
-        UntrustedObjectError: Its metadata names something else than DCP's own classes. Nothing of it has run.
+    Raises:
+        NoCheckpointError: If the directory contains no checkpoint (on construction, like the following).
+        CorruptCheckpointError: If it is damaged, or contradicts itself.
+        UntrustedObjectError: If its metadata refers to anything except DCP's own classes. No code was run.
     """
 
     def __init__(self, directory: Directory, path: str) -> None:
@@ -500,7 +508,7 @@ class OpenCheckpoint(DcpFiles):
         self.stored = stored
         self._open_files: dict[str, ReadAheadFile] = {}
         self._undigested_chunks: list[tuple[str, TensorLocation]] = []
-        """(key, chunk) of the chunks that were located and have no digests: their zips may have CRC-32s."""
+        """(key, chunk) of located chunks without digests: their zip files may have CRC-32s."""
 
     def close(self) -> None:
         """Release all files, and the directory."""
@@ -510,11 +518,11 @@ class OpenCheckpoint(DcpFiles):
         self.directory.close()
 
     def get_tensor_record(self, key: str) -> DcpTensor:
-        """What is stored of a tensor.
+        """Return the record of a stored tensor.
 
         Raises:
-            CorruptCheckpointError: There is no such tensor.
-            IncompatibleCheckpointError: It cannot be described.
+            CorruptCheckpointError: If there is no such tensor.
+            IncompatibleCheckpointError: If it cannot be described.
         """
         self._check_described(key)
         if key not in self.stored.tensors:
@@ -522,15 +530,15 @@ class OpenCheckpoint(DcpFiles):
         return self.stored.tensors[key]
 
     def read_value_bytes(self, key: str, *, trust: bool) -> bytes:
-        """A value that is no tensor, as bytes that `torch.load` takes.
+        """Return a value other than a tensor, as bytes for `torch.load`.
 
-        Without `trust` they are not the stored ones: those are read by a parser that runs nothing, and what it finds is
-        saved anew. So DCP's planners, which load without asking, never see a file that somebody else wrote.
+        Without `trust`, a parser that runs no code reads the stored bytes, and its result is saved again. DCP's
+        planners, which unpickle without restrictions, therefore never receive bytes from an untrusted file.
 
         Raises:
-            UntrustedObjectError: It needs a class, and `trust` is False. Nothing of it has run.
-            CorruptCheckpointError: It is damaged.
-            IncompatibleCheckpointError: It is a tensor that cannot be described.
+            UntrustedObjectError: If it needs a class, and `trust` is False. No code was run.
+            CorruptCheckpointError: If it is damaged.
+            IncompatibleCheckpointError: If it is a tensor that cannot be described.
         """
         self._check_described(key)
         span = self.stored.objects.get(key)
@@ -565,11 +573,11 @@ class OpenCheckpoint(DcpFiles):
             raise self.stored.unsupported[key].create_error(key).at(file=METADATA_FILE, path=self.path)
 
     def get_readahead_file(self, file: str) -> ReadAheadFile:
-        """A file, opened once.
+        """Return a file, opened once.
 
         Raises:
-            CorruptCheckpointError: It is missing, or has another size than was saved.
-            ChangedTagError: It is missing, since the checkpoint has been removed.
+            CorruptCheckpointError: If the file is missing, or its size differs from the recorded one.
+            ChangedTagError: If the file is missing because the checkpoint has been removed.
         """
         if file not in self._open_files:
             with annotate_errors(path=self.path):
@@ -577,11 +585,11 @@ class OpenCheckpoint(DcpFiles):
         return self._open_files[file]
 
     def locate_chunks(self, wanted: Mapping[str, Iterable[ChunkStart]]) -> TagReader:
-        """What reads these chunks, by key: the leaf paths of its manifest are the keys.
+        """Return a reader of these chunks, by key: the leaf paths of its manifest are the keys.
 
         Raises:
-            CorruptCheckpointError: They are not where the metadata says, or the chunks of a key are not all of it.
-            UnsupportedStateError: They are stored in a way that is not read here.
+            CorruptCheckpointError: If they are not at the recorded positions, or the chunks of a key are incomplete.
+            UnsupportedStateError: If their storage format is not supported.
         """
 
         def number(file: str) -> int:
@@ -597,7 +605,7 @@ class OpenCheckpoint(DcpFiles):
                     if chunk.span is None or not chunk.box.size:
                         continue
                     if chunk.box.start not in asked:
-                        # Nobody reads it. It counts for the proof that the chunks are all of the tensor.
+                        # Not read, but needed to verify that the chunks cover the tensor.
                         shards.append(Shard(chunk.box, number(chunk.span.file), chunk.span.offset))
                         continue
                     with annotate_errors(file=chunk.span.file):
@@ -619,10 +627,10 @@ class OpenCheckpoint(DcpFiles):
         return TagReader(self.directory, root, name, manifest, foreign_objects=())
 
     def check_crcs(self) -> None:
-        """Compare the chunks without digests with the CRC-32s of their zips, as far as these have any.
+        """Compare chunks without digests with the CRC-32s of their zip files, if these have any.
 
         Raises:
-            CorruptCheckpointError: A chunk is not what was saved.
+            CorruptCheckpointError: If a chunk differs from the saved one.
         """
         chunks = [(key, at) for key, at in self._undigested_chunks if at.crc is not None]
 
@@ -638,13 +646,13 @@ class OpenCheckpoint(DcpFiles):
 
 
 def open_checkpoint(path: str) -> OpenCheckpoint:
-    """Open a directory of DCP's.
+    """Open a DCP directory.
 
     Raises:
-        NoCheckpointError: There is none.
-        CorruptCheckpointError: It is damaged, or contradicts itself.
-        UntrustedObjectError: Its metadata names something else than DCP's own classes. Nothing of it has run.
-        OSError: The storage refused.
+        NoCheckpointError: If the directory contains no checkpoint.
+        CorruptCheckpointError: If it is damaged, or contradicts itself.
+        UntrustedObjectError: If its metadata refers to anything except DCP's own classes. No code was run.
+        OSError: If the storage fails.
     """
     store, name = open_parent(path)
     directory = _open_directory(store, name)
@@ -656,7 +664,7 @@ def open_checkpoint(path: str) -> OpenCheckpoint:
 
 
 def _open_directory(store: Store, name: str) -> Directory:
-    for _ in range(3):  # it may be replaced between two looks
+    for _ in range(3):  # it may be replaced between two reads
         try:
             return store.open(open_root(store).get_directory_name(name))
         except (FileNotFoundError, NotADirectoryError):
@@ -672,7 +680,7 @@ def _open_directory(store: Store, name: str) -> Directory:
 
 
 def _list_sibling_checkpoints(store: Store) -> str | None:
-    """What checkpoints of DCP's lie in a directory, if there are any."""
+    """List the DCP checkpoints in a directory, as text; None if there are none."""
     try:
         checkpoints = [name for name in sorted(store.list_names()) if store.has(f"{name}/{METADATA_FILE}")]
     except OSError:
@@ -681,7 +689,7 @@ def _list_sibling_checkpoints(store: Store) -> str | None:
 
 
 def _describe_other_directory(names: frozenset[str]) -> str:
-    """What a directory without metadata may be."""
+    """Describe the likely content of a directory without metadata."""
     below = sorted(
         f.removesuffix(f"/{METADATA_FILE}") for f in names if f.count("/") == 1 and f.endswith(f"/{METADATA_FILE}")
     )

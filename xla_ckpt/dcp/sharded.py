@@ -37,26 +37,26 @@ def sharded(
     *,
     optimizer: Any = None,
 ) -> dict[str, Any]:
-    """A state dict in which tensors that are parts of larger ones say so, for any call of DCP's, stock's included.
+    """Return a state dict whose tensor shards declare their global tensors, for any DCP function, including stock DCP.
 
-    Plain tensors of tensor-parallel ranks have the same keys and different values. DCP takes them for copies, and
-    stores one of them. Here each becomes a `GlobalTensor`: a tensor of the global shape, of which this rank has its
-    part. A load overwrites that part in place, so the tensors of the program are filled; what is no tensor is replaced
-    in the returned dict. Tensors that are whole, DTensors and everything else stay as they are.
+    Plain tensors of tensor-parallel ranks have the same keys and different values. DCP treats them as replicas, and
+    stores one of them. This function wraps each in a `GlobalTensor`: a tensor of the global shape with this rank's
+    shard. A load overwrites the shard in place, so the tensors of the program are filled; other values are replaced in
+    the returned dict. Replicated tensors, DTensors and all other values stay unchanged.
 
     Args:
-        state_dict: The state of a model or an optimizer, or a dict of several, as a call of DCP's takes it. Optimizer
-            states are split as their parameters are.
-        model: The module whose parameters say how they are split: neuronx-distributed's and Megatron's attributes, and
-            the layers that know it.
-        mesh: How the ranks are arranged; by default as neuronx-distributed has arranged them.
-        shardings: Rules as in `xla_ckpt.save_checkpoint`, which are asked first: (regular expression, spec), for keys
-            as DCP has them, such as ``model.layers.0.up.weight``.
-        optimizer: Needed if its states stand under numbers, as in ``optimizer.state_dict()``; and for ZeRO-1.
+        state_dict: The state of a model or an optimizer, or a dict of several, as for DCP. Optimizer states are sharded
+            like their parameters.
+        model: The module whose parameters declare their sharding: with neuronx-distributed's and Megatron's attributes,
+            or through its layers.
+        mesh: The mesh of the ranks; by default the mesh of neuronx-distributed.
+        shardings: Rules as in `xla_ckpt.save_checkpoint`, which take precedence: (regular expression, spec), for DCP
+            keys such as ``model.layers.0.up.weight``.
+        optimizer: Required if its states have numbers as keys, as in ``optimizer.state_dict()``; and for ZeRO-1.
 
     Raises:
-        UsageError: Nobody says how the ranks are arranged, or a rule does not fit.
-        UnsupportedStateError: The attributes of a parameter contradict each other.
+        UsageError: If the mesh is unknown, or a rule does not fit.
+        UnsupportedStateError: If the attributes of a parameter contradict each other.
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(
@@ -73,7 +73,7 @@ _NUMBERED_STATE_KEYS: Mapping[str | int, bool] = {
     "base_state": False,
     "sharded_master_weights": True,
 }
-"""Keys of optimizers below which parameters are numbers. Whether the tensors stand there themselves: master weights."""
+"""Optimizer keys whose members are keyed by parameter number -> True if the members are tensors: master weights."""
 
 
 class _GlobalTensorBuilder:
@@ -118,7 +118,7 @@ class _GlobalTensorBuilder:
         self.state_shardings = StateShardings(
             placement, self.rules, {format_key(name): p for name, p in self.parameters.items()}
         ).with_model(model)
-        # A state dict of a wrapped model may have the steps of the wrappers in its names.
+        # The state dict of a wrapped model may contain wrapper prefixes in its names.
         others = model.get_legacy_names() if is_model_view(model) else {}
         self.parameters |= {name: self.parameters[plain] for name, plain in others.items() if plain in self.parameters}
         self.seen_keys: list[str] = []
@@ -130,7 +130,7 @@ class _GlobalTensorBuilder:
         return views
 
     def _convert_leaf(self, keys: KeyPath, value: Any) -> Any:
-        """A tensor as a view that says where it lies; any other value as it is."""
+        """Wrap a tensor shard in a view of its global tensor; return any other value unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
         name = ".".join(map(str, keys))
@@ -146,13 +146,13 @@ class _GlobalTensorBuilder:
         return create_global_tensor(value, local)
 
     def _locate(self, name: str, keys: KeyPath, value: torch.Tensor, adapter: ArrayAdapter) -> LocalArray:
-        """Where a plain tensor lies."""
+        """Return the region of a plain tensor."""
         shape = tuple(value.shape)
         ruled = find_sharding(self.rules, name)
         owner, path = self._find_parameter(keys)
         is_state = schema.get_owner(path) is not None
         if ruled is not None and (owner is None or not is_state or shape == tuple(owner.value.shape)):
-            # A rule for a parameter is found in the keys of its states, too. Their step count is no part of a tensor.
+            # A rule for a parameter also matches the keys of its states. Their step count is not a shard.
             return (
                 create_unsharded(shape)
                 if len(ruled.dims) > len(shape)
@@ -165,7 +165,11 @@ class _GlobalTensorBuilder:
         )
 
     def _find_parameter(self, keys: KeyPath) -> tuple[OptimizerParameter | None, str]:
-        """The parameter that a tensor is, or is a state of, and the leaf path that it would have in a tag."""
+        """Return the parameter that a tensor is, or is a state of, and the leaf path that it would have in a tag.
+
+        Raises:
+            UsageError: If states are keyed by number and the optimizer is not passed.
+        """
         for i, key in enumerate(keys):
             if (
                 type(key) is not int
@@ -200,7 +204,11 @@ class _GlobalTensorBuilder:
 
 
 def _check_parameter_shape(parameter: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
-    """The parameter, whose attributes say how a tensor of its name is split."""
+    """Return the parameter whose attributes declare the sharding of a tensor with its name.
+
+    Raises:
+        UsageError: If the shapes differ.
+    """
     if tuple(parameter.shape) != shape:
         raise UsageError(
             "a tensor has another shape than the parameter of its name",

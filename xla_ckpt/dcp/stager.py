@@ -25,21 +25,21 @@ from xla_ckpt.snapshot.shards import HostShard
 
 
 class AsyncStager(StockStager):
-    """Freezes a state dict for ``dcp.async_save(..., async_stager=AsyncStager())``.
+    """A stager that copies a state dict to host memory: ``dcp.async_save(..., async_stager=AsyncStager())``.
 
-    XLA buffers never change: on the CPU they are only held, and nothing is copied; from other XLA devices all tensors
-    are transferred in one batch. CPU tensors are copied, since the next step overwrites them, and so are those of other
-    devices. DTensors, FSDP1's ShardedTensors and SPMD tensors become `GlobalTensor`s of what this process holds.
-    Anything else is deep-copied. When `stage` returns, the program may go on.
+    XLA buffers are immutable: on the CPU a reference is sufficient, without a copy; from other XLA devices all tensors
+    are transferred in one batch. CPU tensors and tensors of other devices are copied, because the next step overwrites
+    them. DTensors, FSDP1's ShardedTensors and SPMD tensors become `GlobalTensor`s with the shards of this process.
+    Other values are deep-copied. When `stage` returns, training may continue.
     """
 
     _synchronize_after_execute = False
 
     def stage(self, state_dict: Any, **_: Any) -> Any:
-        """The same containers, with frozen values in them.
+        """Return the same containers, with copied values.
 
         Raises:
-            UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
+            UnsupportedStateError: If a tensor cannot be stored, or a value cannot be copied.
         """
         with pause_gc():
             slots: dict[int, _TensorSlot] = {}
@@ -64,15 +64,15 @@ class AsyncStager(StockStager):
             return map_leaves(staged, lambda _, v: v.tensor if isinstance(v, _TensorSlot) else v, keep_classes=True)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` returns when everything is frozen."""
+        """Return immediately, because `stage` returns when everything is copied."""
 
     def close(self) -> None:
-        """Nothing to release: what is staged is freed with the save that holds it."""
+        """Do nothing: staged memory is freed with the save that holds it."""
 
 
 @dataclass(slots=True, eq=False)
 class _TensorSlot:
-    """Stands for a tensor until all are frozen."""
+    """A placeholder for a tensor until all are copied."""
 
     tensor: torch.Tensor
     build: Callable[[list[torch.Tensor]], torch.Tensor]
@@ -82,7 +82,7 @@ def _copy_value(value: Any, keys: KeyPath, copies: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, copies)
     except Exception as error:
-        # It runs code of the value's own, which may raise anything.
+        # `__deepcopy__` of the value may raise anything.
         raise UnsupportedStateError(
             f"a {type(value).__name__} cannot be copied: {error}",
             leaf=".".join(map(str, keys)),
@@ -92,11 +92,11 @@ def _copy_value(value: Any, keys: KeyPath, copies: dict[int, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _StagedPiece:
-    """A plain tensor that is to be frozen."""
+    """A plain tensor to copy."""
 
     key: str
     content: torch.Tensor | HostShard
-    """The tensor; or its bytes, where an adapter has given them already."""
+    """The tensor; or its bytes, if an adapter has already provided them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -105,14 +105,14 @@ class _StagedPiece:
 def _split_tensor(
     pieces: list[_StagedPiece], adapters: AdapterRegistry, key: str, value: torch.Tensor
 ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """Append the plain tensors of a value to `pieces`; how it is made of the frozen ones."""
+    """Append the plain tensors of a value to `pieces`. Return the function that rebuilds it from the copied ones."""
     first, shape, dtype = len(pieces), tuple(value.shape), value.dtype
     if isinstance(value, GlobalTensor):
         boxes = [box for box, _ in value.regions]
         pieces += [_StagedPiece(key, tensor, tensor.dtype, tuple(tensor.shape)) for _, tensor in value.regions]
     else:
         adapter = adapters.require(value, key)
-        adapter.get_dtype(value, key)  # refuses what cannot be stored
+        adapter.get_dtype(value, key)  # raises for unsupported tensors
         local = adapter.locate(value, key)
         if local is None:
             pieces.append(_StagedPiece(key, value, dtype, shape))
@@ -124,7 +124,7 @@ def _split_tensor(
 
 
 def _copy_pieces(pieces: Sequence[_StagedPiece]) -> list[torch.Tensor]:
-    """CPU tensors with the elements of the pieces, which nobody else will write to."""
+    """Return CPU tensors with the elements of the pieces, which the program cannot modify."""
     tensors = [(i, p.key, p.content) for i, p in enumerate(pieces) if isinstance(p.content, torch.Tensor)]
     shards = {i: p.content for i, p in enumerate(pieces) if isinstance(p.content, HostShard)}
     in_batch = copy_to_host([(key, tensor) for _, key, tensor in tensors])
@@ -144,7 +144,7 @@ def _copy_pieces(pieces: Sequence[_StagedPiece]) -> list[torch.Tensor]:
 
 
 def _view_shard_as_tensor(shard: HostShard, piece: _StagedPiece) -> torch.Tensor:
-    """The tensor that has the bytes of a shard, which nobody else writes to."""
+    """Return a tensor that shares the bytes of a shard, which the program cannot modify."""
     if not len(shard.data):
         return torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
     assert isinstance(shard.owner, torch.Tensor), "torch's adapters keep a tensor"
@@ -152,18 +152,18 @@ def _view_shard_as_tensor(shard: HostShard, piece: _StagedPiece) -> torch.Tensor
 
 
 def copy_to_host(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]:
-    """The bytes of (key, tensor) pairs, each in C order: views where that is possible, else copies.
+    """Return the bytes of (key, tensor) pairs, each in C order: views if possible, otherwise copies.
 
-    What lies on one kind of device is transferred in one batch.
+    Tensors on one kind of device are transferred in one batch.
 
     Raises:
-        UnsupportedStateError: A tensor has no plain array of elements, or not all of it is on devices of this process.
+        UnsupportedStateError: If a tensor is not dense, or is not entirely on devices of this process.
     """
     batches: dict[int, tuple[Any, list[int], list[tuple[Any, LocalArray]]]] = {}
     adapters = AdapterRegistry()
     for i, (key, value) in enumerate(tensors):
         adapter = adapters.require(value, key)
-        adapter.get_dtype(value, key)  # refuses what cannot be stored
+        adapter.get_dtype(value, key)  # raises for unsupported tensors
         local = adapter.locate(value, key) or create_unsharded(tuple(value.shape))
         _, numbers, values = batches.setdefault(id(adapter), (adapter, [], []))
         numbers.append(i)
@@ -176,7 +176,11 @@ def copy_to_host(tensors: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]
 
 
 def _join_shards(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[HostShard]) -> HostShard:
-    """One shard for all of a tensor."""
+    """Join the shards of a tensor into one.
+
+    Raises:
+        UnsupportedStateError: If a part of the tensor is on other processes.
+    """
     everything = Box.from_shape(tuple(value.shape))
     if everything.size == 0:
         return HostShard(memoryview(b""), None, immutable=True)

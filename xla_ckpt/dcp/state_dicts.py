@@ -1,4 +1,4 @@
-"""State dicts of DCP's calls: states of `Stateful` objects, and planners for them."""
+"""State dicts of DCP calls: states of `Stateful` objects, and planners for them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from xla_ckpt.loading.restore import MAX_STAGED_BYTES
 def collect_states(
     state_dict: Mapping[str, Any], rank: int, error_class: type[CheckpointError]
 ) -> tuple[dict[str, Any], CheckpointError | None]:
-    """The state dict with the states of `Stateful` objects in their places; or the error of one of them."""
+    """Replace `Stateful` objects in a state dict by their states. Return it, and the error of an object, if any."""
     states: dict[str, Any] = {}
     for key, value in state_dict.items():
         try:
             states[key] = value.state_dict() if _is_stateful(value) else value
         except Exception as error:
-            # Code of the program's may raise anything. All ranks have to hear of it.
+            # `state_dict` of the program may raise anything. The error must reach all ranks.
             return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, error_class, leaf=key)
     return states, None
 
 
 def collect_saved_states(state_dict: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return `collect_states` for a save, with tensors that name their chunks as `GlobalTensor`s."""
+    """Return `collect_states` for a save, with declared chunks as `GlobalTensor`s."""
     states, problem = collect_states(state_dict, rank, SaveError)
     if problem is None and any(map(has_declared_chunks, iterate_leaves(states))):
         try:
@@ -48,12 +48,12 @@ def collect_saved_states(state_dict: Mapping[str, Any], rank: int) -> tuple[dict
 
 
 def _is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Whether a value has a state of its own. To look for the methods of a protocol takes 10 us for each tensor."""
+    """Return True for a `Stateful` value. A protocol check takes 10 us per tensor, so tensors are skipped."""
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 def install_states(state_dict: dict[str, Any], states: Mapping[str, Any], rank: int) -> CheckpointError | None:
-    """Give `Stateful` objects what was loaded, and replace everything else; the error of one of them."""
+    """Load the states into `Stateful` objects, and replace all other values. Return the error of an object, if any."""
     for key in sorted(state_dict):
         value = state_dict[key]
         if not _is_stateful(value):
@@ -62,14 +62,14 @@ def install_states(state_dict: dict[str, Any], states: Mapping[str, Any], rank: 
         try:
             value.load_state_dict(states[key])
         except Exception as error:
-            # As above.
+            # `load_state_dict` may raise anything, too.
             doing = f"{type(value).__name__}.load_state_dict()"
             return as_checkpoint_error(error, doing, rank, LoadError, leaf=key)
     return None
 
 
 def find_empty_optimizers(states: Mapping[str, Any], stored: Collection[str], prefix: str = "") -> Iterator[str]:
-    """Optimizers of a state dict that have no state yet, where some is stored: the keys of it are not asked for.
+    """Find optimizers of a state dict that have no state yet although some is stored, which DCP would not load.
 
     >>> [*find_empty_optimizers({"o": {"state": {}, "param_groups": []}}, ["o.state.w.step"])]
     ['o']
@@ -86,9 +86,9 @@ def find_empty_optimizers(states: Mapping[str, Any], stored: Collection[str], pr
 
 
 def should_read_once(value: Any) -> bool:
-    """Whether a state is read once, into other memory: a small one, and one of which most is on accelerators."""
+    """Return True if a state should be read once into staging memory: if it is small, or mostly on accelerators."""
     if count_local_devices() > 1:
-        return False  # of an SPMD tensor a process needs parts only
+        return False  # a process only needs parts of an SPMD tensor
     on_host = on_devices = 0
     todo = [value]
     while todo:
@@ -111,7 +111,7 @@ def should_read_once(value: Any) -> bool:
 
 
 class _FailingPlanner:
-    """Has all ranks of a call raise an error that this one met before it."""
+    """A planner that raises an earlier error of this rank on all ranks of a call."""
 
     def __init__(self, problem: CheckpointError) -> None:
         super().__init__()
@@ -122,18 +122,18 @@ class _FailingPlanner:
 
 
 class FailingSavePlanner(_FailingPlanner, DefaultSavePlanner):
-    """Of a save."""
+    """A `_FailingPlanner` for saves."""
 
 
 class FailingLoadPlanner(_FailingPlanner, DefaultLoadPlanner):
-    """Of a load."""
+    """A `_FailingPlanner` for loads."""
 
 
 class ChunkLoadPlanner(DefaultLoadPlanner):
-    """DCP's `DefaultLoadPlanner`, for tensors that name their chunks, and on ranks that have nothing of some tensors.
+    """DCP's `DefaultLoadPlanner`, with support for declared chunks, and for ranks without a shard of some tensors.
 
-    FSDP1 has such ranks, if a tensor has fewer rows than there are ranks. DCP's own planner leaves these tensors out of
-    the state, takes the checkpoint for one of torch 2.3, since it has more keys, and fails on the optimizer's groups.
+    FSDP1 has such ranks, if a tensor has fewer rows than there are ranks. DCP's own planner drops these tensors from
+    the state, treats the checkpoint as one of torch 2.3, because it has more keys, and fails on the optimizer's groups.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:

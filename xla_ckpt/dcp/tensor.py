@@ -1,4 +1,4 @@
-"""`GlobalTensor`: a global tensor with the regions that this process has, in the form that DCP's planners expect."""
+"""`GlobalTensor`: a global tensor with the shards of this process, in the form that DCP's planners expect."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from xla_ckpt.core.sharding.local_array import LocalArray
 from xla_ckpt.errors import UnsupportedStateError
 
 TensorRegion = tuple[Box, torch.Tensor]
-"""A region of a global tensor, and its elements: a tensor of that shape, which a load overwrites."""
+"""A region of a global tensor, and a tensor of that shape with its elements, which a load overwrites."""
 
 
 class GlobalTensor(torch.Tensor):
-    """A tensor of global shape, for the calls of DCP: saved and loaded region by region, and nothing else.
+    """A tensor of global shape that DCP saves and loads region by region. It supports no other operations.
 
     It has no elements itself. Its regions are tensors of the program, or views of them, so that a load fills these. It
-    answers the protocol by which DTensor, too, tells DCP's planners what it holds.
+    implements the same protocol for DCP's planners as DTensor.
     """
 
     regions: tuple[TensorRegion, ...]
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, regions: Sequence[TensorRegion]) -> GlobalTensor:
-        """`regions` are disjoint, and may be none."""
+        """Create a global tensor; `regions` are disjoint, and may be empty."""
         make: Any = torch.Tensor._make_wrapper_subclass
         tensor: GlobalTensor = make(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False)
         tensor.regions = tuple(regions)
@@ -59,7 +59,7 @@ class GlobalTensor(torch.Tensor):
         )
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
-        """What is to be written of it."""
+        """Return the DCP write items of its regions."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -71,11 +71,15 @@ class GlobalTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The regions that it holds."""
+        """Return the DCP metadata of its regions."""
         return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box, _ in self.regions]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of one of them."""
+        """Return the tensor of the region at an index.
+
+        Raises:
+            UnsupportedStateError: If there is no such region.
+        """
         start = tuple(index.offset or ())
         for box, tensor in self.regions:
             if box.start == start:
@@ -84,7 +88,7 @@ class GlobalTensor(torch.Tensor):
 
 
 def create_global_tensor(value: torch.Tensor, local: LocalArray) -> GlobalTensor:
-    """Return the global tensor of which a tensor, or the local one of a DTensor, is what this process holds."""
+    """Create the global tensor of a shard: `value`, or the local tensor of a DTensor."""
     held = getattr(value, "_local_tensor", value).detach()
     return GlobalTensor(
         local.shape, value.dtype, [(piece.global_box, narrow_to_box(held, piece.local_box)) for piece in local.pieces]
@@ -92,7 +96,11 @@ def create_global_tensor(value: torch.Tensor, local: LocalArray) -> GlobalTensor
 
 
 def check_can_plan(value: torch.Tensor, key: str) -> None:
-    """Raise an error for a `CheckpointableTensor` that a planner gives as it is, since its chunks were not planned."""
+    """Check that a planner has not returned a `CheckpointableTensor` unwrapped, since its chunks were not planned.
+
+    Raises:
+        UnsupportedStateError: If `value` is a `CheckpointableTensor`.
+    """
     if value.dim() and is_checkpointable(value):
         raise UnsupportedStateError(
             f"the planner of torch {torch.__version__} takes a CheckpointableTensor for a whole tensor",
@@ -103,12 +111,12 @@ def check_can_plan(value: torch.Tensor, key: str) -> None:
 
 
 def wrap_declared_chunks(value: Any, key: str) -> Any:
-    """Return a tensor that names its chunks as a `GlobalTensor`, and any other value as it is.
+    """Wrap a tensor with declared chunks in a `GlobalTensor`; return any other value unchanged.
 
-    DCP's planners know the attributes of a `CheckpointableTensor` from torch 2.15 on.
+    DCP's planners support the attributes of a `CheckpointableTensor` from torch 2.15 on.
 
     Raises:
-        UnsupportedStateError: The chunks do not fit.
+        UnsupportedStateError: If the chunks do not fit.
     """
     if not isinstance(value, torch.Tensor) or not has_declared_chunks(value):
         return value

@@ -1,9 +1,9 @@
-"""DCP's `StorageWriter` on this library's engine: an atomic commit of one verified directory.
+"""DCP `StorageWriter` on this library's engine: an atomic commit of one verified directory.
 
 The coordinator creates a draft directory when it plans. All ranks write into it, and report the files and checksums
-that they wrote, or the error that they met. In `finish` the coordinator compares samples of replicas, writes
-``.metadata`` and the checksums, and renames the draft. A rank's error is part of its report and not raised there,
-because DCP would not call the coordinator again, and nothing would remove the draft.
+that they wrote, or their error. In `finish` the coordinator compares samples of replicas, writes ``.metadata`` and the
+checksums, and renames the draft. A rank's error is part of its report and is not raised on that rank first, because DCP
+would not call the coordinator again, and the draft would not be removed.
 
 DCP's planners treat plain tensors with one key on several ranks as replicas, and keep one of them. If they are shards
 of one tensor, as in tensor parallelism, the others would be lost, so differing samples raise an error.
@@ -78,44 +78,44 @@ from xla_ckpt.tags.root import Transaction, TransactionKind
 logger = get_logger(__name__)
 
 METADATA_VERSION = "1.0.0"
-"""What DCP writes as the version of its metadata."""
+"""Version that DCP writes into its metadata."""
 
 _COMMITTED_KEY = "committed"
-"""What rank 0 says in the job's store when a checkpoint is in place."""
+"""Value that rank 0 publishes in the job's store after the commit of a checkpoint."""
 
 
 class StorageWriter(CheckpointIdMixin, StockWriter):
-    """Writes checkpoints of `torch.distributed.checkpoint`: digested, durable, and committed by one rename.
+    """A writer of `torch.distributed.checkpoint` checkpoints: with checksums, durable, and committed by one rename.
 
-    For ``dcp.save(..., storage_writer=StorageWriter(path))`` and ``dcp.async_save``, with any planner. Stock readers
-    load what it writes. A checkpoint that has that path is replaced in one step: whoever looks finds the old or the new
-    one. If any rank fails, nothing is committed and nothing is left behind, and all ranks raise DCP's
-    `CheckpointException`, which holds the error (`xla_ckpt.dcp.save` raises the error itself).
+    Use it as ``dcp.save(..., storage_writer=StorageWriter(path))`` or with ``dcp.async_save``, with any planner. Stock
+    readers can load the checkpoints. An existing checkpoint at the path is replaced atomically: readers see the old or
+    the new one. If any rank fails, nothing is committed, all files are removed, and all ranks raise DCP's
+    `CheckpointException`, which contains the error (`xla_ckpt.dcp.save` raises the error itself).
 
     Args:
-        checkpoint_id: The directory that is to hold the checkpoint.
-        options: Its `replicas` count: ``"equal"``, tensors that several ranks hold under one key are compared, by
-            samples, and a difference is a `DivergentReplicasError`; ``"first"``, one of them is stored, and a warning
-            says of which they are. Others of its fields are refused. By default those of `default_options`.
-        overwrite: Whether a checkpoint that is there already is replaced; else it is a `UsageError`.
-        num_workers: Threads that write, at most.
+        checkpoint_id: The directory of the checkpoint.
+        options: Only `replicas` is supported, for tensors that several ranks have under one key. ``"equal"`` compares
+            samples of them, and a difference raises `DivergentReplicasError`; ``"first"`` stores one of them, with a
+            warning that lists differing keys. Other fields raise an error. By default the options of `default_options`.
+        overwrite: True to replace an existing checkpoint; otherwise it raises a `UsageError`.
+        num_workers: Maximum number of writer threads.
     """
 
     save_id = ""
-    """Names this save in the metadata, as stock's writer does."""
+    """ID of this save in the metadata, as in stock's writer."""
 
-    # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
+    # Stock's base class has no `__init__`, so derived classes of programs do not call one.
     _rank: int | None = None
     _planned_items: Sequence[WriteItem] = ()
     _draft: Transaction | None = None
     _outcome_exchange: Exchange | None = None
     _finalizer: weakref.finalize[..., Any] | None = None
     phases: PhaseRecorder | None = None
-    """Where the time of this rank's writing goes."""
+    """Phases of this rank's writing, for timings."""
     nbytes = 0
-    """Bytes of tensors that this rank has written in this save."""
+    """Number of tensor bytes that this rank has written in this save."""
     files = 0
-    """Files with tensors that this rank has written in this save."""
+    """Number of files with tensors that this rank has written in this save."""
 
     def __init__(
         self,
@@ -140,24 +140,25 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
         return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
 
     def abandon(self) -> None:
-        """Remove what a save has written that was not committed."""
+        """Remove the uncommitted files of a save."""
         with defer_signals():
             if self._finalizer is not None:
                 self._finalizer()
             self._draft = self._finalizer = None
 
     def ended(self, error: CheckpointError, seconds: float) -> None:
-        """Find out how a save ended in which a collective failed: returns if it committed.
+        """Determine the outcome of a save in which a collective failed: return if it was committed.
 
-        torch's collectives fail on some ranks sooner than on others, and only some may have been told of the commit.
+        torch's collectives fail earlier on some ranks than on others, and only some ranks may have received the commit.
 
         Args:
-            error: What this rank has met.
-            seconds: How long it waits, at most, for rank 0 to say how a commit ended that it has begun.
+            error: The error on this rank.
+            seconds: Maximum number of seconds to wait for rank 0 to publish the outcome of a commit that it has begun.
 
         Raises:
-            CheckpointError: It did not commit. All ranks that have begun to write raise the same.
-            RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows how that ended.
+            CheckpointError: If it was not committed. All ranks that have begun to write raise the same error.
+            RankFailedError: If it was not committed, or if rank 0 was lost during the commit, so that the outcome is
+                unknown.
         """
         decided = error if self._outcome_exchange is None else self._outcome_exchange.decide_outcome(error)
         if decided is not None:
@@ -189,7 +190,7 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._resolve_path()
-        self.save_id = uuid.uuid4().hex  # stock's planners may give the order of another save: this tells them apart
+        self.save_id = uuid.uuid4().hex  # stock's planners may return the task of another save, which has another ID
         self._planned_items = plan.items
         return dataclasses.replace(plan, storage_data=self.save_id)
 
@@ -197,9 +198,10 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
         store, name = self._resolve_path()
         with wrap_os_errors("beginning a save", path=self._path), annotate_errors(path=self._path):
             check_overwrite_target(self._path, store, name, overwrite=self.overwrite)
-            with defer_signals():  # what a signal handler raises comes when somebody can remove the draft
+            with defer_signals():  # defer signal handlers until the draft can be removed
                 self._draft = Transaction(open_root(store), name, TransactionKind.CHECKPOINT).begin()
-                # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
+                # DCP does not notify a writer if a rank fails before writing: then the draft is removed with the
+                # writer.
                 self._finalizer = weakref.finalize(self, self._draft.abort)
         draft, fate = self._draft.directory.name, f"dcp/{self.save_id}"
         self._outcome_exchange = _create_outcome_exchange(fate, len(plans))
@@ -222,7 +224,7 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
         try:
             results = self._write_part(plan, planner)
         except Exception as error:
-            # It travels to the coordinator, which raises it on all ranks and removes the draft.
+            # Sent to the coordinator, which raises it on all ranks and removes the draft.
             problem = as_checkpoint_error(error, "saving", rank, path=self._path)
             results = [create_report_result(RankWriteReport(rank=rank, error=problem.to_json()))]
         done: Future[list[WriteResult]] = Future()
@@ -242,13 +244,21 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
             self.abandon()
 
     def _resolve_path(self) -> tuple[Store, str]:
-        """The store that holds the checkpoint, and its name there."""
+        """Return the store that contains the checkpoint, and its name there.
+
+        Raises:
+            UsageError: If there is no directory.
+        """
         if self._path is None:
             raise UsageError("nobody has said where the checkpoint goes", hint="Give checkpoint_id, the directory.")
         return open_parent(self._path)
 
     def _write_part(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write this rank's part; one result for each item, behind the report."""
+        """Write this rank's part. Return the report, followed by one result for each item.
+
+        Raises:
+            UsageError: If the planner has replaced the task of this writer.
+        """
         order = plan.storage_data
         if not isinstance(order, RankWriteTask):
             raise UsageError(
@@ -257,7 +267,7 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
                 found=type(order).__name__,
             )
         store, name = self._resolve_path()
-        # A planner that keeps plans (enable_plan_caching) gives the order of an earlier save, with that one's draft.
+        # A planner that caches plans (enable_plan_caching) returns the task of an earlier save, with its draft name.
         draft = open_root(store).get_draft_name(name)
         if order.save_id in (None, self.save_id):
             draft = order.draft_name
@@ -296,10 +306,10 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
     def _build_final_files(
         self, draft: Transaction, metadata: Metadata, results: list[list[WriteResult]]
     ) -> dict[str, bytes]:
-        """The files that make a draft a checkpoint, when all ranks have written what they report.
+        """Build the files that complete a draft, after all ranks have written the reported files.
 
         Raises:
-            CheckpointError: A rank has failed, or what the ranks have written does not fit together.
+            CheckpointError: If a rank has failed, or the files of the ranks are inconsistent.
         """
         reports = [find_report(rank, of_rank) for rank, of_rank in enumerate(results)]
         if (error := next((report.error for report in reports if report.error is not None), None)) is not None:
@@ -327,23 +337,23 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
     def _commit(self, draft: Transaction, files: Mapping[str, bytes]) -> None:
         draft.seal(files)
         if self._outcome_exchange is not None and (given_up := self._outcome_exchange.decide_outcome()) is not None:
-            raise given_up  # another rank, which has told its caller so
+            raise given_up  # another rank has published and raised it
         draft.commit()
         if self._outcome_exchange is not None:
             try:
                 self._outcome_exchange.publish(_COMMITTED_KEY)
             except Exception as error:
-                # Whatever it is, the checkpoint is in place, and no rank may be told otherwise.
+                # The checkpoint is committed, so no rank may receive another outcome.
                 logger.warning("that %s is saved could not be told to all ranks: %s", self._path, error)
 
 
 class FileSystemWriter(StorageWriter):
-    """`StorageWriter` with the arguments of DCP's `FileSystemWriter`, for programs that make one.
+    """A `StorageWriter` with the arguments of DCP's `FileSystemWriter`.
 
-    Those that only tune stock's writer do nothing here.
+    Arguments that only tune stock's writer have no effect.
 
-    Raises (on construction):
-        UsageError: Files are wanted that this writer does not make: compressed ones, or safetensors alone.
+    Raises:
+        UsageError: If unsupported files are requested: compressed ones, or only safetensors (on construction).
     """
 
     def __init__(
@@ -376,18 +386,20 @@ class FileSystemWriter(StorageWriter):
 
 
 def _create_outcome_exchange(name: str, world: int) -> Exchange | None:
-    """Where the ranks of a save agree how it ended, if a collective of torch's fails; None in a process alone."""
+    """Create the exchange in which ranks agree on the outcome if a torch collective fails; None for a single
+    process.
+    """
     return Exchange(get_torch_communicator(), name, STORE_TIMEOUT_SECONDS) if world > 1 else None
 
 
 def is_tensor_item(item: WriteItem) -> bool:
-    """Whether an item is a tensor, or a part of one."""
+    """Return True if an item is a tensor, or a part of one."""
     return item.type != WriteItemType.BYTE_IO
 
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """An item of a plan that is a tensor, and what this rank has of it."""
+    """A tensor item of a plan, with its data on this rank."""
 
     item: WriteItem
     value: torch.Tensor
@@ -396,7 +408,7 @@ class TensorItem:
 
     @property
     def chunk(self) -> DcpChunk:
-        """The region of a file that it is."""
+        """The item's region as a DCP chunk."""
         assert self.item.tensor_data is not None
         stored, key = self.item.tensor_data.chunk, self.item.index.fqn
         stop = tuple(low + n for low, n in zip(stored.offsets, stored.sizes, strict=True))
@@ -404,7 +416,7 @@ class TensorItem:
             return make_chunk(key, get_tensor_dtype(self.value), Box(tuple(stored.offsets), stop))
 
     def create_sample(self, *, written: bool) -> tuple[ChunkKey, ReplicaSample]:
-        """A sample of it, and the place that it is of."""
+        """Create a sample of the item for replica comparison, with its key."""
         key, shape = self.item.index.fqn, tuple(self.value.shape)
         loose = may_differ(key, self.value.dtype is torch.uint8, shape)
         described = _describe_tensor(self.value.dtype, shape)
@@ -414,10 +426,10 @@ class TensorItem:
 
 
 def resolve_tensors(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorItem]:
-    """What this rank has of the tensors among some items, as the planner gives them.
+    """Return the tensor items of a plan with their data from the planner.
 
     Raises:
-        UnsupportedStateError: One is not what the planner told the other ranks of.
+        UnsupportedStateError: If a tensor differs from the description that the planner sent to the other ranks.
     """
     tensors = [*filter(is_tensor_item, items)]
     values = [(item.index.fqn, _resolve_tensor(item, planner)) for item in tensors]
@@ -429,7 +441,7 @@ def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     value: Any = planner.resolve_data(item)
     if isinstance(value, torch.Tensor):
         check_can_plan(value, item.index.fqn)
-    shard = getattr(value, "__get_tensor_shard__", None)  # some planners give the whole sharded tensor
+    shard = getattr(value, "__get_tensor_shard__", None)  # some planners return the whole sharded tensor
     value = value if shard is None else shard(item.index)
     described = item.tensor_data
     assert described is not None
@@ -447,8 +459,8 @@ def _resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 
 def plan_files(tensors: Sequence[TensorItem], stem: str) -> tuple[FilePlans, list[WriteResult]]:
-    """The files of some tensors, and where each will lie. The leaf of a region is the number of its tensor."""
-    # Readers of safetensors know one region of a name in a file: a second one goes to a further file.
+    """Plan the files of tensors, and the location of each tensor. The leaf of a region is the number of its tensor."""
+    # Readers of safetensors support one region per name in a file: a second one is written to another file.
     again: Counter[str] = Counter()
     by_file: dict[int, list[tuple[int, TensorItem]]] = {}
     for i, tensor in enumerate(tensors):
@@ -477,7 +489,11 @@ def _describe_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 def write_values(
     directory: Directory, stem: str, items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[list[WriteResult], FileRecord | None]:
-    """Write what is no tensor into one file, one thing behind the other."""
+    """Write values other than tensors sequentially into one file.
+
+    Raises:
+        UnsupportedStateError: If a value cannot be pickled.
+    """
     if not items:
         return [], None
     path = f"objects-{stem}.distcp"
@@ -485,7 +501,8 @@ def write_values(
     for item in items:
         try:
             value: Any = planner.resolve_data(item)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises; it names no key
+        # exceptions of pickle, which do not contain the key
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UnsupportedStateError(
                 f"it cannot be pickled: {error}",
                 leaf=item.index.fqn,
@@ -513,7 +530,7 @@ def _create_write_result(index: MetadataIndex, path: str, offset: int, nbytes: i
 
 
 ChunkKey = tuple[str, tuple[int, ...]]
-"""(key, offset in the global tensor) of what a rank planned to write."""
+"""(key, offset in the global tensor) of a planned write."""
 
 _REPLICAS_HINT = (
     "Tensor parallelism that nobody declared is the likely cause, or pipeline stages that use the same keys: give "
@@ -523,26 +540,26 @@ _REPLICAS_HINT = (
 )
 
 _BATCH_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of keys that data-parallel ranks may hold different values of: what a BatchNorm has counted on its own."""
+"""Last components of keys whose values may differ between data-parallel ranks: local statistics of BatchNorm layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSample:
-    """What one rank has of something."""
+    """A sample of a value on one rank, for replica comparison."""
 
     description: str
-    """Element type and shape."""
+    """Dtype and shape."""
 
     digest: int
     """Digest of some of its bytes."""
 
     written: bool
     is_unchecked: bool = False
-    """Whether a difference is worth a warning only."""
+    """True if a difference only causes a warning."""
 
 
 def may_differ(key: str, is_bytes: bool, shape: Sequence[int]) -> bool:
-    """Whether data-parallel ranks may have different values under a key.
+    """Return True if data-parallel ranks may have different values under a key.
 
     These are the statistics of a BatchNorm, and rows of bytes, which are states of random generators.
     """
@@ -550,10 +567,10 @@ def may_differ(key: str, is_bytes: bool, shape: Sequence[int]) -> bool:
 
 
 def get_replicas_option(options: SaveOptions | None) -> ReplicaPolicy:
-    """What is done with replicas that differ: the one option of a save that DCP's calls have a use for.
+    """Return the policy for replicas that differ, the only supported option of a save through DCP.
 
     Raises:
-        UsageError: The caller says another one, which would have no effect.
+        UsageError: If the caller sets another option, which would have no effect.
     """
     if isinstance(options, SaveOptions) and options != SaveOptions(replicas=options.replicas):
         raise UsageError("of the options of a save, xla_ckpt.dcp heeds replicas alone", found=repr(options))
@@ -561,10 +578,10 @@ def get_replicas_option(options: SaveOptions | None) -> ReplicaPolicy:
 
 
 def compare_replicas(rank_samples: Sequence[Mapping[ChunkKey, ReplicaSample]], replicas: ReplicaPolicy) -> None:
-    """Compare what all ranks have.
+    """Compare the samples of all ranks.
 
     Raises:
-        DivergentReplicasError: Two ranks hold different things under one key, and they have to be equal.
+        DivergentReplicasError: If two ranks have different values under one key, which must be equal.
     """
     stored: dict[ChunkKey, tuple[int, ReplicaSample]] = {}
     for rank, samples in enumerate(rank_samples):
@@ -594,28 +611,28 @@ def compare_replicas(rank_samples: Sequence[Mapping[ChunkKey, ReplicaSample]], r
 
 
 REPORT_INDEX = MetadataIndex("~xla_ckpt report")
-"""Index of the result that is a rank's report, and no item of the state."""
+"""Index of the write result that contains a rank's report instead of an item of the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWriteTask:
-    """What the coordinator tells a rank."""
+    """The task that the coordinator sends to a rank."""
 
     draft_name: str
-    """Name of the directory that is filled."""
+    """Name of the draft directory."""
 
     exchange_name: str
-    """What the round is called in which the ranks agree how the save ended, if one of them is lost."""
+    """Name of the exchange in which the ranks agree on the outcome if one of them is lost."""
 
     rank: int
     world: int
     save_id: str | None
-    """The save of that rank that it is for. Planners that keep plans may give an old one."""
+    """ID of the rank's save that the task is for. Planners that cache plans may return an old one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWriteReport:
-    """What a rank tells the coordinator."""
+    """The report that a rank sends to the coordinator."""
 
     rank: int
     files: tuple[FileRecord, ...] = ()
@@ -624,15 +641,15 @@ class RankWriteReport:
 
 
 def create_report_result(report: RankWriteReport) -> WriteResult:
-    """A report as a result of DCP's, which travels to the coordinator."""
+    """Convert a report to a DCP write result, which is sent to the coordinator."""
     return WriteResult(index=REPORT_INDEX, size_in_bytes=0, storage_data=report)
 
 
 def find_report(rank: int, results: Sequence[WriteResult]) -> RankWriteReport:
-    """The report among the results of a rank.
+    """Return the report among the results of a rank.
 
     Raises:
-        SaveError: There is none.
+        SaveError: If there is no report.
     """
     for result in results:
         if isinstance(result.storage_data, RankWriteReport):
@@ -644,21 +661,24 @@ _DCP_FILE = re.compile(
     r"\.metadata(\.tmp)?|__\d+\.metadata(\.tmp)?|\.manager_metadata|.*\.distcp|.*\.safetensors|"
     r"model\.safetensors\.index\.json|" + re.escape(DIGESTS)
 )
-"""Names of files that make up a checkpoint of DCP's."""
+"""Names of files in a DCP checkpoint."""
 
 _DCP_ONLY_FILE = re.compile(r"\.metadata|__\d+\.metadata|.*\.distcp|" + re.escape(DIGESTS))
-"""Names of files that nothing else has: a directory with others, but without one of these, is not replaced."""
+"""Names of files that only occur in DCP checkpoints: a directory with other files, but none of these, is not
+replaced."""
 
 
 def check_overwrite_target(path: str | None, store: Store, name: str, *, overwrite: bool) -> None:
-    """Refuse to replace anything that is no checkpoint of DCP's, and the directory in which the program works.
+    """Check that a path may be overwritten: only a DCP checkpoint, and not the current working directory.
 
     Args:
-        store: What holds it.
-        name: Its name there.
+        path: The path, for error messages.
+        store: The store that contains it.
+        name: Its name in the store.
+        overwrite: False to reject an existing checkpoint as well.
 
     Raises:
-        UsageError: Something else has that name.
+        UsageError: If the path may not be overwritten.
     """
     if path is not None and is_working_directory(path):
         raise UsageError(
@@ -679,7 +699,7 @@ def check_overwrite_target(path: str | None, store: Store, name: str, *, overwri
         hint = "Give the checkpoint a directory of its own."
         names = other or names
     elif names and not overwrite:
-        # Programs look for these words of stock's.
+        # Programs match this wording of stock DCP.
         problem, hint = "Checkpoint already exists, and overwrite=False", "Choose another path."
     else:
         return
