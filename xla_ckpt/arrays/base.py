@@ -40,7 +40,7 @@ class ArrayAdapter(Protocol):
         """Return the local shape, or the global shape for arrays with their own sharding."""
 
     def locate(self, value: Any, path: str = "") -> LocalArray | None:
-        """Return the region of the array in the global array; None if the array has no sharding of its own."""
+        """Return the region of the array in the global array; None if it does not define a sharding."""
 
     def get_host_shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[HostShard]]:
         """Return the bytes of each piece of each value, in host memory."""

@@ -24,7 +24,7 @@ CHUNK_HOOKS = ("__create_chunk_list__", "__create_write_items__")
 
 
 def is_checkpointable(value: Any) -> bool:
-    """Return True if a tensor has all attributes of torch's `CheckpointableTensor`."""
+    """Return True if a tensor has all attributes of a torch `CheckpointableTensor`."""
     return hasattr(value, GLOBAL_SHAPE) and all(hasattr(value, name) for name in CHUNK_ATTRIBUTES)
 
 

@@ -55,7 +55,7 @@ def get_dtype_name(dtype: torch.dtype) -> str:
 
 
 def find_torch_dtype(dtype: DType) -> torch.dtype | None:
-    """Return the torch dtype with the same name; None if there is none."""
+    """Return the torch dtype with the same name, or None."""
     attribute = getattr(torch, dtype.name, None)
     return attribute if isinstance(attribute, torch.dtype) else None
 
@@ -66,7 +66,7 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor of torch's own classes is dense."""
+    """Return True if a tensor of a torch class is dense."""
     return tensor.layout is torch.strided and tensor.dtype not in _COMPOSITE_DTYPES and not tensor.is_nested
 
 

@@ -2,7 +2,7 @@
 
 A program that has not imported torch has no torch objects, so nothing is imported to check. Only this module checks if
 torch is loaded or installed. Modules that import torch at the top are imported if a program has one of its objects, or
-requests one; otherwise only inside `xla_ckpt.extras.naming_extras`.
+requests one; otherwise only inside `xla_ckpt.extras.wrap_missing_packages`.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class StorageReader(CheckpointIdMixin, StockReader):
 
 
 class FileSystemReader(StorageReader):
-    """A `StorageReader` with the arguments of DCP's `FileSystemReader`.
+    """A `StorageReader` with the arguments of the DCP `FileSystemReader`.
 
     Raises:
         UsageError: If extensions are passed, which change the stored bytes (on construction).

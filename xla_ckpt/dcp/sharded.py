@@ -109,7 +109,7 @@ class _GlobalTensorBuilder:
             for name, value in (model.named_parameters() if model is not None else ())
         }
         self.numbered_names: list[str] = []
-        """Names of the optimizer's parameters, in the order of torch's numbers."""
+        """Names of the optimizer's parameters, in the order of the torch numbers."""
         if self.optimizer is not None:
             names = get_parameter_names(model)
             self.numbered_names = optimizers.list_parameter_names(self.optimizer, names)

@@ -348,7 +348,7 @@ class StorageWriter(CheckpointIdMixin, StockWriter):
 
 
 class FileSystemWriter(StorageWriter):
-    """A `StorageWriter` with the arguments of DCP's `FileSystemWriter`.
+    """A `StorageWriter` with the arguments of the DCP `FileSystemWriter`.
 
     Arguments that only tune stock's writer have no effect.
 

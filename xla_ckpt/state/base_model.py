@@ -1,8 +1,8 @@
 """Adapter-only checkpoints: exclude the base model, record its checksums, and verify them on load.
 
 The base consists of the parameters that a save with only= excludes: parameters that are frozen, or not selected. Each
-rank computes checksums of its own shards without communication. The checksum of some rows of an array is a sum over the
-rows, so the checksum of all rows does not depend on the sharding.
+rank computes checksums of its local shards without communication. The checksum of some rows of an array is a sum over
+the rows, so the checksum of all rows does not depend on the sharding.
 """
 
 from __future__ import annotations

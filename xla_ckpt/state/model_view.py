@@ -29,7 +29,7 @@ from xla_ckpt.state.wrappers import PLAIN_PROPERTY, get_modules, unwrap_model
 logger = get_logger(__name__)
 
 _NXD_CONFIG = "nxd_config"
-"""Attribute of neuronx-distributed's wrappers, whose `load_state_dict` calls the wrapped module's."""
+"""Attribute of neuronx-distributed wrappers, whose `load_state_dict` calls the wrapped module's."""
 
 
 class ModelView(torch.nn.Module):
@@ -113,7 +113,7 @@ class ModelView(torch.nn.Module):
 
 
 class LoraModelView(ModelView):
-    """A view of neuronx-distributed's `LoraModel`: a base model with adapters for some layers."""
+    """A view of a neuronx-distributed `LoraModel`: a base model with adapters for some layers."""
 
     def select_entries(self, stored: Container[str]) -> dict[str, Any]:
         """See `ModelView`. A tag may contain the adapters, the base model, or both.

@@ -154,7 +154,7 @@ class TrainingObjects:
                 optimizer_tree = optimizers.get_optimizer_tree(optimizer, names)
                 parameters = optimizers.get_saved_parameters(optimizer, model, names, placement)
             by_name = optimizers.is_keyed_by_name(optimizer, optimizer_tree)
-            states = get_optimizer_schema(optimizer)  # an `OptimizerDict` has no schema of its own
+            states = get_optimizer_schema(optimizer)  # an `OptimizerDict` has no schema
             if by_name and states.per_rank:
                 optimizer_tree = rank_local_state.split_rank_local(optimizer_tree, states, placement)
                 alone.append(schema.get_rank_path(schema.get_per_rank_state_path(), rank))

@@ -42,7 +42,7 @@ def is_optimizer_like(value: Any) -> bool:
 
 
 def list_parameters(optimizer: Any) -> list[tuple[Any, str]]:
-    """List (parameter, ``#group.position``) in the order of torch's packed ids, each parameter once."""
+    """List (parameter, ``#group.position``) in packed-id order, as in torch, each parameter once."""
     places: dict[int, tuple[Any, str]] = {}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -51,7 +51,7 @@ def list_parameters(optimizer: Any) -> list[tuple[Any, str]]:
 
 
 def list_parameter_names(optimizer: Any, names: ParameterNames) -> list[str]:
-    """List the name of every parameter, in the order of torch's packed ids.
+    """List the name of every parameter, in packed-id order, as in torch.
 
     Raises:
         UnsupportedStateError: If two parameters have the same name.
@@ -164,7 +164,7 @@ def index_parameters(optimizer: Any, names: Sequence[Any], placement: RankInfo) 
 
 
 def is_standard(packed: Any) -> bool:
-    """Return True if a state has the structure of torch's optimizers."""
+    """Return True if a state has the structure of torch optimizers."""
     if not isinstance(packed, Mapping) or not isinstance(packed.get(schema.STATE), Mapping):
         return False
     groups = packed.get(schema.PARAM_GROUPS)

@@ -62,7 +62,7 @@ class OptimizerInstallation:
 
     optimizer: Any
     packed_state: Mapping[str, Any]
-    """The state in the structure of torch's `state_dict`, with numbers for parameters."""
+    """The state in the structure of a torch `state_dict`, with numbers for parameters."""
 
     uses_custom_load: bool
     """True if the optimizer's custom `load_state_dict` is called."""
@@ -95,7 +95,7 @@ class OptimizerInstallation:
             hook(self.optimizer)
 
     def _set_state(self) -> None:
-        """Set the state as the end of torch's `load_state_dict` does."""
+        """Set the state like the last part of `Optimizer.load_state_dict` in torch."""
         if self._unpacked is None:
             self._unpacked = self._unpack()
         optimizer, (state, groups) = self.optimizer, self._unpacked

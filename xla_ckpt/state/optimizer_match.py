@@ -1,4 +1,4 @@
-"""Match stored optimizer parameters and param groups with those of the program's optimizer."""
+"""Match stored optimizer parameters and param groups with those of the current optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OptimizerMatch:
     """The optimizers that hold the states: the wrapped ones of a ZeRO-1 optimizer, otherwise the optimizer itself."""
 
     parameters: Sequence[tuple[Any, str]]
-    """(parameter, position) in the order of torch's packed ids."""
+    """(parameter, position) in packed-id order, as in torch."""
 
     stored_names: Sequence[Any]
     """The stored name of each parameter."""

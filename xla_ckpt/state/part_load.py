@@ -422,7 +422,7 @@ def reject_bare_value(stored: StoredPart) -> PartLoadPlan:
 
 def find_pickled_model(skeleton: Any) -> Any:
     """Return the part of a stored state that is a model pickled as a whole: the root, its model, or the entry of that
-    name in a torch.save file; None if there is none.
+    name in a torch.save file; otherwise None.
     """
     members = get_children(skeleton) or {}
     extras = get_children(members.get(schema.EXTRAS)) or {}

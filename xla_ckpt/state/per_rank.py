@@ -183,7 +183,7 @@ _RESHARD_HINT = (
 )
 
 _DEFAULT_POSITION_KEY = "yielded"
-"""Key for the number of samples read in the state of torchdata's sampler."""
+"""Key for the number of samples read in the state of a torchdata sampler."""
 
 
 def find_position_reshard(member: Any, position: str | None) -> ReshardPosition | None:

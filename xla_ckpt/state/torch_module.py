@@ -396,7 +396,7 @@ def _load_quantization_state(module: torch.nn.Module, state: Mapping[str, Any]) 
 
 
 _TORCH_ERROR_PREFIX = "Error(s) in loading state_dict"
-"""Prefix of the error of torch's `load_state_dict`."""
+"""Prefix of the error of the torch `load_state_dict`."""
 
 
 def is_extra_state(key: str) -> bool:

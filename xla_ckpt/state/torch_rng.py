@@ -14,14 +14,14 @@ from xla_ckpt.logs import get_logger
 logger = get_logger(__name__)
 
 _SEED_COUNT = 1 << 64
-"""Number of seeds of XLA's generator."""
+"""Number of seeds of the XLA generator."""
 
 _OTHER_KEYS = ("python", "numpy", "torch", "xla")
 """Keys of the state other than kinds of accelerators."""
 
 
 def get_generator_states() -> dict[str, Any]:
-    """Return the current state of torch's generators."""
+    """Return the current state of the torch generators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if _is_xla_loaded():
         state["xla"] = _get_xla_seed()
@@ -89,7 +89,7 @@ def _get_xla_seed() -> int:
 
 
 def _find_active_loader() -> Any | None:
-    """Return the iterator of a torch_xla loader over which the program iterates; None if there is none."""
+    """Return the iterator of a torch_xla loader over which the program iterates, or None."""
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is None:
         return None

@@ -198,5 +198,5 @@ def get_base_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _list_parameters(optimizer: Any) -> list[Any]:
-    """List the parameters in the order of torch's packed ids."""
+    """List the parameters in packed-id order, as in torch."""
     return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
