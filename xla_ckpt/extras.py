@@ -97,9 +97,8 @@ def wrap_missing_packages(feature: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in PACKAGE_EXTRAS or is_installed(
-            package
-        ):  # a missing module of an installed package is another problem
+        # A missing module of an installed package is another problem.
+        if package not in PACKAGE_EXTRAS or is_installed(package):
             raise
         raise _make_missing_error(package, feature) from error
 

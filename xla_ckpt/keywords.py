@@ -319,9 +319,8 @@ def suggest_leaf(leaf: str, leaves: Sequence[str]) -> str:
         return next((f": did you mean {pattern!r}?" for pattern in fitting), "")
     if any(path == leaf or path.startswith((f"{leaf}/", f"{leaf}.")) for path in leaves):
         return ""  # the path is known, and rejected for another reason
-    longest = 2 * len(
-        leaf
-    )  # a longer word has less than `MIN_SIMILARITY`; checking all parts of a long path is quadratic
+    # A longer word has less than `MIN_SIMILARITY`, and checking all parts of a long path is quadratic.
+    longest = 2 * len(leaf)
     parts = {path[:end] for path in leaves for end, letter in enumerate(path[: longest + 1]) if letter == "/"}
     if whole := suggest(leaf, [*leaves, *sorted(parts)]):
         return whole

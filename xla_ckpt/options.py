@@ -73,8 +73,8 @@ class SaveOptions:
         timeout: Seconds that a finished rank waits for the others before all remaining ranks fail.
         retention: Retention policy that is applied after the commit, instead of ``num_kept_ckpts`` (docs/retention.md):
             ``LatestN(3)``, ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``,
-            ``LatestDuration(timedelta(days=7))``, or a combination that keeps what any of them keeps: ``LatestN(3) |
-            BestN("loss")``. None keeps all. The newest tag and pinned tags are always kept.
+            ``LatestDuration(timedelta(days=7))``, or a combination that keeps the union:
+            ``LatestN(3) | BestN("loss")``. None keeps all. The newest tag and pinned tags are always kept.
         products: Tuple of `Product`s: exports of the tag for other readers, made after its commit, in the background on
             rank 0: a Hugging Face folder, another layout (docs/products.md). An error is logged, does not fail the
             save, and is raised by `finalize_checkpoint`, which waits for products.

@@ -157,9 +157,8 @@ def _read_direct(
 ) -> None:
     """Read a batch into its destination, and verify it there."""
     plan, read = batch.plan, batch.extents.plan_row[0]
-    shift = int(
-        plan.slot_offset[read] - plan.shard_offset[read] - plan.offset[read]
-    )  # from an offset in the file to one in the slot
+    # From an offset in the file to one in the slot.
+    shift = int(plan.slot_offset[read] - plan.shard_offset[read] - plan.offset[read])
     into = buffers[plan.slot[read]][batch.start + shift : batch.stop + shift]
     if slabs is not None:
         with phases.measure("read", about=batch.get_leaf()):

@@ -232,9 +232,8 @@ def _save(path: PathLike, tag: str, content: TrainingObjects | PyTree, request: 
                 SAVES.start(handle, save, options.on_error)
                 frozen = save = None  # the state is kept in memory only as long as its thread needs it
         if save is not None and refused is not None:
-            save.report_refusal(
-                refused
-            )  # only now, because a callback that receives the report may save on the same path
+            # Only now, because a callback that receives the report may save on the same path.
+            save.report_refusal(refused)
         if refused is not None:
             raise refused
         if request.blocking or is_interpreter_ending():

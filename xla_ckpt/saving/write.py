@@ -500,7 +500,7 @@ class Prefetcher:
         self._images: dict[Hashable, ArenaBlock] = {}
         self._error: BaseException | None = None
         self._runs_ahead = any(source.is_mutable or source.engine is not HOST_COPY_ENGINE for source in self._pending)
-        """True if copying ahead of the writers helps: the program is to write to a source, or a device is copied from.
+        """True if copying ahead of the writers helps: a source may be modified by the program, or is on a device.
         """
         self._worker = Worker("xla_ckpt-feed", daemon=True)
         self._has_thread = False

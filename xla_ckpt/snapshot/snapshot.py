@@ -186,7 +186,7 @@ class Snapshot:
     """Host memory for deferred copies, in bytes."""
 
     progress: SnapshotProgress = field(default_factory=SnapshotProgress)
-    """Progress of the copies, until whose end the program must not write to its memory."""
+    """Progress of the copies; the program must not write to its memory before they are done."""
 
     computed_samples: dict[str, tuple[ReplicaSample, ...]] = field(default_factory=dict)
     """Samples of leaves whose memory may have changed since."""
