@@ -78,7 +78,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
-    """What a conversion wrote."""
+    """Result of a conversion."""
 
     path: str
     """Root directory; for ``safetensors`` the directory of the files, for ``torch`` the file."""
@@ -88,7 +88,7 @@ class ConvertReport:
     mesh: str
     files: int
     nbytes: int
-    """Bytes of arrays, replicas and padding included."""
+    """Bytes of arrays, including replicas and padding."""
 
     seconds: float
 
@@ -113,59 +113,60 @@ def convert(
     trust_pickle: bool = False,
     options: ConvertOptions | None = None,
 ) -> ConvertReport:
-    """Write a tag anew, in another layout or for another topology. The source stays as it is.
+    """Convert a tag to another layout or topology. The source is not changed.
 
-    Every byte is verified on the way. The new tag appears complete or not at all.
+    All bytes are verified while they are read. The new tag is atomic: it appears complete or not at all.
 
-    A directory of Hugging Face's is a source, too. In neuronx-distributed's layouts, and in others if `llama` says the
-    form of the job, a Llama-like model gets the names and fused projections of neuronx-distributed's examples, split
-    over tp as they are.
+    A Hugging Face directory can be the source. For the neuronx-distributed layouts, and for other layouts if `llama`
+    specifies the form of the job, a Llama-like model gets the parameter names and fused projections of the
+    neuronx-distributed examples, sharded over tp as in these examples.
 
     Args:
-        source: Root directory of the tag: one of ours, neuronx-distributed's, SageMaker's or
-            torch.distributed.checkpoint's. Or a directory of Hugging Face's, or a file that torch.save wrote.
+        source: Root directory of the tag, written by this library, neuronx-distributed, SageMaker or
+            torch.distributed.checkpoint; or a Hugging Face directory, or a file written by torch.save.
         destination: Root directory of the new tag; for ``safetensors`` and ``peft`` a directory that does not exist
             yet, for ``torch`` a file that does not exist yet (``"out.pt"``).
-        tag: Which checkpoint; None takes the newest.
-        to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts, which lie in an
-            object store where its own reader looks, so that such a tag is neuronx-distributed's there; ``"smp"``,
-            which SageMaker model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads;
-            ``"torchtitan"``, the same under torchtitan's keys; ``"orbax"``, which orbax reads; ``"orbax-manager"`` and
-            ``"orbax-v1"``, steps of orbax's own managers of checkpoints; ``"orbax-model"``, the model alone for orbax,
-            under the names of a program of jax (`register_names`); ``"safetensors"``, the model alone, as `export_hf`
-            writes it; ``"peft"``, its adapters alone, as PEFT has them;
-            ``"torch_checkpointing"``, which torch_checkpointing reads; ``"torch"``, one file for torch.load.
-        part: For ``"torch"``: the leaf path of what is written, such as ``"model"``, or a module of the model
-            (``"model/master"``); by default all of the state, as ``{"model": ..., "optimizer": ..., ...}``.
-        mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
-            native layout loads on any; there it only says into how many files the bytes are dealt out.
-        as_tag: Name of the new tag; by default that of the old one, or of the file without its ending.
-        model: What neuronx-distributed's own tags do not say is taken from here: names, shapes and splits of the
-            parameters. On the device ``meta`` it takes no memory. Our own tags do not need it.
-        optimizer: An optimizer over its parameters: their order, which is all that names them there.
-        llama: A Llama-like model, and how a job has it. For neuronx-distributed's own tags its config.json says what
-            `model` would; of a tag whose job had no tensor parallelism, how the new job splits the model. To
-            ``"safetensors"`` it gives Hugging Face's names (see `export_hf`), and a directory of Hugging Face's has its
-            own. With a `kv_size_multiplier` of the new job, the heads of a job with another one are put into its order,
-            in the optimizer's states, too.
-        shardings: Rules as in `save_checkpoint`, found in leaf paths: how the new job splits arrays, where it is not
-            as the old one did; for neuronx-distributed's own tags also how the old one did.
-        pipeline_cuts: For several pipeline stages in the layouts of neuronx-distributed and SageMaker: the modules
-            after which a stage ends, in order (``["model.layers.15"]``).
-        zero1: Whether the optimizer's states are dealt out over dp in those layouts; None does as the old job did, and
-            in ``"smp"`` puts them together: SageMaker's library reads no others.
-        parity: What the new tag is to survive, as in `save_checkpoint`. The old one's parity is not carried over.
-        trust_pickle: Load pickled objects where they have to be written anew, which can run any code.
-        options: How the conversion goes about its work; by default those of `default_options`.
+        tag: Tag to convert; None selects the newest.
+        to: ``"native"``; ``"xser"`` or ``"pt"`` (alias ``"nxd"``), the layouts of neuronx-distributed (in an object
+            store, these files are written where its own reader expects them, so that neuronx-distributed can load the
+            tag); ``"smp"``, for SageMaker model parallel; ``"dcp"``, for torch.distributed.checkpoint;
+            ``"torchtitan"``, the same with the keys of torchtitan; ``"orbax"``, for orbax; ``"orbax-manager"`` and
+            ``"orbax-v1"``, steps of the orbax checkpoint managers; ``"orbax-model"``, only the model for orbax, under
+            the names of a JAX program (`register_names`); ``"safetensors"``, only the model, as written by
+            `export_hf`; ``"peft"``, only its adapters, in the PEFT format;
+            ``"torch_checkpointing"``, for torch_checkpointing; ``"torch"``, one file for torch.load.
+        part: For ``"torch"``: leaf path of the state to write, such as ``"model"``, or a module of the model
+            (``"model/master"``); by default the full state, as ``{"model": ..., "optimizer": ..., ...}``.
+        mesh: Topology that the files are written for (``"dp=2,tp=4"``); by default one rank, independent of the source.
+            The native layout loads on any topology; there the mesh only sets the number of files.
+        as_tag: Name of the new tag; by default the old name, or the file name without its extension.
+        model: Model that supplies the names, shapes and sharding of parameters that neuronx-distributed tags do not
+            record. On the ``meta`` device it takes no memory. Tags of this library do not need it.
+        optimizer: Optimizer over the parameters of `model`. Its parameter order is the only identification of
+            parameters in such tags.
+        llama: Llama-like model and its form in the job. For neuronx-distributed tags its config.json replaces `model`.
+            For a tag of a job without tensor parallelism, it describes how the new job shards the model. For
+            ``"safetensors"`` it selects the Hugging Face names (see `export_hf`); a Hugging Face directory contains
+            its own configuration. If `kv_size_multiplier` of the new job is set, the heads of a job with another value
+            are reordered, also in the optimizer states.
+        shardings: Rules as in `save_checkpoint`, matched against leaf paths: the sharding of arrays in the new job
+            where it differs from the old job; for neuronx-distributed tags also the sharding in the old job.
+        pipeline_cuts: For several pipeline stages in the neuronx-distributed and SageMaker layouts: the modules after
+            which a stage ends, in order (``["model.layers.15"]``).
+        zero1: True to shard the optimizer states over dp in those layouts; None keeps the choice of the old job, except
+            for ``"smp"``, where the states are unsharded because the SageMaker library reads no others.
+        parity: Parity level of the new tag, as in `save_checkpoint`. The parity of the old tag is not carried over.
+        trust_pickle: Load pickled objects that must be written again. Loading them can run arbitrary code.
+        options: Options of the conversion; by default those of `default_options`.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        CorruptCheckpointError: It is damaged. Nothing was written.
-        IncompatibleCheckpointError: It cannot be told how an array was or will be split.
-        UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
-        UsageError: An argument makes no sense, or the new tag would replace the old one.
+        NoCheckpointError: The tag does not exist.
+        CorruptCheckpointError: The tag is corrupt. Nothing was written.
+        IncompatibleCheckpointError: The old or the new sharding of an array is unknown.
+        UntrustedObjectError: The tag contains pickled objects, and `trust_pickle` is False.
+        UsageError: An argument is invalid, or the new tag would replace the old one.
         StorageError: The destination cannot be written.
-        NotDurableError: The new tag is there, and a loss of power may undo that.
+        NotDurableError: The new tag exists, but may be lost in a power failure.
 
     Example:
         ``convert("nxd_run", "run", to="native", model=model, optimizer=optimizer)``
@@ -201,7 +202,7 @@ def convert(
             )
             target.check_free(store, tag)
             layout.check_findable(target.store, called)
-        # An error names the tag that is read. Only an error of the storage names the tag that is written.
+        # Errors name the tag that is read. Only storage errors name the tag that is written.
         with (
             annotate_errors(path=store.path, tag=tag),
             wrap_os_errors("converting", path=normalize_path(destination), tag=called),
@@ -249,7 +250,7 @@ def convert(
 
 
 def _check_fit_layout(layout: Layout, part: str | None, parity: ParityLevel | None) -> None:
-    """Refuse arguments that the layout has no use for."""
+    """Raise UsageError for arguments that the layout does not support."""
     if part is not None and not layout.one_file:
         raise UsageError(
             f"part= (--part) is for a single file, and the layout {layout.name} is none",
@@ -265,17 +266,17 @@ def _check_fit_layout(layout: Layout, part: str | None, parity: ParityLevel | No
 
 
 def _get_tag_name(store: Store, tag: str) -> str:
-    """The name of a tag that is made of another one, or of a file."""
+    """Return the default name of a tag that is converted from another tag or from a file."""
     foreign = find_foreign_tag(store, tag)
     return tag if foreign is None else foreign[0].tag_of(foreign[1])
 
 
 def _check_arrays(reader: TagReader, to: TargetTopology, part: str) -> None:
-    """Check that everything that will be written is stored, and that it is known how it was split.
+    """Check that all arrays to be written are stored, and that their sharding is known.
 
     Raises:
-        UsageError: There is no such part.
-        CheckpointError: Something is not stored, or not known.
+        UsageError: The part does not exist.
+        CheckpointError: An array is not stored, or its sharding is unknown.
     """
     try:
         content = get_part(reader.manifest.skeleton, part)
@@ -293,7 +294,7 @@ def _check_arrays(reader: TagReader, to: TargetTopology, part: str) -> None:
 
 
 def _warn_left_out(reader: TagReader) -> None:
-    """Log what the new tag will lack, because the old one names it and does not hold it."""
+    """Log the leaves that the old tag lists but does not contain. The new tag lacks them."""
     leaves = reader.manifest.unwritten
     if leaves:
         logger.warning(
@@ -305,7 +306,7 @@ def _warn_left_out(reader: TagReader) -> None:
 
 
 def _warn_numbered_parameters(reader: TagReader, part: str) -> None:
-    """Log that the optimizer's parameters stay numbers, where the model is there that they belong to."""
+    """Log that optimizer parameters keep their numbers although the model with their names is stored."""
     members = get_children(reader.manifest.skeleton) or {}
     names = find_optimizer_parameters(reader.manifest) or frozenset()
     if schema.MODEL in members and paths.is_under(schema.OPTIMIZER, part) and any(map(paths.is_json_key, names)):
@@ -318,14 +319,17 @@ def _warn_numbered_parameters(reader: TagReader, part: str) -> None:
 
 
 def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
-    """Refuse optimizer states whose parameter is not known, if arrays are split over tp or ep.
+    """Refuse optimizer states of unknown parameters if arrays are sharded over tp or ep.
 
-    A rule of the caller's could fit such a state by mistake, and its shape does not tell how it was split.
+    A rule of the caller could match such a state by mistake, and its shape does not show how it was sharded.
+
+    Raises:
+        IncompatibleCheckpointError: The parameter of a state is unknown.
     """
     old = Mesh.parse(manifest.mesh or "")
     owners = {leaf: schema.get_parameter_path(leaf) for leaf in leaves} if old.tp * old.ep > 1 else {}
     named = find_optimizer_parameters(manifest)
-    if named is not None:  # state that belongs to no parameter is the same on all ranks
+    if named is not None:  # state that belongs to no parameter is replicated on all ranks
         shared = {leaf for leaf in owners if (owner := schema.get_owner(leaf)) is not None and owner not in named}
         owners = {leaf: owner for leaf, owner in owners.items() if leaf not in shared}
     leaf = next((leaf for leaf, owner in owners.items() if owner is not None and owner not in owners), None)
@@ -340,25 +344,27 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConversionTarget:
-    """The tag that is to be."""
+    """Tag that a conversion writes."""
 
     store: Store
     tag: str
     mesh: Mesh
     parity: ParityLevel | None
     first_marker: str
-    """That of its layout (see `xla_ckpt.formats.base.Layout`)."""
+    """First marker file of the layout (see `xla_ckpt.formats.base.Layout`); empty if the layout has no markers."""
 
     @property
     def _in_place(self) -> bool:
-        """Whether the files go where the layout's own readers look, which is not where this library's tags lie."""
+        """True if the files are written where the readers of the layout expect them, not in a tag directory of this
+        library.
+        """
         return bool(self.first_marker) and self.store.object_store is not None
 
     def check_free(self, source: Store, tag: str) -> None:
-        """Refuse to replace a tag: the one that is read, or another.
+        """Check that the new tag would not replace the source or another tag.
 
         Raises:
-            UsageError: It would; or the tag would have parity where no repair finds it.
+            UsageError: It would; or parity is requested where repairs could not use it.
         """
         check_tag(self.tag, self.store.path)
         if is_same_directory(source, tag, self.store, self.tag):
@@ -385,14 +391,14 @@ class ConversionTarget:
             )
 
     def write(self, stored: SourceState, conversion: ConversionPlan, io: IoContext, *, max_memory: int) -> None:
-        """Write it: all files, then the manifest, then the marks, then the commit.
+        """Write all files, then the manifest, then the marker files, and commit.
 
         Raises:
-            CorruptCheckpointError: The old tag is damaged. Nothing was written.
-            UsageError: Something has its name, and the storage cannot replace it.
-            OSError: The storage refused.
+            CorruptCheckpointError: The old tag is corrupt. Nothing was written.
+            UsageError: The name is in use, and the storage cannot replace it.
+            OSError: A storage operation failed.
         """
-        objects = stored.objects()  # one that is not trusted is found out before anything is written
+        objects = stored.objects()  # raises for untrusted objects before anything is written
         files = [file for of_rank in conversion.files for file in of_rank]
         old, marks = stored.manifest, dict(conversion.marks)
         root = open_root(self.store)
@@ -400,7 +406,7 @@ class ConversionTarget:
             root, self.tag, TransactionKind.CHECKPOINT if self._in_place else TransactionKind.TAG
         ) as transaction:
             if self._in_place:
-                # If this process is killed, the layout's own library sees that the tag was never complete.
+                # If this process is killed, the library of the layout detects that the tag is incomplete.
                 write_file(transaction.directory, self.first_marker, marks.pop(self.first_marker))
             written = stream_files(stored.reader, transaction.directory, files, io, max_memory=max_memory)
             records = [*written.files, *write_objects(transaction.directory, objects, 0, self.mesh.size)]
@@ -417,7 +423,7 @@ class ConversionTarget:
                 module_metadata=old.module_metadata,
                 objects=tuple(range(len(written.files), len(records))),
             )
-            # One that lies in place is no commit of its root, and has no number there.
+            # A tag in the place of another library is not a commit of its root, so it has no sequence number there.
             head = build_head(root, self.tag, max(transaction.sequence, 1))
             manifest = merge_records([record], self.mesh).build_manifest(head, self.mesh)
             manifest = replace(

@@ -25,53 +25,53 @@ from xla_ckpt.storage.resolve import PathLike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What differs between two tags. Leaves are named by their leaf paths.
+    """Differences between two tags, by leaf path.
 
-    An array that both tags have under several names (tied weights) is compared and counted once, as `show` counts it.
+    An array that has several names in both tags (tied weights) is compared and counted once, as in `show`.
     """
 
     a: tuple[str, str]
-    """Root directory and tag of the first one."""
+    """Root directory and tag of the first checkpoint."""
 
     b: tuple[str, str]
-    """Root directory and tag of the second one."""
+    """Root directory and tag of the second checkpoint."""
 
     only_in_a: tuple[str, ...]
-    """Arrays and plain values that the second one has not."""
+    """Arrays and plain values that only the first tag contains."""
 
     only_in_b: tuple[str, ...]
-    """Arrays and plain values that the first one has not."""
+    """Arrays and plain values that only the second tag contains."""
 
     retyped: Mapping[str, tuple[str, str]]
-    """Arrays of another element type or shape, with both: ``"float32 [4, 4]"``. Their values are not compared."""
+    """Arrays whose dtype or shape differs, with both: ``"float32 [4, 4]"``. Their values are not compared."""
 
     moved: Mapping[str, ArrayDiff]
-    """Arrays whose bytes differ, and by how much."""
+    """Arrays whose bytes differ, with the size of the difference."""
 
     values: Mapping[str, tuple[Any, Any]] = field(repr=False)
-    """Plain values that differ, as the manifests have them; `repr` leaves them out. Pickled objects are compared by
-    their bytes, but in tags that another library wrote, where they are not compared."""
+    """Plain values that differ, as stored in the manifests; omitted from `repr`. Pickled objects are compared by their
+    bytes, except in tags of other libraries, where they are not compared."""
 
     equal: int
-    """Number of arrays with the same bytes."""
+    """Number of arrays with identical bytes."""
 
     parts: Mapping[str, ArrayDiff]
-    """Sum over the arrays that moved, for each part of the state: ``model``, ``optimizer``, ..."""
+    """Sum over the arrays in `moved` for each part of the state: ``model``, ``optimizer``, ..."""
 
     base: bool | None
-    """Of two tags of adapters alone: whether they are for the same base model, by the digests that both have of it;
-    None if these do not say it, and for all other tags."""
+    """For two tags that contain only adapters: True if both are for the same base model, by their recorded digests;
+    None if digests are missing, and for all other tags."""
 
     notes: tuple[str, str]
-    """What is to be known of each tag: that it is without its base model, of which it has no arrays then."""
+    """Note about each tag, for example that its base model is missing, so that the base arrays are not compared."""
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """True if the tags do not differ."""
         return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values or self.base is False)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return the differences as plain JSON."""
         return {
             "a": {"path": self.a[0], "tag": self.a[1], "note": self.notes[0]},
             "b": {"path": self.b[0], "tag": self.b[1], "note": self.notes[1]},
@@ -106,31 +106,31 @@ def diff(
     llama: LlamaJob | None = None,
     options: ConvertOptions | None = None,
 ) -> Difference:
-    """Compare two tags of any layouts: what only one of them has, what has another type or shape, what moved how far.
+    """Compare two tags of any layouts: missing arrays and values, other dtypes and shapes, and changed values.
 
-    Arrays that are cut alike and have equal digests are equal, and are not read. All others are read in pieces, so
-    that memory does not grow with the tags, and are verified.
+    Arrays with the same shards and equal digests are equal, and are not read. All others are read in pieces, so that
+    memory does not grow with the tags, and are verified.
 
     Args:
-        a: Root directory of the first tag, or what `load_checkpoint` takes in its place.
-        b: The same of the second one; it may be `a`.
-        tag_a: Which tag; None takes the newest.
-        tag_b: Which tag; None takes the newest.
-        leaf: Compare only leaves at or below this path, or like this pattern of a shell.
-        shardings: For tags that another library wrote: what their files do not say, as for `convert`.
-        model: Likewise.
-        optimizer: Likewise.
-        llama: Likewise, of a Llama-like model.
-        options: How much memory and how many threads it takes; by default those of `default_options`.
+        a: Root directory of the first tag, or another path that `load_checkpoint` accepts.
+        b: Root directory of the second tag, or such a path; may equal `a`.
+        tag_a: First tag; None selects the newest.
+        tag_b: Second tag; None selects the newest.
+        leaf: Compare only leaves at or below this path, or leaves that match this glob pattern.
+        shardings: For tags of other libraries: information that their files do not contain, as for `convert`.
+        model: As `shardings`.
+        optimizer: As `shardings`.
+        llama: As `shardings`, for a Llama-like model.
+        options: Limits on memory and threads; by default those of `default_options`.
 
     Returns:
-        A `Difference`; `same` says whether there is none.
+        A `Difference`; its `same` is True if the tags do not differ.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        CorruptCheckpointError: A tag is damaged.
-        IncompatibleCheckpointError: Nothing says how an array of another library's tag is split.
-        UsageError: No leaf of either tag is like `leaf`.
+        NoCheckpointError: A tag does not exist.
+        CorruptCheckpointError: A tag is corrupt.
+        IncompatibleCheckpointError: The sharding of an array in a tag of another library is unknown.
+        UsageError: No leaf of either tag matches `leaf`.
 
     Example:
         ``xla_ckpt.diff("runs/lm", "runs/lm", "step_10", "step_20", leaf="model").moved``
@@ -195,10 +195,10 @@ def _compare_tags(one: TagReader, other: TagReader, pattern: str | None, options
 
 
 def _list_arrays(manifest: Manifest, pattern: str | None) -> dict[str, ArrayRecord]:
-    """Leaf path -> record of all arrays that are meant, tied ones included.
+    """Return the records of all arrays that match `pattern`, including tied arrays, by leaf path.
 
     Raises:
-        IncompatibleCheckpointError: Nothing says how one of them was split.
+        IncompatibleCheckpointError: The sharding of an array is unknown.
     """
     records = {}
     for leaf in (*manifest.arrays, *manifest.unreadable, *manifest.aliases):
@@ -208,13 +208,13 @@ def _list_arrays(manifest: Manifest, pattern: str | None) -> dict[str, ArrayReco
 
 
 def _list_values(reader: TagReader, pattern: str | None) -> dict[str, Any]:
-    """Plain values that are meant, and of pickled objects what tells one from another one."""
+    """Return the plain values that match `pattern`, with size and digest in place of a pickled object."""
     manifest = reader.manifest
     values = {
         leaf: value
         for leaf, value in get_plain_values(manifest.skeleton).items()
-        # What each rank says of the base is another text on another mesh, of the same base: `_has_same_base` compares
-        # it.
+        # The text that each rank stores about the base differs between meshes for the same base:
+        # `_has_same_base` compares it.
         if paths.is_match(leaf, pattern) and not (pattern is None and schema.is_base_info(leaf))
     }
     for leaf, value in values.items():
@@ -225,7 +225,7 @@ def _list_values(reader: TagReader, pattern: str | None) -> dict[str, Any]:
 
 
 def _has_same_base(one: Manifest, other: Manifest) -> bool | None:
-    """Whether two tags leave out the same base model; None if one of them has its own, or digests do not say it."""
+    """Return True if two tags omit the same base model; None if a tag contains its base, or digests are missing."""
     if not (schema.is_without_base(one.skeleton) and schema.is_without_base(other.skeleton)):
         return None
     from xla_ckpt.state.base_model import is_same_base, parse_base

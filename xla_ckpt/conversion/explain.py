@@ -23,7 +23,8 @@ from xla_ckpt.loading.tag_reader import TagReader
 from xla_ckpt.storage.resolve import PathLike
 
 MAX_STAGE_RANKS = 4096
-"""Ranks of a pipeline stage for which a restore is planned, one after another: time and memory grow with them."""
+"""Maximum number of ranks of a pipeline stage for which a restore is planned. Ranks are planned one by one, so that
+time and memory grow with their number."""
 
 
 @check_arguments_and_fields(llama=LlamaJob)
@@ -37,27 +38,27 @@ def explain(
     optimizer: Any = None,
     llama: LlamaJob | None = None,
 ) -> Explanation:
-    """Say what a restore over another mesh would read from where, how much, and every reason why it would fail.
+    """Report the files and bytes that a restore on another mesh would read, and every reason why it would fail.
 
-    Only the manifest is read; of the payload files only existence and size are looked at. How arrays would be split
-    is taken from how they were (tensor-parallel dims over tp, ZeRO-1's rows over dp), unless a rule says otherwise.
+    Only the manifest is read; payload files are only checked for existence and size. The new sharding of arrays is
+    derived from the old one (tensor-parallel dims over tp, ZeRO-1 rows over dp), unless a rule overrides it.
 
     Args:
-        path: Root directory; or a file that torch.save wrote.
-        tag: Which checkpoint; None takes the newest.
-        mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``. A pipeline stage has at most 4,096 ranks.
-        shardings: Rules as in `save_checkpoint`, found in leaf paths.
-        model: For tags that another library wrote: what their files do not say, as for `convert`.
-        optimizer: Likewise.
-        llama: In place of `model`: a Llama-like model, and how the job had it.
+        path: Root directory; or a file written by torch.save.
+        tag: Tag to explain; None selects the newest.
+        mesh: Mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``. A pipeline stage has at most 4,096 ranks.
+        shardings: Rules as in `save_checkpoint`, matched against leaf paths.
+        model: For tags of other libraries: information that their files do not contain, as for `convert`.
+        optimizer: As `model`.
+        llama: Alternative to `model`: a Llama-like model and its form in the job.
 
     Returns:
         An `Explanation`: `ok`, `problems`, `notes`, and per rank the bytes needed and read, by file.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        CorruptCheckpointError: Its manifest is damaged.
-        UsageError: Mesh or rules make no sense, or a pipeline stage of the mesh has more than 4,096 ranks.
+        NoCheckpointError: The tag does not exist.
+        CorruptCheckpointError: The manifest is corrupt.
+        UsageError: The mesh or a rule is invalid, or a pipeline stage of the mesh has more than 4,096 ranks.
 
     Example:
         ``print(xla_ckpt.explain("ckpt", mesh="dp=2,tp=4").problems)``
@@ -92,7 +93,7 @@ def explain(
 
 
 def _explain_unknown_arrays(manifest: Manifest) -> list[str]:
-    """Arrays of which it is not known how they were split: each reason once, with the arrays that it is true of."""
+    """Describe the arrays whose sharding is unknown: each reason once, with the arrays that it applies to."""
     problems = []
     for group in UnreadableArray.group_by_reason(manifest.unreadable):
         leaf, array = next(iter(group.items()))
@@ -109,7 +110,7 @@ def _explain_unknown_arrays(manifest: Manifest) -> list[str]:
 
 
 def _note_split_arrays(manifest: Manifest) -> list[str]:
-    """A note if another library's tag has arrays in several parts, of which nothing says over which axes they were."""
+    """Return a note if a tag of another library contains arrays in several shards whose mesh axes are unknown."""
     cut = [leaf for leaf, r in manifest.arrays.items() if r.spec is None and r.metadata.shard_count > 1]
     if not cut:
         return []
@@ -121,7 +122,7 @@ def _note_split_arrays(manifest: Manifest) -> list[str]:
 
 
 def _find_broken_files(reader: TagReader) -> list[str]:
-    """Payload files that are missing or do not have their size."""
+    """Describe payload files that are missing or have the wrong size."""
     problems = []
     for number in range(len(reader.manifest.files)):
         try:
@@ -132,7 +133,7 @@ def _find_broken_files(reader: TagReader) -> list[str]:
 
 
 def _note_rank_states(manifest: Manifest, mesh: Mesh) -> list[str]:
-    """State of the optimizer that every rank has its own of, and that another mesh may not take over."""
+    """Return a note about rank-local optimizer state that another mesh may not be able to load."""
     optimizer = manifest.skeleton.get(schema.OPTIMIZER) if isinstance(manifest.skeleton, dict) else None
     own = optimizer.get(schema.PER_RANK_STATE) if isinstance(optimizer, dict) else None
     ranks = schema.get_saved_rank_count(own)
@@ -144,7 +145,7 @@ def _note_rank_states(manifest: Manifest, mesh: Mesh) -> list[str]:
 
 
 def _note_rank_members(manifest: Manifest, mesh: Mesh) -> list[str]:
-    """Members of `extras` that every rank has its own of, and that another mesh may not take over."""
+    """Return notes about rank-local members of `extras` that another mesh may not be able to load."""
     extras = manifest.skeleton.get(schema.EXTRAS, {}) if isinstance(manifest.skeleton, dict) else {}
     return [
         f"{schema.get_extras_path(name)} holds a state for each of {ranks} ranks: over {mesh} a PerRank member of an "

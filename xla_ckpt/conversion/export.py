@@ -1,4 +1,4 @@
-"""Export a model as Hugging Face safetensors. Tags of this library need neither torch nor orbax for it."""
+"""Export a model as Hugging Face safetensors. For tags of this library, neither torch nor orbax is needed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from xla_ckpt.tags.resolve import open_root
 from xla_ckpt.tags.root import Transaction, TransactionKind
 
 FLOATING_DTYPES = ("bfloat16", "float16", "float32", "float64")
-"""Element types that arrays are exported in, where they are not as they are stored."""
+"""Dtypes that floating-point arrays can be exported in, if not in their stored dtype."""
 
 FILE_SUFFIX = ".safetensors"
 
@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What an export wrote."""
+    """Result of an export."""
 
     path: str
     tag: str
@@ -82,38 +82,38 @@ def export_hf(
     shardings: ShardingRules | None = None,
     options: ConvertOptions | None = None,
 ) -> ExportReport:
-    """Write the model of a checkpoint, whatever its topology, as Hugging Face safetensors: files and index.
+    """Write the model of a checkpoint of any topology as Hugging Face safetensors, with the index file.
 
-    Every byte is verified on the way. The destination appears complete or not at all. Memory does not grow with the
-    model: bytes go from file to file.
+    All bytes are verified while they are read. The export is atomic: the destination appears complete or not at all.
+    Bytes are streamed from file to file, so memory does not grow with the model.
 
-    With a `LlamaJob` the arrays of a Llama-like model get Hugging Face's names, shapes and order of heads, whatever
-    neuronx-distributed fused: transformers loads the directory. Without one they keep the names that they have, but for
-    checkpoints of optimum-neuron's, whose metadata say all that.
+    With a `LlamaJob` the arrays of a Llama-like model get the Hugging Face names, shapes and head order, even if
+    neuronx-distributed fused them, and transformers can load the directory. Otherwise arrays keep their names, except
+    in optimum-neuron checkpoints, whose metadata contain this information.
 
     Args:
-        path: Root directory of the checkpoint; or a directory of Hugging Face's, for another `dtype`; or a file that
-            torch.save wrote.
-        destination: Directory to make; it must not exist, or be empty.
-        tag: Which checkpoint; None takes the newest.
-        part: Leaf path of what is exported, such as a module of the model (``"model/master"``); names are relative
+        path: Root directory of the checkpoint; or a Hugging Face directory, to change its `dtype`; or a file written by
+            torch.save.
+        destination: Directory to create; it must not exist, or be empty.
+        tag: Tag to export; None selects the newest.
+        part: Leaf path of the state to export, such as a module of the model (``"model/master"``); names are relative
             to it.
-        max_shard_bytes: A further file is begun when one would grow beyond this.
-        llama: A Llama-like model, and how the job had it. Its config.json is copied, and also says what `model` would.
-        dtype: Element type of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
-        model: For tags that another library wrote: what their files do not say, as for `convert`.
-        shardings: Likewise: rules as in `save_checkpoint`.
-        options: How the export goes about its work; by default those of `default_options`.
+        max_shard_bytes: Maximum bytes per file. A new file is started when a file would exceed this.
+        llama: Llama-like model and its form in the job. Its config.json is copied, and also replaces `model`.
+        dtype: Dtype of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
+        model: For tags of other libraries: information that their files do not contain, as for `convert`.
+        shardings: As `model`: rules as in `save_checkpoint`.
+        options: Options of the export; by default those of `default_options`.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        CorruptCheckpointError: It is damaged. Nothing was written.
-        IncompatibleCheckpointError: Nobody says how an array of another library's tag is split, or the model is not the
-            one of its config.json.
-        UsageError: The destination exists, or there is nothing to export.
-        UnsupportedStateError: An array has an element type that safetensors has no name for.
+        NoCheckpointError: The tag does not exist.
+        CorruptCheckpointError: The tag is corrupt. Nothing was written.
+        IncompatibleCheckpointError: The sharding of an array in a tag of another library is unknown, or the model does
+            not match its config.json.
+        UsageError: The destination exists, or the part contains no arrays.
+        UnsupportedStateError: An array has a dtype that safetensors does not support.
         StorageError: The destination cannot be written.
-        NotDurableError: The directory is there, and a loss of power may undo that.
+        NotDurableError: The directory exists, but may be lost in a power failure.
     """
     began, options = time.monotonic(), resolve_options(ConvertOptions, options)
     cast, job = parse_floating_dtype(dtype), resolve_job_without_form(llama)
@@ -164,10 +164,10 @@ def export_hf(
 
 
 def parse_floating_dtype(name: str | None) -> DType | None:
-    """The element type that a caller names.
+    """Return the dtype with this name; None for None.
 
     Raises:
-        UsageError: It is none that arrays are rounded to.
+        UsageError: Exports do not support this dtype.
     """
     if name is not None and name not in FLOATING_DTYPES:
         raise UsageError("dtype= is no element type of exports", expected=", ".join(FLOATING_DTYPES), found=repr(name))
@@ -175,17 +175,17 @@ def parse_floating_dtype(name: str | None) -> DType | None:
 
 
 def add_files(conversion: ConversionPlan, files: Mapping[str, bytes]) -> ConversionPlan:
-    """The same files, and small ones beside them."""
+    """Return the plan with additional small files."""
     return replace(conversion, marks={**conversion.marks, **files})
 
 
 def add_config(conversion: ConversionPlan, reader: TagReader, content: Mapping[str, Any] | None) -> ConversionPlan:
-    """The same files, and the config.json beside them, with the element type that the arrays have in them.
+    """Return the plan with an additional config.json that contains the dtype of the arrays in the files.
 
     Args:
-        conversion: The files.
-        reader: What they are made of.
-        content: What the configuration says; None makes no file.
+        conversion: Plan of the files.
+        reader: Source of the arrays.
+        content: Content of the configuration; None adds no file.
     """
     if content is None:
         return conversion
@@ -196,16 +196,16 @@ def add_config(conversion: ConversionPlan, reader: TagReader, content: Mapping[s
         if (record := reader.manifest.find_array(entry.leaf)) is not None
     ]
     floats = sorted((dtype for dtype in types if dtype.is_floating), key=lambda dtype: dtype.itemsize)
-    # The widest: transformers gives all arrays this type, and none of them may lose anything.
+    # The widest dtype: transformers casts all arrays to it, and no array may lose precision.
     text = encode_config(content, floats[-1].name if floats else None)
     return replace(conversion, marks={**conversion.marks, CONFIG_FILE: text})
 
 
 def check_new_directory(destination: PathLike) -> None:
-    """Refuse a destination of several files at which something lies, or which has the name of one of them.
+    """Check that a destination directory does not exist or is empty, and does not have the name of a safetensors file.
 
     Raises:
-        UsageError: It exists, and is not empty; or it is named as a file.
+        UsageError: It exists and is not empty; or it has the name of a file.
     """
     store, name = open_parent(destination)
     if store.has(name) and (not store.is_directory(name) or store.list_names(name)):
@@ -226,10 +226,10 @@ def check_new_directory(destination: PathLike) -> None:
 def write_directory(
     reader: TagReader, destination: PathLike, conversion: ConversionPlan, io: IoContext, *, max_memory: int
 ) -> None:
-    """Write files that make no tag. The directory appears complete or not at all.
+    """Write files that do not form a tag. The directory is atomic: it appears complete or not at all.
 
     Raises:
-        CorruptCheckpointError: The tag is damaged. Nothing was written.
+        CorruptCheckpointError: The tag is corrupt. Nothing was written.
         StorageError: The destination cannot be written.
     """
     store, name = open_parent(destination)
@@ -246,10 +246,10 @@ def write_directory(
 
 
 def check_new_file(destination: PathLike) -> None:
-    """Refuse a destination of a single file at which something lies: nothing is ever written over.
+    """Check that a destination file does not exist. Existing files are never overwritten.
 
     Raises:
-        UsageError: Something does.
+        UsageError: A file or directory of this name exists.
     """
     store, name = open_parent(destination)
     if store.is_directory(name):
@@ -258,7 +258,7 @@ def check_new_file(destination: PathLike) -> None:
             "the destination is a single file, and there is a directory", path=store.path, file=name, hint=hint
         )
     if store.has(name):
-        open_root(store).clean(name)  # a program was killed when it had given the file its name
+        open_root(store).clean(name)  # remove the leftovers of a program that was killed after it had renamed the file
         raise UsageError(
             "there is a file of this name already",
             path=store.path,
@@ -270,11 +270,11 @@ def check_new_file(destination: PathLike) -> None:
 def write_single_file(
     reader: TagReader, destination: PathLike, conversion: ConversionPlan, io: IoContext, *, max_memory: int
 ) -> None:
-    """Write a single file. It appears complete or not at all, and is durable when this returns.
+    """Write a single file atomically. It is durable when this returns.
 
     Raises:
-        UsageError: Something has its name.
-        CorruptCheckpointError: The tag is damaged. Nothing was written.
+        UsageError: The name is in use.
+        CorruptCheckpointError: The tag is corrupt. Nothing was written.
         StorageError: The destination cannot be written.
     """
     (plan,) = (file for rank in conversion.files for file in rank)
@@ -289,5 +289,5 @@ def write_single_file(
         try:
             transaction.commit()
         except SaveError:
-            check_new_file(destination)  # somebody has put one there meanwhile
+            check_new_file(destination)  # another process may have created one in the meantime
             raise

@@ -1,6 +1,6 @@
-"""The source of a conversion: a checkpoint of any layout, opened without a job.
+"""Source of a conversion: a checkpoint of any layout, opened without a job.
 
-`ProgramInfo` contains what the caller knows about a checkpoint of another library whose files do not say everything.
+`ProgramInfo` contains information about a checkpoint of another library that its files do not contain.
 The checks refuse sources that a conversion or an export cannot use.
 """
 
@@ -43,10 +43,10 @@ logger = get_logger(__name__)
 
 
 def resolve_source(path: PathLike, tag: str | None) -> tuple[Store, str]:
-    """Where a tag lies and its name; or a directory that a path names itself (see `locate_checkpoint`).
+    """Return the root directory and name of a tag, or of a directory that is itself the path (see `locate_checkpoint`).
 
     Raises:
-        NoCheckpointError: `tag` is None, and there is none.
+        NoCheckpointError: `tag` is None, and the root contains no tag.
     """
     store, tag = locate_checkpoint(path, tag)
     return store, choose_tag(store, tag)
@@ -54,11 +54,11 @@ def resolve_source(path: PathLike, tag: str | None) -> tuple[Store, str]:
 
 @contextmanager
 def suggest_other_tags(store: Store, tag: str, named: str | None) -> Iterator[None]:
-    """Say in an error about a damaged tag that there are others, if the newest was taken and nobody named it."""
+    """Add a hint to errors about a corrupt tag that there are other tags, if the newest was selected by default."""
     try:
         yield
     except CorruptCheckpointError as error:
-        with suppress(CheckpointError):  # it is only for a hint
+        with suppress(CheckpointError):  # this only adds a hint
             if named is None and error.tag == tag and len(list_tag_names(store)) > 1:
                 other = "It is the newest tag; another one may be whole: name it with tag= (--tag)."
                 error.hint = f"{error.hint or ''} {other}".lstrip()
@@ -67,27 +67,27 @@ def suggest_other_tags(store: Store, tag: str, named: str | None) -> Iterator[No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramInfo:
-    """What a caller knows of a tag, where another library wrote it and its files do not say everything."""
+    """Information about a tag of another library that its files do not contain."""
 
     rules: ParsedRules = ()
     model: Any = None
     optimizer: Any = None
     llama: LlamaModelInfo | None = None
-    """What a config.json says of a Llama-like model. It is compared with the shapes of what is stored."""
+    """Content of the config.json of a Llama-like model. It is compared with the shapes of the stored arrays."""
 
     def collect_hints(self, part: str) -> LoadHints:
-        """What readers of such tags take. `part` is the leaf path of what is wanted."""
+        """Return hints for readers of tags of other libraries. `part` is the leaf path of the requested state."""
         from xla_ckpt.state.objects import get_program_hints
         from xla_ckpt.state.shardings import StateShardings
         from xla_ckpt.state.wrappers import unwrap_model, unwrap_optimizer
 
         model, optimizer = unwrap_model(self.model, loading=True), unwrap_optimizer(self.optimizer)
         if optimizer is None and schema.get_member(part) in (paths.ROOT, schema.OPTIMIZER):
-            optimizer = {}  # all of it, whoever it is for
+            optimizer = {}  # all optimizer state, for any optimizer
         hints = get_program_hints(model, optimizer, StateShardings(rules=self.rules))
         if self.llama is None:
             return hints
-        # What a program says of an array itself counts more.
+        # Attributes of the program's own arrays override the configuration.
         return replace(hints, arrays={**build_llama_hints(self.llama.config), **hints.arrays})
 
 
@@ -100,19 +100,19 @@ def open_source(
     as_stored: bool = False,
     masters: bool = False,
 ) -> TagReader:
-    """A reader of a tag of any layout.
+    """Return a reader of a tag of any layout.
 
     Args:
-        store: The root directory.
-        tag: Which tag.
-        program: What the caller knows of it.
-        part: The leaf path of what is wanted of it: without its optimizer a tag may be sound.
+        store: Root directory.
+        tag: Tag to open.
+        program: Information of the caller about the tag.
+        part: Leaf path of the requested state: a tag can be valid without its optimizer.
         as_stored: See `open_tag`.
-        masters: Whether master weights stand for weights, as in a load, where the model is of their type.
+        masters: True to replace weights with master weights, as a load does, if the model has their dtype.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        CheckpointError: It is damaged, or model, optimizer, rules or configuration contradict it.
+        NoCheckpointError: The tag does not exist.
+        CheckpointError: The tag is corrupt, or model, optimizer, rules or configuration contradict it.
     """
     foreign = find_foreign_tag(store, tag)
     hints = program.collect_hints(part) if foreign is not None and foreign[0].asks else None
@@ -127,19 +127,19 @@ def open_source(
             reader = reader.with_manifest(use_master_weights(reader.manifest, hints or program.collect_hints(part)))
         return reader
     except BaseException:
-        reader.close()  # nobody else will
+        reader.close()  # the caller never gets this reader
         raise
 
 
 def warn_divergent(reader: TagReader) -> None:
-    """Log which arrays of a tag were stored from replicas that differed."""
+    """Log the arrays of a tag that were stored from replicas that differed."""
     divergence = reader.describe_divergence()
     if divergence is not None:
         logger.warning("tag %s: %s", reader.tag, divergence)
 
 
 def remove_rank_numbers(reader: TagReader) -> TagReader:
-    """The reader less what says something of each rank that saved: the new tag is for other ranks, or for none."""
+    """Return the reader without values that describe single ranks of the saving job, which the new tag cannot use."""
     manifest, numbers = exclude_rank_numbers(reader.manifest)
     if numbers:
         logger.warning(
@@ -152,11 +152,11 @@ def remove_rank_numbers(reader: TagReader) -> TagReader:
 
 
 def narrow_to_part(reader: TagReader, part: str) -> tuple[TagReader, str]:
-    """The reader, and the leaf path of a part in it; of a module of the model, a reader whose model is that module.
+    """Return the reader and the leaf path of a part; for a module of the model, a reader whose model is that module.
 
     Raises:
-        UsageError: The model has no such module.
-        IncompatibleCheckpointError: Nothing says how an array of the module was split.
+        UsageError: The model does not contain the module.
+        IncompatibleCheckpointError: The sharding of an array in the module is unknown.
     """
     copies = find_model_copies(reader.manifest) if part == schema.MODEL else []
     if copies:
@@ -179,14 +179,14 @@ def narrow_to_part(reader: TagReader, part: str) -> tuple[TagReader, str]:
 
 
 def check_whole_model(reader: TagReader) -> None:
-    """Refuse a tag of adapters alone where a whole model is wanted: other programs would read it as one.
+    """Refuse a tag that contains only adapters if a full model is needed: other programs would read it as a full model.
 
     Raises:
-        UsageError: The tag has no base.
+        UsageError: The tag does not contain its base model.
     """
     skeleton = reader.manifest.skeleton
     if schema.is_without_base(skeleton) or schema.has_only_adapters(skeleton):
-        said = schema.is_without_base(skeleton)  # else it is seen in the names: of PEFT's directories, and of LoraModel
+        said = schema.is_without_base(skeleton)  # otherwise detected by the names: PEFT directories, and LoraModel
         raise UsageError(
             f"the tag has {'a part' if said else 'adapters'} of its model alone{' (only=)' if said else ''}, which no "
             "reader would take for a model",
@@ -197,10 +197,10 @@ def check_whole_model(reader: TagReader) -> None:
 
 
 def check_file(reader: TagReader) -> None:
-    """Refuse a file with the part of one rank, and one whose model is an object: a module that torch.save was given.
+    """Refuse a file with the state of one rank, and a file whose model is a pickled module.
 
     Raises:
-        UsageError: It is.
+        UsageError: The file is one of these.
     """
     if reader.is_rank_part:
         raise UsageError(
@@ -219,30 +219,30 @@ def check_file(reader: TagReader) -> None:
 
 
 def check_split(reader: TagReader, part: str) -> None:
-    """Check that of every array in a part of the state it is known how it was split.
+    """Check that the sharding of every array in a part of the state is known.
 
     Raises:
-        IncompatibleCheckpointError: Nothing says so of one of them.
+        IncompatibleCheckpointError: The sharding of an array is unknown.
     """
     for leaf in find_arrays(reader.manifest.skeleton, paths.ROOT):
         if paths.is_under(leaf, part):
-            reader.manifest.find_array(leaf)  # this raises
+            reader.manifest.find_array(leaf)  # raises if the sharding is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """An open tag, as a conversion reads it (`xla_ckpt.formats.base.StoredState`)."""
+    """Open tag as the source of a conversion (`xla_ckpt.formats.base.StoredState`)."""
 
     reader: TagReader
     trust: bool
-    """Whether pickled objects are loaded where they have to be written anew."""
+    """True to load pickled objects that must be written again."""
 
     part: str = paths.ROOT
-    """Leaf path of what is wanted of it."""
+    """Leaf path of the state to convert."""
 
     @property
     def manifest(self) -> Manifest:
-        """What is stored."""
+        """Manifest of the stored state."""
         return self.reader.manifest
 
     def beside(self, name: str, limit: int) -> bytes | None:
@@ -262,7 +262,7 @@ class SourceState:
         ).build(get_part(self.manifest.skeleton, part), part)
 
     def objects(self) -> list[bytes]:
-        """The pickled objects, in the order of their numbers.
+        """Return the pickled objects, in the order of their numbers.
 
         Raises:
             UntrustedObjectError: Another library pickled them, and they are not trusted.

@@ -1,9 +1,9 @@
 """Stream arrays of a checkpoint into other files, within a memory limit.
 
-Files are made in the order of their bytes: a batch of regions is read from the checkpoint (verified), digested, and
-written before the next one is read. Small files are read together and written one by one, because a layout may have a
-file for each tensor of each rank. A store that takes files in the order of their bytes gets each batch at once, if the
-bytes between the regions are known first. Any other file is completed when all of its regions are written.
+Files are written in byte order: a batch of regions is read from the checkpoint (verified), digested, and written before
+the next batch is read. Small files are read together and written one by one, because a layout may have a file for each
+tensor of each rank. A store with sequential uploads gets each batch immediately, if the bytes between the regions are
+known in advance. Any other file is completed after all of its regions are written.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.threads import WORKER_BUFFER_BYTES, get_worker_count, run_tasks
 
 GROUP_BYTES, GROUP_FILES = 1 << 20, 64
-"""Files that are read together have so many bytes, and are so many, at most. More would leave threads without work."""
+"""Maximum bytes and maximum number of files that are read together. Larger groups would leave threads idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """Neighbouring bytes of one region, and the elements that they hold."""
+    """Contiguous bytes of one region, and the elements that they contain."""
 
     region: int
     offset: int
-    """Of the first byte in the file."""
+    """Offset of the first byte in the file."""
     nbytes: int
     wants: tuple[tuple[str, Box, Box], ...]
-    """(leaf path, elements, the box that the bytes of the span are)."""
+    """(leaf path, elements, box of elements that the bytes of the span cover)."""
     cast: Cast | None = None
-    """How they are made of what is stored, if their element type is not the stored one."""
+    """Cast from the stored dtype, if the dtype in the file differs."""
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of what is read for it."""
+        """Number of bytes that are read for it."""
         return self.nbytes if self.cast is None else self.cast.compute_stored_bytes(self.nbytes)
 
     @property
     def memory(self) -> int:
-        """Bytes in memory while it is written."""
+        """Number of bytes in memory while it is written."""
         return self.nbytes if self.cast is None else self.nbytes + self.stored_bytes
 
 
@@ -64,14 +64,14 @@ def stream_files(
     *,
     max_memory: int,
 ) -> WriteResult:
-    """Write planned files with the arrays of a tag in them; leaf paths are the tag's.
+    """Write planned files that contain arrays of a tag; leaf paths are those in the tag.
 
-    Every file is durable when this returns. The memory taken is `max_memory` and a reader's buffers, unless one
-    strided tensor alone is larger.
+    Every file is durable when this returns. Peak memory is `max_memory` plus the buffers of a reader, unless a
+    single strided tensor is larger.
 
     Raises:
-        CorruptCheckpointError: The tag is damaged.
-        OSError: The storage refused. What was written is left for the owner of the directory to remove.
+        CorruptCheckpointError: The tag is corrupt.
+        OSError: A storage operation failed. The owner of the directory has to remove the files already written.
     """
     if directory.streaming is not None:
         files = [file.to_streaming() for file in files]
@@ -92,7 +92,7 @@ def stream_files(
 
 
 def _group_files(files: Sequence[FilePlan]) -> list[list[int]]:
-    """The indices of neighbouring files that are read together."""
+    """Return groups of indices of adjacent files that are read together."""
     groups: list[list[int]] = []
     left = 0
     for i, file in enumerate(files):
@@ -105,11 +105,11 @@ def _group_files(files: Sequence[FilePlan]) -> list[list[int]]:
 
 
 _SpanData = Iterator[tuple[_Span, memoryview]]
-"""Spans, and what is stored of each: verified."""
+"""Spans, each with its verified stored bytes."""
 
 
 def _read_spans(reader: TagReader, spans: Iterable[_Span], io: IoContext, max_memory: int) -> _SpanData:
-    """What is stored of some spans, in their order, in batches that fit in memory."""
+    """Yield the stored bytes of spans in order, read in batches that fit in memory."""
     for batch in _split_into_batches(spans, max_memory):
         yield from _read_batch(reader, batch, io)
 
@@ -126,7 +126,7 @@ def _read_batch(reader: TagReader, batch: Sequence[_Span], io: IoContext) -> _Sp
 
 
 class _FileStream:
-    """One file on its way."""
+    """File that is being written."""
 
     def __init__(self, reader: TagReader, plan: FilePlan, max_memory: int, progress: Callable[[int], object]) -> None:
         self.reader = reader
@@ -139,7 +139,7 @@ class _FileStream:
         self.crcs: list[list[tuple[int, int]]] = [[] for _ in places]
 
     def write(self, directory: Directory, read: _SpanData) -> FileRecord:
-        """Write all of it; what the manifest says of it. `read` has its spans next."""
+        """Write the file, and return its manifest record. The next items of `read` must be its spans."""
         codec, streaming = self.plan.layout, directory.streaming
         if streaming is not None and (glue := get_static_framing(codec)) is not None:
             streaming.stream(self.plan.path, codec.size, self._stream_bytes(read, glue))
@@ -150,7 +150,7 @@ class _FileStream:
         try:
             for offset, data in self._read_regions(read):
                 sink.patch(data, offset)
-                del data  # else two batches would be in memory while the next one is read
+                del data  # otherwise two batches would be in memory while the next one is read
             glue = codec.build_framing(self._list_digests(), [combine_crc32(parts) for parts in self.crcs])
             for offset, text in glue:
                 sink.patch(text, offset)
@@ -161,36 +161,36 @@ class _FileStream:
         return codec.create_record(self.plan.path, glue, self._list_digests())
 
     def _stream_bytes(self, read: _SpanData, glue: Framing) -> Iterator[memoryview]:
-        """All bytes of the file, whose glue is known before its regions are read."""
+        """Yield all bytes of the file. Its framing must be known before its regions are read."""
         left = deque(glue)
         for offset, data in self._read_regions(read):
             while left and left[0][0] < offset:
                 yield memoryview(left.popleft()[1])
-            for at in range(0, len(data), WORKER_BUFFER_BYTES):  # a store may copy what it has to send
+            for at in range(0, len(data), WORKER_BUFFER_BYTES):  # a store may copy the bytes that it sends
                 yield data[at : at + WORKER_BUFFER_BYTES]
-            del data  # else two batches would be in memory while the next one is read
+            del data  # otherwise two batches would be in memory while the next one is read
         yield from (memoryview(text) for _, text in left)
 
     def _read_regions(self, read: _SpanData) -> Iterator[tuple[int, memoryview]]:
-        """(offset, bytes) of what is in the regions, in file order, digested."""
+        """Yield (offset, bytes) of the regions in file order, and update the digests."""
         for _ in self.spans:
             span, stored = next(read)
             data = stored if span.cast is None else span.cast(stored)
-            del stored  # else two batches would be in memory while the next one is read
+            del stored  # otherwise two batches would be in memory while the next one is read
             self.digesters[span.region].update(data)
             if self.plan.layout.needs_crc32:
                 self.crcs[span.region].append((compute_crc32(data), span.nbytes))
             yield span.offset, data
-            del data  # likewise
+            del data  # for the same reason
             self.progress(span.nbytes)
 
     def _list_digests(self) -> list[int]:
         return [d for digester in self.digesters for d in digester.digests]
 
     def _split_into_spans(self, places: Sequence[tuple[int, int]]) -> Iterator[_Span]:
-        """All regions, in file order. One that holds a single array's elements in C order is cut to fit the memory.
+        """Yield all regions in file order. A region that contains one array in C order is split to fit in memory.
 
-        Any other region has padding between its elements, and is made as a whole.
+        Any other region has padding between its elements, and is written as one span.
         """
         by_region: dict[int, list[FileEntry]] = {}
         for entry in self.plan.entries:
@@ -216,7 +216,7 @@ class _FileStream:
 
 
 def _split_into_batches(spans: Iterable[_Span], max_memory: int) -> Iterator[list[_Span]]:
-    """The spans in groups that fit in memory; a span that does not fit is a group of its own."""
+    """Yield groups of spans that fit in memory; a span that does not fit is in a group of its own."""
     batch: list[_Span] = []
     batch_memory = 0
     for span in spans:

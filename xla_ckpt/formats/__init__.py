@@ -1,5 +1,5 @@
-"""Checkpoint formats on disk: our own, and those of other libraries.
+"""Checkpoint formats on disk: the native format, and those of other libraries.
 
-`base` has the `Layout` class that a format derives from, `registry` the list of formats, `tags` finds and opens
-checkpoints of any format. Each folder is one library's format.
+`base` defines the `Layout` class that a format derives from, `registry` the list of formats, `tags` finds and opens
+checkpoints of any format. Each folder contains the format of one library.
 """

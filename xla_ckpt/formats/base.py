@@ -1,10 +1,10 @@
 """The `Layout` base class: one checkpoint format on disk, and the value classes that a format reads and returns.
 
-A layout may be *read*: it finds checkpoints that its own tools wrote, which have no manifest of ours, and scans their
-files into one. It may be *written*: it decides the files of a save and of a conversion; our manifest is then stored
-beside them, and later loads do not depend on the layout. To add a format, derive from `Layout`, override what it can
-do, and register an object (`xla_ckpt.formats.registry`). Also here: sorting the checkpoints of other libraries by
-number and time.
+A layout may be *readable*: it finds checkpoints that other tools wrote, which have no manifest, and scans their files
+into one. It may be *writable*: it decides the files of a save and of a conversion; a manifest of this library is then
+stored with them, and later loads do not depend on the layout. To add a format, derive from `Layout`, override the
+supported operations, and register an instance (`xla_ckpt.formats.registry`). Also here: sort the checkpoints of other
+libraries by number and time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def format_timestamp(time: int) -> str:
-    """A time stamp (ns) as a listing has it: UTC, ISO 8601; empty for 0, which says nothing.
+    """Format a timestamp (ns) for a listing: UTC, ISO 8601; empty for 0, which means unknown.
 
     >>> format_timestamp(1_700_000_000_000_000_000)
     '2023-11-14T22:13:20.000000+00:00'
@@ -51,7 +51,7 @@ def format_timestamp(time: int) -> str:
 
 
 def merge_by_time(ordered: Sequence[T], others: Iterable[T], time: Callable[[T], int]) -> list[T]:
-    """Tags whose order is known, and others that have only time stamps: one of these comes before those that are newer.
+    """Insert items that have only timestamps into an ordered sequence, each after the last item that is not newer.
 
     >>> merge_by_time([30, 10, 50], [20, 40], lambda time: time)
     [30, 10, 20, 40, 50]
@@ -64,8 +64,8 @@ def merge_by_time(ordered: Sequence[T], others: Iterable[T], time: Callable[[T],
 
 
 def sort_by_numbers(entries: Iterable[TagEntry]) -> list[TagEntry]:
-    """Tags in order: those whose names differ in numbers only by these numbers, for a copy of a root may have other
-    time stamps; all others by their time stamps.
+    """Sort tags. Names that differ only in numbers are sorted by these numbers, because a copied root may have other
+    timestamps; all others are sorted by their timestamps.
     """
     groups: dict[str, list[TagEntry]] = {}
     for entry in entries:
@@ -80,7 +80,7 @@ def sort_by_numbers(entries: Iterable[TagEntry]) -> list[TagEntry]:
 
 
 class ModelNames(enum.Enum):
-    """Whose names the arrays of a model have."""
+    """Naming scheme of the arrays of a model."""
 
     PROGRAM = "those of the program that saved it"
     HUGGING_FACE = "Hugging Face's"
@@ -90,155 +90,157 @@ class ModelNames(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTopology:
-    """The job that a conversion is for."""
+    """Topology and sharding of the job that a conversion is for."""
 
     mesh: Mesh
     rules: ParsedRules = ()
-    """How the job splits arrays, where it is not as the old one did."""
+    """Sharding of arrays in the job where it differs from the old job."""
 
     pipeline_cuts: Sequence[str] = ()
-    """The modules after which a pipeline stage ends, in order."""
+    """Modules after which a pipeline stage ends, in order."""
 
     zero1: bool | None = None
-    """Whether the optimizer's states are dealt out over dp; None does as the old job did, or as the layout has it."""
+    """True if the optimizer states are sharded over dp; None keeps the choice of the old job, or of the layout."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What the config.json of the model says; empty if there is none."""
+    """Content of the config.json of the model; empty if there is none."""
 
 
 class StoredState(Protocol):
-    """What a conversion reads: an open tag, and the objects in it."""
+    """Source of a conversion: an open tag, and its pickled objects."""
 
     @property
     def manifest(self) -> Manifest:
-        """What is stored."""
+        """Manifest of the stored state."""
 
     @property
     def trust(self) -> bool:
-        """Whether pickled objects are trusted, which can run any code."""
+        """True if pickled objects are trusted. Loading them can run arbitrary code."""
 
     @property
     def part(self) -> str:
-        """Leaf path of what is wanted of it: all of it, or a part, where a caller names one."""
+        """Leaf path of the state to convert: the root, or a part that the caller selected."""
 
     def beside(self, name: str, limit: int) -> bytes | None:
-        """The first bytes of a file that lies in the root, beside the tags; None if there is none."""
+        """Return the first `limit` bytes of a file in the root directory, outside the tags; None if it does not
+        exist.
+        """
 
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
-        """A part of the state, with what `array` makes of (leaf path, kind) in place of each array.
+        """Build a part of the state, with the result of `array` for (leaf path, kind) in place of each array.
 
         Raises:
-            UntrustedObjectError: It holds pickled objects, and they are not trusted.
+            UntrustedObjectError: The part contains pickled objects that are not trusted.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """The files of a conversion."""
+    """Files that a conversion writes."""
 
     files: Sequence[tuple[FilePlan, ...]]
-    """Those of each rank of the new job."""
+    """Files of each rank of the new job."""
 
     specs: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
-    """Leaf path -> how the array is split, for the manifest."""
+    """Leaf path -> sharding spec of the array, for the manifest."""
 
     marks: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files that are written when all else is durable."""
+    """Small files that are written after all other files are durable."""
 
     index: IndexBuilder = build_no_index
-    """Makes the files that are made from the manifest."""
+    """Builder of the files that depend on the manifest."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays in all files, replicas and padding included."""
+        """Bytes of arrays in all files, including replicas and padding."""
         return sum(file.data_bytes for of_rank in self.files for file in of_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """The model of a tag as Hugging Face has it."""
+    """Model of a tag in the Hugging Face format."""
 
     manifest: Manifest
-    """One that finds it under those names, and nothing else."""
+    """Manifest that contains only the model, under its Hugging Face names."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files that belong to it."""
+    """Small files that belong to the model."""
 
 
 class Layout:
-    """One form on disk. What a layout cannot do stays as it is here, and is refused by name."""
+    """Checkpoint format on disk. Operations that a layout does not override raise an error that names the layout."""
 
     name: str = ""
-    """What callers call it: ``layout="native"``."""
+    """Name for callers: ``layout="native"``."""
 
     other_names: tuple[str, ...] = ()
-    """What it is called, too, where a conversion is asked for."""
+    """Alternative names in conversions."""
 
     origin: str = ""
-    """Who writes tags of it without our manifest; listings show it. Empty where nobody does."""
+    """Library that writes tags of this layout without our manifest, for listings. Empty if there is none."""
 
     saves: bool = False
-    """Whether a job can save in it."""
+    """True if a job can save in this layout."""
 
     shares: bool = False
-    """Whether a tag of it may share files with an earlier one (`SaveOptions.share`)."""
+    """True if a tag may share files with an earlier tag (`SaveOptions.share`)."""
 
     converts: bool = True
-    """Whether conversions make it. If not, it is only read."""
+    """True if conversions can write this layout. Otherwise it is read-only."""
 
     tagged: bool = True
-    """Whether it is a tag. If not, it is a directory of files for other programs, or a single file."""
+    """True if it is stored as a tag. Otherwise it is a directory of files for other programs, or a single file."""
 
     one_file: bool = False
-    """Whether it is a single file, which a path names itself."""
+    """True if it is a single file, addressed by its own path."""
 
     holds: str = paths.ROOT
-    """Leaf path of the part of a state that it has a place for, if it has none for the rest."""
+    """Leaf path of the only part of a state that the layout supports; by default the full state."""
 
     may_hold_tags: bool = False
-    """Whether tags may lie in a directory that looks like one of its own, and which is their root then."""
+    """True if a directory that looks like this layout may contain tags, and is their root in that case."""
 
     pickles: bool = False
-    """Whether it stores the structure of a state by pickle, so that a save needs the objects of each rank."""
+    """True if it pickles the structure of a state, so that a save needs the objects of each rank."""
 
     takes_apart: bool = False
-    """Whether it has a place for the attributes of objects, which are pickled by others."""
+    """True if it stores the attributes of objects separately; other layouts pickle the objects."""
 
     asks: bool = False
-    """Whether its files leave open what only a program knows, so that opening one takes `LoadHints`."""
+    """True if its files lack information that only a program has, so that opening one needs `LoadHints`."""
 
     keeps_masters: bool = False
-    """Whether its readers find master weights beside the weights. A conversion into another layout puts them in the
-    place of the weights, if the model that it is given is of their type."""
+    """True if its readers find master weights in addition to the weights. A conversion to another layout replaces the
+    weights with them, if the given model has their dtype."""
 
     model_names: ModelNames = ModelNames.PROGRAM
-    """Whose names a Llama-like model has in it."""
+    """Names of the arrays of a Llama-like model in this layout."""
 
     marks: Mapping[str, bytes] = types.MappingProxyType({})
-    """Small files of fixed content by which its own library knows its tags, and which the manifest does not list. That
-    library writes the first one before all else: so an object store, where ours lie under names of their own, gets a
-    converted tag where it looks for it."""
+    """Small marker files of fixed content by which the library of the layout recognizes its tags. The manifest does not
+    list them. That library writes the first one before all other files: in an object store, where tags of this library
+    have other names, a converted tag is therefore written where that library expects it."""
 
     def check_findable(self, store: Store, tag: str) -> None:
-        """Refuse a new tag that the readers of the layout would not find under this name, or in this store.
+        """Check that the readers of the layout would find a new tag with this name in this store.
 
         Raises:
-            InvalidTagError: They look for other names.
-            UsageError: They look nowhere in such a store.
+            InvalidTagError: They require other names.
+            UsageError: They do not support such a store.
         """
 
     def wrote(self, manifest: Manifest) -> bool:
-        """Whether a tag of ours, given its manifest, was written in this layout."""
+        """Return True if a tag of this library was written in this layout, given its manifest."""
         return False
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
-        """The complete tags of it, oldest first (see `sort_by_numbers`). Cheap, and without a framework.
+        """List the complete tags, oldest first (see `sort_by_numbers`). Cheap, and imports no framework.
 
         Args:
-            names: What lies in it and is not ours.
+            names: Names in the store that are not tags of this library.
 
         Raises:
-            StorageError: It cannot be read.
+            StorageError: The store cannot be read.
         """
         if not self.origin:
             return []
@@ -246,60 +248,62 @@ class Layout:
         return sort_by_numbers(tag for tag in entries if tag is not None and tag.complete)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        """The tag of it that has this name; None if there is none. Asked only where there is no manifest of ours."""
+        """Return the tag with this name; None if it does not exist. Called only if there is no manifest."""
         return None
 
     def beside(self, store: Store, tag: str) -> str:
-        """What of it lies beside a tag of another layout, under the same name; empty if there is nothing.
+        """Describe files of this layout with the same name as a tag of another layout; empty if there are none.
 
-        A caller may have meant it. Asked when such a tag is opened, and told in the log.
+        The caller may have meant these files. Called when such a tag is opened; the result is logged.
         """
         return ""
 
     def saved_over(self, store: Store, tag: str) -> str:
-        """Of a tag of ours whose files another library may have written over: how to have them read as its own."""
+        """Return a hint for a tag of this library that another library may have overwritten: how to read it as the
+        other's.
+        """
         return ""
 
     def tag_of(self, entry: TagEntry) -> str:
-        """What a tag is called that is made of it, unless its maker says."""
+        """Return the default name of a tag that is converted from this entry."""
         return entry.tag
 
     def open(self, store: Store, entry: TagEntry, hints: LoadHints) -> TagReader:
-        """Scan such a tag into a manifest. No tensor is read.
+        """Scan a tag into a manifest. No tensor is read.
 
         Raises:
-            CheckpointError: It is damaged, or `hints` contradict it.
+            CheckpointError: The tag is corrupt, or `hints` contradict it.
         """
         raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
 
     def check(self, reader: TagReader) -> None:
-        """Check that an open tag of ours, written in this layout, is still what its manifest says. Cheap.
+        """Check that an open tag written in this layout still matches its manifest. Cheap.
 
         Raises:
-            CorruptCheckpointError: It is not: another program has saved over it, say.
+            CorruptCheckpointError: It does not, for example because another program overwrote it.
         """
 
     def as_saved(self, reader: TagReader) -> TagReader:
-        """A reader of the state that an open tag of ours, written in this layout, was made of: by default the same.
+        """Return a reader of the state that an open tag of this layout was written from; by default the same reader.
 
         Raises:
-            CheckpointError: The tag does not say it any more.
+            CheckpointError: The tag does not contain this information any more.
         """
         return reader
 
     def as_hugging_face(self, store: Store, entry: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
-        """The model of such a tag as Hugging Face has it; None if the tag does not say how that is.
+        """Return the model of a tag in the Hugging Face format; None if the tag does not contain the mapping.
 
         Raises:
-            CheckpointError: It says it, and it does not fit.
+            CheckpointError: The tag contains a mapping that does not match its arrays.
         """
         return None
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READ_THREADS) -> VerifyReport:
-        """Read all of such a tag, and compare what its files say themselves: by default only their sizes and headers.
+        """Read a tag and check the information in its files: by default only their sizes and headers.
 
         Raises:
-            StorageError: It cannot be opened.
+            StorageError: The tag cannot be opened.
         """
         try:
             with self.open(store, entry, LoadHints()) as reader:
@@ -310,25 +314,25 @@ class Layout:
         return report
 
     def writing(self, description: StateDescription) -> WritePlanner:
-        """How this rank writes a state in this layout. Asks no other rank.
+        """Return the plan of this rank for writing a state in this layout. Does not communicate with other ranks.
 
         Raises:
-            UnsupportedStateError: The layout has no place for something in it.
+            UnsupportedStateError: The layout cannot store a part of the state.
         """
         raise UsageError(f"the layout {self.name} is not written by saves", hint="Convert a tag to it.")
 
     def source(self, reader: TagReader, part: str, to: TargetTopology) -> tuple[TagReader, str]:
-        """What a conversion to it reads instead of an open tag and a part of it: by default the same.
+        """Return the reader and part that a conversion to this layout reads; by default the same.
 
         Raises:
-            CheckpointError: The tag does not have what it needs.
+            CheckpointError: The tag lacks data that the layout needs.
         """
         return reader, part
 
     def rewriting(self, stored: StoredState, to: TargetTopology) -> ConversionPlan:
-        """The files of a stored state in this layout, for another job.
+        """Plan the files of a stored state in this layout, for another job.
 
         Raises:
-            CheckpointError: It cannot be told how an array was or will be split, or the layout has no place for it.
+            CheckpointError: The old or new sharding of an array is unknown, or the layout cannot store the state.
         """
         raise UsageError(f"nothing is converted to the layout {self.name}")

@@ -1,4 +1,4 @@
-"""Parse Hugging Face's ``config.json`` of a Llama-like model: sizes, heads, biases. Pure."""
+"""Parse the Hugging Face ``config.json`` of a Llama-like model: sizes, heads, biases. Pure."""
 
 from __future__ import annotations
 
@@ -11,70 +11,70 @@ from xla_ckpt.core.json_data import parse_json_object
 from xla_ckpt.errors import UsageError, annotate_errors
 
 CONFIG_HINT = "Give the config.json of the model in this checkpoint."
-"""What to do about a configuration that does not fit what is stored."""
+"""Hint for a configuration that does not match the stored arrays."""
 
 CONFIG_FILE = "config.json"
-"""Its name in a directory of Hugging Face's."""
+"""Name of the configuration in a Hugging Face directory."""
 
 MAX_CONFIG_BYTES = 1 << 20
-"""A larger one is not read (bytes): real ones have a few thousand."""
+"""Maximum size of a configuration (bytes). Real ones have a few thousand."""
 
 MAX_SIZE = 1 << 40
-"""No size in it can be larger. Sizes are multiplied, and each of a model's layers is gone through."""
+"""Maximum value of a size in it. Sizes are multiplied, and the layers of a model are iterated over."""
 
 MAX_LAYERS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """The sizes of a Llama-like model (elements), and which of its arrays exist."""
+    """Sizes of a Llama-like model (elements), and optional arrays that it contains."""
 
     hidden: int
     heads: int
-    """Heads of the queries."""
+    """Number of query heads."""
 
     kv_heads: int
-    """Heads of the keys, and of the values."""
+    """Number of key heads, equal to the number of value heads."""
 
     head_dim: int
     intermediate: int
     vocab: int
     layers: int
     tied: bool
-    """Whether the embedding is the output layer, too."""
+    """True if the embedding is also the output layer."""
 
     attention_bias: bool | None = None
-    """Whether queries, keys, values and output have biases; None if the model's class decides."""
+    """True if queries, keys, values and output have biases; None if the class of the model decides."""
 
     mlp_bias: bool | None = None
     content: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """All that the file says."""
+    """Full content of the file."""
 
     @property
     def q_rows(self) -> int:
-        """Rows of the projection of queries."""
+        """Rows of the query projection."""
         return self.heads * self.head_dim
 
     @property
     def kv_rows(self) -> int:
-        """Rows of the projection of keys, and of that of values."""
+        """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
     @property
     def queries_per_kv_head(self) -> int:
-        """Heads of queries for each head of keys."""
+        """Number of query heads per key head."""
         return self.heads // self.kv_heads
 
 
 def parse_config(content: Any, file: str | None = None) -> LlamaConfig:
-    """The sizes that a configuration names.
+    """Parse the sizes of a model from its configuration.
 
     Args:
-        content: The file's bytes, or what they hold: a mapping.
-        file: Where it is from, for errors.
+        content: Bytes of the file, or its content as a mapping.
+        file: Path of the file, for errors.
 
     Raises:
-        UsageError: It is no JSON object, a size is missing or impossible, or the heads do not divide.
+        UsageError: It is not a JSON object, a size is missing or invalid, or the heads do not divide.
     """
     if isinstance(content, bytes):
         with annotate_errors(path=file):
@@ -121,10 +121,10 @@ class _ConfigReader:
     file: str | None
 
     def read_size(self, key: str, default: int | None = None) -> int:
-        """A size; the default where the file does not name it.
+        """Return a size, or the default if the file does not contain it.
 
         Raises:
-            UsageError: It is missing without a default, or no size.
+            UsageError: The size is missing without a default, or invalid.
         """
         value = self.content.get(key)
         if value is None and default is not None:
@@ -140,10 +140,10 @@ class _ConfigReader:
         return value
 
     def read_flag(self, key: str) -> bool | None:
-        """Yes or no; None where the file does not say.
+        """Return a boolean; None if the file does not contain it.
 
         Raises:
-            UsageError: It is neither.
+            UsageError: The value is not a boolean.
         """
         value = self.content.get(key)
         if value is not None and type(value) is not bool:
@@ -152,9 +152,9 @@ class _ConfigReader:
 
 
 def encode_config(content: Mapping[str, Any], dtype: str | None) -> bytes:
-    """The file's text for a model whose arrays have this element type; None leaves what it says of that.
+    """Serialize the configuration of a model whose arrays have this dtype; None keeps the recorded dtype.
 
-    transformers has two names for it. The file keeps the name that it has.
+    transformers has two keys for the dtype. The key in the file is kept.
     """
     config = dict(content)
     if dtype is not None:

@@ -1,4 +1,4 @@
-"""`LlamaJob`: a Llama-like model and how a job has it, and the renaming of its arrays."""
+"""`LlamaJob`: a Llama-like model and its form in a job, and the renaming of its arrays."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.resolve import PathLike, normalize_path, open_parent
 
 ConfigSource = PathLike | Mapping[str, Any]
-"""The path of a config.json of Hugging Face's, or of the directory that it lies in, or what it holds."""
+"""Path of a Hugging Face config.json or of its directory, or the content of the file."""
 
 LLAMA_MODEL_TYPES = ("llama", "mistral", "qwen2")
-"""What transformers' ``model_type`` says of models whose arrays have Llama's names."""
+"""Values of ``model_type`` in transformers for models whose arrays have the Llama names."""
 
 HARDWARE_ADJACENCY = {"trn1": False, "trn2": True}
-"""Name of a device -> whether neighbouring ranks hold the same keys there."""
+"""Device name -> True if adjacent ranks hold replicas of the same keys on this device."""
 
 
 @check_fields
 @dataclass(frozen=True, slots=True)
 class LlamaJob:
-    """A Llama-like model, and how a job of neuronx-distributed's has it: what the files of a tag may not say.
+    """Llama-like model, and its form in a neuronx-distributed job: information that the files of a tag may not contain.
 
     Args:
-        config: The model's config.json: its path, that of its directory, or what it holds. None where a directory of
-            Hugging Face's has its own.
-        kv_size_multiplier: How many tensor-parallel ranks hold each key-value head of neuronx-distributed's
-            `GQAQKVColumnParallelLinear`, which orders its heads; needed where a checkpoint does not say it.
-        hardware: ``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it, too.
-        fuse_qkv: For `convert` of a directory of Hugging Face's: whether the job has queries, keys and values in one
-            array; None where only one form is usual.
-        qkv_linear: Likewise: whether the job has neuronx-distributed's layer for grouped-query attention; else queries,
-            keys and values are separate layers.
+        config: config.json of the model: its path, the path of its directory, or its content. None if a Hugging Face
+            directory contains its own.
+        kv_size_multiplier: Number of tensor-parallel ranks that hold each key-value head of the neuronx-distributed
+            `GQAQKVColumnParallelLinear`. It determines the order of the heads, and is required if a checkpoint does not
+            record it.
+        hardware: ``"trn1"`` or ``"trn2"``: with several replicas, the order of the heads also depends on it.
+        fuse_qkv: For `convert` of a Hugging Face directory: True if the job stores queries, keys and values in one
+            array; None if only one form is in use for the model.
+        qkv_linear: For `convert` of a Hugging Face directory: True if the job uses the neuronx-distributed layer for
+            grouped-query attention; otherwise queries, keys and values are separate layers.
 
     Raises (on construction):
-        UsageError: It makes no sense, or contradicts itself.
+        UsageError: An argument is invalid, or the arguments contradict each other.
 
     Example:
         ``xla_ckpt.export_hf("nxd_run", "hf", llama=xla_ckpt.LlamaJob("config.json", kv_size_multiplier=4))``
@@ -84,28 +85,29 @@ class LlamaJob:
 
     @property
     def says_form(self) -> bool:
-        """Whether it says in which form the job has queries, keys and values."""
+        """True if the form of queries, keys and values in the job is set."""
         return self.fuse_qkv is not None or not self.qkv_linear
 
     @property
     def is_silent(self) -> bool:
-        """Whether it says nothing about a model."""
+        """True if all arguments are defaults."""
         return self == LlamaJob()
 
     @property
     def copies(self) -> KVReplication:
-        """What it says about keys and values that several ranks hold."""
+        """Replication of keys and values over ranks."""
         adjacent = None if self.hardware is None else HARDWARE_ADJACENCY[self.hardware]
         return KVReplication(count=self.kv_size_multiplier, adjacent=adjacent)
 
     def model(self, own: ConfigSource | None = None) -> LlamaModelInfo | None:
-        """What is known of the model; None without a configuration.
+        """Return the known information about the model; None without a configuration.
 
         Args:
-            own: The configuration that a checkpoint has itself, or None.
+            own: Configuration in the checkpoint itself, or None.
 
         Raises:
-            UsageError: There is no configuration, and something is said that needs one; or it is none of such a model.
+            UsageError: An argument needs a configuration, and there is none; or the configuration is of another kind of
+                model.
             StorageError: The configuration cannot be read.
         """
         config = own if self.config is None else self.config
@@ -121,17 +123,17 @@ class LlamaJob:
 
 @dataclass(frozen=True, slots=True)
 class LlamaModelInfo:
-    """What a configuration, and the caller, say about a model."""
+    """Configuration of a model, and the replication given by the caller."""
 
     config: LlamaConfig
     copies: KVReplication
 
 
 def resolve_llama_job(llama: LlamaJob | None) -> LlamaJob:
-    """What a caller gives as ``llama=``.
+    """Return the value of a ``llama=`` argument, or its default.
 
     Raises:
-        UsageError: It is something else, such as the path of a config.json.
+        UsageError: The argument has another type, such as the path of a config.json.
     """
     if llama is not None and not isinstance(llama, LlamaJob):
         raise UsageError("llama= is of another class", expected="xla_ckpt.LlamaJob", found=type(llama).__name__)
@@ -139,10 +141,10 @@ def resolve_llama_job(llama: LlamaJob | None) -> LlamaJob:
 
 
 def resolve_job_without_form(llama: LlamaJob | None) -> LlamaJob:
-    """What a caller says about a model whose tag has its form itself.
+    """Return the value of a ``llama=`` argument for a model whose tag determines its form.
 
     Raises:
-        UsageError: It makes no sense, or says in which form the model shall be.
+        UsageError: The argument is invalid, or specifies the form of the model.
     """
     job = resolve_llama_job(llama)
     if job.says_form:
@@ -151,10 +153,10 @@ def resolve_job_without_form(llama: LlamaJob | None) -> LlamaJob:
 
 
 def read_model_info(llama: LlamaJob | None) -> LlamaModelInfo | None:
-    """What a caller says about such a model; None without a configuration.
+    """Return the information of the caller about a Llama-like model; None without a configuration.
 
     Raises:
-        UsageError: It makes no sense, or says in which form the model shall be.
+        UsageError: The argument is invalid, or specifies the form of the model.
         StorageError: The configuration cannot be read.
     """
     return resolve_job_without_form(llama).model()
@@ -163,17 +165,18 @@ def read_model_info(llama: LlamaJob | None) -> LlamaModelInfo | None:
 def find_model_info(
     store: Store, tag: str, job: LlamaJob, *, needed: bool = False
 ) -> tuple[LlamaModelInfo | None, Mapping[str, Any] | None]:
-    """What is known of the model of a tag, and what its config.json says: the caller's, or the one beside the model.
+    """Return the information about the model of a tag, and its config.json: from the caller, or stored with the model.
 
     Args:
-        store: The root directory.
-        tag: Which tag.
-        job: What the caller says.
-        needed: Whether the model has to be Llama-like, although the caller says nothing of it.
+        store: Root directory.
+        tag: Tag that contains the model.
+        job: Information of the caller.
+        needed: True if the model has to be Llama-like, even if the caller gives no information.
 
     Raises:
-        UsageError: The configuration is none, or not that of such a model, or something is said that needs one.
-        StorageError: It cannot be read.
+        UsageError: The configuration is invalid, is of another kind of model, or is missing although an argument needs
+            it.
+        StorageError: The configuration cannot be read.
     """
     own = _read_own_config(store, tag) if job.config is None else None
     with annotate_errors(path=store.path, tag=tag):
@@ -182,7 +185,7 @@ def find_model_info(
 
 
 def _make_unwanted_form_error() -> UsageError:
-    """The error for a caller who says in which form a job has arrays that have their form already."""
+    """Return the error for a form that is specified although the arrays of the tag already have one."""
     return UsageError(
         "fuse_qkv and qkv_linear say how a job has the arrays of a model of Hugging Face's",
         expected="a conversion of a directory with model.safetensors, or model.safetensors.index.json",
@@ -192,11 +195,11 @@ def _make_unwanted_form_error() -> UsageError:
 
 
 def read_config(config: ConfigSource) -> LlamaConfig:
-    """The sizes that a configuration names.
+    """Read the sizes of a model from its configuration.
 
     Raises:
-        UsageError: There is none, or it is not that of a Llama-like model.
-        StorageError: It cannot be read.
+        UsageError: The file does not exist, or does not describe a Llama-like model.
+        StorageError: The file cannot be read.
     """
     if isinstance(config, Mapping):
         return parse_config(config)
@@ -205,18 +208,18 @@ def read_config(config: ConfigSource) -> LlamaConfig:
 
 
 def read_config_text(config: PathLike) -> tuple[bytes, str]:
-    """What a config.json holds, and its path.
+    """Read a config.json. Return its bytes and its path.
 
     Raises:
-        UsageError: There is none, or it is too large.
-        StorageError: It cannot be read.
+        UsageError: The file does not exist, or is too large.
+        StorageError: The file cannot be read.
     """
     path = normalize_path(config)
     store, name = open_parent(path)
     if store.is_directory(name):
         name, path = f"{name}/{CONFIG_FILE}", f"{path}/{CONFIG_FILE}"
     if not store.has(name):
-        # The path is in the sentence: where a tag is read, the error names that tag and its root.
+        # The path is in the message, because the error names the tag that is read and its root.
         raise UsageError(f"the config.json that is given does not exist: {path}")
     with wrap_os_errors("reading a config.json", path=path):
         data = store.read_start(name, MAX_CONFIG_BYTES + 1)
@@ -226,10 +229,10 @@ def read_config_text(config: PathLike) -> tuple[bytes, str]:
 
 
 def _get_job_form(config: LlamaConfig, job: LlamaJob) -> FusionScheme:
-    """How a neuronx-distributed job has a model.
+    """Return the form of a model in a neuronx-distributed job.
 
     Raises:
-        UsageError: It is not said, and several forms are usual.
+        UsageError: The form is not specified, and several are in use.
     """
     copies = job.copies
     count = copies.count or 1
@@ -252,11 +255,11 @@ def _get_job_form(config: LlamaConfig, job: LlamaJob) -> FusionScheme:
 
 
 def _read_own_config(store: Store, tag: str) -> Mapping[str, Any] | None:
-    """What the config.json says that lies in a directory of Hugging Face's; None for any other tag, and without one.
+    """Return the content of the config.json in a Hugging Face directory; None for any other tag, or if it is missing.
 
     Raises:
-        UsageError: It is too large, or no JSON object.
-        StorageError: It cannot be read.
+        UsageError: The file is too large, or not a JSON object.
+        StorageError: The file cannot be read.
     """
     foreign = find_foreign_tag(store, tag)
     if (
@@ -271,7 +274,7 @@ def _read_own_config(store: Store, tag: str) -> Mapping[str, Any] | None:
 
 
 def _keep_llama_config(own: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The same configuration if it is that of a Llama-like model; else None: then its names stay as they are."""
+    """Return the configuration of a Llama-like model; None for other models, whose names are kept."""
     kind = None if own is None else own.get("model_type")
     return own if kind is None or kind in LLAMA_MODEL_TYPES else None
 
@@ -279,10 +282,10 @@ def _keep_llama_config(own: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
 def choose_form(
     store: Store, tag: str, layout: Layout, known: LlamaModelInfo | None, job: LlamaJob
 ) -> FusionScheme | None:
-    """The form of a model of Hugging Face's in the new tag; None if the names stay.
+    """Return the form of a Hugging Face model in the new tag; None if the names are kept.
 
     Raises:
-        UsageError: It is no such model, and a form is asked for; or it is one, and needs its configuration or a form.
+        UsageError: A form is requested for another kind of tag; or the model needs a configuration or a form.
     """
     foreign = find_foreign_tag(store, tag)
     theirs = foreign is not None and foreign[0].model_names is ModelNames.HUGGING_FACE
@@ -307,7 +310,7 @@ def choose_form(
 def convert_for_job(
     reader: TagReader, topology: TargetTopology, known: LlamaModelInfo, form: FusionScheme | None
 ) -> tuple[TagReader, TargetTopology]:
-    """The names, the order of heads and the splits with which the new job has a Llama-like model."""
+    """Convert the names, the head order and the sharding of a Llama-like model to the form of the new job."""
     manifest, mesh = reader.manifest, topology.mesh
     if form is not None:
         return reader.with_manifest(to_fused(manifest, known.config, form, mesh)), topology
@@ -319,29 +322,29 @@ def convert_for_job(
 
 
 def _is_model_split(manifest: Manifest) -> bool:
-    """Whether the job that saved a tag had an array of its model split over tp. Its splits count then."""
+    """True if the saving job sharded an array of its model over tp. The stored sharding is used in that case."""
     weights = (r for leaf, r in manifest.arrays.items() if schema.get_member(leaf) == schema.MODEL)
     return any("tp" in get_stored_sharding(record).axes for record in weights)
 
 
 def rename_from_metadata(store: Store, reader: TagReader) -> tuple[TagReader, Mapping[str, bytes]]:
-    """The reader with its model under Hugging Face's names, if the tag itself says how; files that belong to it.
+    """Rename the model to its Hugging Face names if the tag contains them. Return the reader, and files of the model.
 
     Raises:
-        CheckpointError: It says it, and it does not fit.
+        CheckpointError: The tag contains names that do not match its arrays.
     """
     model = get_hugging_face_model(store, reader)
     return (reader, {}) if model is None else (reader.with_manifest(model.manifest), model.files)
 
 
 def rename_to_hugging_face(reader: TagReader, part: str, known: LlamaModelInfo, options: ConvertOptions) -> TagReader:
-    """The reader with its model under Hugging Face's names, and nothing else.
+    """Return a reader that contains only the model, under its Hugging Face names.
 
     Raises:
-        IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
-            the heads are, or the output layer is not the embedding although the configuration says so.
-        UsageError: What the caller says contradicts the checkpoint.
-        CorruptCheckpointError: The tag is damaged.
+        IncompatibleCheckpointError: Names or shapes do not match the configuration, or the order of the heads is
+            unknown, or the output layer is not the embedding although the configuration ties them.
+        UsageError: The arguments of the caller contradict the checkpoint.
+        CorruptCheckpointError: The tag is corrupt.
     """
     renamed = to_hugging_face(reader.manifest, part, known.config, known.copies)
     if renamed.tied_pair is not None and not has_same_bytes(

@@ -1,7 +1,8 @@
-"""Rewrite the manifest of a Llama-like model under other names, and in another order of heads. Pure.
+"""Rewrite the manifest of a Llama-like model with other array names and another order of heads. Pure.
 
-The new manifest finds the stored bytes as the arrays of Hugging Face or of neuronx-distributed. The order of the query
-heads depends on how many ranks hold each key head: it is detected from the stored shardings, or given by the caller.
+The new manifest maps the stored bytes to the arrays of Hugging Face or of neuronx-distributed. The order of the query
+heads depends on the number of ranks that hold each key head: it is detected from the stored shardings, or given by the
+caller.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReplication:
-    """What the caller says about keys and values that several ranks hold."""
+    """Replication of keys and values over ranks, as given by the caller."""
 
     count: int | None = None
-    """How many ranks hold each head: neuronx-distributed's `kv_size_multiplier`; None if the caller does not say."""
+    """Number of ranks that hold each head: `kv_size_multiplier` in neuronx-distributed; None if unknown."""
 
     adjacent: bool | None = None
-    """Whether neighbouring ranks hold the same, as on trn2; None if the caller does not say."""
+    """True if adjacent ranks hold replicas of the same head, as on trn2; None if unknown."""
 
 
 def detect_fusion_scheme(
     leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, replication: KVReplication
 ) -> FusionScheme:
-    """In which form the projections are stored, and how often keys and values are held, which orders the heads.
+    """Return the form in which the projections are stored, and the replication of keys and values, which orders the
+    heads.
 
     Raises:
-        IncompatibleCheckpointError: Layers have different forms, or nothing says the order.
-        UsageError: What the caller says contradicts the checkpoint.
+        IncompatibleCheckpointError: Layers have different forms, or the order is unknown.
+        UsageError: The arguments of the caller contradict the checkpoint.
     """
     forms = {projection: name for name in leaves if (projection := get_hf_names(name)[0]) is not None}
     if len(forms) > 1:
@@ -113,7 +115,7 @@ def detect_fusion_scheme(
 
 
 def make_unknown_order_error(count: int | None) -> UsageError:
-    """The error for copies of which nobody says which ranks hold the same."""
+    """Return the error for replicas whose assignment to ranks is unknown."""
     return UsageError(
         "copies of keys and values are arranged otherwise on trn1 than on trn2",
         expected="LlamaJob(hardware=...) (--hardware): trn1 or trn2, of the job that has them",
@@ -122,10 +124,10 @@ def make_unknown_order_error(count: int | None) -> UsageError:
 
 
 def check_heads(config: LlamaConfig, scheme: FusionScheme, mesh: Mesh) -> None:
-    """Compare heads and copies with a job: every rank has whole heads, and keys for its queries.
+    """Check heads and replicas against a job: every rank needs complete heads, and the keys of its queries.
 
     Raises:
-        UsageError: They do not fit.
+        UsageError: They do not match.
     """
     ranks, copies = mesh.tp, scheme.copies
     if ranks % copies:
@@ -152,10 +154,10 @@ def check_heads(config: LlamaConfig, scheme: FusionScheme, mesh: Mesh) -> None:
 
 
 def check_layers(leaves: Mapping[str, str], config: LlamaConfig) -> None:
-    """Check that every layer of the configuration has its queries and its output projection there, and no other has.
+    """Check that the layers of the configuration, and no others, contain queries and an output projection.
 
     Raises:
-        IncompatibleCheckpointError: It has not: they would stay in another order without a word.
+        IncompatibleCheckpointError: They do not: their heads would silently stay in the old order.
     """
     names = [name for name in leaves if get_query_dim(name) is not None and name.endswith(("weight", "_q", "_qkv"))]
     for dim, what in ((0, "queries"), (1, "output projections")):
@@ -171,13 +173,13 @@ def check_layers(leaves: Mapping[str, str], config: LlamaConfig) -> None:
 
 
 def _format_replication(count: int | None, adjacent: bool | None) -> str:
-    """Copies as a caller names them."""
+    """Format a replication with the names of the caller's arguments."""
     hardware = "" if adjacent is None else ", trn2" if adjacent else ", trn1"
     return f"{'any' if count is None else count} kv_size_multiplier{hardware}"
 
 
 def make_no_replication_error(count: int | None) -> UsageError:
-    """The error for copies that a form of the projections has no place for."""
+    """Return the error for replicas that the form of the projections does not support."""
     return UsageError(
         "copies of keys and values are stored as qkv_proj.weight_qkv, or weight_q, weight_k and weight_v",
         expected="a kv_size_multiplier of 1",
@@ -188,15 +190,16 @@ def make_no_replication_error(count: int | None) -> UsageError:
 def _read_stored_replication(
     leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig
 ) -> tuple[int, bool | None] | None:
-    """How many ranks held each head of keys, and whether neighbours did; None for what the checkpoint does not say.
+    """Return the number of ranks that hold each key head, and True if they are adjacent; None for unknown values.
 
     Raises:
         IncompatibleCheckpointError: Layers have different numbers.
     """
     counts: dict[tuple[int, bool | None], str] = {}
     ranks = Mesh.parse(manifest.mesh or "").tp
-    # The files of a job show how many of its ranks held the same. In a tag of ours sections do, which a layer named. A
-    # split without them says nothing: another kind of job may have loaded the model of one with copies.
+    # The files of a job show how many of its ranks held replicas. In a tag of this library, sections that a layer
+    # declared show it. A sharding without sections shows nothing, because another kind of job may have loaded a model
+    # with replicas.
     of_job = manifest.header.sequence == 0
     for name, leaf in leaves.items():
         projection, called = get_hf_names(name)
@@ -205,7 +208,7 @@ def _read_stored_replication(
         split = next(iter(resolve_sharding(leaf, manifest, ()).dims), None)
         last = split.sections[-1] if split is not None else Section(copies=ranks)
         if of_job or (split is not None and (last.size is not None or last.copies > 1)):
-            # Where all ranks hold all keys, the files of a job do not show how it repeats them.
+            # If every rank holds all keys, the files of a job do not show the order of the replicas.
             shown = last.adjacent or last.copies == 1 or last.copies != ranks or config.kv_heads == 1
             counts.setdefault((last.copies, last.adjacent if shown else None), leaf)
     if len(counts) > 1:
@@ -219,25 +222,25 @@ def _read_stored_replication(
 
 @dataclass(frozen=True, slots=True)
 class RenamedModel:
-    """A model under Hugging Face's names."""
+    """Model under its Hugging Face names."""
 
     manifest: Manifest
     tied_pair: tuple[str, str] | None = None
-    """Leaf paths of the *stored* manifest: two arrays of which only the first goes along, because they have to be
-    equal."""
+    """Leaf paths in the *stored* manifest of two arrays that must be equal. Only the first is kept."""
 
 
 def collect_leaves_by_name(manifest: Manifest, part: str) -> dict[str, str]:
-    """Leaf path of each array in a part of the state, tied ones under all their names, by its name there.
+    """Return the leaf path of each array in a part of the state by its name there. Tied arrays have all of their names.
 
     Raises:
-        IncompatibleCheckpointError: Nothing says how one of them was split.
+        IncompatibleCheckpointError: The sharding of an array is unknown.
+        UsageError: The part contains no arrays.
     """
     depth = len(paths.split(part))
     leaves = {}
     for leaf in (*manifest.arrays, *manifest.aliases, *manifest.unreadable):
         if paths.is_under(leaf, part) and leaf != part:
-            manifest.find_array(leaf)  # this raises
+            manifest.find_array(leaf)  # raises if the sharding is unknown
             leaves[".".join(map(paths.unescape, paths.split(leaf)[depth:]))] = leaf
     if not leaves:
         hint = f"Leaf paths of its arrays begin with: {paths.format_top_parts(manifest.arrays)}."
@@ -246,10 +249,10 @@ def collect_leaves_by_name(manifest: Manifest, part: str) -> dict[str, str]:
 
 
 def check_shapes(manifest: Manifest, config: LlamaConfig) -> None:
-    """Compare the shapes of a stored model with a configuration.
+    """Check the shapes of a stored model against a configuration.
 
     Raises:
-        IncompatibleCheckpointError: One is another.
+        IncompatibleCheckpointError: A shape differs.
     """
     for leaf, record in manifest.arrays.items():
         if schema.get_member(leaf) == schema.MODEL:
@@ -257,15 +260,15 @@ def check_shapes(manifest: Manifest, config: LlamaConfig) -> None:
 
 
 def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, replication: KVReplication) -> RenamedModel:
-    """A model under Hugging Face's names, with its arrays and the order of its heads.
+    """Return a model under its Hugging Face names, with the Hugging Face arrays and head order.
 
     Args:
-        part: Leaf path of the model in it.
+        part: Leaf path of the model.
 
     Raises:
-        IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
-            the heads are.
-        UsageError: What the caller says contradicts the checkpoint.
+        IncompatibleCheckpointError: Names or shapes do not match the configuration, or the order of the heads is
+            unknown.
+        UsageError: The arguments of the caller contradict the checkpoint.
     """
     leaves = collect_leaves_by_name(manifest, part)
     for name, leaf in leaves.items():
@@ -290,14 +293,14 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, replicat
 
 
 def to_fused(manifest: Manifest, config: LlamaConfig, scheme: FusionScheme, mesh: Mesh) -> Manifest:
-    """A model of Hugging Face's under the names of neuronx-distributed's examples, as a job would have saved it.
+    """Return a Hugging Face model under the names of the neuronx-distributed examples, as a job would save it.
 
     Args:
-        manifest: What is stored, under Hugging Face's names.
+        manifest: Manifest of the stored model, with Hugging Face names.
 
     Raises:
-        IncompatibleCheckpointError: Names or shapes are not those of the configuration.
-        UsageError: The copies do not fit the heads, or the ranks.
+        IncompatibleCheckpointError: Names or shapes do not match the configuration.
+        UsageError: The replicas do not match the heads, or the ranks.
     """
     check_heads(config, scheme, mesh)
     leaves = collect_leaves_by_name(manifest, schema.MODEL)
@@ -316,16 +319,16 @@ def to_fused(manifest: Manifest, config: LlamaConfig, scheme: FusionScheme, mesh
 
 
 def convert_head_order(manifest: Manifest, config: LlamaConfig, replication: KVReplication, mesh: Mesh) -> Manifest:
-    """The state of a job with its heads in the order of another `kv_size_multiplier`, optimizer states included.
+    """Return the state of a job with the head order of another `kv_size_multiplier`, including optimizer states.
 
     Args:
-        manifest: What is stored, under the names of neuronx-distributed's examples.
-        replication: What the new job has; both are known.
+        manifest: Manifest of the stored state, with the names of the neuronx-distributed examples.
+        replication: Replication in the new job; both fields are set.
 
     Raises:
-        IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
-            the heads are, or a state does not have the shape of its parameter.
-        UsageError: The copies do not fit the heads, or the ranks.
+        IncompatibleCheckpointError: Names or shapes do not match the configuration, or the order of the heads is
+            unknown, or a state does not have the shape of its parameter.
+        UsageError: The replicas do not match the heads, or the ranks.
     """
     leaves = collect_leaves_by_name(manifest, schema.MODEL)
     old = detect_fusion_scheme(leaves, manifest, config, KVReplication())
@@ -368,13 +371,13 @@ def convert_head_order(manifest: Manifest, config: LlamaConfig, replication: KVR
 
 
 def _plan_row_moves(config: LlamaConfig, old: FusionScheme, new: FusionScheme) -> list[tuple[int, int, int]]:
-    """(first row before, first row after, rows) of the queries, head by head."""
+    """Return (first row before, first row after, rows) of the queries for each head."""
     before, after = (_index_rows_by_head(config, form) for form in (old, new))
     return [(before[head], after[head], config.head_dim) for head in range(config.heads)]
 
 
 def _index_rows_by_head(config: LlamaConfig, scheme: FusionScheme) -> dict[int, int]:
-    """The first row of each head of queries, by its number in Hugging Face's order."""
+    """Return the first row of each query head, by its index in the Hugging Face order."""
     return {
         (hf_row + row) // config.head_dim: first + row
         for first, hf_row, size in get_query_order(config, scheme)
@@ -385,7 +388,7 @@ def _index_rows_by_head(config: LlamaConfig, scheme: FusionScheme) -> dict[int, 
 def _move_queries(
     leaf: str, record: ArrayRecord, dim: int, moves: Sequence[tuple[int, int, int]], manifest: Manifest
 ) -> ArrayRecord:
-    """The record of an array whose queries lie elsewhere; what is behind them, keys and values, stays."""
+    """Return the record of an array with reordered queries. Keys and values after them are not moved."""
     whole = Box.from_shape(record.shape)
     queries = sum(size for _, _, size in moves)
     parts = [
@@ -399,7 +402,7 @@ def _move_queries(
 
 
 def _convert_spec(leaf: str, record: ArrayRecord, sharding: Sharding, manifest: Manifest) -> tuple[object, ...]:
-    """How a state of a parameter that is split like `sharding` is split: over the axes that it was before."""
+    """Return the spec of a state whose parameter has this sharding. The mesh axes of the state are kept."""
     ndim = len(record.shape)
     dims = (
         before if before is None or after is None else DimSharding(before.axes, after.sections)
@@ -411,10 +414,13 @@ def _convert_spec(leaf: str, record: ArrayRecord, sharding: Sharding, manifest: 
 
 
 def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manifest, config: LlamaConfig) -> None:
-    """Refuse a fused array of which the checkpoint says that ranks had it otherwise: its rows are in another order.
+    """Refuse a fused array that was saved with other sections than its parts, because its rows are in another order.
 
     Args:
-        parts: Hugging Face's names of what it consists of.
+        parts: Hugging Face names of the fused arrays.
+
+    Raises:
+        IncompatibleCheckpointError: The sections differ.
     """
     sharding = resolve_sharding(leaf, manifest, ())
     split = next(iter(sharding.dims), None)
@@ -434,9 +440,9 @@ def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manife
 
 
 def make_model_manifest(manifest: Manifest, arrays: Mapping[str, ArrayRecord], aliases: Mapping[str, str]) -> Manifest:
-    """A manifest that has a model of these arrays and nothing else, in the files of another one.
+    """Return a manifest that contains only a model with these arrays, in the files of another manifest.
 
-    `aliases` has further names of arrays.
+    `aliases` maps further names to names of arrays.
     """
     names = [*arrays, *aliases]
     skeleton: dict[str, Any] = {schema.MODEL: {name: {"$array": "torch"} for name in names}}

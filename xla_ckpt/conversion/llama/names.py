@@ -2,8 +2,8 @@
 
 neuronx-distributed fuses projections: ``gate_up_proj`` is gate and up, ``qkv_proj`` is queries, keys and values. If
 several ranks hold the same keys and values (``kv_size_multiplier``), the query heads and the columns of ``o_proj`` are
-in another order: the ranks that hold a key head have its queries in turn. A `SegmentMapping` says which elements of two
-arrays are the same.
+reordered: the queries of a key head are distributed in turn to the ranks that hold it. A `SegmentMapping` maps a range
+of elements of one array to the same elements of another.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentMapping:
-    """Elements that an array of Hugging Face's and one of a job's have in common: neighbours along one dim."""
+    """Range of elements along one dim that a Hugging Face array and a job array have in common."""
 
     job_name: str
-    """The job's name."""
+    """Name in the job."""
 
     hf_name: str
-    """Hugging Face's name."""
+    """Name in Hugging Face."""
 
     dim: int = 0
-    """The tensor dim along which the arrays are cut; all others are whole in both."""
+    """Tensor dim along which the arrays are split; all other dims are complete in both."""
 
     job_offset: int = 0
-    """First element along that dim in the job's array."""
+    """Index of the first element along that dim in the array of the job."""
 
     hf_offset: int = 0
-    """First element along that dim in Hugging Face's array."""
+    """Index of the first element along that dim in the Hugging Face array."""
 
     size: int | None = None
-    """Elements along that dim; None for all."""
+    """Number of elements along that dim; None for all."""
 
 
 def group_query_rows(heads: int, kv_heads: int, copies: int, head_size: int) -> list[tuple[int, int, int]]:
-    """(first row there, first row in Hugging Face's order, rows) of the queries that stay together in a job.
+    """Return (first row in the job, first row in the Hugging Face order, rows) of queries that are contiguous in both.
 
-    Keys and values lie on its ranks as a whole, once for each copy. The queries of each of their heads are dealt out to
-    the copies: they are a multiple of these.
+    Ranks hold all keys and values, once per replica. The queries of each key head are divided evenly among its
+    replicas.
 
     >>> group_query_rows(8, 2, 2, 1)
     [(0, 0, 2), (2, 4, 2), (4, 2, 2), (6, 6, 2)]
@@ -66,15 +66,16 @@ def group_query_rows(heads: int, kv_heads: int, copies: int, head_size: int) -> 
 def build_mapped_arrays(
     segments: Iterable[SegmentMapping], leaves: Mapping[str, str], manifest: Manifest, *, to_hf: bool
 ) -> dict[str, ArrayRecord]:
-    """The records of the new arrays that consist of these elements, by their names.
+    """Return the records of new arrays that consist of these segments, by name.
 
     Args:
-        segments: All elements of each new array.
-        leaves: Leaf path of each stored array, by its name.
-        to_hf: Whether the new names are Hugging Face's, and the stored ones the job's.
+        segments: All segments of each new array.
+        leaves: Leaf path of each stored array, by name.
+        to_hf: True if the new names are the Hugging Face names and the stored names those of the job; otherwise the
+            reverse.
 
     Raises:
-        IncompatibleCheckpointError: A part of an array is not stored, or nothing says how it was split.
+        IncompatibleCheckpointError: A part of an array is not stored, or its sharding is unknown.
     """
     parts: dict[str, list[SegmentMapping]] = {}
     for link in segments:
@@ -90,7 +91,7 @@ def build_mapped_arrays(
 def _compose_array(
     name: str, segments: list[SegmentMapping], leaves: Mapping[str, str], manifest: Manifest, *, to_hf: bool
 ) -> DerivedArray:
-    """What a new array consists of. Along the other dims it is as large as those that are stored."""
+    """Return the regions of a new array. Its size along the other dims is that of the stored arrays."""
     olds = [link.job_name if to_hf else link.hf_name for link in segments]
     missing = next((old for old in olds if old not in leaves), None)
     if missing is not None:
@@ -114,7 +115,7 @@ def _compose_array(
 
 
 def get_stored_record(leaf: str, manifest: Manifest) -> ArrayRecord:
-    """The record of an array that is stored, under whichever of its leaf paths."""
+    """Return the record of a stored array. Each of its leaf paths is accepted."""
     record = manifest.find_array(leaf)
     assert record is not None, leaf
     return record
@@ -135,15 +136,15 @@ _QUERIES = re.compile(r".*self_attn\.qkv_proj\.(?:weight|bias)_(?:q|qkv)")
 
 
 def get_query_dim(name: str) -> int | None:
-    """The tensor dim of a neuronx-distributed array along which the heads of queries lie; None if it has none.
+    """Return the tensor dim of the query heads in a neuronx-distributed array; None if it contains no queries.
 
-    Queries come first there, if anything else follows.
+    Queries come first along this dim.
     """
     return 0 if _QUERIES.fullmatch(name) is not None else 1 if _OUTPUT.fullmatch(name) is not None else None
 
 
 class Projection(enum.Enum):
-    """How the projections of queries, keys and values are stored."""
+    """Form in which the projections of queries, keys and values are stored."""
 
     SEPARATE = "q_proj.weight, k_proj.weight, v_proj.weight"
     STRIDED = "qkv_proj.weight"
@@ -157,20 +158,20 @@ class FusionScheme:
 
     projection: Projection
     copies: int = 1
-    """How many ranks hold each head of keys and values: its `kv_size_multiplier`."""
+    """Number of ranks that hold each key-value head: `kv_size_multiplier` in neuronx-distributed."""
 
     adjacent: bool = False
-    """Whether neighbouring ranks hold the same head, as on trn2. Then the queries are in Hugging Face's order."""
+    """True if adjacent ranks hold the same head, as on trn2. The queries are in the Hugging Face order in that case."""
 
     fuse_mlp: bool = True
-    """Whether gate and up are one array."""
+    """True if gate and up are fused into one array."""
 
 
 def get_query_order(config: LlamaConfig, scheme: FusionScheme) -> list[tuple[int, int, int]]:
-    """(first row there, first row in Hugging Face's order, rows) of the queries that stay together.
+    """Return (first row in the job, first row in the Hugging Face order, rows) of queries that are contiguous in both.
 
     Raises:
-        UsageError: The copies do not divide the queries of a head of keys.
+        UsageError: The replicas do not divide the queries of a key head.
     """
     if scheme.adjacent:
         return [(0, 0, config.q_rows)]
@@ -185,7 +186,7 @@ def get_query_order(config: LlamaConfig, scheme: FusionScheme) -> list[tuple[int
 
 
 def list_segments(hf: str, config: LlamaConfig, scheme: FusionScheme) -> list[SegmentMapping]:
-    """Where neuronx-distributed has the parts of an array, by Hugging Face's name.
+    """Return the segments of an array in neuronx-distributed, given its Hugging Face name.
 
     Raises:
         UsageError: As `get_query_order`.
@@ -217,9 +218,11 @@ def _list_qkv_segments(
 
 
 def get_hf_names(name: str) -> tuple[Projection | None, list[str]]:
-    """Hugging Face's names of the parts of an array of neuronx-distributed's; none of a buffer that it does not store.
+    """Return the Hugging Face names of the parts of a neuronx-distributed array; empty for a buffer without a stored
+    array.
 
-    The projection is the form that the name is of; None for a name that has nothing to do with one.
+    The projection is the form that the name belongs to; None if the array is not a projection of queries, keys or
+    values.
     """
     if (match := _FUSED_QKV.fullmatch(name)) is not None:
         at, kind, what = match["at"], match["kind"], match["what"]
@@ -245,7 +248,7 @@ _PROJECTION_DIMS = {
     "mlp.up_proj": ("intermediate", "hidden"),
     "mlp.down_proj": ("hidden", "intermediate"),
 }
-"""Hugging Face's projections: the rows of the weight, which are those of the bias, and its columns."""
+"""Dims of the Hugging Face projections: rows of the weight (equal to those of the bias), and columns."""
 
 _NORM_DIMS = {"input_layernorm.weight": ("hidden",), "post_attention_layernorm.weight": ("hidden",)}
 
@@ -259,7 +262,7 @@ for _suffix, _rows in (("", "qkv"), ("_qkv", "qkv"), ("_q", "q"), ("_k", "kv"), 
     _LAYER_DIMS[f"self_attn.qkv_proj.weight{_suffix}"] = (_rows, "hidden")
     _LAYER_DIMS[f"self_attn.qkv_proj.bias{_suffix}"] = (_rows,)
 _LAYER_DIMS |= {"mlp.gate_up_proj.weight": ("gate_up", "hidden"), "mlp.gate_up_proj.bias": ("gate_up",)}
-"""The dims of each array of a layer, in either of the two ways to name them."""
+"""Dims of each array of a layer, under the names of both libraries."""
 
 
 def _get_dims(name: str) -> tuple[str, ...] | None:
@@ -269,7 +272,7 @@ def _get_dims(name: str) -> tuple[str, ...] | None:
 
 
 def get_sharding(name: str, config: LlamaConfig, scheme: FusionScheme) -> Sharding:
-    """How the ranks of a tensor-parallel job divide an array of neuronx-distributed's name."""
+    """Return the sharding of an array in a tensor-parallel neuronx-distributed job."""
     copies = "" if scheme.copies == 1 else f"x{scheme.copies}{' adjacent' if scheme.adjacent else ''}"
     kv = f"{config.kv_rows}{copies}" if copies else config.kv_rows
     linear = scheme.projection in (Projection.LINEAR, Projection.FUSED)
@@ -282,7 +285,7 @@ def get_sharding(name: str, config: LlamaConfig, scheme: FusionScheme) -> Shardi
 
 
 def build_sharding_rules(config: LlamaConfig) -> ParsedRules:
-    """How a tensor-parallel job whose ranks hold each head once divides the arrays of such a model, as rules."""
+    """Return the sharding rules of a tensor-parallel job for such a model, without replicated key-value heads."""
     names = {name: re.escape(name) for name in _MODEL_DIMS}
     names |= {f"model.layers.0.{name}": rf"model\.layers\.\d+\.{re.escape(name)}" for name in _LAYER_DIMS}
     forms = {name: FusionScheme(projection=get_hf_names(name)[0] or Projection.SEPARATE) for name in names}
@@ -290,7 +293,7 @@ def build_sharding_rules(config: LlamaConfig) -> ParsedRules:
 
 
 def get_array_shape(name: str, config: LlamaConfig) -> tuple[int, ...] | None:
-    """The global shape of an array, keys and values counted once; None for a name that is not known."""
+    """Return the global shape of an array, with keys and values counted once; None for an unknown name."""
     sizes = {
         "vocab": config.vocab,
         "hidden": config.hidden,
@@ -306,10 +309,10 @@ def get_array_shape(name: str, config: LlamaConfig) -> tuple[int, ...] | None:
 
 
 def check_shape(name: str, shape: tuple[int, ...], config: LlamaConfig, leaf: str) -> None:
-    """Compare the shape of an array with a configuration.
+    """Check the shape of an array against a configuration.
 
     Raises:
-        IncompatibleCheckpointError: It is another one.
+        IncompatibleCheckpointError: The shape differs.
     """
     expected = get_array_shape(name, config)
     if expected is not None and expected != shape:
@@ -325,7 +328,7 @@ def check_shape(name: str, shape: tuple[int, ...], config: LlamaConfig, leaf: st
 
 
 def list_required_names(config: LlamaConfig) -> Iterator[str]:
-    """Hugging Face's names of the arrays that such a model has in any case."""
+    """Yield the Hugging Face names of the arrays that every such model contains."""
     yield EMBEDDING_NAME
     for i in range(config.layers):
         for at in _PROJECTION_DIMS:
@@ -339,11 +342,11 @@ def list_required_names(config: LlamaConfig) -> Iterator[str]:
 
 
 def check_names(names: Iterable[str], config: LlamaConfig) -> None:
-    """Compare Hugging Face's names with a configuration. Further arrays are the model's own affair.
+    """Check Hugging Face names against a configuration. Additional arrays are allowed.
 
     Raises:
-        IncompatibleCheckpointError: One is missing, or is there although the configuration says that it is not, or
-            belongs to a layer that does not exist.
+        IncompatibleCheckpointError: An array is missing, or exists although the configuration excludes it, or belongs
+            to a layer that does not exist.
     """
     present = set(names)
     missing = [name for name in list_required_names(config) if name not in present]
@@ -377,12 +380,12 @@ def check_names(names: Iterable[str], config: LlamaConfig) -> None:
 
 
 def build_llama_hints(config: LlamaConfig) -> dict[str, ArrayHint]:
-    """What a configuration says about each array that such a model may have, by its name.
+    """Return a hint for each array that such a model may contain, by name.
 
-    Most shapes show how an array was split. Of fused ones, and of keys and values, it is said. How many ranks held the
-    same keys and values, and which ones, is found out from the files.
+    Most shapes show the sharding of an array. The sharding of fused arrays, and of keys and values, is given. The ranks
+    that held replicas of keys and values are detected from the files.
     """
-    # The shape of buffers is not in the configuration, and every rank has them whole.
+    # The configuration does not contain the shape of buffers, which are replicated on every rank.
     buffers = ["model.rotary_emb.inv_freq"]
     buffers += [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.layers)]
     hints = {name: ArrayHint(sharding=Sharding(), rule_text="of config.json") for name in buffers}
