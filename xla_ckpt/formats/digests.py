@@ -6,10 +6,10 @@
 "digest":"<16 hex>"}
 ```
 
-Each entry of `files` is a file record as in a manifest: path, size, bytes outside of all regions, their digest, and the
-regions with the digests of their blocks. Every file of the directory has an entry, except this file itself. In a DCP
-directory `.metadata` is among them, so that digests of an older save are not used for this one. `digest` covers all
-bytes before it. The other library ignores the file.
+Each entry of `files` is a file record as in a manifest: path, size, number of bytes outside all regions, their digest,
+and the regions with the digests of their blocks. Every file of the directory has an entry, except this file itself. In
+a DCP directory this includes `.metadata`, so that digests of an older save are not used for a newer one. `digest`
+covers all preceding bytes. The other library ignores the file.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from xla_ckpt.errors import FormatError, UnsupportedVersionError, annotate_error
 from xla_ckpt.storage.base import ReadDirectory, read_file
 
 DIGESTS = "xla_ckpt_digests.json"
-"""Name of the file."""
+"""Name of the digest file."""
 
 DIGESTS_FORMAT = "xla_ckpt digests"
 DIGESTS_VERSION = 1
 
 MAX_DIGESTS_BYTES = 1 << 30
-"""A larger file is not read (bytes)."""
+"""Maximum size of a digest file (bytes)."""
 
 
 def make_file_record(path: str, data: bytes) -> FileRecord:
-    """The record of a file that is verified as a whole."""
+    """Return the record of a file that is verified as a whole."""
     return FileRecord(path=path, size=len(data), framing_bytes=len(data), framing_digest=compute_digest(data))
 
 
 def dump_digests(files: Sequence[FileRecord]) -> bytes:
-    """The bytes of the file: equal records give equal bytes.
+    """Serialize the digest file. Equal records give equal bytes.
 
     Raises:
         FormatError: The records are not those of one directory.
@@ -55,10 +55,10 @@ def dump_digests(files: Sequence[FileRecord]) -> bytes:
 
 
 def parse_digests(data: bytes) -> tuple[FileRecord, ...]:
-    """The records of all files of a directory, from the bytes of the file.
+    """Parse a digest file into the records of all files of a directory.
 
     Raises:
-        CorruptCheckpointError: They are damaged, or make no sense.
+        CorruptCheckpointError: The bytes are corrupt or invalid.
         UnsupportedVersionError: A newer version of this library wrote them.
     """
     what = "the list of digests"
@@ -81,7 +81,11 @@ def parse_digests(data: bytes) -> tuple[FileRecord, ...]:
 
 
 def _check_names(files: Sequence[FileRecord]) -> None:
-    """Refuse records that are not those of all files of a directory."""
+    """Check that records can be those of all files of a directory.
+
+    Raises:
+        FormatError: There are no records, duplicate paths, or a record of the digest file itself.
+    """
     names = [record.path for record in files]
     if len(set(names)) != len(names):
         raise FormatError("a file has two lists of digests", found=sorted(names)[:8])
@@ -92,11 +96,11 @@ def _check_names(files: Sequence[FileRecord]) -> None:
 
 
 def read_digests(directory: ReadDirectory) -> dict[str, FileRecord]:
-    """The records of a directory's files, by path; none where it has no digests.
+    """Read the records of the files in a directory, by path; empty if it has no digest file.
 
     Raises:
-        CorruptCheckpointError: The digests are damaged.
-        UnsupportedVersionError: A newer version of this library wrote them.
+        CorruptCheckpointError: The digest file is corrupt.
+        UnsupportedVersionError: A newer version of this library wrote it.
     """
     try:
         data = read_file(directory, DIGESTS, limit=MAX_DIGESTS_BYTES, what="the list of digests")

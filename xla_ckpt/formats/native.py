@@ -1,7 +1,7 @@
-"""The native layout: safetensors files, distributed over all ranks, with our manifest (docs/format.md).
+"""The native layout: safetensors files, distributed over all ranks, with a manifest (docs/format.md).
 
-It holds any state and loads on any topology. A conversion first computes which part of each array every rank of the
-target job has (`assign_leaves_to_ranks`), and then plans the files like a save.
+It stores any state and loads on any topology. A conversion first computes the shard of each array on every rank of the
+target job (`assign_leaves_to_ranks`), and then plans the files like a save.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 RESHARD_HINT = "Give another rule of shardings= (--sharding) for it, or choose another mesh."
-"""What to do about an array that cannot be split over a mesh as it is said to be."""
+"""Hint for an array that cannot be sharded over a mesh by its rule."""
 
 
 def assign_leaves_to_ranks(
     manifest: Manifest, leaf_paths: Iterable[str], to: TargetTopology
 ) -> tuple[list[list[ArrayLeaf]], dict[str, tuple[object, ...] | None]]:
-    """The leaves that each rank holds of some stored arrays, and how each array is split.
+    """Return the array leaves of each rank for stored arrays, and the sharding spec of each array.
 
-    Nothing here says which pipeline stage has which array, so the ranks of the first stage hold all of them.
+    The pipeline stage of an array is unknown here, so the ranks of the first stage hold all arrays.
 
     Raises:
-        IncompatibleCheckpointError: An array cannot be split over the mesh.
+        IncompatibleCheckpointError: An array cannot be sharded over the mesh.
     """
     shardings = {}
     for path in leaf_paths:
@@ -73,7 +73,7 @@ def _make_split_error(
 
 
 class NativeLayout(Layout):
-    """safetensors files and a manifest. It holds any state, and loads on any topology."""
+    """Layout of safetensors files and a manifest. Stores any state, and loads on any topology."""
 
     name = "native"
     saves = True
@@ -82,7 +82,7 @@ class NativeLayout(Layout):
     takes_apart = True
 
     def wrote(self, manifest: Manifest) -> bool:
-        return True  # a tag that no other layout knows as its own
+        return True  # any tag that no other layout recognizes
 
     def writing(self, description: StateDescription) -> NativeWritePlanner:
         return NativeWritePlanner(description, description.leaves)
@@ -94,12 +94,12 @@ class NativeLayout(Layout):
 
 @dataclass(frozen=True)
 class NativeWritePlanner(WritePlanner):
-    """What one rank writes of some leaves, which may be all: each array is dealt out to the ranks that hold it."""
+    """Write plan of one rank for all or some leaves: each array is distributed over the ranks that hold it."""
 
     description: StateDescription
     leaves: Sequence[ArrayLeaf]
     file_naming: FileNaming | None = None
-    """What the files are, if they are not those of the native layout."""
+    """Naming and layout of the files, if they differ from the native layout."""
 
     index: IndexBuilder = build_no_index
 
@@ -116,13 +116,13 @@ class NativeWritePlanner(WritePlanner):
 def plan_native_files(
     manifest: Manifest, leaf_paths: Iterable[str], to: TargetTopology, file_naming: FileNaming | None = None
 ) -> tuple[list[tuple[FilePlan, ...]], dict[str, tuple[object, ...] | None]]:
-    """The files of each rank that holds some stored arrays, and how each array is split.
+    """Plan the files of each rank for stored arrays. Return them, and the sharding spec of each array.
 
     Args:
         file_naming: See `NativeWritePlanner`.
 
     Raises:
-        IncompatibleCheckpointError: An array cannot be split over the mesh.
+        IncompatibleCheckpointError: An array cannot be sharded over the mesh.
     """
     leaves, specs = assign_leaves_to_ranks(manifest, leaf_paths, to)
     return [

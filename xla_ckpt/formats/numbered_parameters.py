@@ -1,7 +1,7 @@
-"""Infer names for the numbered parameters of a stored optimizer, as torch's ``Optimizer.state_dict()`` has them. Pure.
+"""Infer names for the numbered parameters of a stored optimizer, as in torch's ``Optimizer.state_dict()``. Pure.
 
-Names come from ``param_names`` in the groups, from the groups of the program's own optimizer, or from the order and the
-shapes of the stored model if only one assignment fits.
+Names come from ``param_names`` in the groups, from the groups of the target optimizer, or from the order and the shapes
+of the stored model if only one assignment fits.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from xla_ckpt.core.tree.state_dict import infer_parameter_names
 N = TypeVar("N")
 
 _BUFFER_SUFFIXES = ("running_mean", "running_var")
-"""What torch calls arrays of its modules that have the shapes of parameters, and are none."""
+"""Name suffixes of torch buffers that have the shapes of parameters."""
 
 PARAM_NAMES_KEY = "param_names"
-"""Key of a group under which torch has the names of its parameters, if it was given them."""
+"""Key of the parameter names in a group. torch writes them for optimizers that were created with named parameters."""
 
 
 def name_parameters(parts: dict[str, Any], hints: LoadHints, *, guess: bool) -> tuple[dict[str, Any], bool]:
-    """The members of a training state with names in place of the optimizer's numbers, where somebody can tell them.
+    """Replace the parameter numbers of the optimizer in a training state with names, if they can be inferred.
 
     Args:
-        parts: The members, with a record for each array. An optimizer without numbers stays as it is.
-        hints: What the program says that wants it: the names in each group of its optimizer.
-        guess: Whether names may be those of the stored model in its order, if only one order fits the shapes.
+        parts: Members of the state, with a record for each array. An optimizer without numbers is not changed.
+        hints: Information of the target program: the names in each group of its optimizer.
+        guess: True to infer names from the order of the stored model, if only one assignment fits the shapes.
 
     Returns:
-        The members, and whether the names were guessed.
+        The members, and True if the names were guessed.
     """
     optimizer = parts.get(schema.OPTIMIZER)
     if not isinstance(optimizer, dict) or not _has_numbered_parameters(optimizer):
@@ -48,14 +48,14 @@ def name_parameters(parts: dict[str, Any], hints: LoadHints, *, guess: bool) -> 
 
 
 def _get_parameter_shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array that may be a parameter, or a state of one; None for any other value."""
+    """Return the shape of an array that can be a parameter or its state; None for any other value."""
     if isinstance(value, ArrayRecord | UnreadableArray) and value.dtype is not None:
         return value.shape if value.dtype.is_floating or value.dtype.name.startswith("complex") else None
     return None
 
 
 def _has_numbered_parameters(optimizer: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state is torch's own, in which parameters have numbers."""
+    """Return True if a state has the structure of a torch optimizer with numbered parameters."""
     is_torchs = schema.get_groups(optimizer) is not None and isinstance(optimizer.get(schema.STATE), dict)
     return is_torchs and schema.has_numbered_parameters(optimizer)
 
@@ -63,7 +63,7 @@ def _has_numbered_parameters(optimizer: Mapping[str, Any]) -> bool:
 def _resolve_names(
     optimizer: Mapping[str, Any], model: Any, hints: LoadHints, *, guess: bool
 ) -> tuple[dict[int, str] | None, bool]:
-    """(the name of each number, whether it was guessed); None where nobody can tell."""
+    """Return the name of each number, and True if they were guessed; None if the names cannot be inferred."""
     groups: list[Mapping[str, Any]] = optimizer[schema.PARAM_GROUPS]
     stored = [group[schema.PARAMS] for group in groups]
     sizes = [len(numbers) for numbers in stored]
@@ -72,7 +72,7 @@ def _resolve_names(
     if hints.parameter_groups is not None:
         wanted = [list(names) for names in hints.parameter_groups]
         if any(name.startswith("#") for names in wanted for name in names):
-            return None, False  # without a model the names are places, which are no better than numbers
+            return None, False  # without a model the names are positions, which are equivalent to numbers
         called = map_numbers_to_names(stored, wanted) if [len(names) for names in wanted] == sizes else {}
         states = optimizer[schema.STATE]
         if called and all(
@@ -92,7 +92,7 @@ def _resolve_names(
 
 
 def read_group_names(groups: Sequence[Mapping[str, Any]]) -> dict[int, Any] | None:
-    """The name of each number, where the groups say it: torch writes names for optimizers that were given them."""
+    """Return the recorded name of each number; None if a group does not record names."""
     names: list[Any] = [group.get(PARAM_NAMES_KEY) or [] for group in groups]
     numbers = [group[schema.PARAMS] for group in groups]
     named = all(isinstance(n, list) and len(n) == len(own) for n, own in zip(names, numbers, strict=True))
@@ -104,12 +104,12 @@ def infer_names_by_order(
     shapes: Mapping[int, tuple[int, ...] | None],
     *models: Mapping[str, tuple[int, ...]],
 ) -> dict[int, str] | None:
-    """The name of each number, if the order and the shapes of a model's parameters leave only one choice.
+    """Return the name of each number, if the order and shapes of the parameters of a model allow only one assignment.
 
     Args:
-        shapes: The shape of each number, where known.
-        models: The shapes of what may be parameters, in the order of the model: the likeliest first. Of the last of
-            them buffers are left out, if nothing else fits.
+        shapes: Shape of each number, if known.
+        models: Shapes of candidate parameters in model order; the likeliest candidates first. The last candidates are
+            also tried without buffers.
     """
     without_buffers = {name: shape for name, shape in models[-1].items() if not name.endswith(_BUFFER_SUFFIXES)}
     ways = (infer_parameter_names(numbers, shapes, model) for model in (*models, without_buffers))
@@ -117,9 +117,9 @@ def infer_names_by_order(
 
 
 def _may_be_state_of(state: Any, wanted: tuple[int, ...] | None) -> bool:
-    """Whether this may be the state of a parameter of that shape.
+    """Return True if this can be the state of a parameter with the given shape.
 
-    State may have fewer dims than its parameter, and dims of size 1 in the place of any, as Adafactor's has.
+    State may have fewer dims than its parameter, and dims of size 1 in place of others, as in Adafactor.
     """
     if wanted is None or not isinstance(state, dict):
         return True
@@ -130,7 +130,9 @@ def _may_be_state_of(state: Any, wanted: tuple[int, ...] | None) -> bool:
 
 
 def _drop_tied_names(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model with each array under the first of its names: an optimizer has a tied parameter once."""
+    """Return the model with each array only under its first name, because an optimizer contains a tied parameter
+    once.
+    """
     seen: set[int] = set()
     by_first_name = {}
     for name, value in model.items():
@@ -141,7 +143,7 @@ def _drop_tied_names(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_largest_shape(state: Any, get_shape: Callable[[Any], tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """The shape of a parameter: that of the state with the most dims, as a step count is a single number."""
+    """Return the shape of a parameter: the shape of its state with the most dims, because a step count is a scalar."""
     if not isinstance(state, Mapping):
         return None
     shapes = [own for value in state.values() if (own := get_shape(value)) is not None]
@@ -149,7 +151,7 @@ def get_largest_shape(state: Any, get_shape: Callable[[Any], tuple[int, ...] | N
 
 
 def map_numbers_to_names(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[N]]) -> dict[int, N]:
-    """Name by number, from the groups of both."""
+    """Return a mapping from number to name, given both by group."""
     return {
         number: name
         for some, called in zip(numbers, names, strict=True)
@@ -158,7 +160,7 @@ def map_numbers_to_names(numbers: Sequence[Sequence[int]], names: Sequence[Seque
 
 
 def sort_by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any, Any]:
-    """Members by the number of their parameter, in that order; what belongs to no parameter comes last.
+    """Replace the names of parameters with their numbers, sorted by number; other members come last.
 
     >>> sort_by_number({"b": 1, "key": 2, "a": 3}, {"a": 0, "b": 1})
     {0: 3, 1: 1, 'key': 2}

@@ -1,6 +1,6 @@
 """The registry of layouts: register, list and look up checkpoint formats.
 
-Finding the format of a foreign checkpoint asks the layouts in the order of this list.
+The format of a foreign checkpoint is detected by the layouts in the order of this list.
 """
 
 from __future__ import annotations
@@ -32,29 +32,27 @@ _layouts: list[Layout] = [
     NATIVE,
     DcpLayout("dcp", finds_foreign=True),
     DcpLayout(TORCHTITAN, finds_foreign=False),
-    OptimumNeuronLayout(),  # before neuronx-distributed's, which would find the rank files in its tags, too
+    OptimumNeuronLayout(),  # before neuronx-distributed, which would also detect the rank files in its tags
     NxdLayout("xser", finds=True),
     NxdLayout("pt", finds=False, other_names=("nxd",)),
-    SmpLayout(),  # before single files: one of its directories, or sets, may have the name of one
-    OrbaxModelLayout(),  # before orbax's: what it writes are orbax's files, too
+    SmpLayout(),  # before single files: a directory or file set of this layout may have the name of a single file
+    OrbaxModelLayout(),  # before orbax, because it writes orbax files
     OrbaxLayout("orbax"),
-    OrbaxLayout(
-        "orbax-manager", item="default"
-    ),  # the items that orbax's own managers look for, unless a program names one
+    OrbaxLayout("orbax-manager", item="default"),  # the items that orbax managers read by default
     OrbaxLayout("orbax-v1", item="state"),
     TorchCheckpointingLayout(),
     HuggingFaceLayout(),
     PeftLayout(),
     TorchSaveLayout(),
 ]
-"""One object for each layout. To add one is a line here, or a call of `register_layout`."""
+"""One instance per layout. To add a layout, add a line here, or call `register_layout`."""
 
 
 def register_layout(layout: L) -> L:
-    """Add a layout; from now on it is found, opened, written and converted like the others.
+    """Register a layout. It is then detected, opened, written and converted like the built-in layouts.
 
     Raises:
-        UsageError: There is a layout of that name, or this is no layout.
+        UsageError: A layout of that name exists, or the argument is not a layout instance.
     """
     if isinstance(layout, type) or not isinstance(getattr(layout, "name", None), str):
         hint = "Derive a class from xla_ckpt.Layout, and pass an object of it (docs/adding-a-layout.md)."
@@ -74,25 +72,25 @@ def unregister_layout(layout: Layout) -> None:
 
 
 def list_layouts() -> Sequence[Layout]:
-    """All of them, in the order in which they are asked whose a tag is."""
+    """Return all layouts, in the order in which they detect tags."""
     return _layouts
 
 
 def list_saveable_layouts() -> tuple[str, ...]:
-    """Names of the layouts that a job can save in."""
+    """Return the names of the layouts that a job can save in."""
     return tuple(layout.name for layout in _layouts if layout.saves)
 
 
 def list_convertible_layouts() -> tuple[str, ...]:
-    """Names of the layouts that a conversion makes, other names included."""
+    """Return the names of the layouts that conversions can write, including alternative names."""
     return tuple(name for layout in _layouts if layout.converts for name in (layout.name, *layout.other_names))
 
 
 def get_layout(name: str, *, allowed: Sequence[str] | None = None) -> Layout:
-    """The layout that callers call so; `allowed` are those that will do.
+    """Return the layout with this name. `allowed` restricts the names; by default those of conversions.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The name is unknown or not allowed.
     """
     known = list_convertible_layouts() if allowed is None else allowed
     if name in known:
@@ -111,5 +109,5 @@ def get_layout(name: str, *, allowed: Sequence[str] | None = None) -> Layout:
 
 
 def find_layout(manifest: Manifest) -> Layout:
-    """The layout in which a tag of ours was written."""
+    """Return the layout in which a tag of this library was written."""
     return next((layout for layout in _layouts if layout is not NATIVE and layout.wrote(manifest)), NATIVE)

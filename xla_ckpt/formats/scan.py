@@ -1,9 +1,9 @@
-"""Scan another library's files: open a directory, build a manifest, check CRC-32s, and hold back pickled objects.
+"""Scan the files of another library: open a directory, build a manifest, check CRC-32s, and defer untrusted pickles.
 
 A layout opens the directory with `open_for_scan`, collects file records in `ScannedFiles`, and builds the manifest with
 `build_scanned_manifest`. torch.save writes a CRC-32 of each storage, which torch.load ignores: `CrcCheckedDirectory`
-reads a storage whole at the first access and compares it. Objects whose pickles name classes of the program become an
-`UntrustedObject`, which is only unpickled if the caller trusts it. No framework is imported at import time.
+reads the complete storage at the first access and compares it. Objects whose pickles reference classes of the program
+become an `UntrustedObject`, which is only unpickled if the caller trusts it. No framework is imported at import time.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 TRUST_HINT = "Pass trust_pickle=True (--trust-pickle) if you trust whoever wrote this file."
 
 
-class UntrustedObject:  # no dataclass: a state that holds one is flattened, and dataclasses are taken apart
-    """Stands for such an object in a scanned state.
+class UntrustedObject:  # not a dataclass: a state that contains one is flattened, which would flatten a dataclass, too
+    """Placeholder for an untrusted pickled object in a scanned state.
 
     Args:
-        problem: Why it is not read without trust.
-        file: Where it lies.
-        read: Makes the object. This may run code.
-        path: The keys and numbers that lead to it in what the file holds; empty for all of that.
-        kind: The name of its class, as far as that is known.
-        hint: What to do about it.
+        problem: Reason why it is not read without trust.
+        file: File that contains it.
+        read: Function that loads the object. It may run arbitrary code.
+        path: Keys and indices of the object in the content of the file; empty for the full content.
+        kind: Name of its class, if known.
+        hint: Hint for the error message.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
         self._read = read
 
     def __eq__(self, other: object) -> bool:
-        """Whether two may be the same object on two ranks: what is in them is not looked at."""
+        """Return True if both may be the same object on two ranks. Their content is not compared."""
         if not isinstance(other, UntrustedObject):
             return NotImplemented
         return (self.problem, self.path) == (other.problem, other.path)
@@ -80,10 +80,10 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
         return hash((self.problem, self.path))
 
     def load(self, leaf: str, *, trust: bool) -> Any:
-        """The object.
+        """Load the object.
 
         Raises:
-            UntrustedObjectError: `trust` is False. Nothing of it has run.
+            UntrustedObjectError: `trust` is False. No code of the pickle was run.
         """
         if not trust:
             raise UntrustedObjectError(self.problem, leaf=leaf, file=self.file, hint=self.hint)
@@ -91,7 +91,7 @@ class UntrustedObject:  # no dataclass: a state that holds one is flattened, and
 
 
 def wrap_untrusted_file(file: str, problem: str, read_bytes: Callable[[], bytes]) -> UntrustedObject:
-    """Stands for all that a file of torch.save holds, or a zip in one, whose bytes `read_bytes` reads."""
+    """Return a placeholder for the content of a torch.save file, or of a zip in one, whose bytes `read_bytes` reads."""
 
     def read() -> Any:
         import torch
@@ -102,16 +102,16 @@ def wrap_untrusted_file(file: str, problem: str, read_bytes: Callable[[], bytes]
 
 
 TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""What programs give to torch.save as the ending of a name."""
+"""Common file name extensions of torch.save files."""
 
 
 def get_tensors_folder(file: str) -> str:
-    """Return the directory in which torch_xla's ``serialization.save`` has the tensors of a file."""
+    """Return the directory in which torch_xla's ``serialization.save`` stores the tensors of a file."""
     return f"{file}.tensors"
 
 
 def get_tensor_file(file: str, tid: int) -> str:
-    """Return the file in it of the tensor that has this number.
+    """Return the file of the tensor with this number.
 
     >>> get_tensor_file("epoch_3.pt", 7)
     'epoch_3.pt.tensors/tensor_7.pt'
@@ -120,7 +120,7 @@ def get_tensor_file(file: str, tid: int) -> str:
 
 
 class CrcCheckedDirectory:
-    """A directory as if some files were all that is in it. They are only read."""
+    """Read-only view of a directory that is restricted to the given files, and checks CRC-32s of storages."""
 
     def __init__(
         self, directory: ReadDirectory, files: Collection[str], storages: dict[str, list[StorageLocation]] | None = None
@@ -130,7 +130,7 @@ class CrcCheckedDirectory:
         self._files = frozenset(files)
         self.name = next(iter(files)) if len(self._files) == 1 else directory.name
         self.storages: dict[str, list[StorageLocation]] = {} if storages is None else storages
-        """The storages that are compared, by file."""
+        """Storages to check, by file."""
 
     def open(self, path: str, size: int | None = None) -> FileReader:
         if path not in self._files:
@@ -149,7 +149,7 @@ class CrcCheckedDirectory:
 
 
 class _CrcCheckedSource:
-    """A file whose storages are compared with their CRC-32s."""
+    """File whose storages are checked against their CRC-32s."""
 
     def __init__(self, source: FileReader, file: str, storages: Iterable[StorageLocation]) -> None:
         self._source = source
@@ -157,7 +157,7 @@ class _CrcCheckedSource:
         self.size = source.size
         compared = {storage for storage in storages if storage.crc and storage.nbytes}
         if (claimed := sum(storage.nbytes for storage in compared)) > source.size:
-            source.close()  # each would be read whole, and a small file could ask for hours
+            source.close()  # each storage is read completely, so a small malicious file could cause hours of reads
             raise CorruptCheckpointError(
                 "the storages of a file lie over each other", file=file, expected=f"{source.size} bytes", found=claimed
             )
@@ -172,11 +172,11 @@ class _CrcCheckedSource:
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
         if self._compare(offset, offset + len(buffer)):
-            return self._source.read_into(buffer, offset)  # it is in the page cache now
+            return self._source.read_into(buffer, offset)  # the bytes are in the page cache now
         return self._source.read_once(buffer, offset, scratch)
 
     def _compare(self, start: int, stop: int) -> bool:
-        """Compare the storages of which a part lies in a range, once each; whether there are any."""
+        """Check each storage that overlaps a range once. Return True if there are any."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         touched = False
         for number in range(first, bisect_left(self._starts, stop)):
@@ -184,7 +184,7 @@ class _CrcCheckedSource:
             if storage.offset + storage.nbytes <= start:
                 continue
             touched = True
-            with self._locks[number]:  # the others that want something of it wait for its verdict
+            with self._locks[number]:  # other readers of this storage wait for the result
                 if not self._verified[number]:
                     read_into, record = self._source.read_into, f"the record data/{storage.key}"
                     with annotate_errors(hint=DAMAGED_FILE_HINT):
@@ -200,35 +200,35 @@ R = TypeVar("R", bound=ReadDirectory)
 
 
 class ScannedFiles:
-    """The files of a scan, as its manifest has them."""
+    """Files of a scan, in the order of its manifest."""
 
     def __init__(self) -> None:
         self.records: list[FileRecord] = []
         self.file_numbers: dict[str, int] = {}
-        """Path of each file -> its place among the records."""
+        """Path of each file -> its index in the records."""
         self.storages: defaultdict[str, list[StorageLocation]] = defaultdict(list)
-        """The storages that the tensors lie in, by their files of torch.save."""
+        """Storages that contain the tensors, by torch.save file."""
 
     def add(self, record: FileRecord) -> int:
-        """The number of a further file."""
+        """Add a file, and return its number."""
         self.file_numbers[record.path] = len(self.records)
         self.records.append(record)
         return self.file_numbers[record.path]
 
     def wrap_with_crc_checks(self, directory: ReadDirectory, files: Collection[str]) -> ReadDirectory:
-        """The directory of the scan, for the reader that is made of it: storages are compared with their CRC-32s.
+        """Return the directory for the reader of this scan, which checks storages against their CRC-32s.
 
-        `files` are all that is in it, which takes a while to find out.
+        `files` are all files in the directory. Listing them takes time, so the caller provides them.
         """
         return CrcCheckedDirectory(directory, files, self.storages) if any(self.storages.values()) else directory
 
 
 @contextmanager
 def open_for_scan(store: Store, tag: str, open_directory: Callable[[], R]) -> Iterator[R]:
-    """A directory that stays open for the reader which is made of it. Errors name the tag, and close the directory.
+    """Open a directory that stays open for its reader. Errors name the tag, and close the directory.
 
     Raises:
-        StorageError: It cannot be opened, or a file in it cannot be read.
+        StorageError: The directory cannot be opened, or a file in it cannot be read.
     """
     with wrap_os_errors("opening a checkpoint", path=store.path, tag=tag):
         directory = open_directory()
@@ -236,21 +236,22 @@ def open_for_scan(store: Store, tag: str, open_directory: Callable[[], R]) -> It
         with annotate_errors(path=store.path, tag=tag), wrap_os_errors("reading a checkpoint"):
             yield directory
     except BaseException:
-        directory.close()  # nobody else will: it would count as being read for as long as the program runs
+        directory.close()  # otherwise it would count as being read until the process ends
         raise
 
 
 MAX_JSON_BYTES = 1 << 26
-"""Bytes that a file of JSON of another library's may have: none is nearly as large, and all of it is read."""
+"""Maximum size (bytes) of a JSON file of another library. Such files are read completely; real ones are much
+smaller."""
 
 
 def make_foreign_head(tag: str, created: str = "") -> ManifestHeader:
-    """The first line of a manifest that is made of another library's files: they have no commit number, and no pins."""
+    """Return the header of a manifest of another library's files, which have no commit number and are not pinned."""
     return ManifestHeader(tag=tag, sequence=0, pinned=False, created=created)
 
 
 def is_scanned_array(value: Any) -> bool:
-    """Whether a value of a scanned state stands for an array."""
+    """Return True if a value of a scanned state represents an array."""
     return isinstance(value, ArrayRecord | UnreadableArray)
 
 
@@ -259,13 +260,13 @@ def _get_kind(value: Any) -> str | None:
 
 
 def flatten_model(members: Mapping[str, Any]) -> FlatTree:
-    """A scanned model, whose members are arrays and what JSON has, without its arrays. This needs no framework."""
+    """Flatten a scanned model that consists of arrays and JSON values. Imports no framework."""
     return flatten({schema.MODEL: members}, _get_kind, ValueCodec())
 
 
 def flatten_state(state: Any) -> FlatTree:
-    """A scanned state without its arrays."""
-    from xla_ckpt.state.values import CODEC  # this loads torch, which listings do without
+    """Flatten a scanned state."""
+    from xla_ckpt.state.values import CODEC  # imports torch, which listings do not need
 
     return flatten(state, _get_kind, CODEC)
 
@@ -280,12 +281,12 @@ def build_scanned_manifest(
     world: int = 1,
     left_out: tuple[str, ...] = (),
 ) -> tuple[Manifest, list[UntrustedObject]]:
-    """The manifest of a scanned state, and the objects that its skeleton numbers.
+    """Build the manifest of a scanned state. Return it, and the objects that its skeleton references by number.
 
-    Leaf paths that have one record, the same object, are names of one array.
+    Leaf paths that share one record object are names of one array.
 
     Raises:
-        UnsupportedStateError: A value is neither array nor plain, and nothing says how it is read on trust.
+        UnsupportedStateError: A value is neither an array nor a plain value nor an `UntrustedObject`.
     """
     objects: list[UntrustedObject] = []
     for leaf, value in flat.objects:
@@ -312,7 +313,7 @@ def build_scanned_manifest(
 
 @contextmanager
 def start_verify_report(store: Store, tag: str) -> Iterator[VerifyReport]:
-    """A report of a tag that has no digests. At the end its problems name the tag, and it says how long it took."""
+    """Create the report of a tag without digests. On exit, add the tag to its problems, and set its duration."""
     began = time.monotonic()
     report = VerifyReport(path=store.path, tag=tag, digests=False)
     yield report
@@ -322,11 +323,11 @@ def start_verify_report(store: Store, tag: str) -> Iterator[VerifyReport]:
 
 
 def check_files(report: VerifyReport, names: Sequence[str], check: Callable[[str], int], workers: int) -> None:
-    """Check files, several at a time; what is wrong with them is added to the report.
+    """Check files in parallel, and add their problems to the report.
 
     Args:
-        report: Gets the number of the files, too, and the bytes that were read.
-        check: Reads one of them, and returns how many bytes it has read.
+        report: Report that also gets the number of files and the bytes read.
+        check: Function that reads a file, and returns the number of bytes read.
     """
     sizes: list[int] = []
 

@@ -1,9 +1,9 @@
 """Find the model, the optimizer and the scheduler in a nested state dict. Pure.
 
-All formats whose programs nest what they like use one order of precedence. An optimizer is recognized by its structure,
-whatever its key is. The model is located by, in order: the file's own metadata, the parameter names of the target, a
-conventional key such as ``model``, and the parameter names of the optimizer. `build_training_state` then renames the
-members to those of the program and unflattens the optimizer; everything else becomes extras.
+One order of precedence applies to all formats with arbitrarily nested states. An optimizer is recognized by its
+structure, independent of its key. The model is located by, in order: the file's own metadata, the parameter names of
+the target, a conventional key such as ``model``, and the parameter names of the optimizer. `build_training_state` then
+renames the members to those of the program and unflattens the optimizer; all other values become extras.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xla_ckpt.core.tree.state_dict import (
 )
 
 MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module", "net")
-"""What a model's state dict is called, the likeliest first."""
+"""Conventional keys of the state dict of a model, the likeliest first."""
 
 OPTIMIZER_NAMES = (
     "optimizer",
@@ -37,37 +37,37 @@ OPTIMIZER_NAMES = (
     "optim",
     "optim_state_dict",
 )
-"""What an optimizer's state dict is called, where there are several of them."""
+"""Conventional keys of the state dict of an optimizer, if there are several optimizers."""
 
 SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "sched")
-"""What a scheduler's state dict is called, the likeliest first."""
+"""Conventional keys of the state dict of a scheduler, the likeliest first."""
 
 MAX_NESTING = 3
-"""How deep in a state dict a model or an optimizer is looked for."""
+"""Maximum depth in a state dict at which models and optimizers are searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedDict:
-    """A dict somewhere in a state."""
+    """Dict at a path in a state."""
 
     path: KeyPath
     members: Mapping[str, Any]
     selected_keys: tuple[str, ...] | None = None
-    """Which members of the dict there are meant; None: all of them."""
+    """Keys of the dict that are selected; None for all."""
 
     @property
     def selected_paths(self) -> set[KeyPath]:
-        """The paths of what is meant."""
+        """Paths of the selected members."""
         return {self.path} if self.selected_keys is None else {(*self.path, key) for key in self.selected_keys}
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Dotted path, for messages."""
         return ".".join(map(str, self.path)) or "the state itself"
 
 
 def iterate_dicts(tree: Mapping[str, Any], path: KeyPath = ()) -> Iterator[LocatedDict]:
-    """The dicts in a state, those further up first within their branch. Those with other keys than texts are values."""
+    """Yield the dicts in a state, parents before their children. Dicts with non-string keys are values."""
     yield LocatedDict(path, tree)
     if len(path) < MAX_NESTING:
         for key, value in tree.items():
@@ -76,17 +76,17 @@ def iterate_dicts(tree: Mapping[str, Any], path: KeyPath = ()) -> Iterator[Locat
 
 
 def is_below(path: KeyPath, others: Collection[KeyPath]) -> bool:
-    """Whether a path is one of others, or lies below one."""
+    """Return True if a path equals one of the others, or is below one."""
     return any(path[:n] in others for n in range(len(path) + 1))
 
 
 def has_string_keys(value: Any) -> bool:
-    """Whether a value is a container of a state: a dict whose keys are all texts."""
+    """Return True if a value is a container of a state: a dict with only string keys."""
     return isinstance(value, dict) and all(type(key) is str for key in value)
 
 
 def remove_paths(tree: Mapping[Any, Any], paths: Collection[Sequence[Any]]) -> dict[Any, Any]:
-    """What lies in a tree of dicts beside some members, whose paths these are; dicts that are empty then are left out.
+    """Return a tree of dicts without the members at these paths, and without dicts that become empty by that.
 
     >>> remove_paths({"a": {"b": 1, "c": 2}, "d": {"e": 3}, "f": {}}, [("a", "b"), ("d", "e")])
     {'a': {'c': 2}, 'f': {}}
@@ -105,21 +105,21 @@ def remove_paths(tree: Mapping[Any, Any], paths: Collection[Sequence[Any]]) -> d
 
 
 def select_best(places: Sequence[LocatedDict], score: Callable[[LocatedDict], int]) -> list[LocatedDict]:
-    """Those that score highest, none of which is nothing."""
+    """Return all places with the highest score; empty if it is 0."""
     scores = [score(place) for place in places]
     highest = max(scores, default=0)
     return [place for place, n in zip(places, scores, strict=True) if n == highest and highest]
 
 
 STATE_PREFIX = schema.STATE + "."
-"""How the keys of the states begin in a flattened optimizer."""
+"""Key prefix of states in a flattened optimizer."""
 
 GROUPS_PREFIX = schema.PARAM_GROUPS + "."
-"""How those of its options begin."""
+"""Key prefix of hyperparameters in a flattened optimizer."""
 
 
 def is_nested_optimizer(members: Mapping[str, Any]) -> bool:
-    """Whether this is the state of an optimizer as torch has it, by names or numbers of parameters."""
+    """Return True if this is a torch optimizer state, with names or numbers of parameters."""
     groups = schema.get_groups(members)
     if not groups or not isinstance(members.get(schema.STATE, {}), dict):
         return False
@@ -128,35 +128,35 @@ def is_nested_optimizer(members: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateClassifier:
-    """What a layout knows of the states that its files hold."""
+    """Predicates of a layout about the states in its files."""
 
     is_array: Callable[[Any], bool]
     is_optimizer: Callable[[Mapping[str, Any]], bool] = is_nested_optimizer
     is_model: Callable[[Mapping[str, Any]], bool] = lambda _: False
-    """Whether the files themselves say that a dict is a model."""
+    """Predicate that is True if the files themselves identify a dict as a model."""
 
     always_training: bool = False
-    """Whether it is certain that a state is one of a training: then the only dict of arrays is the model."""
+    """True if a state is always a training state: the only dict of arrays is the model in that case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLocations:
-    """Where the members of a training state lie; None for what is not there, or cannot be told."""
+    """Locations of the members of a training state; None for a member that is missing or ambiguous."""
 
     model: LocatedDict | UnreadableArray | None
-    """Unknown if several models have the names that the program wants."""
+    """`UnreadableArray` if several models have the names in the target program."""
 
     optimizer: LocatedDict | UnreadableArray | None
-    """Unknown if there are several that the program may mean."""
+    """`UnreadableArray` if several optimizers match the target program."""
 
     scheduler: LocatedDict | None
 
     optimizers: Sequence[LocatedDict]
-    """All that have the structure of an optimizer."""
+    """All dicts with the structure of an optimizer."""
 
     @property
     def member_paths(self) -> set[KeyPath]:
-        """The paths of all that is a member."""
+        """Paths of all members."""
         return {path for place in (self.model, self.optimizer, self.scheduler) for path in _get_member_paths(place)}
 
 
@@ -174,11 +174,8 @@ def _get_member_paths(place: LocatedDict | UnreadableArray | None) -> set[KeyPat
     return place.selected_paths if isinstance(place, LocatedDict) else set()
 
 
-# Optimizers.
-
-
 def _find_optimizers(tree: Mapping[str, Any], classifier: StateClassifier) -> Iterator[LocatedDict]:
-    """What has the structure of an optimizer's state, nested or flattened."""
+    """Yield dicts with the structure of an optimizer state, nested or flattened."""
     seen: set[KeyPath] = set()
     for place in iterate_dicts(tree):
         if is_below(place.path, seen):
@@ -195,7 +192,7 @@ def _find_optimizers(tree: Mapping[str, Any], classifier: StateClassifier) -> It
 
 
 def _list_parameters(optimizer: Mapping[str, Any]) -> list[Any]:
-    """Names, or numbers, of the parameters of an optimizer."""
+    """Return the names or numbers of the parameters of an optimizer."""
     if is_nested_optimizer(optimizer):
         return schema.get_parameter_names(optimizer)
     return list(
@@ -208,7 +205,7 @@ def _list_parameters(optimizer: Mapping[str, Any]) -> list[Any]:
 def _choose_optimizer(
     optimizers: Sequence[LocatedDict], model: LocatedDict | UnreadableArray | None, hints: LoadHints
 ) -> LocatedDict | UnreadableArray | None:
-    """The optimizer that is meant; unknown if that cannot be told."""
+    """Return the optimizer of the target program; an `UnreadableArray` if it is ambiguous."""
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     candidates = list(optimizers)
@@ -237,7 +234,7 @@ def _join_names(places: Sequence[LocatedDict]) -> str:
 def _find_model(
     tree: Mapping[str, Any], optimizers: Sequence[LocatedDict], hints: LoadHints, classifier: StateClassifier
 ) -> LocatedDict | UnreadableArray | None:
-    """The state dict of the model; unknown if it cannot be told which one it is."""
+    """Return the state dict of the model; an `UnreadableArray` if it is ambiguous."""
     inside = {path for o in optimizers for path in o.selected_paths}
     inside |= {path[:n] for path in inside for n in range(1, len(path))}
     known = {strip_wrappers(name) for name in hints.arrays}
@@ -264,7 +261,7 @@ def _find_model(
             hint="In a program, xla_ckpt.restore reads all of them: hand them over by their own load_state_dict.",
         )
     if marked or classifier.always_training:
-        # Dicts of arrays beside each other may be anything: none is taken for the model by chance.
+        # Sibling dicts of arrays can be anything: none is selected as the model by chance.
         certain = marked or [place for place in places if any(map(classifier.is_array, place.members.values()))]
         return certain[0] if len(certain) == 1 else None
     names = {name for o in optimizers for name in map(str, _list_parameters(o.members)) if not name.isdecimal()}
@@ -272,7 +269,7 @@ def _find_model(
     if len(by_optimizer) == 1:
         return by_optimizer[0]
     top = next((place for place in places if not place.path), LocatedDict((), {}))
-    # Nothing else is known of them: all that is stored are arrays with dotted names, or these and an optimizer.
+    # There is no other evidence: the state contains only arrays with dotted names, or these and an optimizer.
     alone = bool(optimizers) or (len(top.members) == len(tree) and all(map(classifier.is_array, top.members.values())))
     return top if alone and any("." in name for name in top.members) else None
 
@@ -286,9 +283,9 @@ def _has_array(members: Mapping[str, Any], is_array: Callable[[Any], bool]) -> b
 def _exclude_optimizers(
     place: LocatedDict, excluded: set[KeyPath], known: set[str], is_array: Callable[[Any], bool]
 ) -> LocatedDict:
-    """Of a dict what may belong to a model: not what an optimizer is, or holds one.
+    """Return the members of a dict that can belong to a model: members that are or contain an optimizer are excluded.
 
-    At the top of a state, where other things lie beside the parameters, these are arrays, and what the program knows.
+    At the top of a state, which has other members than parameters, only arrays and known parameter names are included.
     """
     keys = [key for key in place.members if (*place.path, key) not in excluded]
     if not place.path:
@@ -304,7 +301,7 @@ def _may_be_top_level(key: str, value: Any, known: set[str], is_array: Callable[
 
 
 def _join_nested_names(members: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """A state dict with the dotted names of a model, where its modules are nested."""
+    """Return a state dict with nested modules joined to the dotted names of a model."""
     joined: dict[str, Any] = {}
     for key, value in members.items():
         if has_string_keys(value) and strip_wrappers(key) not in wanted:
@@ -317,11 +314,10 @@ def _join_nested_names(members: Mapping[str, Any], wanted: set[str]) -> dict[str
     return joined
 
 
-# Schedulers.
-
-
 def _find_scheduler(tree: Mapping[str, Any], above: set[KeyPath], taken: set[KeyPath]) -> LocatedDict | None:
-    """The state of a scheduler, at the top or beside the model or the optimizer, of which nothing is taken already."""
+    """Return the scheduler state at the top level, or next to the model or optimizer, if it is not part of another
+    member.
+    """
     parts = {path[:n] for path in taken for n in range(1, len(path))}
     for place in iterate_dicts(tree):
         if not place.path or place.path in above:
@@ -333,16 +329,16 @@ def _find_scheduler(tree: Mapping[str, Any], above: set[KeyPath], taken: set[Key
 
 
 _BASE_STATE = "base_state"
-"""Where the state dict of torch_xla's ZeRO-1 optimizer has the states of its shards, by the numbers of parameters."""
+"""Key of the states of the parameter shards in torch_xla's ZeRO-1 optimizer, by parameter number."""
 
 _SHAPE_INFO = "shape_info"
-"""What it says beside of the shapes of the parameters."""
+"""Key of the shapes of the parameters in torch_xla's ZeRO-1 optimizer."""
 
 
 def build_training_state(tree: Mapping[str, Any], hints: LoadHints, is_array: Callable[[Any], bool]) -> dict[str, Any]:
-    """The members of a training state: model, optimizer, scheduler, and the rest as extras.
+    """Build the members of a training state: model, optimizer, scheduler, and all other values as extras.
 
-    A state in which nothing of a training state is recognised stays as it is.
+    A state without a recognized model or optimizer is returned unchanged.
     """
     places = find_members(tree, hints, StateClassifier(is_array=is_array))
     model, optimizer, scheduler = places.model, places.optimizer, places.scheduler
@@ -359,7 +355,7 @@ def build_training_state(tree: Mapping[str, Any], hints: LoadHints, is_array: Ca
             members = attach_module_metadata(members, rename_module_metadata(metadata, called))
         parts[schema.MODEL] = members
     if isinstance(optimizer, UnreadableArray):
-        if hints.parameter_groups is not None:  # a program without one finds all of them among the extras
+        if hints.parameter_groups is not None:  # for a program without an optimizer, all of them are in the extras
             parts[schema.OPTIMIZER] = optimizer
     elif optimizer is not None:
         known = parts.get(schema.MODEL)
@@ -372,7 +368,7 @@ def build_training_state(tree: Mapping[str, Any], hints: LoadHints, is_array: Ca
 
 
 def _collect_extras(tree: Mapping[str, Any], member_paths: set[KeyPath]) -> dict[str, Any]:
-    """What is no model, optimizer or scheduler: user content, and extras by their names at the top."""
+    """Return user content, and all values that are not part of a member as extras, by their top-level names."""
     extras = remove_paths(tree, member_paths)
     user_content = {name: extras.pop(name) for name in (schema.USER_CONTENT,) if name in extras}
     ours = extras.get(schema.EXTRAS)
@@ -382,7 +378,7 @@ def _collect_extras(tree: Mapping[str, Any], member_paths: set[KeyPath]) -> dict
 
 
 def _build_optimizer(members: Mapping[str, Any], model: Sequence[str], hints: LoadHints) -> dict[str, Any]:
-    """The state of an optimizer by the names of the program, nested."""
+    """Return the nested state of an optimizer, by the parameter names of the program."""
     tree = _unwrap_zero1_state(members) if is_nested_optimizer(members) else _unflatten_optimizer(members, model)
     state = tree.setdefault(schema.STATE, {})
     stored = schema.get_parameter_names(tree)
@@ -401,7 +397,9 @@ def _build_optimizer(members: Mapping[str, Any], model: Sequence[str], hints: Lo
 
 
 def _unwrap_zero1_state(members: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested optimizer. torch_xla's ZeRO-1 has an empty `state`, and its states in the optimizer that it wraps."""
+    """Unwrap a nested optimizer: torch_xla's ZeRO-1 has an empty `state`, and stores states in the wrapped
+    optimizer.
+    """
     unwrapped = dict(members)
     if not unwrapped.get(schema.STATE) and isinstance(unwrapped.get(_BASE_STATE), dict):
         unwrapped[schema.STATE] = unwrapped.pop(_BASE_STATE)
@@ -410,7 +408,7 @@ def _unwrap_zero1_state(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unflatten_optimizer(members: Mapping[str, Any], model: Sequence[str]) -> dict[str, Any]:
-    """A flattened optimizer's state with its groups: parameters with equal hyper-parameters are one group."""
+    """Unflatten an optimizer state: parameters with equal hyperparameters form one group."""
     hyper: dict[str, dict[str, Any]] = {}
     for key, value in members.items():
         if key.startswith(GROUPS_PREFIX):
@@ -431,7 +429,7 @@ def _unflatten_optimizer(members: Mapping[str, Any], model: Sequence[str]) -> di
 
 
 def _split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """(parameter, name of the state) of a flattened key. Both may have dots: the parameters are known."""
+    """Split a flattened key into (parameter, state name). Both may contain dots, so known parameters are matched."""
     parts = key.split(".")
     for n in range(len(parts) - 1, 0, -1):
         if (name := ".".join(parts[:n])) in names:

@@ -1,8 +1,8 @@
-"""List, find, open, verify and repair checkpoints of any format, and explain a checkpoint that is not found.
+"""List, find, open, verify and repair checkpoints of any format, and explain why a checkpoint is not found.
 
-A tag with our manifest is opened by its manifest, whatever layout its files have. Any other tag was written by another
-library, and that library's layout opens it. A tag that does not exist raises an error whose hint names the checkpoints
-that are there, nearby paths and likely typos.
+A tag with a manifest is opened by its manifest, independent of the layout of its files. Any other tag was written by
+another library, and the layout of that library opens it. A tag that does not exist raises an error whose hint lists the
+existing checkpoints, nearby paths and likely typos.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from xla_ckpt.tags.root import Root, make_no_such_tag_error
 logger = get_logger(__name__)
 
 MAX_NAMES_CHECKED = 100
-"""Names in a root that are looked at to find out whether something newer than its tags is not complete."""
+"""Maximum number of names in a root that are checked for an incomplete checkpoint newer than its tags."""
 
 
 def list_all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
-    """All complete tags, oldest first, with the layout that opens each: None for tags of ours, which have a manifest.
+    """List all complete tags, oldest first, with the layout that opens each: None for tags of this library with a
+    manifest.
 
-    Those without a commit number come first: ours continue them.
+    Tags without a commit number come first, because tags of this library continue them.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -64,10 +65,10 @@ def list_all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
     for layout in list_layouts() if names else ():
         latest = 0.0
         for entry in layout.tags(store, names):
-            # A tag of ours that was just being replaced, in this layout, has its manifest again.
+            # A tag of this library that was just being replaced in this layout has its manifest again.
             if entry.tag not in known and not root.is_native_tag(entry.tag):
                 known.add(entry.tag)
-                # Those of one layout keep its own order, which need not be that of the time stamps.
+                # Tags of one layout keep its own order, which can differ from the order of timestamps.
                 latest = max(latest, _parse_created(entry) if entry.created else 0.0)
                 foreign.append((latest, layout, entry))
     foreign.sort(key=lambda of_tag: of_tag[0])
@@ -75,7 +76,7 @@ def list_all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
 
 
 def list_tag_names(store: Store) -> list[str]:
-    """Names of all complete tags, oldest first.
+    """List the names of all complete tags, oldest first.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -84,14 +85,15 @@ def list_tag_names(store: Store) -> list[str]:
 
 
 def find_unlisted_checkpoints(store: Store, tags: Iterable[TagEntry], limit: int) -> list[tuple[str, Layout, TagEntry]]:
-    """What other libraries have in a root directory, and no list of its tags has: the name of each, its layout, itself.
+    """Find checkpoints of other libraries in a root directory that are not listed as tags. Return (name, layout,
+    entry).
 
-    These are checkpoints that are opened by their own path alone, such as files of torch.save, and incomplete tags.
+    These are checkpoints that are only opened by their own path, such as torch.save files, and incomplete tags.
 
     Args:
-        store: The root directory.
-        tags: All of its tags.
-        limit: How many names are looked at.
+        store: Root directory.
+        tags: All tags in it.
+        limit: Maximum number of names to check.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -104,16 +106,16 @@ def find_unlisted_checkpoints(store: Store, tags: Iterable[TagEntry], limit: int
 
 
 def find_roots(path: str, *, levels: int, limit: int, excluded: Set[str] = frozenset()) -> list[tuple[str, list[str]]]:
-    """The root directories below a directory: the path of each, and its tags, oldest first.
+    """Find the root directories below a directory. Return the path of each, and its tags, oldest first.
 
-    Nothing is looked for in a root, nor in what begins with a dot. A checkpoint of another library's that is not
-    complete is no root of the parts that it has left.
+    Roots are not searched recursively, and names that begin with a dot are skipped. An incomplete checkpoint of another
+    library is not a root of its remaining parts.
 
     Args:
-        path: The directory, which may be a root itself.
-        levels: How many levels below it are looked at.
-        limit: How many directories are looked at.
-        excluded: Names in it that are left out: its own tags.
+        path: Directory to search; it may itself be a root.
+        levels: Number of levels to search below it.
+        limit: Maximum number of directories to check.
+        excluded: Names in it to skip: its own tags.
 
     Raises:
         StorageError: A directory cannot be read.
@@ -140,10 +142,10 @@ def find_roots(path: str, *, levels: int, limit: int, excluded: Set[str] = froze
 
 
 def list_tags_newest_last(store: Store) -> list[TagEntry]:
-    """All complete tags, for a caller who takes the last one: which that is, is decided here alone.
+    """List all complete tags for a caller that uses the last one. Only this function decides which tag is the newest.
 
-    A warning says if a tag of another library has a newer time stamp than the newest one of ours, before which it is;
-    and which newer ones of another library are not complete.
+    Log a warning if a tag of another library has a newer timestamp than the newest tag of this library, which follows
+    it in the list, and for incomplete newer checkpoints of another library.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -180,44 +182,47 @@ def _parse_created(entry: TagEntry) -> float:
 
 
 def find_foreign_tag(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
-    """A tag that another library wrote, or that is its own, complete or not, and its layout; None if there is none."""
+    """Find a tag that another library wrote or can read as its own, complete or not, and its layout; None if there
+    is none.
+    """
     root = open_root(store)
     if _may_be_foreign(root, tag):
         for layout in list_layouts():
             with wrap_os_errors("looking for a tag", path=store.path, tag=tag):
                 entry = layout.find(store, tag)
             if entry is not None:
-                # A tag of ours that was just being replaced, in this layout, has its manifest again.
+                # A tag of this library that was just being replaced in this layout has its manifest again.
                 return None if root.is_native_tag(tag) else (layout, entry)
     return None
 
 
 def has_manifest(store: Store, entry: TagEntry) -> bool:
-    """Whether what lies there as another library's tag has a manifest of ours: a conversion has put it into an object
-    store in that library's place, or somebody has copied it there. It is opened by it, and is that library's all the
-    same: no retention counts it.
+    """Return True if a tag of another library has a manifest: a conversion wrote it for that library to an object
+    store, or it was copied there. It is opened by its manifest, but still belongs to the other library, so that
+    retention ignores it.
     """
     return entry.complete and store.has(f"{entry.directory}/{MANIFEST_FILE}")
 
 
 def _may_be_foreign(root: Root, name: str) -> bool:
-    """Whether what has this name may be a tag that another library wrote."""
+    """Return True if a name can be a tag of another library."""
     return is_tag_name(name) and not root.is_managed(name)
 
 
 def _contains_tags(root: Store, layout: Layout) -> bool:
-    """Whether tags lie in what is a checkpoint of another library itself."""
+    """Return True if a checkpoint of another library contains tags."""
     if layout.may_hold_tags:
         return bool(list_all_tags(root))
-    # Where a root of ours in an object store is one, this is certain, and nobody asks here.
+    # In an object store, a root of this library has already been detected before this call.
     return root.file_system is not None and root.is_directory("") and bool(open_root(root).list_entries())
 
 
 def find_tag_at_root(root: Store) -> tuple[Store, str] | None:
-    """(root directory, tag) if a root is a tag itself, or (directory above, name) of what a tag is made of.
+    """Return (root directory, tag) if a root is itself a tag, or (parent directory, name) of another library's
+    checkpoint.
 
-    A directory in which there are tags is their root, whatever else lies in it: tags of ours in any case, those of
-    another library if its layout may hold tags.
+    A directory that contains tags is their root, independent of its other files: always for tags of this library, and
+    for tags of another library if the layout may hold tags.
     """
     if open_root(root).is_authoritative():
         return None
@@ -246,32 +251,32 @@ def find_tag_at_root(root: Store) -> tuple[Store, str] | None:
 
 
 MAX_HINT_DIRECTORIES = 100
-"""Directories that are looked into for the sake of a hint, at most."""
+"""Maximum number of directories that are checked for a hint."""
 
 MAX_HINT_NAMES = 10
-"""Directories and files that a hint names, at most."""
+"""Maximum number of directories and files that a hint lists."""
 
 
 def make_not_found_error(store: Store, tag: str | None) -> NoCheckpointError:
-    """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    """Return the error for a missing tag, or for a root without any tags (`tag` None)."""
     return add_not_found_hint(make_no_such_tag_error(open_root(store), tag), store)
 
 
 def check_root_exists(store: Store) -> None:
-    """Refuse a root where nothing lies at all: its list would look like that of an empty one.
+    """Check that a root exists. Otherwise its listing would look like an empty root.
 
     Raises:
-        NoCheckpointError: Nothing lies there.
+        NoCheckpointError: It does not exist.
     """
     if not (open_root(store).is_authoritative() or store.is_directory("")):
         raise make_not_found_error(store, None)
 
 
 def check_own_tag(store: Store, tag: str) -> None:
-    """Refuse what is no tag of this library, for those who delete or pin.
+    """Check that a tag was written by this library, before it is deleted or pinned.
 
     Raises:
-        NoCheckpointError: There is no such tag.
+        NoCheckpointError: The tag does not exist.
         UsageError: Another library wrote it, or it is a single file.
     """
     if (foreign := find_foreign_tag(store, tag)) is not None:
@@ -291,11 +296,11 @@ def _describe_writer(layout: Layout) -> str:
 
 
 def resolve_root(path: PathLike) -> Root:
-    """The root of tags that a path names, for those who put it in order.
+    """Open the root of tags at a path, for maintenance.
 
     Raises:
-        NoCheckpointError: Nothing lies there, or a file.
-        UsageError: It is a checkpoint itself, and no root, or what another library wrote.
+        NoCheckpointError: The path does not exist, or is a file.
+        UsageError: The path is a checkpoint and not a root, or was written by another library.
     """
     store = resolve.open_store(path).snapshot_view()
     if (inside := find_tag_at_root(store)) is not None:
@@ -311,11 +316,11 @@ def resolve_root(path: PathLike) -> Root:
         raise make_not_found_error(store, None)
     return open_root(
         resolve.open_store(store.path)
-    )  # what `look` has remembered would show a living job as a silent one
+    )  # not the cached snapshot view, in which a living job would look inactive
 
 
 def add_not_found_hint(error: NoCheckpointError, store: Store) -> NoCheckpointError:
-    """The same error, with a hint at what other libraries have there, or at the root above."""
+    """Add a hint to the error about checkpoints of other libraries there, or about the root above. Return the error."""
     tags = list_all_tags(store)
     foreign = [(layout.origin, entry.tag) for layout, entry in tags if layout is not None]
     if foreign:
@@ -351,27 +356,27 @@ def add_not_found_hint(error: NoCheckpointError, store: Store) -> NoCheckpointEr
 
 
 def _find_enclosing_checkpoint(store: Store) -> str:
-    """The path of the checkpoint that a directory is a part of; empty if there is none."""
+    """Return the path of the checkpoint that contains a directory; empty if there is none."""
     try:
         around, _ = resolve.open_parent(store.path)
         return around.path if find_tag_at_root(around) is not None else ""
     except CheckpointError:
-        return ""  # it is only for a hint
+        return ""  # this is only for a hint
 
 
 def _find_foreign_checkpoints(store: Store) -> list[tuple[str, Layout, TagEntry]]:
-    """What other libraries have in a directory without tags, as `find_unlisted_checkpoints` gives it."""
+    """Find checkpoints of other libraries in a directory without tags, as `find_unlisted_checkpoints` returns them."""
     if store.file_system is None:
         return []
     try:
         return find_unlisted_checkpoints(store, (), MAX_HINT_DIRECTORIES)
     except (CheckpointError, OSError):
-        return []  # it is only for a hint
+        return []  # this is only for a hint
 
 
 def _describe_foreign_checkpoints(others: Sequence[tuple[str, Layout, TagEntry]]) -> Iterator[str]:
-    """Sentences of what is opened by its own path alone, such as files of torch.save, and of tags that lack the mark
-    of a save that ended: no list has these, and who names one gets it.
+    """Yield sentences about checkpoints that are only opened by their own path, such as torch.save files, and about
+    tags without a commit marker. Neither is listed, but each can be opened by name.
     """
     if by_path := [name for name, _, entry in others if entry.complete]:
         yield f"Checkpoints of other libraries lie there, {_join_names(by_path)}: pass the path of one."
@@ -384,9 +389,10 @@ def _describe_foreign_checkpoints(others: Sequence[tuple[str, Layout, TagEntry]]
 
 
 def find_writers(path: PathLike) -> tuple[str, list[str]] | None:
-    """Who wrote the checkpoints that lie at a path, and the names of the tags; none, if the path is one checkpoint.
+    """Return the writer of the checkpoints at a path, and the names of the tags; no names if the path is one
+    checkpoint.
 
-    It is for those who looked there for something else. None: there is nothing, or it cannot be found out.
+    For callers that expected other content there. None if there are no checkpoints, or the path cannot be read.
     """
     try:
         store = resolve.open_store(path).snapshot_view()
@@ -395,7 +401,7 @@ def find_writers(path: PathLike) -> tuple[str, list[str]] | None:
             return _get_writer_name(None if foreign is None else foreign[0]), []
         tags = list_all_tags(store)
     except (CheckpointError, OSError):
-        return None  # it is only for a hint
+        return None  # this is only for a hint
     return (_get_writer_name(tags[-1][0]), [entry.tag for _, entry in tags]) if tags else None
 
 
@@ -404,8 +410,8 @@ def _get_writer_name(layout: Layout | None) -> str:
 
 
 def list_roots_below(store: Store) -> str:
-    """The directories in a directory in which there are tags: a path was named that is not long enough. Empty if there
-    are none, or it cannot be found out: it is only for a hint.
+    """List the directories in a directory that contain tags, for a path that is too short. Empty if there are none, or
+    if they cannot be read, because this is only for a hint.
     """
     try:
         below = find_roots(store.path, levels=1, limit=MAX_HINT_DIRECTORIES)
@@ -419,10 +425,10 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def suggest_path(path: str) -> str:
-    """The end of a sentence that says which path was probably meant where nothing lies; nothing if none is like it, or
-    something lies there.
+    """Return a ": did you mean ...?" suffix for a path that does not exist; empty if the path exists or nothing is
+    similar.
 
-    The first directory on the way that is not there is taken to be misspelt.
+    The first missing directory on the path is assumed to be misspelt.
     """
     wanted = path
     try:
@@ -437,41 +443,41 @@ def suggest_path(path: str) -> str:
                 return f": did you mean {meant_path}?" if near and _has_checkpoint(meant_path) else ""
             path = above.path
     except (CheckpointError, OSError):
-        return ""  # it is only for a hint
+        return ""  # this is only for a hint
 
 
 def _has_checkpoint(path: str) -> bool:
     if resolve.open_store(path).has(""):
         return True
     root, name = resolve.open_parent(path)
-    return name in list_tag_names(root.snapshot_view())  # a tag of several files, of which none has its name
+    return name in list_tag_names(root.snapshot_view())  # a tag of several files, none of which has its name
 
 
 def _describe_parent_tags(root: Store, suggestion: str) -> str:
-    """What tags there are in the directory above: where nothing lies, somebody may have named a tag by its path.
+    """List the tags in the parent directory of a missing root, because the caller may have passed the path of a tag.
 
-    Nothing, if what was probably meant, as `suggest_path` says it, is another thing than a tag.
+    Empty if the suggestion of `suggest_path` is not a tag.
     """
     try:
         above, _ = resolve.open_parent(root.path)
         tags = list_tag_names(above.snapshot_view())
     except CheckpointError:
-        return ""  # it is only for a hint
+        return ""  # this is only for a hint
     if not tags or (suggestion and not any(suggestion.endswith(f"/{tag}?") for tag in tags)):
         return ""
     return f"In {above.path} there are, oldest first: {', '.join(tags[-10:])}."
 
 
 def open_tag(store: Store, tag: str, hints: LoadHints | None = None, *, as_stored: bool = False) -> TagReader:
-    """A reader of a tag of any layout.
+    """Return a reader of a tag of any layout.
 
     Args:
-        hints: What the files of some layouts do not say.
-        as_stored: Whether a tag of ours is read in the form that its files have, and not in that of what was saved.
+        hints: Information that the files of some layouts do not contain.
+        as_stored: True to read a tag of this library in the form of its files, instead of the form of the saved state.
 
     Raises:
-        NoCheckpointError: There is no such tag; the hint names those that are there, whoever wrote them.
-        CheckpointError: It is damaged, or the hints contradict it.
+        NoCheckpointError: The tag does not exist; the hint lists the existing tags of all libraries.
+        CheckpointError: The tag is corrupt, or the hints contradict it.
     """
     foreign = find_foreign_tag(store, tag)
     has_ours = foreign is not None and has_manifest(store, foreign[1])
@@ -503,13 +509,13 @@ def open_tag(store: Store, tag: str, hints: LoadHints | None = None, *, as_store
     except ChangedTagError:
         if store.object_store is None:
             raise
-        # A newer version may have replaced it since the look.
+        # A newer version may have replaced it since it was looked up.
         if open_root(now := store.snapshot_view()).get_directory_name(tag) == directory.name:
             raise CorruptCheckpointError("the tag has no files", path=store.path, tag=tag) from None
         return open_tag(now, tag, hints, as_stored=as_stored)
     layout = find_layout(reader.manifest)
     try:
-        if store.file_system is not None or has_ours:  # else nobody else's files get into its directory
+        if store.file_system is not None or has_ours:  # otherwise no other library writes files to this directory
             reader.damage_hint = " ".join(filter(None, (reader.damage_hint, layout.saved_over(store, tag))))
             _warn_about_neighbors(
                 store, tag, [other for other in list_layouts() if other.marks.keys() - layout.marks.keys()]
@@ -518,13 +524,13 @@ def open_tag(store: Store, tag: str, hints: LoadHints | None = None, *, as_store
         with annotate_errors(path=store.path, tag=tag):
             return reader if as_stored else layout.as_saved(reader)
     except BaseException:
-        reader.close()  # nobody else will
+        reader.close()  # the caller never gets this reader
         raise
 
 
 def _find_fallback_origin(store: Store, tag: str) -> str:
-    """The library as whose tag one of ours can be read without its manifest; empty if there is none."""
-    with contextlib.suppress(CheckpointError, OSError):  # it is only for a hint
+    """Return the library that can read a tag without its manifest; empty if there is none."""
+    with contextlib.suppress(CheckpointError, OSError):  # this is only for a hint
         return next((layout.origin for layout in list_layouts() if layout.find(store, tag) is not None), "")
     return ""
 
@@ -536,17 +542,17 @@ def _warn_about_neighbors(store: Store, tag: str, layouts: Sequence[Layout]) -> 
 
 
 def get_hugging_face_model(store: Store, reader: TagReader) -> HuggingFaceModel | None:
-    """The model of an open tag as Hugging Face has it; None if the tag does not say itself how that is.
+    """Return the model of an open tag in the Hugging Face format; None if the tag does not contain the mapping.
 
     Raises:
-        CheckpointError: It says it, and it does not fit.
+        CheckpointError: The tag contains a mapping that does not match its arrays.
     """
     foreign = find_foreign_tag(store, reader.tag)
     return None if foreign is None else foreign[0].as_hugging_face(store, foreign[1], reader)
 
 
 def verify_stored_tag(store: Store, tag: str, workers: int = READ_THREADS) -> VerifyReport:
-    """Read all of a tag (see `xla_ckpt.verify`)."""
+    """Read and verify a complete tag (see `xla_ckpt.verify`)."""
     foreign = find_foreign_tag(store, tag)
     if foreign is not None and not has_manifest(store, foreign[1]):
         layout, entry = foreign
@@ -563,7 +569,12 @@ def verify_stored_tag(store: Store, tag: str, workers: int = READ_THREADS) -> Ve
 
 
 def repair_stored_tag(store: Store, tag: str, workers: int = READ_THREADS) -> list[str]:
-    """Give a tag with parity back what it has lost (see `xla_ckpt.repair`)."""
+    """Repair a tag from its parity (see `xla_ckpt.repair`).
+
+    Raises:
+        UsageError: Another library wrote the tag.
+        NoCheckpointError: The tag does not exist.
+    """
     if find_foreign_tag(store, tag) is not None:
         raise UsageError(
             "the tag has no parity, so it cannot be repaired: another library wrote it",

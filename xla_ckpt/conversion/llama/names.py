@@ -154,7 +154,7 @@ class Projection(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionScheme:
-    """How neuronx-distributed has a Llama-like model."""
+    """Form of a Llama-like model in neuronx-distributed."""
 
     projection: Projection
     copies: int = 1
@@ -218,8 +218,8 @@ def _list_qkv_segments(
 
 
 def get_hf_names(name: str) -> tuple[Projection | None, list[str]]:
-    """Return the Hugging Face names of the parts of a neuronx-distributed array; empty for a buffer without a stored
-    array.
+    """Return the Hugging Face names of the parts of a neuronx-distributed array; empty for a buffer that is not
+    stored.
 
     The projection is the form that the name belongs to; None if the array is not a projection of queries, keys or
     values.

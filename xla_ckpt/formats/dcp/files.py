@@ -1,7 +1,8 @@
 """The files of one DCP directory: metadata, the location of each chunk, and digests.
 
-Digests are stored in a manifest (in our tags), or in a file beside `.metadata` (`xla_ckpt.formats.digests`). With
-digests the zips of tensors are not opened. A directory of stock DCP has none, and its zips say where the elements are.
+Digests are stored in a manifest (in tags of this library), or in a file next to `.metadata`
+(`xla_ckpt.formats.digests`). With digests, the zips of tensors are not opened. A directory of stock DCP has no digests,
+and the zips are opened to locate the elements.
 """
 
 from __future__ import annotations
@@ -45,28 +46,28 @@ from xla_ckpt.tags.entry import MANIFEST_FILE, ORBAX_COMMITTED_FILE
 
 
 class DcpFiles(ScannedFiles):
-    """The files of a directory: by name, and by number for a manifest."""
+    """Files of a directory: by name, and by their number in a manifest."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__()
         self.directory = directory
         self.digest_records: Mapping[str, FileRecord] = {}
-        """The records of the digests, by path; empty where there are none."""
+        """File records with digests, by path; empty without digests."""
         self.digest_source = DIGESTS
-        """The file that these are from."""
+        """File that contains the digests."""
         self.identity = ""
-        """The same for all ranks that have opened the same version of the directory; empty where nothing tells it."""
+        """Fingerprint that is equal on all ranks that opened the same version of the directory; empty if unknown."""
         self._block_tables: dict[str, BlockTable] = {}
         self._verified_heads: set[str] = set()
 
     @cached_property
     def file_names(self) -> frozenset[str]:
-        """All files."""
+        """Names of all files."""
         return frozenset(self.directory.list_files())
 
     @property
     def overwrite_hint(self) -> str:
-        """What to do about digests that contradict what they lie beside."""
+        """Hint for digests that contradict the files."""
         files = (
             f"{MANIFEST_FILE} and {ORBAX_COMMITTED_FILE}" if self.digest_source == MANIFEST_FILE else self.digest_source
         )
@@ -76,10 +77,10 @@ class DcpFiles(ScannedFiles):
         )
 
     def read_contents(self) -> DcpContents | None:
-        """What `.metadata` says, compared with the digests where there are any; None if there is no metadata at all.
+        """Read `.metadata`, and check it against the digests if there are any; None if there is no metadata.
 
         Raises:
-            CorruptCheckpointError: It is damaged, or the digests contradict it.
+            CorruptCheckpointError: It is corrupt, or the digests contradict it.
         """
         data = self.read_small_file(METADATA_FILE, MAX_METADATA_BYTES)
         if data is None:
@@ -90,7 +91,7 @@ class DcpFiles(ScannedFiles):
             return _merge_contents(parts) if parts else None
         self._find_digests()
         contents = self._parse_metadata_file(METADATA_FILE, data)
-        # The metadata of two saves of one program may be equal. Their digests are not, unless all bytes are.
+        # The metadata of two saves of one program may be equal. Their digests differ, unless all bytes are equal.
         known = sorted(
             (r.path, r.framing_digest, r.block_digests) for r in self.digest_records.values() or self.records
         )
@@ -118,10 +119,10 @@ class DcpFiles(ScannedFiles):
         return parse_metadata(data, name)
 
     def read_small_file(self, name: str, limit: int) -> bytes | None:
-        """All of a small file; None if there is none.
+        """Return the content of a small file; None if it does not exist.
 
         Raises:
-            FormatError: It is larger than `limit` bytes.
+            FormatError: The file is larger than `limit` bytes.
         """
         try:
             return read_file(self.directory, name, limit=limit)
@@ -129,11 +130,11 @@ class DcpFiles(ScannedFiles):
             return None
 
     def open(self, name: str) -> FileReader:
-        """A file for reading.
+        """Open a file for reading.
 
         Raises:
-            CorruptCheckpointError: There is none; or the digests do not know it, or say that it has another size.
-            ChangedTagError: There is none, since the directory has been removed.
+            CorruptCheckpointError: The file does not exist; or the digests do not list it, or list another size.
+            ChangedTagError: The file does not exist because the directory has been removed.
         """
         try:
             source = self.directory.open(name)
@@ -153,16 +154,16 @@ class DcpFiles(ScannedFiles):
         return source
 
     def get_file_number(self, name: str, size: int) -> int:
-        """The number in the manifest of a file of so many bytes."""
+        """Return the number in the manifest of a file of `size` bytes."""
         if name not in self.file_numbers:
             self.add(self.digest_records.get(name) or FileRecord(path=name, size=size))
         return self.file_numbers[name]
 
     def get_inner_file_number(self, name: str) -> int:
-        """The number of a file for arrays inside of its values.
+        """Return the number of a file for arrays inside its values.
 
-        The digests are those of whole values, and have been compared with all of them when this is called. Arrays in
-        them are read later without any.
+        Digests cover complete values, and have been checked for all values before this is called. Arrays inside of
+        values are later read without digests.
         """
         number = self.file_numbers[name]
         if self.records[number].regions:
@@ -170,16 +171,16 @@ class DcpFiles(ScannedFiles):
         return number
 
     def check_value(self, ahead: ReadAheadFile, span: StorageSpan) -> None:
-        """Compare a value with its digests, where there are any.
+        """Check a value against its digests, if there are any.
 
         Raises:
-            CorruptCheckpointError: It is not what was saved.
+            CorruptCheckpointError: The bytes differ from those that were saved.
         """
         record = self.digest_records.get(span.file)
         if record is None:
             return
         last = bisect_left(record.regions, (span.offset + span.nbytes, 0)) - 1  # the last that begins before its end
-        if last < 0 or sum(record.regions[last]) <= span.offset:  # it lies in no region
+        if last < 0 or sum(record.regions[last]) <= span.offset:  # outside of all regions
             if span.file not in self._verified_heads:
                 read_verified_head(ahead.source, record, lambda: self.overwrite_hint)
                 self._verified_heads.add(span.file)
@@ -199,10 +200,11 @@ class DcpFiles(ScannedFiles):
         tensor: Callable[[TensorLocation], Any] = lambda place: place,
         parts: Callable[[CompositeTensor], Any] | None = None,
     ) -> Any:
-        """What the zip in a span holds, with what `tensor` and `parts` make of each tensor (see `TorchZip.value`).
+        """Read the content of the zip in a span, with tensors converted by `tensor` and `parts` (see
+        `TorchZip.read_value`).
 
         Raises:
-            CheckpointError: There is no whole zip, or it is of a kind that is not read.
+            CheckpointError: The zip is incomplete, or of an unsupported kind.
         """
         archive = TorchZip(ahead, span.offset, span.nbytes)
         value = archive.read_value(allow_strided=True, convert_tensor=tensor, convert_parts=parts)
@@ -210,11 +212,11 @@ class DcpFiles(ScannedFiles):
         return value
 
     def locate_tensor(self, ahead: ReadAheadFile, span: StorageSpan, dtype: DType, box: Box) -> TensorLocation:
-        """Where the elements of a chunk lie: in the region that the digests say, or as its zip says.
+        """Locate the elements of a chunk: by the region in the digests, or by its zip.
 
         Raises:
-            CorruptCheckpointError: Its zip is none, or holds something else, or there is no such region.
-            UnsupportedStateError: It is no zip, but a file of safetensors.
+            CorruptCheckpointError: The zip is invalid or has other content, or the digests contain no such region.
+            UnsupportedStateError: It is a safetensors file.
         """
         if self.digest_records:
             offset = self._find_region(span, box.size * dtype.itemsize)
@@ -238,7 +240,11 @@ class DcpFiles(ScannedFiles):
         return value
 
     def _find_region(self, span: StorageSpan, nbytes: int) -> int:
-        """Offset of the region of so many bytes that lies in a span, as the digests say."""
+        """Return the offset of the region of `nbytes` bytes in a span, according to the digests.
+
+        Raises:
+            CorruptCheckpointError: The digests contain no such region.
+        """
         regions = self.digest_records[span.file].regions
         at = bisect_left(regions, (span.offset, 0))
         offset, size = regions[at] if at < len(regions) else (0, 0)
@@ -253,10 +259,11 @@ class DcpFiles(ScannedFiles):
 
 
 def _merge_contents(parts: Sequence[DcpContents]) -> DcpContents:
-    """What all ranks stored that did not tell each other: the chunks of all, and what several have of the first.
+    """Merge the contents of ranks that saved without communication: chunks of all ranks, and the first of duplicate
+    values.
 
     Raises:
-        CorruptCheckpointError: A tensor has not the same type and shape on all ranks that have it.
+        CorruptCheckpointError: A tensor has different dtypes or shapes on two ranks.
     """
     tensors: dict[str, dict[Box, TensorChunk]] = {}
     first: dict[str, DcpTensor] = {}
@@ -284,10 +291,10 @@ def _merge_contents(parts: Sequence[DcpContents]) -> DcpContents:
 
 
 def check_no_transforms(span: StorageSpan) -> None:
-    """Refuse what an extension of DCP has changed.
+    """Check that no DCP extension transformed the stored bytes.
 
     Raises:
-        UnsupportedStateError: One has.
+        UnsupportedStateError: An extension did.
     """
     if span.transforms:
         raise UnsupportedStateError(

@@ -1,7 +1,7 @@
-"""The DCP layouts ``dcp`` and ``torchtitan``: directories with `.metadata`, or safetensors of each rank.
+"""The DCP layouts ``dcp`` and ``torchtitan``: directories with `.metadata`, or safetensors files of each rank.
 
-Directories that stock DCP wrote are found, scanned and verified. Saves and conversions write directories that it reads,
-with our manifest beside `.metadata`.
+Directories of stock DCP are detected, scanned and verified. Saves and conversions write directories that stock DCP
+reads, with a manifest next to `.metadata`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 
 TORCHTITAN = "torchtitan"
-"""Name of the layout with torchtitan's keys."""
+"""Name of the layout with the keys of torchtitan."""
 
 
 class DcpLayout(Layout):
-    """Directories that stock ``dcp.load`` reads. Those of ours have a manifest with digests beside ``.metadata``.
+    """Directories that stock ``dcp.load`` reads. Tags of this library have a manifest with digests next to
+    ``.metadata``.
 
     Args:
-        name: ``dcp`` has the keys of ``get_state_dict`` below ``model`` and ``optimizer``; ``torchtitan`` has those
-            that torchtitan saves and resumes (see `xla_ckpt.formats.dcp.writing.list_items`).
-        finds: Whether this object answers for directories that stock DCP wrote, under any keys. Only one does, so that
-            no tag is listed twice.
+        name: ``dcp`` uses the keys of ``get_state_dict`` below ``model`` and ``optimizer``; ``torchtitan`` uses the
+            keys that torchtitan saves and loads (see `xla_ckpt.formats.dcp.writing.list_items`).
+        finds_foreign: True for the one instance that detects directories of stock DCP, with any keys. Only one instance
+            does, so that tags are not listed twice.
     """
 
     saves = True
@@ -60,8 +61,8 @@ class DcpLayout(Layout):
         )
 
     def check(self, reader: TagReader) -> None:
-        # Stock DCP saves into a directory that is there: its tensors get other files, and a load by the manifest would
-        # find the old ones, undamaged.
+        # Stock DCP can save into an existing directory: its tensors get other files, and a load by the manifest would
+        # silently read the old ones.
         number = next(i for i, file in enumerate(reader.manifest.files) if file.path == METADATA_FILE)
         reader.read_head(number)
 
@@ -85,7 +86,7 @@ class DcpLayout(Layout):
             with annotate_errors(leaf=leaf.path):
                 make_tensor_pickle(leaf.dtype, ())
         filing = make_file_naming(description.structure, flat=self.flat)
-        # This job has just saved it.
+        # The pickles are trusted because this job saved the state.
         return NativeWritePlanner(description, description.leaves, filing, partial(self._build_index_files, trust=True))
 
     def rewriting(self, stored: StoredState, to: TargetTopology) -> ConversionPlan:

@@ -1,9 +1,9 @@
-"""Parse DCP's `.metadata` without unpickling torch's classes, and find DCP directories in a root.
+"""Parse the DCP `.metadata` without unpickling torch classes, and find DCP directories in a root.
 
-The file is a pickle of torch's own classes, and `pickle.load`, by which torch reads it, runs whatever it contains. Here
-each known class is replaced by a stub without behavior, and any other name is refused. ``<root>/<tag>/.metadata`` is
-written last, and marks a directory as complete. torchtitan calls directories ``step-100``, the CheckpointManager of
-torch_xla ``100``. torch is imported on first use.
+The file is a pickle of torch classes, and torch reads it with `pickle.load`, which runs any code in it. Here each known
+class is replaced by a stub without behavior, and any other name is refused. ``<root>/<tag>/.metadata`` is written last,
+and marks a directory as complete. torchtitan names directories ``step-100``, the torch_xla CheckpointManager ``100``.
+torch is imported on first use.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 
 METADATA_FILE = ".metadata"
-"""The file that makes a directory one of DCP's. It is written last."""
+"""Metadata file that identifies a DCP directory. It is written last."""
 
 
 MAX_METADATA_BYTES = 1 << 30
-"""A larger one is not read (bytes)."""
+"""Maximum size of a metadata file (bytes)."""
 
 MAX_PATH_DEPTH = 100
-"""Containers around a value."""
+"""Maximum number of containers around a value."""
 
 MAX_SIZE = 1 << 60
-"""Sizes, offsets and numbers of bytes are smaller than this."""
+"""Upper bound of sizes, offsets and numbers of bytes."""
 
 KeyPath = tuple[str | int, ...]
-"""The way to a value: keys of dicts as text, and places in lists."""
+"""Path of a value: string keys of dicts, and integer indices of lists."""
 
 _PACKAGE = "torch.distributed.checkpoint"
 
@@ -45,33 +45,33 @@ _SKIP_TENSOR_HINT = "Everything else in the checkpoint can be loaded: ask for it
 
 @dataclass(frozen=True, slots=True)
 class StorageSpan:
-    """Where something is stored: a zip of torch.save, as a part of a larger file."""
+    """Location of stored data: a torch.save zip inside a larger file."""
 
     file: str
-    """Relative to the directory."""
+    """Path relative to the directory."""
 
     offset: int
-    """Of the zip's first byte in the file."""
+    """Offset of the first byte of the zip in the file."""
 
     nbytes: int
-    """Bytes of the zip."""
+    """Size of the zip (bytes)."""
 
     transforms: tuple[str, ...] = ()
-    """What an extension made of these bytes (a compression), as the extension calls it."""
+    """Names of transforms (such as compression) that DCP extensions applied to the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A region of a tensor, as one zip."""
+    """Region of a tensor, stored as one zip."""
 
     box: Box
     span: StorageSpan | None
-    """None for a region without elements that is stored nowhere."""
+    """None for a region without elements that is not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor: its type, its global shape, and its chunks."""
+    """Tensor: its dtype, global shape, and chunks."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -80,28 +80,28 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpContents:
-    """What a directory of DCP's holds."""
+    """Contents of a DCP directory."""
 
     tensors: Mapping[str, DcpTensor]
-    """By key."""
+    """Tensors by key."""
 
     objects: Mapping[str, StorageSpan]
-    """The bytes items by key: zips of torch.save, too."""
+    """Bytes items by key, also stored as torch.save zips."""
 
     paths: Mapping[str, KeyPath]
-    """Key -> where it stood in the nested state dict. Where the planner did not say, the key is the only member."""
+    """Key -> path in the nested state dict. Without planner data, the key is the only component."""
 
     unsupported: Mapping[str, UnreadableArray] = field(default_factory=dict)
-    """Tensors by key that this library has no element type for, or that are not dense: the others can be read."""
+    """Tensors by key that are not dense, or whose dtype this library does not support. All others can be read."""
 
     save_id: str | None = None
-    """What the writer called the save."""
+    """Identifier that the writer gave to the save."""
 
 
 class _Stub:
-    """Stands for an object of a class of torch's: its attributes, and nothing that it could do.
+    """Stub for an object of a torch class: its attributes, without behavior.
 
-    Two of them are never equal, so that a key that stands in a dict twice is seen twice.
+    Two stubs are never equal, so that duplicate keys in a dict are detected.
     """
 
     state: Any = ()
@@ -113,7 +113,7 @@ class _Stub:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """An attribute; None where it is missing."""
+        """Return an attribute; None if it is missing."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -134,7 +134,7 @@ class _ChunkStub(_Stub):
 
 
 class _PropertiesStub(_Stub):
-    """State: element type, layout, and more that says nothing of the bytes."""
+    """Stub whose state is dtype, layout, and properties that do not affect the bytes."""
 
 
 class _IndexStub(_Stub):
@@ -146,7 +146,7 @@ class _StorageStub(_Stub):
 
 
 def _ignore(*_: Any) -> None:
-    """Something that says nothing about tensors."""
+    """Stub for a callable that is irrelevant to tensors."""
 
 
 _ALLOWED_NAMES: Mapping[str, Any] = {
@@ -159,33 +159,33 @@ _ALLOWED_NAMES: Mapping[str, Any] = {
     f"{_PACKAGE}.metadata.StorageMeta": _Stub,
     f"{_PACKAGE}.metadata._MEM_FORMAT_ENCODING": _Stub,
     f"{_PACKAGE}.filesystem._StorageInfo": _StorageStub,
-    # Of torch before 2.3.
+    # torch before 2.3
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _PropertiesStub,
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": _Stub,
-    # Some versions of python name a member of an enum by an attribute of its class.
+    # Some Python versions pickle a member of an enum as an attribute of its class.
     "builtins.getattr": _ignore,
     "torch.serialization._get_layout": lambda name: str(name).removeprefix("torch."),
-    # The path that the directory had when it was saved.
+    # Path of the directory at the time of the save.
     **{
         f"{module}.{kind}Path": _ignore
         for module in ("pathlib", "pathlib._local")
         for kind in ("Posix", "PurePosix", "Windows", "PureWindows")
     },
 }
-"""Name in the file -> what stands for it here."""
+"""Name in the file -> its stub."""
 
 
 def parse_metadata(data: bytes, file: str = METADATA_FILE) -> DcpContents:
-    """What a `.metadata` says.
+    """Parse a `.metadata` file.
 
-    Each chunk lies in its tensor, and all that has elements has a place. Whether the chunks of a tensor hold each
-    element once is for the caller to prove (`xla_ckpt.core.manifest.manifest.array_record` does).
+    Each chunk is inside its tensor, and all data with elements have a location. The caller has to check that the chunks
+    of a tensor contain each element once (as `xla_ckpt.core.manifest.arrays.create_array_record` does).
 
     Raises:
-        UntrustedObjectError: It names a class that is not known here. Nothing has run.
-        CorruptCheckpointError: It is damaged, or contradicts itself.
+        UntrustedObjectError: The file names an unknown class. No code was run.
+        CorruptCheckpointError: The file is corrupt, or contradicts itself.
     """
-    from xla_ckpt.formats.torch_save.unpickler import load_pickle  # this loads torch, which listings do without
+    from xla_ckpt.formats.torch_save.unpickler import load_pickle  # imports torch, which listings do not need
 
     with annotate_errors(file=file):
         return _Parser(load_pickle(data, file, _ALLOWED_NAMES), len(data)).parse()
@@ -194,8 +194,8 @@ def parse_metadata(data: bytes, file: str = METADATA_FILE) -> DcpContents:
 class _Parser:
     def __init__(self, metadata: Any, budget: int) -> None:
         self.metadata = metadata
-        # No object of a pickle takes less than a byte, unless it stands there many times: a file could name one list
-        # of a million chunks for each of a million tensors.
+        # Each object of a pickle takes at least a byte, unless it is referenced many times: a file could reference one
+        # list of a million chunks for each of a million tensors.
         self.budget = budget
 
     def parse(self) -> DcpContents:
@@ -240,7 +240,7 @@ class _Parser:
             raise FormatError("it stands for more than its bytes can hold")
 
     def _parse_places(self) -> dict[tuple[str, tuple[int, ...] | None], StorageSpan]:
-        """(key, offset of the chunk) -> where it is stored; without an offset: bytes."""
+        """Return (key, offset of the chunk) -> location; the offset is None for bytes items."""
         stored = self.metadata.get("storage_data")
         if not isinstance(stored, dict):
             raise FormatError("nothing says where the tensors are stored")
@@ -267,7 +267,7 @@ class _Parser:
         offset, nbytes = self._parse_sizes((storage.get("offset"), storage.get("length")))
         if type(file) is not str:
             raise FormatError("a place names no file", found=repr(file)[:80])
-        FileRecord(path=file, size=0)  # raises if it lies outside of the directory
+        FileRecord(path=file, size=0)  # raises if the path is outside the directory
         if not (isinstance(transforms, list | tuple) and all(type(t) is str for t in transforms)):
             raise FormatError("broken list of extensions", found=repr(transforms)[:80])
         return StorageSpan(file, offset, nbytes, tuple(transforms))
@@ -335,7 +335,7 @@ class _Parser:
                 raise FormatError(f"a path has more than {MAX_PATH_DEPTH} steps", leaf=key[:80])
             self._consume_budget(len(path))
             checked[key] = tuple(path)
-            # 1 and "1" are two places, and 1 and True never meet: a step is a string or an integer.
+            # 1 and "1" are different steps. A step is a string or an integer, so 1 and True cannot collide.
             if (other := taken.setdefault(checked[key], key)) != key:
                 raise CorruptCheckpointError("two keys have one place in the state", leaf=key, found=other)
         return checked
@@ -346,26 +346,28 @@ class _Parser:
 
 
 DISTCP_SUFFIX = ".distcp"
-"""What names of DCP's files of tensors end with."""
+"""Suffix of DCP tensor files."""
 
 MANAGER_METADATA_FILE = ".manager_metadata"
-"""What the CheckpointManager of torch_xla adds to a directory: the step and the time of the save. It is not read."""
+"""File that the torch_xla CheckpointManager adds to a directory: step and time of the save. It is not read."""
 
 _RANK_METADATA_NAME = re.compile(r"__(\d+)\.metadata")
-"""The metadata of one rank, where the ranks saved without telling each other what (``use_collectives=False``)."""
+"""Metadata of one rank, for ranks that saved without communication (``use_collectives=False``)."""
 
 SHARD_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
-"""A file of safetensors that one rank wrote: its number from 1, and which of how many files of the model it is."""
+"""safetensors file of one rank: number of the shard from 1, and number and count of the model files."""
 
 
 def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
-    """The directory of DCP's that has this name, complete or not; None if it is none. It is as old as its metadata."""
+    """Return the DCP directory with this name, complete or not; None if it is not one. Its time is that of its
+    metadata.
+    """
     try:
         time = store.get_modified_time(f"{tag}/{METADATA_FILE}") or store.get_modified_time(f"{tag}/__0{METADATA_FILE}")
         if time is None:
             names = store.list_names(tag)
             if shards := list_safetensors_shards(names):
-                # Nothing marks such a directory as complete. Its scan finds out which shards are missing.
+                # Such a directory has no commit marker. Its scan detects missing shards.
                 time = store.get_modified_time(f"{tag}/{shards[0]}")
             elif not any(name.endswith(DISTCP_SUFFIX) for name in names):
                 return None
@@ -375,7 +377,7 @@ def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
 
 
 def list_rank_metadata(names: Iterable[str]) -> list[str]:
-    """The names of the metadata of single ranks, by rank.
+    """Return the names of per-rank metadata files, sorted by rank.
 
     >>> list_rank_metadata(["__10.metadata", "__2.metadata", "__2_0.distcp"])
     ['__2.metadata', '__10.metadata']
@@ -385,5 +387,5 @@ def list_rank_metadata(names: Iterable[str]) -> list[str]:
 
 
 def list_safetensors_shards(names: Iterable[str]) -> list[str]:
-    """The files that DCP's HuggingFaceStorageWriter makes with ``save_distributed=True``, of those names."""
+    """Return the names that the DCP HuggingFaceStorageWriter writes with ``save_distributed=True``, sorted."""
     return sorted(name for name in names if SHARD_NAME.fullmatch(name))

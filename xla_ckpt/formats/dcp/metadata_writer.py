@@ -1,6 +1,6 @@
 """Write ``.metadata``, and the file of all values that are not tensors.
 
-Both are built from the manifest when all ranks have written their files, and the manifest lists them with their
+Both are built from the manifest after all ranks have written their files, and the manifest lists them with their
 digests.
 """
 
@@ -26,15 +26,16 @@ from xla_ckpt.formats.dcp.writing import DcpItem, list_items, locate_zip, make_o
 from xla_ckpt.loading.tag_reader import TagReader
 
 OBJECTS_FILE = "objects.distcp"
-"""The file of the values that are no tensors: a zip of torch.save for each, one after the other."""
+"""File of values that are not tensors: one torch.save zip per value, concatenated."""
 
 
 def build_index_files(reader: TagReader, *, trust: bool, flat: bool) -> dict[str, bytes]:
-    """Name -> bytes of the files that make a written directory one of DCP's. `flat`: under torchtitan's keys.
+    """Build the files that make a written directory readable by DCP, as name -> bytes. `flat` selects the torchtitan
+    keys.
 
     Raises:
         UntrustedObjectError: A value needs a class of a module that is not imported, and `trust` is False.
-        UnsupportedStateError: A value cannot be pickled, or torch has no such element type.
+        UnsupportedStateError: A value cannot be pickled, or torch does not support a dtype.
     """
     manifest = reader.manifest
     tensors: dict[str, DcpTensor] = {}
@@ -44,7 +45,7 @@ def build_index_files(reader: TagReader, *, trust: bool, flat: bool) -> dict[str
     for item in values:
         if is_array(item.part):
             record = manifest.find_array(item.leaf)
-            assert record is not None, item.leaf  # what was merged has been compared with the skeleton
+            assert record is not None, item.leaf  # merged records have been checked against the skeleton
             tensors[item.key] = _make_tensor(record, manifest)
         else:
             zipped = _make_zip(item, reader, trust=trust)
@@ -62,13 +63,13 @@ def _make_tensor(record: ArrayRecord, manifest: Manifest) -> DcpTensor:
     for shard in record:
         offset, nbytes = locate_zip(record.dtype, shard.box.shape, shard.offset)
         chunks.append(TensorChunk(shard.box, StorageSpan(manifest.files[shard.file].path, offset, nbytes)))
-    # A tensor without elements is stored nowhere, and has a chunk all the same, as stock DCP writes it.
+    # A tensor without elements is not stored, but still has a chunk, as in stock DCP.
     return DcpTensor(record.dtype, record.shape, tuple(chunks or [TensorChunk(Box.from_shape(record.shape), None)]))
 
 
 def _make_zip(item: DcpItem, reader: TagReader, *, trust: bool) -> bytes:
     if is_object(item.part):
-        return make_object_zip(reader.read_pickle(item.part["$object"]))  # already a pickle: nothing of it is run
+        return make_object_zip(reader.read_pickle(item.part["$object"]))  # already a pickle: it is not loaded
     from xla_ckpt.core.tree.flatten import Unflattener
     from xla_ckpt.state.values import CODEC, create_class_resolver
 
@@ -81,15 +82,15 @@ def _make_zip(item: DcpItem, reader: TagReader, *, trust: bool) -> bytes:
     return make_value_zip(build(item.part, item.leaf), item.leaf)
 
 
-def _reject_array(path: str, kind: str) -> Any:  # noqa: ARG001  # what an `Unflattener` calls
+def _reject_array(path: str, kind: str) -> Any:  # noqa: ARG001  # signature of an `Unflattener` callback
     raise AssertionError(f"{path}: an array inside of a value that was taken to have none")
 
 
-# DCP's own classes, and their pickle, which stock DCP of any torch from 2.3 on reads.
+# DCP classes, and their pickle, which stock DCP of torch 2.3 and later reads.
 
 
 def build_stock_metadata(contents: DcpContents) -> stock.Metadata:
-    """What a directory holds, as DCP describes it."""
+    """Return the contents of a directory as DCP metadata."""
     described: dict[str, Any] = {}
     stored: dict[stock.MetadataIndex, Any] = {}
     for key, tensor in contents.tensors.items():
@@ -101,7 +102,7 @@ def build_stock_metadata(contents: DcpContents) -> stock.Metadata:
         described[key] = stock.BytesStorageMetadata()
         stored[stock.MetadataIndex(key)] = _make_storage_info(span)
     for key in contents.unsupported:
-        described[key] = stock.BytesStorageMetadata()  # a planner that wants it hears why it is not read, when it is
+        described[key] = stock.BytesStorageMetadata()  # a planner that reads it gets the reason why it is unsupported
     return stock.Metadata(state_dict_metadata=described, planner_data=dict(contents.paths), storage_data=stored)
 
 
@@ -121,9 +122,10 @@ def _make_storage_info(span: StorageSpan) -> Any:
 
 
 def dump_metadata(metadata: Any) -> bytes:
-    """The bytes of stock DCP's `Metadata`.
+    """Pickle a stock DCP `Metadata`.
 
-    Torch 2.15 pickles a sixth member of `TensorProperties`, the strides, and older ones fail on it. No torch needs it.
+    torch 2.15 pickles the strides as a sixth member of `TensorProperties`, and older versions fail on it. No version of
+    torch needs it.
     """
 
     def properties(value: stock.TensorProperties) -> Any:
@@ -137,9 +139,9 @@ def dump_metadata(metadata: Any) -> bytes:
 
 
 def _share_equal_objects(metadata: Any) -> Any:
-    """The same metadata, in which equal sizes, chunks and properties of tensors are one object each.
+    """Return the metadata with equal sizes, chunks and properties of tensors as one object each.
 
-    A pickle says each object once: that of 20,000 small tensors has 1.2 million opcodes in place of 2.1 million.
+    A pickle stores each object once: for 20,000 small tensors it has 1.2 million opcodes instead of 2.1 million.
     """
     known: dict[Any, Any] = {}
 
