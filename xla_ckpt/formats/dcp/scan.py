@@ -1,9 +1,9 @@
 """Open and verify DCP directories: scan them into a `Manifest` without reading tensors.
 
-`.metadata` says which zip of which file contains which chunk, and the zips say where the elements are. Directories of
-HuggingFaceStorageWriter have safetensors files of each rank and no `.metadata`: no file says how large the arrays are,
-so an array ends where its last part does, unless the program's model is larger. Verification compares all bytes with
-our digests if there are any, otherwise the records of zips with their CRC-32s.
+`.metadata` maps each chunk to a zip in a file, and the zips locate the elements. Directories of
+HuggingFaceStorageWriter contain safetensors files of each rank and no `.metadata`: no file records the shapes of the
+arrays, so an array ends where its last part does, unless the model of the program is larger. Verification checks all
+bytes against our digests if there are any, otherwise the records of zips against their CRC-32s.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ _MISSING_FILE_HINT = "A file of the directory is missing, or was overwritten."
 
 
 def scan_sharded_arrays(files: DcpFiles, hints: LoadHints) -> list[tuple[KeyPath, ArrayRecord | UnreadableArray]]:
-    """(path, record) of each array of such a directory.
+    """Return (path, record) of each array in a directory of safetensors shards.
 
     Raises:
-        CorruptCheckpointError: A file is missing or damaged, or parts overlap or are missing.
+        CorruptCheckpointError: A file is missing or corrupt, or parts overlap or are missing.
     """
     names = list_safetensors_shards(files.file_names)
     _check_shard_names(names)
@@ -115,7 +115,11 @@ def scan_sharded_arrays(files: DcpFiles, hints: LoadHints) -> list[tuple[KeyPath
 
 
 def _check_shard_names(names: list[str]) -> None:
-    """Check that no file is missing between others."""
+    """Check that the numbers of the files have no gaps.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or the files belong to two saves.
+    """
     parts = [tuple(map(int, match.groups())) for name in names if (match := SHARD_NAME.fullmatch(name))]
     ranks, models, counts = (set(column) for column in zip(*parts, strict=True))
     if len(counts) > 1:
@@ -131,7 +135,7 @@ def _check_shard_names(names: list[str]) -> None:
 
 
 def _find_truncated_arrays(arrays: Mapping[str, ArrayRecord], hints: LoadHints) -> dict[str, UnreadableArray]:
-    """The arrays of which the program says that they go on behind what is stored of them."""
+    """Return the arrays whose stored parts end before the shape in the program."""
     called = match_parameter_names(arrays, hints.arrays)
     unknown: dict[str, UnreadableArray] = {}
     for key, name in called.items():
@@ -149,21 +153,21 @@ def _find_truncated_arrays(arrays: Mapping[str, ArrayRecord], hints: LoadHints) 
 
 
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-"""A file of tensors; the number is that of the rank which wrote it."""
+"""Tensor file; the number is the rank that wrote it."""
 
 StoredValues = Sequence[tuple[KeyPath, Any]]
-"""(path, value) of all that is stored."""
+"""(path, value) of all stored values."""
 
 _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
 def open_dcp(store: Store, entry: TagEntry, hints: LoadHints) -> TagReader:
-    """A reader of a directory of DCP's, for the restore engine.
+    """Return a reader of a DCP directory, for the restore engine.
 
     Raises:
-        CorruptCheckpointError: Files are missing, damaged, or do not add up.
-        UntrustedObjectError: `.metadata` names a class that is none of torch's. Nothing has run.
-        UnsupportedStateError: A tensor is stored in a way that cannot be described.
+        CorruptCheckpointError: Files are missing, corrupt, or inconsistent.
+        UntrustedObjectError: `.metadata` names a class that is not a torch class. No code was run.
+        UnsupportedStateError: A tensor is stored in an unsupported form.
     """
     with open_for_scan(store, entry.tag, lambda: store.open(entry.directory)) as directory:
         files = DcpFiles(directory)
@@ -183,7 +187,7 @@ def open_dcp(store: Store, entry: TagEntry, hints: LoadHints) -> TagReader:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """What a span holds: a chunk of a tensor, or with no box a value."""
+    """Content of a span: a chunk of a tensor, or a value if `box` is None."""
 
     key: str
     span: StorageSpan
@@ -192,10 +196,10 @@ class StoredItem:
 
 
 def require_contents(files: DcpFiles) -> DcpContents:
-    """What the metadata of a directory say.
+    """Return the metadata of a directory.
 
     Raises:
-        CorruptCheckpointError: There are none, or they are damaged, or the digests contradict them.
+        CorruptCheckpointError: The metadata are missing or corrupt, or the digests contradict them.
     """
     contents = files.read_contents()
     if contents is None:
@@ -208,9 +212,10 @@ def require_contents(files: DcpFiles) -> DcpContents:
 
 
 def _read_stored_values(files: DcpFiles) -> StoredValues:
-    """(path, value) of all that is stored: an `ArrayRecord` or `UnreadableArray` for a tensor, else the value itself.
+    """Return (path, value) of all stored values: an `ArrayRecord` or `UnreadableArray` for a tensor, otherwise the
+    value.
 
-    In values there may be records, too. A value that is not read without trust is an `UntrustedObject`.
+    Values can contain records. A value that is not read without trust is an `UntrustedObject`.
 
     Raises:
         CheckpointError: See `open_dcp`.
@@ -234,10 +239,10 @@ def _read_stored_values(files: DcpFiles) -> StoredValues:
 
 
 def group_spans_by_file(contents: DcpContents) -> dict[str, list[StoredItem]]:
-    """What is stored in each file, in file order.
+    """Return the stored items of each file, in file order.
 
     Raises:
-        UnsupportedStateError: An extension has changed some of it.
+        UnsupportedStateError: A DCP extension transformed some of them.
     """
     files: dict[str, list[StoredItem]] = {}
     for item in _iterate_spans(contents):
@@ -264,22 +269,22 @@ def _make_record(key: str, tensor: DcpTensor, shards: list[Shard]) -> ArrayRecor
 
 
 def _locate_chunk(files: DcpFiles, ahead: ReadAheadFile, item: StoredItem, number: int) -> Iterator[Shard]:
-    """Where the elements of a chunk lie.
+    """Locate the elements of a chunk, as shards of a file.
 
     Raises:
-        CorruptCheckpointError: Its zip is none, or holds something else.
+        CorruptCheckpointError: Its zip is invalid, or has other content.
     """
     assert item.box is not None
     assert item.dtype is not None
-    if item.box.size or not files.digest_records:  # digests know only of bytes
+    if item.box.size or not files.digest_records:  # digests cover only bytes
         yield from iterate_shards(files.locate_tensor(ahead, item.span, item.dtype, item.box), item.box, number)
 
 
 def _read_value(files: DcpFiles, ahead: ReadAheadFile, span: StorageSpan) -> Any:
-    """A value that is no tensor, with a record for each tensor in it.
+    """Read a value that is not a tensor, with a record for each tensor in it.
 
     Raises:
-        CorruptCheckpointError: It is damaged, or its zip is none.
+        CorruptCheckpointError: The value is corrupt, or its zip is invalid.
     """
     files.check_value(ahead, span)
 
@@ -309,7 +314,7 @@ def _wrap_untrusted(files: DcpFiles, span: StorageSpan, problem: str) -> Untrust
 def _build_manifest(
     files: DcpFiles, values: StoredValues, entry: TagEntry, hints: LoadHints
 ) -> tuple[Manifest, list[UntrustedObject]]:
-    """The manifest of a directory, and the objects that its skeleton numbers."""
+    """Build the manifest of a directory. Return it, and the objects that its skeleton references by number."""
     parts = build_training_state(build_nested(values), hints, is_scanned_array)
     parts, _ = name_parameters(parts, hints, guess=False)
     ranks = {match[1] for record in files.records if (match := _RANK_FILE.fullmatch(record.path))}
@@ -319,9 +324,9 @@ def _build_manifest(
 
 
 def verify_dcp(store: Store, entry: TagEntry, workers: int = READ_THREADS) -> VerifyReport:
-    """Read every file of a directory.
+    """Read and verify every file of a directory.
 
-    All chunks have to be there, hold what `.metadata` says, and add up to whole tensors.
+    All chunks have to exist, match `.metadata`, and cover their tensors.
 
     Raises:
         StorageError: The directory cannot be opened.
@@ -352,7 +357,7 @@ def verify_dcp(store: Store, entry: TagEntry, workers: int = READ_THREADS) -> Ve
 
 
 def _check_zips(directory: Directory, report: VerifyReport, workers: int) -> None:
-    """Compare all zips with their CRC-32s, and note what is wrong with each."""
+    """Check all zips against their CRC-32s, and report the problems of each."""
     files = DcpFiles(directory)
     spans: dict[str, list[StoredItem]] = {}
     collect_problem(report, lambda: spans.update(group_spans_by_file(require_contents(files))))
@@ -381,7 +386,7 @@ def _check_zips(directory: Directory, report: VerifyReport, workers: int) -> Non
 
 
 def _make_truncated_error(file: str, lost: Sequence[StoredItem], nbytes: int) -> CorruptCheckpointError:
-    """The one error for all that a file of so many bytes does not hold any more."""
+    """Return one error for all items that a truncated file of `nbytes` bytes no longer contains."""
     first, others = min(lost, key=lambda item: item.span.offset), len(lost) - 1
     return CorruptCheckpointError(
         "the file is cut off" + (f", and {others} more of its keys are not whole" if others else ""),

@@ -1,8 +1,8 @@
 """Plan the files of a DCP save: the keys of values, and one torch.save zip for each stored region of a tensor.
 
-A key is the path to a value, joined by dots. Dicts are walked into, and lists that contain a dict or an array; any
-other value is one item: ``optimizer.param_groups.0.betas`` (torch/distributed/checkpoint/_traverse.py, 2.4 to 2.15).
-Stock DCP would pickle a tuple that contains an array as a whole. Here it is walked into like a list, and other
+A key is the path of a value, joined by dots. Dicts are traversed, and lists that contain a dict or an array; any other
+value is one item: ``optimizer.param_groups.0.betas`` (torch/distributed/checkpoint/_traverse.py, 2.4 to 2.15).
+Stock DCP would pickle a tuple that contains an array as one item. Here it is traversed like a list, and other
 containers of arrays like dicts, so that their arrays are stored as arrays.
 """
 
@@ -31,30 +31,30 @@ from xla_ckpt.formats.torch_save.pickler import FileTensor, LeafPlaceholder, dum
 
 @dataclass(frozen=True, slots=True)
 class DcpItem:
-    """A value that DCP stores under a key."""
+    """Value that DCP stores under a key."""
 
     path: KeyPath
     leaf: str
     """Leaf path of the value."""
 
     part: Json
-    """What stands there in the skeleton."""
+    """Part of the skeleton for the value."""
 
     @property
     def key(self) -> str:
-        """What DCP calls it."""
+        """Key of the value in DCP."""
         return ".".join(map(str, self.path))
 
 
 def list_items(skeleton: Json, *, flat: bool = False) -> list[DcpItem]:
-    """All values of a state.
+    """Return all values of a state.
 
-    With `flat` they are called as torchtitan has them. The model has no name of its own, and so its keys are those of
-    ``model.state_dict()``. The optimizer is one dict as ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes
-    it: each parameter has the options of its group. The scheduler is called ``lr_scheduler``.
+    With `flat` the keys are those of torchtitan. The model has no prefix, so its keys are those of
+    ``model.state_dict()``. The optimizer is one dict, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``:
+    each parameter has the hyperparameters of its group. The key of the scheduler is ``lr_scheduler``.
 
     Raises:
-        UnsupportedStateError: DCP would call two of them the same.
+        UnsupportedStateError: Two values have the same DCP key.
 
     >>> skeleton = {"model": {"a.w": {"$array": "torch"}}, "groups": [{"lr": 1, "params": ["a"]}]}
     >>> [item.key for item in list_items(skeleton)]
@@ -72,7 +72,7 @@ def list_items(skeleton: Json, *, flat: bool = False) -> list[DcpItem]:
 
 
 def _list_torchtitan_items(skeleton: Json) -> Iterator[DcpItem]:
-    """The values of a state, called as torchtitan has them."""
+    """Yield the values of a state with the keys of torchtitan."""
     for item in _walk_items(skeleton, (), paths.ROOT):
         match item.path:
             case (schema.MODEL, *rest) if rest:
@@ -94,7 +94,7 @@ def _list_torchtitan_items(skeleton: Json) -> Iterator[DcpItem]:
 def _walk_items(part: Json, path: KeyPath, leaf: str) -> Iterator[DcpItem]:
     members = None if is_array(part) else _get_members(part)
     if members is None:
-        # The state itself may be one value. DCP knows only dicts, so it gets a name there.
+        # A state can be a single value. DCP supports only dicts, so it gets a key.
         yield DcpItem(path or ("value",), leaf, part)
         return
     for key, below, child in members:
@@ -102,7 +102,7 @@ def _walk_items(part: Json, path: KeyPath, leaf: str) -> Iterator[DcpItem]:
 
 
 def _get_members(part: Json) -> list[tuple[str | int, str, Json]] | None:
-    """(key, path component, part) of what a container holds; None for a value that is one item."""
+    """Return (key, path component, part) of the members of a container; None for a value that is one item."""
     below = get_children(part)
     if below is None:
         return None
@@ -125,7 +125,7 @@ _DICT_TYPES = frozenset({"$dict", "$OrderedDict", "$Counter", "$defaultdict"})
 
 
 def _format_key(key: Json) -> str:
-    """A key of a dict as DCP spells it: as ``str`` does.
+    """Format a dict key as DCP does: like ``str``.
 
     >>> _format_key({"$tuple": [1, {"$tuple": ["a"]}]})
     "(1, ('a',))"
@@ -143,7 +143,7 @@ def _format_repr(key: Json) -> str:
 
 
 def _is_single_item(values: list[Json]) -> bool:
-    """Whether a list is stored as one value: nothing in it has a key of its own."""
+    """Return True if a list is stored as one value, because no member has a key of its own."""
     return not any(is_array(v) or is_object(v) or _get_members(v) is not None for v in values)
 
 
@@ -154,43 +154,43 @@ def _has_array(part: Json) -> bool:
 
 
 def make_chunk(key: str, dtype: DType, box: Box) -> DcpChunk:
-    """A region of the tensor that DCP calls `key`.
+    """Return a region of the tensor with this DCP key.
 
     Raises:
-        UnsupportedStateError: torch has no such element type.
+        UnsupportedStateError: torch does not support the dtype.
     """
-    name = key if key != "__metadata__" else "~" + key  # the one name that safetensors keeps for itself
+    name = key if key != "__metadata__" else "~" + key  # the only name that safetensors reserves
     return DcpChunk(Region(name, dtype, box), make_tensor_pickle(dtype, box.shape))
 
 
 def locate_zip(dtype: DType, shape: tuple[int, ...], offset: int) -> tuple[int, int]:
-    """(offset, bytes) of the zip of a region of this shape whose elements begin at `offset`."""
+    """Return (offset, bytes) of the zip of a region with this shape whose elements begin at `offset`."""
     nbytes = Box.from_shape(shape).size * dtype.itemsize
     layout = create_chunk_zip(make_tensor_pickle(dtype, shape), nbytes)
     return offset - layout.data_offset, layout.size
 
 
 def make_object_zip(pickled: bytes) -> bytes:
-    """The file of torch.save that holds a value without tensors, from its pickle."""
+    """Return the torch.save file of a value without tensors, given its pickle."""
     ((_, text),) = TorchFile(archive_name=ARCHIVE_NAME, pickled=pickled).build_framing((), ())
     return text
 
 
 def make_value_zip(value: Any, leaf: str) -> bytes:
-    """The same, from the value.
+    """Return the torch.save file of a value without tensors.
 
     Raises:
-        UnsupportedStateError: It cannot be pickled.
+        UnsupportedStateError: The value cannot be pickled.
     """
     return make_object_zip(dump_tree(value, leaf))
 
 
 @lru_cache(maxsize=4096)
 def make_tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a contiguous tensor that is the whole storage ``0`` of its zip.
+    """Return the pickle of a contiguous tensor that covers the storage ``0`` of its zip.
 
     Raises:
-        UnsupportedStateError: torch has no such element type.
+        UnsupportedStateError: torch does not support the dtype.
     """
     from xla_ckpt.arrays.torch_elements import find_torch_dtype
 
@@ -201,7 +201,7 @@ def make_tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DcpFileNaming:
-    """What the files are called, and how each is laid out (see `xla_ckpt.core.plan.save_plan.FileNaming`)."""
+    """Names and layout of the files (see `xla_ckpt.core.plan.save_plan.FileNaming`)."""
 
     keys: Mapping[str, str]
     """Leaf path of each array -> its key."""
@@ -214,9 +214,9 @@ class DcpFileNaming:
 
 
 def make_file_naming(skeleton: Json, *, flat: bool) -> DcpFileNaming:
-    """The filing of a state with this skeleton. `flat`: under torchtitan's keys.
+    """Return the file naming of a state with this skeleton. `flat` selects the torchtitan keys.
 
     Raises:
-        UnsupportedStateError: DCP would call two values of it the same.
+        UnsupportedStateError: Two values have the same DCP key.
     """
     return DcpFileNaming({item.leaf: item.key for item in list_items(skeleton, flat=flat) if is_array(item.part)})

@@ -1,8 +1,8 @@
-"""The chunk grid of an array that many ranks write, and the files of its chunks. Pure.
+"""The chunk grid of an array that several ranks write, and the files of its chunks. Pure.
 
-zarr cuts an array into chunks of one shape, and a file contains one chunk. Each rank writes whole chunks only, so the
-chunks must divide what each rank writes: along each dim a chunk is as long as the greatest common divisor of all
-positions at which some rank's part begins or ends. The ends of the array itself do not count, since the last chunk is
+zarr splits an array into chunks of one shape, and a file contains one chunk. Each rank writes complete chunks only, so
+chunks must not cross the boundaries between ranks: along each dim the chunk size is the greatest common divisor of all
+positions at which the part of a rank begins or ends. The ends of the array itself do not count, since the last chunk is
 padded.
 """
 
@@ -21,17 +21,18 @@ from xla_ckpt.core.sharding.memory_layout import compute_runs
 from xla_ckpt.errors import UnsupportedStateError
 
 MAX_CHUNK_BYTES = 1 << 26
-"""Bytes of a chunk, at most, where no rank cuts the rows, unless a single row has more."""
+"""Maximum size (bytes) of a chunk if no rank splits the rows, unless a single row is larger."""
 
 MAX_RUNS = 1 << 16
-"""So many runs of bytes a rank writes of one array. Only parts that fit no reasonable grid have more."""
+"""Maximum number of runs of bytes that a rank writes of one array. Only parts that match no reasonable grid exceed
+it."""
 
 Steps = tuple[int, ...]
-"""For each dim a number that divides all positions at which an array is cut along it; 0 where it is not cut."""
+"""Number per dim that divides all positions at which an array is split along it; 0 where it is not split."""
 
 
 def compute_steps(boxes: Iterable[Box], shape: Sequence[int]) -> Steps:
-    """The largest steps for some parts of an array.
+    """Return the largest steps for parts of an array.
 
     >>> compute_steps([Box((0, 0), (8, 3)), Box((24, 0), (30, 3))], (30, 3))
     (8, 0)
@@ -44,25 +45,26 @@ def compute_steps(boxes: Iterable[Box], shape: Sequence[int]) -> Steps:
 
 
 RankParts = Mapping[str, Any]
-"""What a rank tells of what it writes, as JSON: leaf path -> the shape of the array, and (start, stop) of each part."""
+"""Parts that a rank publishes, as JSON: leaf path -> shape of the array, and (start, stop) of each part that it
+writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobChunkGrid:
-    """How the ranks of a job cut the arrays, and which parts several of them write."""
+    """Chunk grid of the arrays in a job, and the parts that several ranks write."""
 
     steps: Mapping[str, Steps] = field(default_factory=dict)
-    """Of each array that is cut."""
+    """Steps of each array that is split."""
 
     first_writers: Mapping[tuple[str, Box], int] = field(default_factory=dict)
-    """(leaf path, part) -> the first rank that writes it, where ranks write the same that do not know of each other."""
+    """(leaf path, part) -> the first rank that writes it, for parts that several ranks write independently."""
 
     @classmethod
     def from_rank_parts(cls, rank_parts: Sequence[RankParts]) -> JobChunkGrid:
-        """That of ranks which have told this, in their order.
+        """Return the grid for the published parts of all ranks, in rank order.
 
         Raises:
-            UnsupportedStateError: Parts of two ranks overlap and are not the same: both would write some chunks.
+            UnsupportedStateError: Parts of two ranks overlap without being equal: both would write some chunks.
 
         >>> parts = [{"w": [[8], [[[low], [low + 4]]]]} for low in (0, 4, 4)]
         >>> grid = JobChunkGrid.from_rank_parts(parts)
@@ -73,7 +75,7 @@ class JobChunkGrid:
         ranks: dict[str, dict[Box, list[int]]] = {}
         for rank, of_rank in enumerate(rank_parts):
             for leaf, (shape, parts) in of_rank.items():
-                if shapes.setdefault(leaf, shape) == shape:  # else the merge of the records says so, with all details
+                if shapes.setdefault(leaf, shape) == shape:  # otherwise the merge of records raises an error
                     for start, stop in parts:
                         ranks.setdefault(leaf, {}).setdefault(Box(tuple(start), tuple(stop)), []).append(rank)
         steps = {leaf: compute_steps(boxes, shapes[leaf]) for leaf, boxes in ranks.items()}
@@ -90,12 +92,12 @@ class JobChunkGrid:
         )
 
     def to_json(self) -> list[Any]:
-        """It as plain JSON."""
+        """Return the grid as plain JSON."""
         return [self.steps, [[leaf, box.start, box.stop, rank] for (leaf, box), rank in self.first_writers.items()]]
 
     @classmethod
     def from_json(cls, content: Any) -> JobChunkGrid:
-        """What `to_json` has given."""
+        """Parse the result of `to_json`."""
         steps, first = content
         return cls(
             steps={leaf: tuple(of_leaf) for leaf, of_leaf in steps.items()},
@@ -104,12 +106,16 @@ class JobChunkGrid:
 
 
 def _check_disjoint(leaf: str, boxes: Mapping[Box, Sequence[int]], cell: Sequence[int]) -> None:
-    """Refuse parts (-> the ranks that have them) of which two overlap. All of them consist of cells of this shape."""
+    """Check that parts (-> the ranks that hold them) do not overlap. All parts consist of cells of this shape.
+
+    Raises:
+        UnsupportedStateError: Two parts overlap.
+    """
     seen: dict[tuple[int, ...], Box] = {}
     for box in boxes:
         spans = [range(a // n, -(-b // n)) for a, b, n in zip(box.start, box.stop, cell, strict=True)]
         if math.prod(map(len, spans)) > MAX_RUNS:
-            continue  # the rank that has it refuses to write it, by `plan_chunk_files`
+            continue  # `plan_chunk_files` raises the error on the rank that holds it
         for at in itertools.product(*spans):
             if (other := seen.setdefault(at, box)) is not box:
                 parts = " and ".join(f"{part} on rank {boxes[part][0]}" for part in (other, box))
@@ -123,7 +129,7 @@ def _check_disjoint(leaf: str, boxes: Mapping[Box, Sequence[int]], cell: Sequenc
 
 
 def compute_chunk_shape(shape: Sequence[int], itemsize: int, steps: Steps) -> tuple[int, ...]:
-    """The shape of the chunks of an array.
+    """Return the shape of the chunks of an array.
 
     >>> compute_chunk_shape((30, 4), 4, (8, 0)), compute_chunk_shape((1 << 25, 4), 4, (0, 2))
     ((8, 4), (8388608, 2))
@@ -146,18 +152,20 @@ def plan_chunk_files(
     copy: bool = False,
     suffix: str = "",
 ) -> Iterator[FilePlan]:
-    """The files of the chunks that a part of an array consists of.
+    """Yield the files of the chunks in a part of an array.
 
     Args:
-        name: What orbax calls the array.
-        box: The part. It ends where chunks do, or the array.
+        name: Name of the array in orbax.
+        leaf: Leaf path of the array.
+        box: Part of the array. It ends at a chunk boundary, or at the end of the array.
         itemsize: Bytes of an element.
-        source: Where the bytes of the part are, in C order; None if they are read from a tag.
-        copy: Whether the manifest finds the elements in other files.
-        suffix: Ends the names of the files, if they are none of orbax's.
+        chunk: Shape of the chunks.
+        source: Location of the bytes of the part, in C order; None if they are read from a tag.
+        copy: True if the manifest locates the elements in other files.
+        suffix: Suffix of the file names, for files that orbax does not read.
 
     Raises:
-        UnsupportedStateError: The part would be scattered over too many runs of bytes.
+        UnsupportedStateError: The part consists of too many runs of bytes.
     """
     spans = [range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunk, strict=True)]
     count = 0
@@ -193,7 +201,7 @@ def plan_chunk_files(
 
 
 def _iterate_runs(part: Box, *buffers: Box) -> Iterator[Box]:
-    """The parts of a box of which each is one run of elements in all of some buffers that hold the box, in order."""
+    """Yield the parts of a box, in order, that are one run of elements in each of the buffers that contain the box."""
     outer = max((d for d, n in enumerate(part.shape) if any(n != buffer.shape[d] for buffer in buffers)), default=0)
     for at in itertools.product(*(range(a, b) for a, b in zip(part.start[:outer], part.stop[:outer], strict=True))):
         yield Box((*at, *part.start[outer:]), (*(i + 1 for i in at), *part.stop[outer:]))

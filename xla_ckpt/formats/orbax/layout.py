@@ -1,9 +1,9 @@
-"""The orbax layouts, and orbax directories in a root directory. Needs no framework.
+"""The orbax layouts, and orbax directories in a root directory. Imports no framework.
 
-A step of a `CheckpointManager` is ``<root>/<step>/<item>/``, with one item or several; a `Checkpointer` makes a single
-item. An item of arrays has the file ``_METADATA``. Steps are complete when they have their name: until then
-``.orbax-checkpoint-tmp`` is a part of it. A MaxText run keeps its steps in ``<run>/checkpoints/``, so they are also
-tags of the run. Saves and conversions write an item by itself, or a step of orbax's managers; conversions also write a
+A step of a `CheckpointManager` is ``<root>/<step>/<item>/``, with one or more items; a `Checkpointer` writes a single
+item. An item of arrays contains the file ``_METADATA``. A step is complete when it has its final name: until then the
+name contains ``.orbax-checkpoint-tmp``. A MaxText run stores its steps in ``<run>/checkpoints/``, so they are also
+tags of the run. Saves and conversions write a single item, or a step of the orbax managers; conversions also write a
 model in JAX form.
 """
 
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
 
 
 OCDBT_MANIFEST = "manifest.ocdbt"
-"""The index of an item whose arrays lie together in one database. Older versions of orbax wrote it alone."""
+"""Index of an item whose arrays are stored in one database. Older versions of orbax wrote no other metadata."""
 
 _PROCESS_PREFIX = "ocdbt.process_"
-"""Begins the name of what one process wrote of an item: it is a database, too, and holds a part of the arrays."""
+"""Name prefix of the output of one process in an item, which is also a database, with a part of the arrays."""
 
 
 _MAX_LISTED_ITEMS = 5
-"""Names of items that an error has."""
+"""Maximum number of items that an error lists."""
 
 _STEPS_FOLDER = "checkpoints"
-"""Where a run of MaxText's has its steps (`checkpoint_dir` in its `configs/types.py`)."""
+"""Directory in which a MaxText run stores its steps (`checkpoint_dir` in its `configs/types.py`)."""
 
 
 def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
-    """The checkpoint of orbax's that has this name, complete or not; None if there is none."""
+    """Return the orbax checkpoint with this name, complete or not; None if there is none."""
     if not _may_be_named(tag):
         return None
     places = (tag, f"{_STEPS_FOLDER}/{tag}") if is_step_name(tag) else (tag,)
@@ -67,7 +67,7 @@ def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
 def _find_entry(store: Store, tag: str, directory: str) -> TagEntry | None:
     damage = None
     try:
-        if not _is_item(store, directory):  # only then is each name in it asked for: an object store counts requests
+        if not _is_item(store, directory):  # list the names only if needed: an object store counts requests
             inside = (f"{directory}/{name}" for name in store.list_names(directory) if _may_be_named(name))
             has_items = any(store.is_directory(name) and _is_item_of_step(store, name) for name in inside)
             damage = _find_missing_items(store, tag, directory)
@@ -81,9 +81,9 @@ def _find_entry(store: Store, tag: str, directory: str) -> TagEntry | None:
 
 
 def _find_missing_items(store: Store, tag: str, directory: str) -> CorruptCheckpointError | None:
-    """What is wrong with a step that lacks items of arrays: its own record says which it was saved with; None if none.
+    """Return the error for a step that lacks items of arrays listed in its own record; None if no item is missing.
 
-    The managers of orbax's take such a step for a good one, as after a copy that was cut off.
+    The orbax managers accept such a step, for example after an interrupted copy.
     """
     handlers = read_orbax_member(store, directory, "item_handlers")
     items = sorted(item for item, handler in handlers.items() if is_tag_name(item) and _is_array_handler(handler))
@@ -102,7 +102,7 @@ def _find_missing_items(store: Store, tag: str, directory: str) -> CorruptCheckp
 
 
 def _is_array_handler(handler: object) -> bool:
-    """Whether orbax's name of the class that wrote an item is that of a class for trees of arrays.
+    """Return True if the orbax class name of a handler is that of a handler for trees of arrays.
 
     >>> _is_array_handler("orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler")
     True
@@ -113,10 +113,10 @@ def _is_array_handler(handler: object) -> bool:
 
 
 def is_step_name(tag: str) -> bool:
-    """Whether a manager of orbax's may take this for the name of a step, given its options.
+    """Return True if an orbax manager, depending on its options, may parse this as the name of a step.
 
-    They are ``step_prefix``, which an underscore follows, and ``step_format_fixed_length``, which is about zeros before
-    the number. (orbax/checkpoint/_src/path/step.py, 0.12)
+    These options are ``step_prefix``, which is followed by an underscore, and ``step_format_fixed_length``, which pads
+    the number with zeros. (orbax/checkpoint/_src/path/step.py, 0.12)
 
     >>> is_step_name("100"), is_step_name("step_0100"), is_step_name("best"), is_step_name("step100")
     (True, True, False, False)
@@ -126,7 +126,7 @@ def is_step_name(tag: str) -> bool:
 
 
 def _may_be_named(name: str) -> bool:
-    """Whether a finished checkpoint, or an item, may have this name."""
+    """Return True if a finished checkpoint or an item can have this name."""
     return ORBAX_TMP_SUFFIX not in name and not name.startswith(_PROCESS_PREFIX)
 
 
@@ -135,22 +135,22 @@ def _is_item(store: Store, directory: str) -> bool:
 
 
 def _is_item_of_step(store: Store, directory: str) -> bool:
-    """Whether a directory is an item of the checkpoint that it lies in; else it may be one by itself, in its root."""
+    """Return True if a directory is an item of its parent checkpoint. Otherwise it may be a checkpoint of its own."""
     return _is_item(store, directory) and not store.has(f"{directory}/{ORBAX_METADATA_FILE}")
 
 
 def list_orbax_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
-    """The complete checkpoints among some names, oldest first: steps are ordered by their numbers."""
+    """Return the complete checkpoints among the names, oldest first. Steps are ordered by their numbers."""
     names = {*names}
     if _STEPS_FOLDER in names:
-        with contextlib.suppress(OSError):  # it is a file, or somebody else's
+        with contextlib.suppress(OSError):  # it is a file, or belongs to another program
             names |= {name for name in store.list_names(_STEPS_FOLDER) if is_step_name(name)}
     entries = (find_orbax_tag(store, name) for name in names)
     return sort_by_numbers(entry for entry in entries if entry is not None and entry.complete)
 
 
 def list_array_items(files: Sequence[str]) -> list[str]:
-    """The items of arrays in a checkpoint whose files these are; ``""`` is the checkpoint itself.
+    """Return the items of arrays in a checkpoint with these files; ``""`` is the checkpoint itself.
 
     >>> list_array_items(["state/_METADATA", "state/d/0a", "meta/metadata"])
     ['state']
@@ -164,7 +164,7 @@ def list_array_items(files: Sequence[str]) -> list[str]:
 
 
 def find_missing_metadata(files: Sequence[str]) -> list[str]:
-    """The files ``_METADATA`` that items in such a checkpoint lack.
+    """Return the missing ``_METADATA`` files of items in a checkpoint with these files.
 
     >>> find_missing_metadata(["state/manifest.ocdbt", "state/d/0a", "other/_METADATA"])
     ['state/_METADATA']
@@ -174,7 +174,7 @@ def find_missing_metadata(files: Sequence[str]) -> list[str]:
 
 
 def list_json_items(files: Sequence[str]) -> list[str]:
-    """The items in such a checkpoint that are JSON, as `JsonSave` writes them.
+    """Return the JSON items in a checkpoint with these files, as written by `JsonSave`.
 
     >>> list_json_items(["state/_METADATA", "state/d/0a", "meta/metadata"])
     ['meta']
@@ -184,18 +184,18 @@ def list_json_items(files: Sequence[str]) -> list[str]:
 
 
 class OrbaxLayout(Layout):
-    """Checkpoints of orbax's, v0 and v1: with OCDBT or a directory for each array, zarr version 2 or 3.
+    """orbax checkpoints, v0 and v1: with OCDBT or a directory for each array, zarr version 2 or 3.
 
-    They have no digests, so that a load finds what cannot be decoded, and no other damage.
+    They contain no digests, so that a load only detects chunks that cannot be decoded.
 
     Args:
-        name: What callers call it.
-        item: The item of a step in which the tree lies; empty if the tag itself is an item. The object with an empty
-            one answers for all that orbax wrote, so that no tag is listed twice.
+        name: Name of the layout.
+        item: Item of a step that contains the tree; empty if the tag itself is an item. The instance with an empty item
+            detects all orbax checkpoints, so that tags are not listed twice.
     """
 
     saves = True
-    asks = True  # a program knows what a model in jax is to it
+    asks = True  # a program has the names of the arrays of a JAX model
 
     def __init__(self, name: str, *, item: str = "") -> None:
         self.name, self._prefix = name, f"{item}/" if item else ""
@@ -249,14 +249,14 @@ class OrbaxLayout(Layout):
     def verify(self, store: Store, entry: TagEntry, workers: int = READ_THREADS) -> VerifyReport:
         report = super().verify(store, entry, workers)
         if entry.damage is not None:
-            return report  # it says already what is missing
+            return report  # the report already contains the missing items
         with (
             wrap_os_errors("opening a checkpoint", path=store.path, tag=entry.tag),
             closing(store.open(entry.directory, lock=False)) as directory,
         ):
             files = directory.list_files()
-        report.files = len(files)  # a list counts these; to a reader each array is a file
-        for file in find_missing_metadata(files):  # a load does without it; orbax does not
+        report.files = len(files)  # as in a listing; in the reader each array is a file
+        for file in find_missing_metadata(files):  # a load does not need it, but orbax does
             problem = CorruptCheckpointError(
                 "a file is missing, without which orbax restores this checkpoint no more",
                 path=store.path,
@@ -270,10 +270,10 @@ class OrbaxLayout(Layout):
 
 
 class OrbaxModelLayout(Layout):
-    """A model alone, in orbax's files, under the names and in the form that a program of jax has it.
+    """Model without other state in orbax files, under the names and in the form of a JAX program.
 
-    The rules of `register_names` say which, or those of MaxText's for the configuration of the model. They stay in the
-    tag: by them this library finds the model in it again.
+    The mapping is given by the rules of `register_names`, or by the MaxText rules for the configuration of the model.
+    The rules are stored in the tag: with them this library restores the original model.
     """
 
     name = "orbax-model"

@@ -1,10 +1,10 @@
-"""MaxText's names and layouts of model arrays, as name rules: a table for each model family.
+"""MaxText names and layouts of model arrays, as name rules: a table for each model family.
 
-In all of them layers are one array along dim 1 (`scan_layers`, with `param_scan_axis` 1, its default), or an array
-each. The rules are those of its repository (AI-Hypercomputer/maxtext: `param_mapping` in `checkpoint_conversion/utils`,
-and `convert_gemma_chkpt` for the first Gemma). Queries are stored divided by the root of the head size, if its
-attention does not divide scores. Norms of Gemma are stored with one added, and its embeddings multiplied by the root of
-their size.
+In all of them layers are stacked in one array along dim 1 (`scan_layers`, with `param_scan_axis` 1, its default), or
+are separate arrays. The rules are taken from its repository (AI-Hypercomputer/maxtext: `param_mapping` in
+`checkpoint_conversion/utils`, and `convert_gemma_chkpt` for the first Gemma). Queries are stored divided by the square
+root of the head size, if its attention does not divide scores. Norms of Gemma are stored with one added, and its
+embeddings multiplied by the square root of their size.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ RuleLine = tuple[str, str, str]
 """Path below a layer or the model, name below it, pattern."""
 
 _PATH_AFFIXES = (("params/params/", ""), ("params/", ""), ("", "/value"), ("base/", "/value"))
-"""What paths begin and end with: in what training saves, with Linen and NNX alike; in a tree of parameters alone; and
-in what programs save of a module of NNX, bare or below a module of theirs."""
+"""Prefixes and suffixes of paths: in training checkpoints, of Linen and of NNX; in a bare tree of parameters; and in
+the state of an NNX module, at the top or below another module."""
 
 _HEADS_PATTERN = "embed layer head dim -> (head dim) embed"
 _OUTPUT_PATTERN = "head layer dim embed -> embed (head dim)"
 _UP_PATTERN, _DOWN_PATTERN = "embed layer mlp -> mlp embed", "mlp layer embed -> embed mlp"
 _NORM_PATTERN = "embed layer -> embed"
 _ROPE_PATTERNS = {"halves": "embed layer head dim", "interleaved": "embed layer head (pair two:2)"}
-"""How queries and keys lie, by what rotary embeddings turn. transformers turns halves."""
+"""Patterns of queries and keys for each rotary embedding variant. transformers rotates halves."""
 
 _EMBEDDING_LINE = ("token_embedder/embedding", "model.embed_tokens.weight", "vocab embed -> vocab embed")
 _FINAL_NORM_LINE = ("decoder/decoder_norm/scale", "model.norm.weight", "embed -> embed")
@@ -71,31 +71,31 @@ _QK_NORM_LINES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModelFamily:
-    """What the models of a family have."""
+    """Names and arithmetic that the models of a family share."""
 
     embedding: str = ""
-    """What is computed with the embedding, as patterns say it."""
+    """Arithmetic on the embedding, in the syntax of patterns."""
 
     norm: str = ""
-    """What is computed with the last norm."""
+    """Arithmetic on the final norm."""
 
     tied: bool = False
-    """Whether the output layer is the embedding, unless the configuration says it."""
+    """True if the output layer is the embedding by default, unless the configuration sets it."""
 
     layer: tuple[RuleLine, ...]
-    """Of each layer, beside queries and keys."""
+    """Rules of each layer, except for queries and keys."""
 
     scales_queries: bool = True
-    """Whether queries are stored divided."""
+    """True if queries are stored divided by the root of the head size."""
 
     rope_variants: tuple[str, ...] = ("halves",)
-    """What rotary embeddings may turn."""
+    """Supported rotary embedding variants."""
 
     layer_suffixes: tuple[str, ...] = ("",)
-    """A block of layers has one of each, in this order; its arrays are in modules whose names end so."""
+    """Module name suffixes of the layers in a scanned block, in order."""
 
     layers_per_block: int = 1
-    """Layers of which each has a module of its own in a block that is scanned."""
+    """Number of layers in a scanned block that have modules of their own."""
 
 
 _LLAMA = _ModelFamily(
@@ -127,7 +127,7 @@ _FAMILIES = {
         layers_per_block=6,
     ),
 }
-"""By the `model_type` of transformers' configuration."""
+"""Model families by the `model_type` of the transformers configuration."""
 
 
 def maxtext_names(
@@ -136,22 +136,22 @@ def maxtext_names(
     config: Any = None,
     scan_layers: bool = True,
 ) -> list[tuple[str, str, str]]:
-    """The rules by which a model of MaxText's is that of transformers, in both directions, for `register_names`.
+    """Return the rules that map a MaxText model to the transformers model, in both directions, for `register_names`.
 
     Args:
-        rope: What rotary embeddings turn in the run that saved the checkpoint, which does not say it. ``"halves"``:
-            the two halves of a head, MaxText's default, which all its models have but one. ``"interleaved"``:
-            neighbours, where `model_name` begins with ``llama3.1``, or `rope_type` is ``llama3.1``. A Llama or a
-            Mistral has to be told; of others it is known.
-        config: The configuration of transformers' model, ``model.config``, or a dict of what it holds. Its
-            `model_type` is ``llama``, ``mistral``, ``mixtral``, ``gemma``, ``gemma2`` or ``gemma3_text``. What it says
-            of layers and heads is compared with the arrays. Without it, the rules are for a Llama or
-            a Mistral, and for reading alone: how many elements a head has stands nowhere else.
-        scan_layers: Whether a model that is written has all layers in one array. All forms are read.
+        rope: Rotary embedding variant of the run that saved the checkpoint, which does not record it. ``"halves"``:
+            the two halves of a head are rotated, the default of MaxText and of all its models except one.
+            ``"interleaved"``: adjacent elements are rotated, if `model_name` begins with ``llama3.1``, or `rope_type`
+            is ``llama3.1``. Required for Llama and Mistral; known for other models.
+        config: Configuration of the transformers model, ``model.config``, or a dict of its content. Its
+            `model_type` is ``llama``, ``mistral``, ``mixtral``, ``gemma``, ``gemma2`` or ``gemma3_text``. Its numbers
+            of layers and heads are checked against the arrays. Without it, the rules are for a Llama or
+            a Mistral, and only for reading, because the head size is recorded nowhere else.
+        scan_layers: True to write all layers of a model as one array. All forms can be read.
 
     Raises:
-        UsageError: MaxText has no such model, or not with so many layers, or `config` is none, or `rope` is not known,
-            or is another one.
+        UsageError: MaxText does not support the model or its number of layers, or `config` is invalid, or `rope` is
+            missing or unsupported.
 
     Example:
         ``xla_ckpt.register_names(xla_ckpt.maxtext_names(config=model.config))``
@@ -200,19 +200,20 @@ def maxtext_names(
 
 
 def is_maxtext_tree(leaves: Iterable[str]) -> bool:
-    """Whether a tree with these paths has a model of MaxText's."""
+    """Return True if a tree with these paths contains a MaxText model."""
     tables = {begin + _EMBEDDING_LINE[0] + end for begin, end in _PATH_AFFIXES}
     return not tables.isdisjoint(leaves)
 
 
 def get_rules_for_config(config: Mapping[str, Any]) -> Sequence[NameRule]:
-    """The rules that a program registered; else those of MaxText's for a model of transformers'; else none.
+    """Return the registered rules; otherwise the MaxText rules for a transformers model; otherwise no rules.
 
     Args:
-        config: What the configuration of transformers' model says; or nothing.
+        config: Content of the configuration of the transformers model; may be empty.
 
     Raises:
-        UsageError: MaxText has no such model, or the rules depend on what neither model nor checkpoint says.
+        UsageError: MaxText does not support the model, or the rules depend on information that neither the model nor
+            the checkpoint contains.
     """
     if (registered := get_registered_rules()) or not config:
         return registered
@@ -231,12 +232,12 @@ _AXIS = re.compile(r"\b(?:dim|pair|layer|head)\b(?!:)")
 
 
 def _add_axis_size(sizes: Mapping[str, int], axis: re.Match[str]) -> str:
-    """An axis with its size, if that is known."""
+    """Return an axis with its size, if it is known."""
     return f"{axis[0]}:{sizes[axis[0]]}" if sizes[axis[0]] else axis[0]
 
 
 def _list_global_lines(family: _ModelFamily, *, tied: bool) -> Iterator[RuleLine]:
-    """The arrays of no layer."""
+    """Yield the rules of arrays outside of layers."""
     path, name, pattern = _EMBEDDING_LINE
     yield path, name, pattern + family.embedding
     yield (path, "lm_head.weight", pattern + family.embedding) if tied else _LOGITS_LINE
@@ -245,7 +246,11 @@ def _list_global_lines(family: _ModelFamily, *, tied: bool) -> Iterator[RuleLine
 
 
 def _read_number(config: Mapping[str, Any], key: str) -> int:
-    """A number of the configuration; 0 if it is not there."""
+    """Return a number from the configuration; 0 if it is missing.
+
+    Raises:
+        UsageError: The value is not a number.
+    """
     number = config.get(key)
     if number is None:
         return 0
@@ -255,7 +260,7 @@ def _read_number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _list_layer_lines(family: _ModelFamily, rope: str, count: int, *, scanned: bool) -> Iterator[RuleLine]:
-    """The rules of all layers, in the form that is written first, and in the others."""
+    """Yield the rules of all layers: first in the form that is written, then in the others."""
     together = [*_list_scanned_layers(family, count)]
     apart = [*_list_separate_layers(family)]
     for path, number, lines_kind, layers in (*together, *apart) if scanned else (*apart, *together):
@@ -269,20 +274,20 @@ def _list_layer_lines(family: _ModelFamily, rope: str, count: int, *, scanned: b
 
 
 def _list_scanned_layers(family: _ModelFamily, count: int) -> Iterator[tuple[str, str, str, bool]]:
-    """Where layers lie that are scanned: path, number in the name, kind, whether there is a dim of layers."""
+    """Yield (path, number in the name, module suffix, True if there is a layer dim) of scanned layers."""
     if family.layers_per_block == 1:
         many = len(family.layer_suffixes)
         for n, kind in enumerate(family.layer_suffixes):
             yield "layers", f"{{{many}*layer+{n}}}" if many > 1 else "{layer}", kind, True
         return
-    # Layers that make no whole block are not scanned. They come first: else a block would seem to go on with them.
+    # Layers of an incomplete block are not scanned. They come first: otherwise they would match as part of a block.
     yield "layers_remainder/layers_{rest}", f"{{rest+{count - count % family.layers_per_block}}}", "", False
     for n in range(family.layers_per_block):
         yield f"layers/layers_{n}", f"{{{family.layers_per_block}*layer+{n}}}", "", True
 
 
 def _list_separate_layers(family: _ModelFamily) -> Iterator[tuple[str, str, str, bool]]:
-    """As `_list_scanned_layers`, of layers that are arrays of their own."""
+    """Yield the same as `_list_scanned_layers`, for layers that are separate arrays."""
     many = len(family.layer_suffixes)
     for n, kind in enumerate(family.layer_suffixes):
         number = f"{{{many}*layer+{n}}}" if many > 1 else "{layer}"
@@ -291,7 +296,7 @@ def _list_separate_layers(family: _ModelFamily) -> Iterator[tuple[str, str, str,
 
 
 def _list_lines_of_layer(family: _ModelFamily, rope: str) -> Iterator[RuleLine]:
-    """The arrays of a layer."""
+    """Yield the rules of the arrays in a layer."""
     before = _ROPE_PATTERNS[rope]
     after = "(head dim) embed" if rope == "halves" else "(head two pair) embed"
     root = after.removeprefix("(head ").removesuffix(") embed")

@@ -1,4 +1,4 @@
-"""Parse the JSON of an orbax item: the leaves of its tree, and how its arrays are stored. Pure.
+"""Parse the JSON of an orbax item: the leaves of its tree, and the storage of its arrays. Pure.
 
 (orbax/checkpoint/_src/metadata/tree.py and array_metadata_store.py, 0.11 to 0.12.)
 """
@@ -17,59 +17,59 @@ from xla_ckpt.tags.entry import ORBAX_TREE_METADATA_FILE
 _SEQUENCE_KEY, _DICT_KEY = 1, 2
 
 EMPTY_TYPES: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
-"""Types of leaves that are stored by their name alone, and what they are."""
+"""Types of leaves that are stored only by the name of their type, and their values."""
 
 STRINGS_FILE = "_strings.json"
-"""The file of all leaves that are texts."""
+"""File of all string leaves."""
 
 STRING, SCALAR, ARRAY, NUMPY = "string", "scalar", "jax.Array", "np.ndarray"
-"""The other types: a text in a file of texts, a number that is an array without dims, and arrays."""
+"""Other leaf types: a string in the file of strings, a number stored as an array without dims, and arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxLeaf:
-    """A leaf of the tree of an item."""
+    """Leaf of the tree of an item."""
 
     keys: KeyPath
-    """The way to it: strings are keys of dicts, integers places in sequences."""
+    """Path of the leaf: strings are keys of dicts, integers are indices of sequences."""
 
     value_type: str
-    """Its type: one of `EMPTY_TYPES`, or one of those above."""
+    """Type of the leaf: one of `EMPTY_TYPES`, `STRING`, `SCALAR`, `ARRAY` or `NUMPY`."""
 
     @property
     def name(self) -> str:
-        """What orbax calls it: its keys, joined by dots. Dots in a key stay as they are."""
+        """Name in orbax: the keys, joined by dots. Dots in a key are not escaped."""
         return ".".join(map(str, self.keys))
 
     @property
     def path(self) -> str:
-        """What rules of names call it: its keys, joined by slashes."""
+        """Name in name rules: the keys, joined by slashes."""
         return "/".join(map(str, self.keys))
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItemMetadata:
-    """What an item says of itself."""
+    """Metadata of an item."""
 
     leaves: Sequence[OrbaxLeaf] | None = None
-    """Those of its tree; None where only the arrays themselves have names."""
+    """Leaves of the tree; None if only the names of the arrays are known."""
 
     zarr3: bool = False
-    """Whether its arrays are zarr version 3; else they are version 2."""
+    """True if its arrays are zarr version 3; otherwise version 2."""
 
     strings: Mapping[str, str] = field(default_factory=dict)
-    """Name of a leaf -> its text."""
+    """Name of a leaf -> its string."""
 
     random_keys: Mapping[str, str] = field(default_factory=dict)
-    """Name of an array that is the data of a key of jax's random numbers -> the implementation of the key."""
+    """Name of an array with the data of a JAX PRNG key -> implementation of the key."""
 
 
 def parse_tree_metadata(metadata: bytes) -> tuple[list[OrbaxLeaf], bool, bool]:
-    """The leaves that ``_METADATA`` lists; whether the arrays are zarr version 3; whether they lie in one database.
+    """Parse ``_METADATA``. Return its leaves, True if arrays are zarr version 3, and True if they are in one database.
 
     Raises:
-        FormatError: It is something else.
-        CorruptCheckpointError: Two arrays have one name: orbax has written one over the other.
+        FormatError: The content is invalid.
+        CorruptCheckpointError: Two arrays have one name: orbax has overwritten one of them.
     """
     with annotate_errors(file=ORBAX_TREE_METADATA_FILE):
         content = parse_json_object(metadata, "the metadata of orbax's item")
@@ -102,7 +102,7 @@ def _parse_leaf(text: str, entry: Any) -> OrbaxLeaf:
 
 
 def is_inside(name: str) -> bool:
-    """Whether what has this name lies in the directory of its item.
+    """Return True if a name stays inside the directory of its item.
 
     >>> is_inside("a.b/c"), is_inside("../c")
     (True, False)
@@ -111,7 +111,7 @@ def is_inside(name: str) -> bool:
 
 
 def get_key_type(key: str | int) -> int:
-    """How orbax tells a place in a sequence from a key of a dict."""
+    """Return the orbax key type: sequence index or dict key."""
     return _SEQUENCE_KEY if isinstance(key, int) else _DICT_KEY
 
 
@@ -126,10 +126,10 @@ def _parse_key(key: Any, kind: Any) -> str | int:
 
 
 def parse_strings(data: bytes) -> dict[str, str]:
-    """What `STRINGS_FILE` holds: name of a leaf -> its text.
+    """Parse `STRINGS_FILE`. Return name of a leaf -> its string.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The content is invalid.
     """
     content = parse_json_object(data, "orbax's file of texts")
     wrong = next((name for name, text in content.items() if type(text) is not str), None)
@@ -139,10 +139,10 @@ def parse_strings(data: bytes) -> dict[str, str]:
 
 
 def parse_random_keys(data: bytes) -> dict[str, str]:
-    """What a file in ``array_metadatas`` says of random keys: name of the array -> implementation of the key.
+    """Parse the PRNG keys in a file in ``array_metadatas``. Return name of the array -> implementation of the key.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The content is invalid.
     """
     content = parse_json_object(data, "orbax's metadata of arrays")
     try:
@@ -154,11 +154,11 @@ def parse_random_keys(data: bytes) -> dict[str, str]:
 
 
 _ARRAY_METADATA_FILES = (".zarray", ".zattrs", "zarr.json")
-"""What else is stored of an array, beside its chunks."""
+"""Metadata files of an array, stored with its chunks."""
 
 
 def list_array_names(keys: Sequence[str]) -> list[str]:
-    """Names of the arrays in a store: older versions of orbax say them nowhere else.
+    """Return the names of the arrays in a store. Older versions of orbax record them nowhere else.
 
     >>> list_array_names(["a.b/.zarray", "a.b/0", "c/.zarray"])
     ['a.b', 'c']
@@ -167,7 +167,7 @@ def list_array_names(keys: Sequence[str]) -> list[str]:
 
 
 def count_chunks(keys: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """Name of each array -> how many chunks of it a store has. A name may begin with another one.
+    """Return the number of chunks of each array in a store, by name. A name may be a prefix of another.
 
     >>> count_chunks(["a/.zarray", "a/0.0", "a/0.1", "a/b/c/0/0", "d"], ["a", "a/b"])
     {'a': 2, 'a/b': 1}

@@ -1,9 +1,9 @@
 """Name rules: map the arrays of a JAX program to those of a torch model, and back. Pure.
 
-JAX kernels are (in, out) where torch's are (out, in), heads may be a dim of their own, and all layers of a model may be
-one array with a layer dim. A rule names the dims before and after, like einops, and may multiply and add. A chunk is
-decoded, its dims are transposed, and the manifest says which part of it is which array. A `Renaming` serves both
-directions: reading, and writing under the names of the JAX program.
+JAX kernels are (in, out) where torch's are (out, in), heads may be a separate dim, and all layers of a model may be
+stacked in one array with a layer dim. A rule names the dims before and after, like einops, and may multiply and add. A
+chunk is decoded, its dims are transposed, and the manifest maps its parts to arrays. A `Renaming` is used in both
+directions: for reading, and for writing under the names of the JAX program.
 """
 
 from __future__ import annotations
@@ -36,81 +36,81 @@ _ROOT_FACTOR = re.compile(r"sqrt\(([^()]*\w[^()]*)\)|bfloat16\(sqrt\(([^()]*\w[^
 _EXAMPLE = "('params/layers/query/kernel', 'layers.{layer}.q.weight', 'embed layer head dim -> (head dim) embed')"
 
 RULE_CACHE_SIZE = 1 << 14
-"""Parsed rules that are kept in memory."""
+"""Maximum number of parsed rules that are cached."""
 
 Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleFactor:
-    """What elements are multiplied by: a number, or the root of the product of some sizes."""
+    """Factor that elements are multiplied by: a number, or the square root of a product of axis sizes."""
 
     number: float = 1.0
     axes: Axes = ()
-    """Of whose sizes it is the root, if there are any."""
+    """Axes whose sizes are under the root; empty for a number."""
 
     rounds_to_bfloat16: bool = False
-    """Whether the root is rounded to a bfloat16 first."""
+    """True if the root is rounded to bfloat16 first."""
 
     divides: bool = False
-    """Whether elements are divided by it."""
+    """True if elements are divided by the factor."""
 
     def compute(self, sizes: Mapping[str, int]) -> float:
-        """The number, for these sizes of axes."""
+        """Return the factor for these sizes of axes."""
         root = math.sqrt(math.prod(sizes[axis] for axis in self.axes)) if self.axes else self.number
         return float(np.float32(root).astype(_BFLOAT16)) if self.rounds_to_bfloat16 else root
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """What arrays of some paths are to a model."""
+    """Rule that maps arrays with matching paths to arrays of a model."""
 
     path: str
-    """Their paths in the tree, with numbers in braces."""
+    """Path of the arrays in the tree, with numbers in braces."""
 
     name: str
-    """The name in the model, with numbers of the path, and of dims that it does not have, in braces."""
+    """Name in the model, with numbers of the path, and of dims that the model array lacks, in braces."""
 
     pattern: str
-    """What the caller said of the dims, from which all else comes."""
+    """Pattern of the dims, as given by the caller; the fields below are parsed from it."""
 
     stored_axes: tuple[Axes, ...]
-    """The axes of each stored dim, outermost first."""
+    """Axes of each stored dim, outermost first."""
 
     model_axes: tuple[Axes, ...]
-    """The axes of each dim in the model."""
+    """Axes of each dim in the model."""
 
     sizes: Mapping[str, int]
-    """Those that the rule says."""
+    """Sizes of axes that the rule specifies."""
 
     factor: ScaleFactor = ScaleFactor()
     offset: float = 0.0
-    """What is added to elements that have been multiplied."""
+    """Number that is added to elements after the multiplication."""
 
     @property
     def numbered_axes(self) -> Axes:
-        """The axes that are numbers in names."""
+        """Axes that become numbers in names."""
         kept = {axis for group in self.model_axes for axis in group}
         return tuple(axis for group in self.stored_axes for axis in group if axis not in kept)
 
     @cached_property
     def path_pattern(self) -> re.Pattern[str]:
-        """The paths that it is for, with their numbers as groups."""
+        """Regex of the paths that match the rule, with their numbers as groups."""
         return re.compile(_PATH_NUMBER.sub(r"(?P<\1>\\d+)", re.escape(self.path)))
 
     @cached_property
     def name_pattern(self) -> re.Pattern[str]:
-        """The names that it gives, with their numbers as groups."""
+        """Regex of the names that the rule produces, with their numbers as groups."""
         return re.compile(_NAME_NUMBER.sub(r"(?P<\2>\\d+)", "".join(
             part if _NAME_NUMBER.fullmatch(part) else re.escape(part) for part in re.split(r"(\{[^{}]*\})", self.name)
         )))  # fmt: skip
 
     def format_name(self, numbers: Mapping[str, int]) -> str:
-        """The name of the array in the model that these numbers choose."""
+        """Return the name in the model for these numbers."""
         return _NAME_NUMBER.sub(lambda n: str(int(n[1] or 1) * numbers[n[2]] + int(n[3] or 0)), self.name)
 
     def parse_name(self, name: str) -> dict[str, int] | None:
-        """The numbers that give this name; None if none do."""
+        """Return the numbers that produce this name; None if there are none."""
         if (match := self.name_pattern.fullmatch(name)) is None:
             return None
         numbers = {}
@@ -123,10 +123,10 @@ class NameRule:
 
 
 def parse_name_rules(rules: Iterable[tuple[str, str, str]]) -> tuple[NameRule, ...]:
-    """The caller's rules: (path, name, pattern).
+    """Parse rules given as (path, name, pattern).
 
     Raises:
-        UsageError: One of them makes no sense.
+        UsageError: A rule is invalid.
     """
     return tuple(_parse_rule(rule) for rule in rules)
 
@@ -142,7 +142,7 @@ def _parse_rule(rule: tuple[str, str, str]) -> NameRule:
 
 @functools.lru_cache(RULE_CACHE_SIZE)
 def _parse_cached_rule(path: str, name: str, pattern: str) -> NameRule:
-    """Parsed once: a model has a thousand rules, and what writes or reads it asks for them several times."""
+    """Parse a rule with a cache: a model has a thousand rules, which readers and writers request several times."""
     rule = path, name, pattern
     try:
         if pattern.count("->") != 1:
@@ -155,8 +155,8 @@ def _parse_cached_rule(path: str, name: str, pattern: str) -> NameRule:
         parsed = NameRule(path, name, pattern, before, after, sizes, factor, plus)
         numbers = [*parsed.path_pattern.groupindex, *parsed.numbered_axes]
         parsed.format_name(dict.fromkeys(numbers, 0))
-        path.format(**dict.fromkeys(numbers, 0))  # a brace that is no number would be found out when a model is written
-        parsed.name_pattern  # noqa: B018  # a number that stands twice in a name is no pattern
+        path.format(**dict.fromkeys(numbers, 0))  # find invalid braces now, not when a model is written
+        parsed.name_pattern  # noqa: B018  # raises for a number that occurs twice in a name
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, re.error) as error:
         raise _make_rule_error(rule, str(error)) from error
     one, other = ([axis for group in groups for axis in group] for groups in (before, after))
@@ -191,7 +191,7 @@ def _parse_axes(text: str, sizes: dict[str, int]) -> tuple[Axes, ...]:
 
 
 def _parse_arithmetic(by: Mapping[str, str], order: Sequence[str]) -> tuple[ScaleFactor, float]:
-    """What elements are multiplied by, and what is added to them, from an operand for each operator."""
+    """Return the factor and the offset for elements, given an operand for each operator."""
     if order and "".join(order) not in ("*", "/", "+", "-", "*+", "*-", "/+", "/-"):
         raise ValueError(f"{' '.join(order)} is more than a factor and what is added")
     operator = next((one for one in by if one in "*/"), None)
@@ -214,26 +214,27 @@ _registered_rules: list[NameRule] = []
 
 
 def register_names(rules: Iterable[tuple[str, str, str]]) -> None:
-    """Say what a model is called in orbax's checkpoints, where a program of jax saved it.
+    """Register the names of a model in orbax checkpoints that a JAX program saved.
 
-    From then on, until it is called again, the arrays that a rule fits are those of ``model`` in each such checkpoint:
-    for `load_checkpoint`, `convert` and all other functions. ``convert(..., to="orbax-model")`` writes a model under
-    the names of the program of jax: an array of it is written by the first rule that gives its name. All ranks of a job
-    call it with the same rules. `restore` finds these arrays under ``model``, too, and no longer where they were in the
-    tree: ``register_names([])`` takes the rules back.
+    Until the next call, arrays that match a rule are loaded as ``model`` from each such checkpoint, by
+    `load_checkpoint`, `convert` and all other functions. ``convert(..., to="orbax-model")`` writes a model under the
+    names of the JAX program: an array is written by the first rule that produces its name. All ranks of a job must call
+    this with the same rules. `restore` also finds these arrays under ``model``, and no longer at their place in the
+    tree: ``register_names([])`` removes the rules.
 
     Args:
-        rules: (path, name, pattern). The path is the array's in the tree, with slashes; ``{number}`` in it is any
-            number. The pattern names the dims of the array, and those of the model's, as einops does. A dim of which
-            there is nothing behind the arrow numbers arrays: ``{layer}`` in the name is its index, and
-            ``{2*layer+1}`` what is computed from it. Elements are multiplied by what stands behind ``*``, or divided by
-            what stands behind ``/``: a number, or the root of the product of some sizes, as in
-            ``embed head dim -> (head dim) embed * sqrt(dim)``. A number behind ``+`` or ``-`` is added or subtracted.
+        rules: (path, name, pattern). The path is that of the array in the tree, with slashes; ``{number}`` in it
+            matches any number. The pattern names the dims of the stored array and of the model array, as in einops. A
+            dim that is missing after the arrow numbers the arrays: ``{layer}`` in the name is its index, and
+                ``{2*layer+1}`` is
+            computed from it. Elements are multiplied by the factor after ``*``, or divided by the one after ``/``: a
+            number, or the square root of a product of sizes, as in
+            ``embed head dim -> (head dim) embed * sqrt(dim)``. A number after ``+`` or ``-`` is added or subtracted.
 
-    A rule that differs from an earlier one in the name alone gives a second name of one array: that of tied parameters.
+    A rule that differs from an earlier one only in the name gives a second name of one array, for tied parameters.
 
     Raises:
-        UsageError: A rule makes no sense.
+        UsageError: A rule is invalid.
 
     Example:
         ``xla_ckpt.register_names([("params/dense/kernel", "dense.weight", "in out -> out in")])``
@@ -242,40 +243,40 @@ def register_names(rules: Iterable[tuple[str, str, str]]) -> None:
 
 
 def get_registered_rules() -> Sequence[NameRule]:
-    """The rules that were given last."""
+    """Return the registered rules."""
     return tuple(_registered_rules)
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """A stored array as arrays of a model."""
+    """Mapping of a stored array to arrays of a model."""
 
     rule: NameRule
     leaf: str
     sizes: Mapping[str, int]
-    """Of all axes."""
+    """Sizes of all axes."""
 
     numbers: Mapping[str, int]
-    """Those of its path."""
+    """Numbers in its path."""
 
     cut_axes: frozenset[str]
-    """Axes that chunks cut."""
+    """Axes that chunks split."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of each array of the model."""
+        """Shape of each array of the model."""
         return tuple(math.prod(self.sizes[axis] for axis in group) for group in self.rule.model_axes)
 
     @property
     def has_arithmetic(self) -> bool:
-        """Whether elements are multiplied, or something is added to them."""
+        """True if the rule changes the values of elements."""
         return self.rule.factor.compute(self.sizes) != 1 or self.rule.offset != 0
 
     def check_dtype(self, dtype: DType, leaf: str) -> None:
-        """Refuse elements that the rule cannot compute with.
+        """Check that the rule can compute with elements of this dtype.
 
         Raises:
-            IncompatibleCheckpointError: They are no floating-point numbers, and the rule changes them.
+            IncompatibleCheckpointError: It is not a floating-point dtype, and the rule changes the values.
         """
         if self.has_arithmetic and not dtype.is_floating:
             raise IncompatibleCheckpointError(
@@ -284,7 +285,7 @@ class Renaming:
 
     @property
     def outer_axes(self) -> Axes:
-        """The axes along which a chunk has its parts one behind the other: each part is a box of an array."""
+        """Axes along which the parts of a chunk are concatenated. Each part is a box of one array."""
         loose: list[str] = []
         for group in self.rule.model_axes:
             last = max((place for place, axis in enumerate(group) if axis in self.cut_axes), default=0)
@@ -293,17 +294,17 @@ class Renaming:
 
     @property
     def max_parts(self) -> int:
-        """Parts that a chunk has, at most."""
+        """Maximum number of parts of a chunk."""
         return math.prod(self.sizes[axis] for axis in self.outer_axes)
 
     @property
     def axis_order(self) -> Axes:
-        """The axes in the order in which the elements of a chunk are read."""
+        """Axes in the order in which the elements of a chunk are read."""
         inner = [axis for group in self.rule.model_axes for axis in group if axis not in self.outer_axes]
         return (*self.outer_axes, *inner)
 
     def find_aliases(self, rules: Sequence[NameRule]) -> dict[str, str]:
-        """Further names of an array, if it is one of the model -> its name: of rules that differ in the name alone."""
+        """Return further names of a model array -> its name, from rules that differ only in the name."""
         if self.rule.numbered_axes:
             return {}
         others = [r for r in rules if r.path == self.rule.path and r.name != self.rule.name]
@@ -311,7 +312,11 @@ class Renaming:
         return {rule.format_name(self.numbers): self.rule.format_name(self.numbers) for rule in others}
 
     def compute_extents(self, chunk: Box) -> dict[str, range]:
-        """The part of each axis that a chunk has."""
+        """Return the range of each axis that a chunk covers.
+
+        Raises:
+            IncompatibleCheckpointError: The chunk ends inside of a group of axes.
+        """
         extents = {}
         for group, low, high in zip(self.rule.stored_axes, chunk.start, chunk.stop, strict=True):
             inner = math.prod(self.sizes[axis] for axis in group[1:])
@@ -324,14 +329,12 @@ class Renaming:
         return extents
 
     def to_model_order(self, elements: Any, chunk: Box) -> Any:
-        """The elements of a chunk, an array of numpy's, with the axes in `axis_order`: another view of the same
-        memory.
-        """
+        """Return a view of a chunk (a numpy array) with its axes in `axis_order`."""
         sizes = self._get_lengths(chunk)
         return elements.reshape([*sizes.values()]).transpose([[*sizes].index(axis) for axis in self.axis_order])
 
     def to_model_values(self, elements: Any) -> Any:
-        """Stored elements, an array of numpy's, as the model has them."""
+        """Convert stored elements (a numpy array) to the values in the model."""
         if not self.has_arithmetic:
             return elements
         wide = _widen(elements)
@@ -344,8 +347,8 @@ class Renaming:
         return wide.astype(elements.dtype)
 
     def to_stored(self, elements: Any, chunk: Box) -> Any:
-        """The elements of a chunk as they are stored, from what `to_model_order` and `to_model_values` give: their
-        inverse.
+        """Convert the elements of a chunk to their stored form: the inverse of `to_model_order` and
+        `to_model_values`.
         """
         sizes = self._get_lengths(chunk)
         elements = elements.reshape([sizes[axis] for axis in self.axis_order])
@@ -359,12 +362,12 @@ class Renaming:
         return wide.astype(elements.dtype)
 
     def _get_lengths(self, chunk: Box) -> dict[str, int]:
-        """How much of each axis a chunk has, in the order of the stored axes."""
+        """Return the length of each axis in a chunk, in the order of the stored axes."""
         extents = self.compute_extents(chunk)
         return {axis: len(extents[axis]) for group in self.rule.stored_axes for axis in group}
 
     def iterate_parts(self, chunk: Box) -> Iterator[tuple[str, Box]]:
-        """(name, box) of each part of a chunk, in the order of its elements."""
+        """Yield (name, box) of each part of a chunk, in the order of its elements."""
         extents = self.compute_extents(chunk)
         for at in itertools.product(*(extents[axis] for axis in self.outer_axes)):
             fixed = dict(zip(self.outer_axes, at, strict=True))
@@ -380,22 +383,24 @@ class Renaming:
 
 
 def _widen(elements: Any) -> Any:
-    """A copy of elements, as float32 or wider: what is computed with two bfloat16 would be rounded twice."""
+    """Return a copy of elements as float32 or wider. Arithmetic in bfloat16 would round twice."""
     return elements.astype(np.result_type(elements.dtype, np.float32))
 
 
 def find_renaming(
     rules: Sequence[NameRule], path: str, shape: Sequence[int], chunk: Sequence[int], leaf: str
 ) -> Renaming | None:
-    """What an array is to a model; None if no rule is for its path.
+    """Return the mapping of an array to a model; None if no rule matches its path.
 
     Args:
-        rules: The rules. The first one counts whose path it is.
-        chunk: The shape of its chunks.
-        leaf: What it is called in errors.
+        rules: Rules; the first one with a matching path is used.
+        path: Path of the array in the tree.
+        shape: Shape of the array.
+        chunk: Shape of its chunks.
+        leaf: Name of the array in errors.
 
     Raises:
-        IncompatibleCheckpointError: It does not have the dims that the rule says.
+        IncompatibleCheckpointError: The array does not have the dims of the rule.
     """
     for rule in rules:
         if (match := rule.path_pattern.fullmatch(path)) is None:
@@ -408,10 +413,10 @@ def find_renaming(
 
 
 def _resolve_sizes(rule: NameRule, dims: Sequence[Axes], shape: Sequence[int], leaf: str) -> dict[str, int]:
-    """The sizes of all axes of an array with these dims.
+    """Return the sizes of all axes of an array with these dims.
 
     Raises:
-        IncompatibleCheckpointError: It does not have them.
+        IncompatibleCheckpointError: The shape does not match the dims.
     """
     sizes = dict(rule.sizes)
     for group, n in zip(dims, shape, strict=False):
@@ -440,26 +445,28 @@ def _make_dims_error(
 
 @dataclass(frozen=True, slots=True)
 class InverseRenaming:
-    """A stored array that is made of arrays of a model."""
+    """Stored array that is assembled from arrays of a model."""
 
     renaming: Renaming
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
-    """The shape of the chunks that it is written in: each has parts of as few arrays of the model as can be."""
+    """Shape of the chunks that are written. Each chunk contains parts of as few arrays of the model as possible."""
 
 
 def plan_inverse_renamings(
     rules: Sequence[NameRule], arrays: Mapping[str, tuple[Sequence[int], int]], chunk_bytes: int
 ) -> dict[str, InverseRenaming]:
-    """What a program of jax would have stored of a model, by the path in its tree.
+    """Plan the arrays that a JAX program would store for a model, by the path in its tree.
 
     Args:
-        rules: The rules. The first one counts that gives the name of an array.
+        rules: Rules; the first one that produces the name of an array is used.
         arrays: Name in the model -> shape, bytes of an element.
-        chunk_bytes: A larger chunk is cut along its first dim, where that cuts the arrays of the model into rows.
+        chunk_bytes: Maximum bytes of a chunk. Larger chunks are split along their first dim, if this splits the arrays
+            of the model into rows.
 
     Raises:
-        IncompatibleCheckpointError: No rule gives the name of an array, or arrays are missing, or shapes do not fit.
+        IncompatibleCheckpointError: No rule produces the name of an array, or arrays are missing, or shapes do not
+            match.
     """
     numbers: dict[str, list[dict[str, int]]] = {}
     sizes: dict[str, tuple[NameRule, dict[str, int], int]] = {}
@@ -487,7 +494,7 @@ def _find_rule(rules: Sequence[NameRule], name: str) -> tuple[NameRule, dict[str
 def _plan_inverse_renaming(
     path: str, rule: NameRule, sizes: dict[str, int], itemsize: int, numbers: list[dict[str, int]], chunk_bytes: int
 ) -> InverseRenaming:
-    """The stored array at a path, whose arrays in the model have these numbers."""
+    """Plan the stored array at a path, given the numbers of its arrays in the model."""
     counts = {axis: max(of_name[axis] for of_name in numbers) + 1 for axis in rule.numbered_axes}
     for axis, count in counts.items():
         if rule.sizes.get(axis, count) != count:
@@ -520,36 +527,37 @@ def _plan_inverse_renaming(
 
 
 MAX_MODEL_PARTS = 1 << 22
-"""Parts of arrays of a model that an array may have: a hostile file may describe any number."""
+"""Maximum number of model parts in an array, because a malicious file may describe any number."""
 
 
 class ModelArrayCollector:
-    """The arrays of a model, while those that they are parts of are gone through."""
+    """Collector of the arrays of a model while the stored arrays are scanned."""
 
     def __init__(self, rules: Sequence[NameRule], *, multiple_items: bool = False) -> None:
         self.rules = rules
         self.multiple_items = multiple_items
-        """Whether the checkpoint has several items. Then a path may begin with the name of one."""
+        """True if the checkpoint has several items. A path may begin with the name of an item in that case."""
         self.unmatched_paths: list[str] = []
-        """Paths of arrays that no rule is for, in the form that rules have."""
+        """Paths of arrays that match no rule, in the form used in rules."""
         self._arrays: dict[str, tuple[DType, tuple[int, ...], list[Shard]]] = {}
         self._aliases: dict[str, str] = {}
-        """Further names of arrays -> the names that they have in `_arrays`."""
+        """Further names of arrays -> their names in `_arrays`."""
         self._items: dict[str, str] = {}
-        """Name of an array -> the item that it was found in."""
+        """Name of an array -> the item that contains it."""
 
     def add_array(self, renaming: Renaming, item: str, dtype: DType, chunks: Sequence[Box], file: int) -> None:
-        """Take an array for one of the model's, or for several.
+        """Add a stored array as one or more arrays of the model.
 
         Args:
-            renaming: What it is to the model.
-            item: The item that it lies in.
-            chunks: Its chunks, in the order in which its file has them.
-            file: The number of the file, which has the elements of each chunk in the order of the renaming.
+            renaming: Mapping of the array to the model.
+            item: Item that contains it.
+            dtype: Dtype of the array.
+            chunks: Its chunks, in the order of its file.
+            file: Number of the file, which contains the elements of each chunk in the order of the renaming.
 
         Raises:
-            IncompatibleCheckpointError: The rules do not fit it.
-            FormatError: It has too many parts.
+            IncompatibleCheckpointError: The rules do not match the array.
+            FormatError: The array has too many parts.
         """
         renaming.check_dtype(dtype, renaming.leaf)
         if (count := renaming.max_parts * len(chunks)) > MAX_MODEL_PARTS:
@@ -576,7 +584,7 @@ class ModelArrayCollector:
         self._aliases |= renaming.find_aliases(self.rules)
 
     def build_records(self) -> dict[str, ArrayRecord]:
-        """Name in the model -> its record. Several names of one array have the same one."""
+        """Return the record of each array by its name in the model. Several names of one array share one record."""
         records = {}
         for name, (dtype, shape, shards) in self._arrays.items():
             with annotate_errors(leaf=name):

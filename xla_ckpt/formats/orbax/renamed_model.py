@@ -50,11 +50,11 @@ from xla_ckpt.storage.base import FileReader, read_file
 
 
 def assemble_model(reader: TagReader, rules: Sequence[NameRule]) -> TagReader:
-    """A reader of the model in a tag, as a program of jax would have stored it: by these rules.
+    """Return a reader of the model in a tag, in the form in which a JAX program would store it by these rules.
 
     Raises:
         UsageError: There are no rules, or no model.
-        IncompatibleCheckpointError: The rules do not fit the model.
+        IncompatibleCheckpointError: The rules do not match the model.
     """
     if not rules:
         hint = (
@@ -77,7 +77,9 @@ def assemble_model(reader: TagReader, rules: Sequence[NameRule]) -> TagReader:
 
 
 def _collect_model_arrays(manifest: Manifest) -> dict[str, tuple[str, ArrayRecord]]:
-    """Name in the model -> leaf path and record, of each array. Of one that has several names the first one counts."""
+    """Return the leaf path and record of each array by its name in the model. Only the first name of tied arrays is
+    used.
+    """
     model: dict[str, tuple[str, ArrayRecord]] = {}
     for leaf in find_arrays(manifest.skeleton, paths.ROOT):
         if not paths.is_under(leaf, schema.MODEL) or leaf in manifest.aliases:
@@ -89,7 +91,7 @@ def _collect_model_arrays(manifest: Manifest) -> dict[str, tuple[str, ArrayRecor
 
 
 class AssembledArrayFile(ChunkedFile):
-    """A stored array, made of arrays of a model."""
+    """Stored array that is assembled from arrays of a model."""
 
     def __init__(
         self, reader: TagReader, inverse: InverseRenaming, model: Mapping[str, tuple[str, ArrayRecord]]
@@ -116,7 +118,7 @@ class AssembledArrayFile(ChunkedFile):
                     )
 
     def make_record(self, file: int) -> ArrayRecord:
-        """What a manifest says of it, in which it is the file that has this number."""
+        """Return its manifest record, given the number of its file."""
         shards, offset = [], 0
         for chunk in self.chunks:
             shards.append(Shard(chunk, file, offset))
@@ -124,7 +126,7 @@ class AssembledArrayFile(ChunkedFile):
         return create_array_record(self.dtype, self._inverse.shape, shards)
 
     def read_chunk(self, chunk: Box) -> Any:
-        """They are put together from those of the model, which are verified."""
+        """Assemble the chunk from arrays of the model, which are verified."""
         renaming, itemsize = self._inverse.renaming, self.dtype.itemsize
         memory = np.empty(chunk.size * itemsize, np.uint8)
         wants, slots, at = [], [], 0
@@ -137,41 +139,41 @@ class AssembledArrayFile(ChunkedFile):
 
 
 class AssembledDirectory(VirtualDirectory[AssembledArrayFile]):
-    """The arrays of a model as a program of jax has them, a file for each. A `ReadDirectory`."""
+    """Arrays of a model in the form of a JAX program, one file per array. A `ReadDirectory`."""
 
     @cached_property
     def costs(self) -> ReadCosts:
-        """Each batch asks for it. A chunk is put together by one thread at a time."""
+        """Read costs, queried for each batch. A chunk is assembled by one thread at a time."""
         sizes = (array.largest for array in self.arrays.values())
         return replace(compute_chunk_costs(sizes), direct_bytes=0, concurrent_reads=1)
 
     def close(self) -> None:
-        """Whoever opened the tag closes it."""
+        """Do nothing: the caller that opened the tag closes it."""
 
 
 NAMES_FILE = "names.json"
-"""The file of a tag that has the rules by which its model was written: a list of (path, name, pattern)."""
+"""File of the rules by which the model of a tag was written: a list of (path, name, pattern)."""
 
 MAX_NAMES_BYTES = 1 << 24
-"""A larger one is not read (bytes): those of MaxText's models have some ten thousand."""
+"""Maximum size of the file of rules (bytes). MaxText models have about ten thousand bytes."""
 
 
 def dump_name_rules(rules: Sequence[NameRule]) -> dict[str, bytes]:
-    """The file of these rules."""
+    """Serialize the rules. Return file name -> bytes."""
     return {NAMES_FILE: json.dumps([(rule.path, rule.name, rule.pattern) for rule in rules]).encode()}
 
 
 def has_name_rules(manifest: Manifest) -> bool:
-    """Whether a tag has the rules by which its model was written."""
+    """Return True if a tag contains the rules by which its model was written."""
     return any(file.path == NAMES_FILE for file in manifest.files)
 
 
 def restore_original_model(reader: TagReader) -> TagReader:
-    """A reader of the model that such a tag was made of. It closes the other one.
+    """Return a reader of the original model of such a tag. It closes the given reader.
 
     Raises:
-        CorruptCheckpointError: The rules are not those that were written.
-        IncompatibleCheckpointError: They do not fit the arrays.
+        CorruptCheckpointError: The stored rules are missing or corrupt.
+        IncompatibleCheckpointError: The rules do not match the arrays.
     """
     rules, stored = _read_name_rules(reader), reader.manifest
     parts, files = ModelArrayCollector(rules), _OriginalDirectory(reader)
@@ -212,7 +214,7 @@ def _read_name_rules(reader: TagReader) -> tuple[NameRule, ...]:
 
 
 class _OriginalArrayFile(ChunkedFile):
-    """A stored array, with the elements of each chunk in the order of the model."""
+    """Stored array with the elements of each chunk in the order of the model."""
 
     def __init__(self, reader: TagReader, leaf: str, of_model: Renaming, chunks: Sequence[Box], dtype: DType) -> None:
         super().__init__(chunks, dtype)
@@ -229,7 +231,7 @@ class _OriginalArrayFile(ChunkedFile):
 
 
 class _OriginalDirectory(VirtualDirectory[Any]):
-    """The arrays of a tag in the order of the model, beside its own files. A `ReadDirectory`."""
+    """Arrays of a tag in the order of the model, in addition to its own files. A `ReadDirectory`."""
 
     def __init__(self, reader: TagReader) -> None:
         super().__init__(reader.directory)
@@ -237,7 +239,7 @@ class _OriginalDirectory(VirtualDirectory[Any]):
 
     @cached_property
     def costs(self) -> ReadCosts:
-        """Each batch asks for it."""
+        """Read costs, queried for each batch."""
         return compute_chunk_costs(array.largest for array in self.arrays.values())
 
     def open(self, path: str, size: int | None = None) -> FileReader:

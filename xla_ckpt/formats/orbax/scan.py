@@ -38,24 +38,25 @@ _CODEC = ValueCodec(split_value=lambda value: value if isinstance(value, Composi
 
 
 def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagReader:
-    """A reader of a checkpoint of orbax's, for the restore engine.
+    """Return a reader of an orbax checkpoint, for the restore engine.
 
     Args:
-        config: What the configuration of a model of transformers says that is to be filled from it; or nothing.
+        config: Content of the configuration of the transformers model that is loaded; may be empty.
 
     Raises:
-        CorruptCheckpointError: Files are missing, damaged, or do not add up.
-        UnsupportedStateError: An array is of a type that is not known.
-        UsageError: It lies where tensorstore does not read it; or it is MaxText's, and its model is no such model.
+        CorruptCheckpointError: Files are missing, corrupt, or inconsistent.
+        UnsupportedStateError: The dtype of an array is unknown.
+        UsageError: tensorstore does not support the storage; or it is a MaxText checkpoint, and `config` is of another
+            kind of model.
     """
     if entry.damage is not None:
         raise entry.damage
     with open_for_scan(store, entry.tag, lambda: _open_decoded(store, entry.directory)) as files:
         for path in files.directory.list_files() if store.file_system is not None else ():
-            files.directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
+            files.directory.open(path).close()  # tensorstore would block on a pipe, and follow a link to any target
         state, left = _read_state(files, config)
-        # As it is: states of optimizers in jax have the names of the parameters, too, so that a model is not known
-        # by its names, as in DCP's directories.
+        # The state is not searched for a model: optimizer states in JAX have the names of the parameters, too, so that
+        # a model cannot be recognized by its names, as in DCP directories.
         flat = flatten(state, _get_kind, _CODEC)
         flat = replace(flat, arrays={leaf: array.record for leaf, array in flat.arrays.items()})
         manifest, _ = build_scanned_manifest(entry.tag, flat, files.make_file_records(), created=entry.created)
@@ -74,14 +75,18 @@ def open_orbax(store: Store, entry: TagEntry, config: Mapping[str, Any]) -> TagR
 
 
 class _StoredArray(NamedTuple):
-    """An array in the tree, and whose it was."""
+    """Array in the tree, and the kind of array to restore."""
 
     record: ArrayRecord
     kind: str
 
 
 def _open_decoded(store: Store, name: str) -> DecodedDirectory:
-    """A directory of a store, whose arrays tensorstore reads where they lie."""
+    """Open a directory of a store whose arrays tensorstore reads in place.
+
+    Raises:
+        UsageError: tensorstore does not support the storage.
+    """
     if (files := store.file_system) is not None:
         directory = files.open(name, lock=False)
         return DecodedDirectory(directory, make_file_kvstore(directory))
@@ -102,13 +107,13 @@ def _get_kind(value: Any) -> str | None:
 
 
 def _read_state(files: DecodedDirectory, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str] | None]:
-    """The state of a checkpoint, with a `_StoredArray` for each array; and the arrays that no rule is for, where rules
-    have made a model of others.
+    """Read the state of a checkpoint, with a `_StoredArray` for each array. Return it, and the paths of arrays that
+    match no rule; None if the rules found no model.
 
     A single item is the state itself.
 
     Raises:
-        CheckpointError: It is damaged, or holds what cannot be described.
+        CheckpointError: The checkpoint is corrupt, or contains unsupported data.
     """
     directory, names = files.directory, files.directory.list_files()
     items = list_array_items(names)
@@ -128,7 +133,7 @@ def _read_state(files: DecodedDirectory, config: Mapping[str, Any]) -> tuple[dic
 
 
 def _match_model_rule(model: ModelArrayCollector, item: str, leaf: OrbaxLeaf, array: DecodedArray, file: int) -> bool:
-    """Whether an array of an item is of the model, by its rules: then it is taken."""
+    """Add an array of an item to the model if it matches a rule. Return True if it does."""
     paths = [f"{item}/{leaf.path}", leaf.path] if model.multiple_items else [leaf.path]
     renamed = (find_renaming(model.rules, path, array.shape, array.chunk_shape, leaf.name) for path in paths)
     array.renaming = next((one for one in renamed if one is not None), None)
@@ -140,7 +145,7 @@ def _match_model_rule(model: ModelArrayCollector, item: str, leaf: OrbaxLeaf, ar
 
 
 def _add_model(tree: dict[str, Any], model: ModelArrayCollector) -> dict[str, Any]:
-    """The tree with the model beside it, under the name that models have."""
+    """Add the model to the tree, under the key of models."""
     if not (records := model.build_records()):
         if model.rules and model.unmatched_paths:  # a path is misspelt
             logger.warning(
@@ -154,14 +159,14 @@ def _add_model(tree: dict[str, Any], model: ModelArrayCollector) -> dict[str, An
         raise IncompatibleCheckpointError("rules of names find a second model", leaf=schema.MODEL, hint=hint)
     stored = {
         id(record): _StoredArray(record, "torch") for record in records.values()
-    }  # names of one array have the same
+    }  # names of one array share a record
     return {**tree, schema.MODEL: {name: stored[id(record)] for name, record in records.items()}}
 
 
 def _read_tree(
     files: DecodedDirectory, item: str, names: Sequence[str], model: ModelArrayCollector, config: Mapping[str, Any]
 ) -> Any:
-    """The tree of an item, without what is of the model."""
+    """Read the tree of an item, without arrays that belong to the model."""
     below = f"{item}/" if item else ""
     together = below + OCDBT_MANIFEST in names
     with annotate_errors(file=below + ORBAX_TREE_METADATA_FILE):
@@ -199,7 +204,7 @@ def _read_tree(
 
 
 def _read_item_metadata(directory: ReadDirectory, prefix: str, names: Sequence[str]) -> OrbaxItemMetadata:
-    """What the JSON of an item says; `prefix` is what its paths begin with."""
+    """Read the metadata of an item; `prefix` is the prefix of its paths."""
 
     def read(path: str) -> bytes:
         return read_file(directory, path, limit=MAX_JSON_BYTES, what="a file of orbax's metadata")

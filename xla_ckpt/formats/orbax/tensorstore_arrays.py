@@ -1,8 +1,8 @@
 """Decode the arrays of an orbax item with tensorstore: each array is a virtual file of its chunks.
 
-A chunk is compressed, so that reading a part of it decodes all of it. The engine reads ranges of files: for it an array
-is one file with the elements of its chunks in C order, and each chunk is a region. tensorstore needs neither jax nor
-the devices that saved the array. Only this module imports it.
+A chunk is compressed, so that reading a part of it decodes all of it. The engine reads ranges of files: an array is
+presented as one file with the elements of its chunks in C order, and each chunk is a region. tensorstore needs neither
+JAX nor the devices that saved the array. Only this module imports it.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
 
 
 MAX_CHUNKS = 1 << 22
-"""Chunks that an array may have: an array that a hostile file describes may have any number."""
+"""Maximum number of chunks of an array, because a malicious file may describe any number."""
 
 SMALL_CHUNK_BYTES = 1 << 16
-"""Bytes that a chunk may have, however small its array is."""
+"""Size (bytes) that a chunk may have even if its array is smaller."""
 
 CACHE_BYTES = 1 << 28
-"""Decoded chunks that tensorstore keeps, for reads that want another part of one."""
+"""Decoded chunks (bytes) that tensorstore caches for reads of other parts."""
 
 _STORAGE_ERRORS = ("PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED", "INTERNAL")
-"""What messages of tensorstore begin with if the storage has refused; all others say that the files are damaged."""
+"""Prefixes of tensorstore messages about failed storage operations; all others mean that the files are corrupt."""
 
 
 _PROC_FD_PATH = re.compile(r'/proc/self/fd/\d+/([^"]*)')
-"""A file in a checkpoint, as tensorstore names it where `make_file_kvstore` has said where the checkpoint is."""
+"""Path of a file in a checkpoint in tensorstore messages, if the directory is given by `make_file_kvstore`."""
 
 
 @contextmanager
 def convert_tensorstore_errors(name: str) -> Iterator[None]:
-    """What tensorstore raises, as errors of this library.
+    """Convert tensorstore exceptions to errors of this library.
 
     Raises:
-        CorruptCheckpointError: The files are damaged.
-        OSError: The storage refused.
+        CorruptCheckpointError: The files are corrupt.
+        OSError: A storage operation failed.
     """
     try:
         with annotate_errors(file=name):
@@ -83,7 +83,7 @@ def convert_tensorstore_errors(name: str) -> Iterator[None]:
 
 
 class DecodedArray:
-    """An array as a file of its chunks, decoded. A `Source`."""
+    """Array as a virtual file of its decoded chunks. A `FileReader`."""
 
     def __init__(self, name: str, array: Any, chunks: int, kept: ChunkCache) -> None:
         self.name = name
@@ -92,14 +92,14 @@ class DecodedArray:
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: DType = dtypes.get_dtype(array.dtype.name)
         self.renaming: Renaming | None = None
-        """What it is to a model: then the elements of each chunk come in the order of `Renaming.order`."""
+        """Mapping to a model. If set, the elements of each chunk are in the order of `Renaming.axis_order`."""
         self.chunk_shape: tuple[int, ...] = tuple(
             array.chunk_layout.read_chunk.shape or ()
-        )  # None for one without dims
-        """The shape of its chunks."""
+        )  # None for an array without dims
+        """Shape of its chunks."""
         grid = self.chunk_shape
-        # tensorstore ends the process where it has no memory for a chunk, which a hostile file may call as large as it
-        # likes. Those of orbax are no larger than their arrays.
+        # tensorstore aborts the process if it cannot allocate a chunk, and a malicious file may declare any size. orbax
+        # chunks are not larger than their arrays.
         largest = max(math.prod(self.shape), 1) * self.dtype.itemsize
         if math.prod(grid) * self.dtype.itemsize > max(2 * largest, SMALL_CHUNK_BYTES):
             raise FormatError(
@@ -108,7 +108,7 @@ class DecodedArray:
         count = math.prod(-(-n // max(chunk, 1)) for n, chunk in zip(self.shape, grid, strict=True))
         if count > MAX_CHUNKS:
             raise FormatError("an array has too many chunks", file=name, expected=f"at most {MAX_CHUNKS}")
-        # Of zarr version 3, several chunks may be one entry of the store. Memory is taken for what is there only.
+        # In zarr version 3, a store entry may contain several chunks. Memory is allocated only for existing ones.
         entries = array.chunk_layout.write_chunk.shape or ()
         expected = math.prod(-(-n // max(size, 1)) for n, size in zip(self.shape, entries, strict=True))
         if chunks < expected:
@@ -129,7 +129,7 @@ class DecodedArray:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def list_shards(self, file: int) -> ShardTable:
-        """The chunks as shards of the file that has this number."""
+        """Return the chunks as shards of the file with this number."""
         offset = np.concatenate([np.zeros(1, np.int64), self._ends])[: len(self._ends)]
         return ShardTable(
             box=BoxArray(self._start, self._stop), file=np.full(len(offset), file, np.int64), offset=offset
@@ -137,19 +137,19 @@ class DecodedArray:
 
     @property
     def chunks(self) -> list[Box]:
-        """All of them, in the order in which the file has them."""
+        """All chunks, in the order of the file."""
         return [self._get_chunk_box(row) for row in range(len(self._ends))]
 
     def _get_chunk_box(self, row: int) -> Box:
         return Box(tuple(self._start[row].tolist()), tuple(self._stop[row].tolist()))
 
     def read_scalar(self) -> Any:
-        """The only element, as a value of Python's."""
+        """Return the only element, as a Python value."""
         with convert_tensorstore_errors(self.name):
             return self._array.read().result().reshape(()).item()
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` on; all chunks of that range are decoded at once, unless they are kept."""
+        """Fill `buffer` from `offset` on. All chunks in the range are decoded concurrently, unless they are cached."""
         wanted = min(len(buffer), self.size - offset)
         into = np.frombuffer(buffer, np.uint8)[:wanted]
         first = int(np.searchsorted(self._ends, offset, side="right"))
@@ -169,10 +169,10 @@ class DecodedArray:
         return wanted
 
     def _start_decoding(self, row: int, low: int, into: npt.NDArray[np.uint8]) -> tuple[Any, Callable[[Any], object]]:
-        """Have some bytes of a chunk decoded, from byte `low` of it on; what is done with the result.
+        """Start decoding bytes of a chunk from byte `low` on. Return the future, and a function that copies its result.
 
-        tensorstore gives boxes. This one is cut along the first dim that has more than one element, and where it holds
-        these bytes alone, they come where they are wanted.
+        tensorstore reads boxes. The box is cut along the first dim with more than one element. If it contains exactly
+        these bytes, they are decoded in place.
         """
         start, stop = self._start[row].tolist(), self._stop[row].tolist()
         dim = next((d for d, (a, b) in enumerate(zip(start, stop, strict=True)) if b - a > 1), None)
@@ -197,7 +197,9 @@ class DecodedArray:
         return part.read(), copy
 
     def _read_reordered(self, renaming: Renaming, row: int, low: int, high: int) -> Any:
-        """Some bytes of a chunk in the order of the model. It is kept as it was decoded, so that there is one copy."""
+        """Read bytes of a chunk in the order of the model. The decoded chunk is cached, so that there is one copy of
+        it.
+        """
         chunk, itemsize = self._get_chunk_box(row), self.dtype.itemsize
         part = self._array[tuple(slice(a, b) for a, b in zip(chunk.start, chunk.stop, strict=True))]
         ordered = self._chunk_cache.get(
@@ -208,40 +210,40 @@ class DecodedArray:
         return elements.view(np.uint8)[low - first * itemsize : high - first * itemsize]
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        """As `read_into`: tensorstore has memory of its own."""
+        """Read as `read_into` does: tensorstore allocates its own memory."""
         return self.read_into(buffer, offset)
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Do nothing: no file is open between reads."""
 
 
 class DecodedDirectory(VirtualDirectory[DecodedArray]):
-    """The arrays of a checkpoint of orbax's, a file for each. A `ReadDirectory`."""
+    """Arrays of an orbax checkpoint, one file per array. A `ReadDirectory`."""
 
     def __init__(self, directory: ReadDirectory, place: Mapping[str, Any]) -> None:
         super().__init__(directory)
         self._kvstore = place
-        """The directory as tensorstore's key-value store."""
+        """tensorstore key-value store of the directory."""
         self._chunk_cache = ChunkCache()
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def open_arrays(
         self, item: str, chunks: Mapping[str, int], *, zarr3: bool, ocdbt: bool
     ) -> Mapping[str, tuple[str, DecodedArray]]:
-        """Open arrays of an item, all at once.
+        """Open arrays of an item concurrently.
 
         Args:
-            item: The item; ``""`` is the checkpoint itself.
-            chunks: What orbax calls each array -> how many chunks of it there are.
-            zarr3: Whether they are zarr version 3.
-            ocdbt: Whether they lie in one database (OCDBT); else each has a directory of its own.
+            item: Item; ``""`` is the checkpoint itself.
+            chunks: Name of each array in orbax -> number of its chunks.
+            zarr3: True if they are zarr version 3.
+            ocdbt: True if they are stored in one database (OCDBT); otherwise each has a directory of its own.
 
         Returns:
-            Name of each -> its path here, and the array.
+            Name of each array -> its path here, and the array.
 
         Raises:
-            CorruptCheckpointError: One is missing or damaged.
-            UnsupportedStateError: One is of a type that is not known.
+            CorruptCheckpointError: An array is missing or corrupt.
+            UnsupportedStateError: The dtype of an array is unknown.
         """
         base = self._get_item_kvstore(item)
         opened = []
@@ -250,7 +252,7 @@ class DecodedDirectory(VirtualDirectory[DecodedArray]):
                 place: Any = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             else:
                 place = {**base, "path": f"{base['path']}{name}/"}
-            # A chunk that is missing would be read as zeros.
+            # Otherwise a missing chunk would be read as zeros.
             spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": place, "fill_missing_data_reads": False}
             opened.append((name, tensorstore.open(spec, open=True, read=True, context=self._context)))
         arrays = {}
@@ -263,14 +265,14 @@ class DecodedDirectory(VirtualDirectory[DecodedArray]):
         return arrays
 
     def list_keys(self, item: str, files: Sequence[str]) -> list[str]:
-        """What an item stores for its arrays, whether in one database (OCDBT) or in a directory for each array.
+        """List the keys that an item stores for its arrays, in one database (OCDBT) or in a directory for each array.
 
         Args:
-            item: The item; ``""`` is the checkpoint itself.
+            item: Item; ``""`` is the checkpoint itself.
             files: All files in the directory.
 
         Raises:
-            CorruptCheckpointError: The database is damaged.
+            CorruptCheckpointError: The database is corrupt.
         """
         below = f"{item}/" if item else ""
         if below + OCDBT_MANIFEST not in files:
@@ -281,12 +283,12 @@ class DecodedDirectory(VirtualDirectory[DecodedArray]):
         return [key.decode(errors="surrogateescape") for key in keys]
 
     def _get_item_kvstore(self, item: str) -> dict[str, Any]:
-        """An item as tensorstore's key-value store."""
+        """Return the tensorstore key-value store of an item."""
         return {**self._kvstore, "path": f"{self._kvstore['path']}{item}/" if item else self._kvstore["path"]}
 
     @cached_property
     def costs(self) -> ReadCosts:
-        """Each batch asks for it."""
+        """Read costs, queried for each batch."""
         arrays = self.arrays.values()
         return compute_chunk_costs(
             (array.largest for array in arrays if array.renaming is None),
@@ -299,15 +301,16 @@ class DecodedDirectory(VirtualDirectory[DecodedArray]):
 
 
 def make_file_kvstore(directory: FileSystemDirectory) -> dict[str, Any]:
-    """A directory as tensorstore's key-value store, wherever it is moved meanwhile."""
+    """Return the tensorstore key-value store of a directory. It stays valid if the directory is moved."""
     return {"driver": "file", "path": f"/proc/self/fd/{directory.fd}/"}
 
 
 def make_bucket_kvstore(place: BucketLocation) -> dict[str, Any] | None:
-    """A directory in a bucket as tensorstore's key-value store; None where tensorstore has no access to it.
+    """Return the tensorstore key-value store of a directory in a bucket; None if tensorstore does not support the
+    bucket.
 
-    Credentials are found by the SDK of AWS for S3, and by tensorstore for Google's. Another server than Google's is
-    named to tensorstore by the environment alone, ``TENSORSTORE_GCS_HTTP_URL``.
+    Credentials are found by the AWS SDK for S3, and by tensorstore for Google Cloud Storage. Another server than
+    Google's can only be set by the environment variable ``TENSORSTORE_GCS_HTTP_URL``.
     """
     at = {"bucket": place.bucket, "path": place.prefix}
     if not place.tensorstore_driver:

@@ -1,4 +1,4 @@
-"""Virtual files of arrays whose chunks are computed on read: a `TagReader` reads them instead of a directory."""
+"""Virtual files of arrays whose chunks are computed on read. A `TagReader` reads them like a directory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from xla_ckpt.storage.base import FileReader, ReadDirectory
 A = TypeVar("A", bound=FileReader)
 
 CHUNK_CACHE_BYTES = 1 << 30
-"""Bytes of chunks that are made at a time, or one chunk, if that is larger."""
+"""Maximum bytes of chunks in memory at a time, or one chunk, if it is larger."""
 
 
 def compute_chunk_costs(uncached_sizes: Iterable[int], cached_sizes: Iterable[int] = ()) -> ReadCosts:
-    """What reading costs where a chunk is made as a whole.
+    """Return the read costs of files whose chunks are computed completely.
 
     Args:
-        uncached_sizes: Bytes of the largest chunk of each array whose chunks are made for each read: so one is read in
-            one go.
-        cached_sizes: The same, of arrays whose chunks are kept for the next reads (`ChunkCache`).
+        uncached_sizes: Bytes of the largest chunk of each array whose chunks are computed for each read. Such a chunk
+            is read in one batch.
+        cached_sizes: Bytes of the largest chunk of each array whose chunks are cached (`ChunkCache`).
     """
     batch = max([LOCAL_DISK_COSTS.batch_bytes, *uncached_sizes])
     largest = max([batch, *cached_sizes])
@@ -42,18 +42,19 @@ def compute_chunk_costs(uncached_sizes: Iterable[int], cached_sizes: Iterable[in
 
 
 class ChunkCache:
-    """Chunks that were made last. A chunk may have a part of each layer of a model: it is made once for all of them.
+    """LRU cache of computed chunks. A chunk may contain a part of each layer of a model, and is computed once for all
+    layers.
 
-    Those that are kept have `CHUNK_CACHE_BYTES` together, or it is one. Safe for several threads.
+    The cached chunks have at most `CHUNK_CACHE_BYTES`, except for a single larger chunk. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[Hashable, _CacheEntry] = {}
-        """The one that was asked for last is at the end."""
+        """Entries, the most recently used last."""
 
     def get(self, key: Hashable, nbytes: int, make: Callable[[], Any]) -> Any:
-        """The elements of a chunk, which are made unless they are kept."""
+        """Return the elements of a chunk. They are computed unless they are cached."""
         with self._lock:
             kept = self._entries[key] = self._entries.pop(key) if key in self._entries else _CacheEntry(nbytes)
             while len(self._entries) > 1 and sum(other.nbytes for other in self._entries.values()) > CHUNK_CACHE_BYTES:
@@ -64,7 +65,7 @@ class ChunkCache:
             return kept.elements
 
     def clear(self) -> None:
-        """Keep none."""
+        """Remove all chunks."""
         with self._lock:
             self._entries.clear()
 
@@ -77,7 +78,7 @@ class _CacheEntry:
 
 
 def slice_elements(array: Any, start: int, stop: int) -> Any:
-    """A copy of some elements of an array of numpy's, which are numbered in C order, however they lie in memory.
+    """Return a copy of the elements `start` to `stop` of a numpy array in C order, independent of its memory layout.
 
     >>> slice_elements(np.arange(6).reshape(3, 2).T, 2, 5)
     array([4, 1, 3])
@@ -93,20 +94,20 @@ def slice_elements(array: Any, start: int, stop: int) -> Any:
 
 
 class VirtualDirectory(Generic[A]):
-    """Arrays, a file for each. All of a `ReadDirectory` but its costs."""
+    """Arrays as files, one per array: a `ReadDirectory` without its costs."""
 
     def __init__(self, directory: ReadDirectory) -> None:
         self.directory = directory
-        """Where they are from."""
+        """Source directory."""
         self.arrays: dict[str, A] = {}
-        """Path of each file -> the array."""
+        """Path of each file -> its array."""
 
     @property
     def name(self) -> str:
         return self.directory.name
 
     def make_file_records(self) -> list[FileRecord]:
-        """As a manifest has them, that says of no byte how it was saved."""
+        """Return the manifest records of the files, without digests."""
         return [FileRecord(path=p, size=array.size) for p, array in self.arrays.items()]
 
     def open(self, path: str, size: int | None = None) -> A:
@@ -125,7 +126,7 @@ class VirtualDirectory(Generic[A]):
 
 
 class ChunkedFile:
-    """An array as a file of its chunks, one behind the other, of which one is in memory at a time. A `Source`."""
+    """Array as a file of its concatenated chunks, with one chunk in memory at a time. A `FileReader`."""
 
     def __init__(self, chunks: Sequence[Box], dtype: DType) -> None:
         self.chunks = chunks
@@ -139,11 +140,11 @@ class ChunkedFile:
         return sum(chunk.size for chunk in self.chunks) * self.dtype.itemsize
 
     def read_chunk(self, chunk: Box) -> Any:
-        """The elements of a chunk, an array of numpy's, in the order in which the file has them."""
+        """Return the elements of a chunk, a numpy array, in the order of the file."""
         raise NotImplementedError
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` on, with chunks that are made now."""
+        """Fill `buffer` from `offset` on, with newly computed chunks."""
         wanted = min(len(buffer), self.size - offset)
         begin = 0
         for chunk in self.chunks:
@@ -156,8 +157,8 @@ class ChunkedFile:
         return wanted
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        """As `read_into`."""
+        """Read as `read_into` does."""
         return self.read_into(buffer, offset)
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Do nothing: no file is open between reads."""
