@@ -1,8 +1,8 @@
 """Plan saves and conversions to orbax items: zarr (version 2) chunks of arrays, and the tree in JSON.
 
-orbax reads arrays that are not compressed and not in one database like its own. So each chunk is a file of elements in
-C order, which the manifest finds and whose digest it has. Each rank writes whole chunks of the arrays that it holds. Of
-the replicas of a part one is written, and the writers are distributed over the ranks. All ranks publish how they cut
+orbax reads arrays that are uncompressed and not in one database like its own. So each chunk is a file of elements in
+C order, which the manifest locates and has a digest of. Each rank writes complete chunks of the arrays that it holds.
+One replica of each part is written, and the writers are distributed over the ranks. All ranks publish how they split
 the arrays before anything is written, so that they agree on one grid of chunks.
 """
 
@@ -49,7 +49,7 @@ _ZARR_DTYPES = {
     "int32": "<i4", "int64": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
     "complex128": "<c16",
 }  # fmt: skip
-"""How zarr spells element types; tensorstore calls all others by their names."""
+"""zarr names of dtypes. tensorstore uses the plain name of any other dtype."""
 
 _NAMED_DTYPES = frozenset(
     {"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "int4"}
@@ -60,24 +60,29 @@ _NATIVE_LAYOUT_HINT = 'layout="native" (--to native) has a place for it.'
 
 @dataclass(frozen=True, slots=True)
 class _ArrayLeaf:
-    """Stands for an array in the tree."""
+    """Placeholder for an array in the tree."""
 
     leaf: str
 
 
 @dataclass(frozen=True)
 class OrbaxTree:
-    """What a state, or a part of it, is to orbax: the leaves of its tree, and what each of them holds."""
+    """State, or a part of it, as an orbax tree: its leaves, and the value of each leaf."""
 
     values: Mapping[OrbaxLeaf, Any]
 
     @cached_property
     def arrays(self) -> dict[str, str]:
-        """What orbax calls each array -> its leaf path."""
+        """Name of each array in orbax -> its leaf path."""
         return {leaf.name: value.leaf for leaf, value in self.values.items() if isinstance(value, _ArrayLeaf)}
 
     def build_small_files(self, manifest: Manifest, prefix: str) -> dict[str, bytes]:
-        """Path -> bytes of all files but the chunks of arrays, which this manifest finds, below a directory."""
+        """Build all files except the chunks of arrays. Return path -> bytes, with `prefix` before each path.
+
+        Args:
+            manifest: Manifest that locates the chunks.
+            prefix: Prefix of the paths.
+        """
         files: dict[str, bytes] = {}
         texts = {leaf.name: value for leaf, value in self.values.items() if leaf.value_type == metadata.STRING}
         for leaf, value in self.values.items():
@@ -86,7 +91,7 @@ class OrbaxTree:
                 files |= {f"{leaf.name}/.zarray": _build_zarray(kind, (), ()), f"{leaf.name}/0": data}
         for name, leaf_path in self.arrays.items():
             record = manifest.find_array(leaf_path)
-            assert record is not None, leaf_path  # the skeleton names what is stored
+            assert record is not None, leaf_path  # the skeleton contains only stored arrays
             files[f"{name}/.zarray"] = _build_zarray(record.dtype, record.shape, _get_chunk_shape(record))
         if texts:
             files[metadata.STRINGS_FILE] = json.dumps(texts).encode()
@@ -95,13 +100,13 @@ class OrbaxTree:
 
 
 def build_orbax_tree(skeleton: Json, part: str, *, trust: bool) -> OrbaxTree:
-    """What a part of a state with this skeleton is to orbax.
+    """Return the orbax tree of a part of a state with this skeleton.
 
     Raises:
-        UnsupportedStateError: orbax has no place for something in it.
+        UnsupportedStateError: orbax cannot store a value in it.
         UntrustedObjectError: It needs a class of a module that is not imported, and `trust` is False.
     """
-    from xla_ckpt.state.values import CODEC, create_class_resolver  # torch, which listings do without
+    from xla_ckpt.state.values import CODEC, create_class_resolver  # imports torch, which listings do not need
 
     build = Unflattener(
         get_array=lambda leaf, _: _ArrayLeaf(leaf),
@@ -120,12 +125,16 @@ def build_orbax_tree(skeleton: Json, part: str, *, trust: bool) -> OrbaxTree:
     return OrbaxTree(values)
 
 
-def _reject_object(index: int, leaf: str) -> Any:  # noqa: ARG001  # what an `Unflattener` calls
+def _reject_object(index: int, leaf: str) -> Any:  # noqa: ARG001  # signature of an `Unflattener` callback
     raise UnsupportedStateError("orbax has no place for an object of this class", leaf=leaf, hint=_NATIVE_LAYOUT_HINT)
 
 
 def _convert_composite(value: Composite) -> Any:
-    """A value of a class that is registered with jax as the dict of its parts: so orbax has it, too."""
+    """Convert a value of a registered JAX class to the dict of its members, as orbax does.
+
+    Raises:
+        UnsupportedStateError: It is a PRNG key, or a composite that orbax cannot store.
+    """
     if value.name != pytree.PRNG_KEY and pytree.is_composite_name(value.name):
         return dict(value.members)
     hint = (
@@ -137,7 +146,7 @@ def _convert_composite(value: Composite) -> Any:
 
 
 def _iterate_leaves(value: Any, keys: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """The keys that lead to each leaf of a tree, as orbax has them, and the leaf."""
+    """Yield the orbax keys of each leaf of a tree, and the leaf."""
     members: Mapping[Any, Any] | None = None
     if isinstance(value, Mapping):
         members = {str(key): member for key, member in value.items()}
@@ -157,9 +166,13 @@ def _iterate_leaves(value: Any, keys: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _get_leaf_type(keys: KeyPath, value: Any) -> str:
-    """The type of a leaf, as orbax calls it."""
+    """Return the orbax type of a leaf.
+
+    Raises:
+        UnsupportedStateError: orbax cannot store the value.
+    """
     if isinstance(value, _ArrayLeaf):
-        return metadata.NUMPY  # of an array of jax's it would want to know on which devices it was
+        return metadata.NUMPY  # for a JAX array, orbax would require the devices that held it
     for kind, example in (("None", type(None)), ("List", list), ("Tuple", tuple), ("Dict", Mapping)):
         if isinstance(value, example):
             return kind
@@ -192,17 +205,17 @@ def _check_name(leaf: OrbaxLeaf, first: OrbaxLeaf) -> None:
 
 
 def _get_chunk_shape(record: ArrayRecord) -> tuple[int, ...]:
-    """The shape of the chunks of a stored array: that of the first one, which is whole."""
+    """Return the chunk shape of a stored array: the shape of the first chunk, which is complete."""
     shards = list(record)
     first = min(shards, key=lambda shard: shard.box.start).file
     return tuple(map(max, zip(*(shard.box.stop for shard in shards if shard.file == first), strict=True)))
 
 
 def check_array(leaf: str, element: DType, shape: tuple[int, ...]) -> None:
-    """Refuse an array that orbax has no place for.
+    """Check that orbax can store an array.
 
     Raises:
-        UnsupportedStateError: It has none.
+        UnsupportedStateError: It cannot.
     """
     known = element.name in _ZARR_DTYPES or element.name in _NAMED_DTYPES
     if known and Box.from_shape(shape).size:
@@ -212,21 +225,21 @@ def check_array(leaf: str, element: DType, shape: tuple[int, ...]) -> None:
 
 
 def _build_zarray(element: DType, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes:
-    """``.zarray``."""
+    """Serialize ``.zarray``."""
     code = _ZARR_DTYPES.get(element.name, element.name)
     about = {"zarr_format": 2, "shape": shape, "chunks": chunk, "dtype": code, "order": "C", "compressor": None}
     return json.dumps({**about, "filters": None, "fill_value": None, "dimension_separator": "."}).encode()
 
 
 def _encode_scalar(value: bool | int | float) -> tuple[DType, bytes]:  # a value of the state
-    """The element type of a number, and its bytes."""
+    """Return the dtype of a number, and its bytes."""
     whole = ("int64", "<q") if value < 1 << 63 else ("uint64", "<Q")
     name, form = {bool: ("bool", "<?"), int: whole, float: ("float64", "<d")}[type(value)]
     return get_dtype(name), struct.pack(form, value)
 
 
 def _build_tree_metadata(leaves: Sequence[OrbaxLeaf]) -> bytes:
-    """``_METADATA``."""
+    """Serialize ``_METADATA``."""
     tree = {
         str(tuple(map(str, leaf.keys))): {
             "key_metadata": [{"key": str(key), "key_type": metadata.get_key_type(key)} for key in leaf.keys],
@@ -242,14 +255,14 @@ def _build_tree_metadata(leaves: Sequence[OrbaxLeaf]) -> bytes:
 
 
 def plan_orbax_conversion(stored: StoredState, prefix: str = "", *, keep_chunks: bool = False) -> ConversionPlan:
-    """The files of a stored state, or of the part of it that is wanted.
+    """Plan the files of a stored state, or of the selected part of it.
 
     Args:
-        prefix: What the paths of the files begin with: the item in which the tree lies.
-        keep_chunks: Whether the chunks are those that it is stored in, which are of one shape.
+        prefix: Prefix of the paths of the files: the item that contains the tree.
+        keep_chunks: True to keep the stored chunks, which have one shape.
 
     Raises:
-        UnsupportedStateError: orbax has no place for something in it.
+        UnsupportedStateError: orbax cannot store a value in it.
     """
     manifest = stored.manifest
     item = build_orbax_tree(manifest.skeleton, stored.part, trust=stored.trust)
@@ -257,7 +270,7 @@ def plan_orbax_conversion(stored: StoredState, prefix: str = "", *, keep_chunks:
     written: set[str] = set()
     for name, leaf in item.arrays.items():
         record = manifest.find_array(leaf)
-        assert record is not None, leaf  # the skeleton names what is stored
+        assert record is not None, leaf  # the skeleton contains only stored arrays
         check_array(leaf, record.dtype, record.shape)
         if keep_chunks:
             chunk = min(record, key=lambda shard: shard.box.start).box.shape
@@ -274,17 +287,17 @@ def plan_orbax_conversion(stored: StoredState, prefix: str = "", *, keep_chunks:
 
 @dataclass(frozen=True)
 class OrbaxWritePlanner(WritePlanner):
-    """What one rank writes in this layout."""
+    """Write plan of one rank in this layout."""
 
     description: StateDescription
     prefix: str
-    """What the paths of the files begin with: the item in which the tree lies."""
+    """Prefix of the paths of the files: the item that contains the tree."""
 
     def validate(self) -> OrbaxWritePlanner:
-        """The same, if the layout has a place for all of the state.
+        """Check that the layout can store the state. Return the planner.
 
         Raises:
-            UnsupportedStateError: It has none.
+            UnsupportedStateError: It cannot.
         """
         _ = self._tree
         for leaf in self.description.leaves:
@@ -293,9 +306,7 @@ class OrbaxWritePlanner(WritePlanner):
 
     @cached_property
     def _tree(self) -> OrbaxTree:
-        return build_orbax_tree(
-            self.description.structure, paths.ROOT, trust=True
-        )  # this process has just described it
+        return build_orbax_tree(self.description.structure, paths.ROOT, trust=True)  # this process described the state
 
     @cached_property
     def _owned_regions(self) -> Sequence[OwnedRegion]:
@@ -303,7 +314,7 @@ class OrbaxWritePlanner(WritePlanner):
 
     @property
     def shared_info(self) -> RankParts:
-        parts: dict[str, list[list[Any]]] = {}  # lists, as it comes to other ranks
+        parts: dict[str, list[list[Any]]] = {}  # lists, because other ranks receive it as JSON
         for own in self._owned_regions:
             parts.setdefault(own.leaf.path, [list(own.leaf.shape), []])[1].append([own.box.start, own.box.stop])
         return parts
@@ -313,14 +324,14 @@ class OrbaxWritePlanner(WritePlanner):
 
     @cached_property
     def plan(self) -> SavePlan:
-        """See `WritePlanner`. Only its sources are final: all ranks have to tell how they cut the arrays."""
+        """Plan as in `WritePlanner`. Only its sources are final, because the chunk grid depends on all ranks."""
         return self._plan_files(JobChunkGrid.from_rank_parts([self.shared_info]))
 
     def plan_with(self, combined: Any) -> SavePlan:
         return self._plan_files(JobChunkGrid.from_json(combined))
 
     def _plan_files(self, grid: JobChunkGrid) -> SavePlan:
-        """What this rank writes if all ranks cut the arrays so."""
+        """Return the plan of this rank for a chunk grid that all ranks use."""
         rank = self.description.placement.rank
         names: dict[str, list[str]] = {}
         for name, leaf in self._tree.arrays.items():
@@ -329,7 +340,8 @@ class OrbaxWritePlanner(WritePlanner):
         for own in self._owned_regions:
             leaf, shape, itemsize = own.leaf.path, own.leaf.shape, own.leaf.dtype.itemsize
             chunk = compute_chunk_shape(shape, itemsize, grid.steps.get(leaf, (0,) * len(shape)))
-            # What another rank writes, too, orbax does not see. It is compared, and the manifest finds one of them.
+            # orbax does not read the file of a part that another rank also writes. It is compared, and the manifest
+            # locates one of the files.
             suffix = "" if grid.first_writers.get((leaf, own.box), rank) == rank else f".of-rank-{rank}"
             for number, name in enumerate(names[leaf]):
                 files += plan_chunk_files(

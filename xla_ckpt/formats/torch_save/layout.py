@@ -1,4 +1,4 @@
-"""The layout of a single torch.save file: what ``torch.save({"model": ..., "optimizer": ...}, "out.pt")`` writes."""
+"""The layout of a single torch.save file, as written by ``torch.save({"model": ..., "optimizer": ...}, "out.pt")``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xla_ckpt.storage.threads import READ_THREADS
 from xla_ckpt.tags.entry import TagEntry, is_tag_name
 
 DCP_FILE_SUFFIX = ".distcp"
-"""The ending of a file of torch.distributed.checkpoint's. It consists of zips of torch.save, and begins like one."""
+"""Suffix of a torch.distributed.checkpoint file. It consists of torch.save zips, and begins like one."""
 
 STATE_FILE = "state.pt"
-"""What a plan calls the file; whoever writes it knows its name."""
+"""File name in a plan; the writer replaces it."""
 
 
 class TorchSaveLayout(Layout):
-    """A state, or a part of it, in one file that torch alone reads. It is no tag: it has no manifest.
+    """State, or a part of it, in one file that plain torch reads. It is not a tag, because it has no manifest.
 
-    A file that a path names is opened, and no root lists it among its tags. A full checkpoint of SageMaker model
-    parallel's has its user content in a second file, beside the first one. A file of torch_xla's
-    ``serialization.save`` has its tensors in a directory beside it.
+    A file is opened by its path, and is not listed among the tags of a root. A full checkpoint of SageMaker model
+    parallel has its user content in a second file next to the first. A file of torch_xla's ``serialization.save`` has
+    its tensors in a directory next to it.
     """
 
     name = "torch"
@@ -38,7 +38,7 @@ class TorchSaveLayout(Layout):
         if not is_tag_name(tag) or tag.endswith(DCP_FILE_SUFFIX) or not store.has(tag) or store.is_directory(tag):
             return None
         if any(name.parse(tag) is not None for name in (RANK_FILE_NAME, EXPERT_RANK_FILE_NAME)):
-            return None  # a model of its names would get the parts that the rank had for whole arrays
+            return None  # otherwise a model with its names would load the shards of the rank as full arrays
         try:
             is_zip = tag.endswith(TORCH_SAVE_SUFFIXES) or store.read_start(tag, 4) == b"PK\3\4"
         except OSError:

@@ -1,6 +1,6 @@
-"""Stubs for objects in a pickle: classes whose instances run nothing.
+"""Stubs for objects in a pickle: classes whose instances run no code.
 
-A pickle can set the state of any object it has, also of a function or a class that replaces a name, which would change
+A pickle can set the state of any object in it, also of a function or class that replaces a name, which would modify
 it for the next file. So each stub refuses a state: see `refuse_state`.
 """
 
@@ -33,13 +33,15 @@ STORAGE_DTYPES = {
 }
 
 QUANTIZED_STORAGE_DTYPES = {"QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32"}
-"""Storages of quantized numbers, of which an element is an integer."""
+"""Storages of quantized numbers, whose elements are integers."""
 
 _NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
 
 
 def refuse_state(kind: type[T]) -> type[T]:
-    """A class whose objects refuse the state that a pickle gives them. Outermost: dataclasses make their own."""
+    """Class decorator for stubs that refuse a state from a pickle. Must be outermost: dataclasses define
+    `__setstate__`.
+    """
 
     def refuse(self: object, _: Any) -> None:
         raise ValueError(f"a state for a {type(self).__name__}, which has none")
@@ -51,7 +53,7 @@ def refuse_state(kind: type[T]) -> type[T]:
 @refuse_state
 @dataclass(frozen=True, slots=True)
 class StorageTypeStub:
-    """The type of a storage: its element type, or None for bytes."""
+    """Type of a storage: its dtype, or None for bytes."""
 
     dtype: str | None
 
@@ -59,41 +61,42 @@ class StorageTypeStub:
 @refuse_state
 @dataclass(frozen=True, slots=True)
 class StorageStub:
-    """A storage that a pickle names: a record of its zip."""
+    """Storage in a pickle: a record of its zip."""
 
     key: str
     dtype: str | None
     count: int
-    """Elements; bytes where there is no element type."""
+    """Number of elements; number of bytes if there is no dtype."""
 
 
 @refuse_state
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorView:
-    """A tensor as a pickle describes it: elements of a storage."""
+    """Tensor in a pickle: elements of a storage."""
 
     storage: StorageStub
     dtype: str
     offset: int
-    """Of the first element in the storage (elements)."""
+    """Offset of the first element in the storage (elements)."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     part: Any = None
-    """What it is a part of, where the pickle says so and a caller of `loads` understands it: a DTensor, say."""
+    """Array that the tensor is a part of, such as a DTensor, if the caller of `load_pickle` passes a stub that sets
+    it."""
 
 
 @refuse_state
 @dataclass(frozen=True, slots=True)
 class CompositeTensor:
-    """A tensor that consists of several: see `xla_ckpt.arrays.composite_tensor`, which puts it together."""
+    """Tensor that consists of several tensors; `xla_ckpt.arrays.composite_tensor` composes it."""
 
     kind: str
-    """The name of a composite there; `META_TENSOR_KIND` for a tensor without bytes."""
+    """Name of the composite kind; `META_TENSOR_KIND` for a tensor without bytes."""
     members: Mapping[str, Any]
-    """A `TensorView` for each of its tensors, until `replaced` puts something else there."""
+    """A `TensorView` for each of its tensors, until `replace_tensors` replaces it."""
     about: Any
-    """What else it takes."""
+    """Other arguments of its constructor."""
 
 
 META_TENSOR_KIND = "torch:meta"
@@ -102,7 +105,7 @@ META_TENSOR_KIND = "torch:meta"
 @refuse_state
 @dataclass(frozen=True, slots=True)
 class NestedTensorStub:
-    """A nested tensor as a pickle describes it: `TensorView`s of all elements, and of what its parts are of them."""
+    """Nested tensor in a pickle: `TensorView`s of its buffer, and of the sizes, strides and offsets of its parts."""
 
     buffer: TensorView
     sizes: TensorView
@@ -111,7 +114,7 @@ class NestedTensorStub:
 
 
 class TensorReferenceStub:
-    """Stands where torch_xla's `TensorReference` stood: the number of a tensor that lies in a file of its own."""
+    """Stub for torch_xla's `TensorReference`: the number of a tensor that is stored in a file of its own."""
 
     tid: Any = None
 
@@ -120,19 +123,19 @@ class TensorReferenceStub:
 
 
 class _NamedStub:
-    """Stands for an object of a class. Each name that a pickle has is a type of its own: see `for_name`."""
+    """Stub for an object of a class. Each name in a pickle has a type of its own: see `for_name`."""
 
     called = ""
-    """The name of the class, or of the function, in the pickle."""
+    """Name of the class or function in the pickle."""
 
     @classmethod
     def for_name(cls, called: str) -> type[Self]:
-        """What stands for a name: a pickle makes objects of a type without a call."""
+        """Return the stub type for a name. A pickle can create instances of a type without a call."""
         return type(cls.__name__, (cls,), {"called": called})
 
 
 class OpaqueStub(_NamedStub):
-    """Stands for an object that only somebody else's code makes. It takes what the pickle gives it, and keeps none."""
+    """Stub for an object that only code outside this library can create. It accepts all data, and keeps none."""
 
     def __new__(cls, *_: Any, **__: Any) -> OpaqueStub:
         return super().__new__(cls)
@@ -147,37 +150,37 @@ class OpaqueStub(_NamedStub):
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def append(self, item: Any) -> None:
-        """As a list that a pickle fills."""
+        """Ignore an item: a pickle may fill it like a list."""
 
     def extend(self, items: Any) -> None:
-        """Likewise."""
+        """Ignore items: a pickle may fill it like a list."""
 
     def add(self, item: Any) -> None:
-        """As a set that a pickle fills."""
+        """Ignore an item: a pickle may fill it like a set."""
 
 
 class AttributesStub(_NamedStub):
-    """Stands for an object whose attributes are all that is wanted of it: it becomes a dict of them.
+    """Stub for an object of which only the attributes are needed. It becomes a dict of them.
 
-    Only for classes that a caller of `loads` names, and that pickle by their attributes. Nothing of the class itself
-    is imported or run.
+    Only for classes that a caller of `load_pickle` passes, and that are pickled by their attributes. The class itself
+    is neither imported nor run.
     """
 
     def __setstate__(self, state: Any) -> None:
-        # Without this method a pickle could give attributes to the class itself, which stands for others, too.
+        # Without this method a pickle could set attributes of the class itself, which is shared by other stubs.
         vars(self).update(require_type(dict, state))
 
 
 @refuse_state
 class FunctionStub:
-    """A function of this library that a pickle may call."""
+    """Function of this library that a pickle may call."""
 
     def __init__(self, make: Callable[..., Any], spent: Callable[[int], None]) -> None:
         self.function = make
         self.consume_budget = spent
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        # What is called copies what it is given, and one list can be given as often as a pickle likes.
+        # The function copies its arguments, and a pickle can pass one list many times.
         self.consume_budget(sum(len(value) for value in args if isinstance(value, _SIZED)))
         return self.function(*args, **options)
 
@@ -187,34 +190,34 @@ _SIZED = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 
 @refuse_state
 class TypeStub:
-    """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
+    """Type that a pickle may reference but not call: the factory of a defaultdict, the class of a tensor."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
 
 
 class NamespaceStub:
-    """Stands where an `argparse.NamespaceStub` stood, until `replaced` puts one there."""
+    """Stub for an `argparse.Namespace`, until `replace_tensors` creates one."""
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(require_type(dict, state))
 
 
 class BytesIOStub:
-    """Stands where a file in memory stood, until `replaced` puts one with the same bytes there."""
+    """Stub for an `io.BytesIO`, until `replace_tensors` creates one with the same bytes."""
 
     data = b""
     position = 0
 
     def __setstate__(self, state: Any) -> None:
-        data, position, _ = require_type(tuple, state)  # the last are attributes, which a plain one has none of
+        data, position, _ = require_type(tuple, state)  # the last item contains attributes, which a plain one lacks
         self.data, self.position = require_type(bytes, data), parse_sizes([position])[0]
         if self.position >= 1 << 63:
             raise ValueError("a file in memory that stands where none can")
 
 
 class NumpyDTypeStub:
-    """Stands for a numpy dtype."""
+    """Stub for a numpy dtype."""
 
     def __init__(self, text: str, *_: Any) -> None:
         if not isinstance(text, str) or not _NUMPY_SCALAR.fullmatch(text):
@@ -228,7 +231,7 @@ class NumpyDTypeStub:
 
 
 class NumpyArrayStub:
-    """Stands where a numpy array stood, until `replaced` puts an array of numbers there."""
+    """Stub for a numpy array, until `replace_tensors` creates an array of numbers."""
 
     value: Any = None
 
@@ -240,16 +243,16 @@ class NumpyArrayStub:
         if isinstance(dtype, OpaqueStub):
             self.value = dtype
             return
-        # Not copied yet: a pickle may say this of one string of bytes as often as it likes.
+        # Not copied yet: a pickle may reference one bytes object many times.
         numbers = np.frombuffer(require_type(bytes, data), np.dtype(require_type(NumpyDTypeStub, dtype).text))
         self.value = numbers.reshape(parse_sizes(shape), order="F" if is_fortran else "C")
 
 
 def parse_sizes(values: Any) -> tuple[int, ...]:
-    """Sizes that a pickle gives.
+    """Return sizes from a pickle as a tuple.
 
     Raises:
-        ValueError: They are none.
+        ValueError: They are not sizes.
     """
     if not isinstance(values, tuple | list) or any(type(v) is not int or v < 0 for v in values):
         raise ValueError("sizes of a tensor that are no numbers")
@@ -257,10 +260,10 @@ def parse_sizes(values: Any) -> tuple[int, ...]:
 
 
 def require_type(kind: Any, value: Any) -> Any:
-    """A value that a pickle gives.
+    """Return a value from a pickle.
 
     Raises:
-        ValueError: It is of another type than pickle writes there.
+        ValueError: It has another type than pickle writes there.
     """
     if not isinstance(value, kind):
         raise ValueError(f"a {type(value).__name__} where pickle writes another type")  # noqa: TRY004

@@ -1,4 +1,4 @@
-"""Load and save whole torch.save files as values, without running code in them, atomically and durably."""
+"""Load and save complete torch.save files as values, without running code in them, atomically and durably."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from xla_ckpt.tags.resolve import open_root
 from xla_ckpt.tags.root import Transaction, TransactionKind
 
 MoveStorage = Callable[[torch.Tensor], torch.Tensor]
-"""The bytes of a storage (uint8, on the CPU) -> the same where they are wanted."""
+"""Function that moves the bytes of a storage (uint8, on the CPU) to the target device."""
 
 
 def read_whole_file(
@@ -48,19 +48,20 @@ def read_whole_file(
     reference: Callable[[int], Any] | None = None,
     more: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
-    """What a file holds. Tensors that shared a storage share one again.
+    """Read the content of a file. Tensors that shared a storage share one again.
 
-    Every record of the file is compared with its CRC-32 before anything is made of it.
+    All records of the file are checked against their CRC-32s before any object is created.
 
     Args:
-        reference: What stands for torch_xla's reference to the tensor of a number. None: there is none.
-        more: Names that the pickle may have besides, with what stands for each.
+        put: Function that moves a storage to the target device.
+        reference: Function that returns the tensor for the number in a torch_xla reference. None refuses references.
+        more: Additional names that the pickle may contain, with the stub for each.
 
     Raises:
-        NoCheckpointError: There is no such file.
-        CorruptCheckpointError: It is cut off, or a record is not what was written.
-        UntrustedObjectError: It names anything but tensors, containers and plain values. Nothing of it has run.
-        UnsupportedStateError: A tensor is of a kind that cannot be described.
+        NoCheckpointError: The file does not exist.
+        CorruptCheckpointError: It is truncated, or a record is corrupt.
+        UntrustedObjectError: It names classes other than tensors, containers and plain values. No code was run.
+        UnsupportedStateError: A tensor is of an unsupported kind.
         StorageError: It cannot be read.
     """
     with wrap_os_errors("reading a file", path=path), closing(_open_file(path)) as source:
@@ -85,14 +86,14 @@ def load_whole_file(
     more: Mapping[str, Any] = types.MappingProxyType({}),
     options: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
-    """What a file holds: as `read_whole_file` makes it, or on trust as torch.load does, which may run what is in it.
+    """Read the content of a file: as `read_whole_file`, or with trust as torch.load, which may run code in the file.
 
     Args:
-        put: As `read_whole_file` takes it, without trust alone; so is `more`.
-        options: With trust, for torch.load: ``map_location``, ``pickle_module``.
+        put: As in `read_whole_file`, only without trust; likewise `more`.
+        options: Options for torch.load with trust: ``map_location``, ``pickle_module``.
 
     Raises:
-        CheckpointError: As `read_whole_file`; or an object in it cannot be made.
+        CheckpointError: As `read_whole_file`; or an object in the file cannot be created.
     """
     if not trust_pickle:
         try:
@@ -106,7 +107,7 @@ def load_whole_file(
             value = torch.load(path, weights_only=False, **{"map_location": "cpu", **options})
     except CheckpointError:
         raise
-    except Exception as error:  # whatever an object in it raises while it is made
+    except Exception as error:  # any exception of an object that is created
         raise CorruptCheckpointError("its objects cannot be made", file=path, found=str(error)[:200]) from error
     if reference is None:
         return value
@@ -119,11 +120,11 @@ def load_whole_file(
 
 
 def check_whole_file(path: str) -> None:
-    """Read a whole file, and compare each of its records with its CRC-32.
+    """Read a complete file, and check all records against their CRC-32s.
 
     Raises:
-        NoCheckpointError: There is no such file.
-        CorruptCheckpointError: It is cut off, or a record is not what was written.
+        NoCheckpointError: The file does not exist.
+        CorruptCheckpointError: It is truncated, or a record is corrupt.
         StorageError: It cannot be read.
     """
     with wrap_os_errors("reading a file", path=path), closing(_open_file(path)) as source:
@@ -142,10 +143,10 @@ def _open_file(path: str) -> FileReader:
 
 
 def compose_tensor(parts: CompositeTensor) -> torch.Tensor:
-    """A tensor that consists of several, which `ZipTensors` has made.
+    """Compose a tensor that consists of several tensors created by `ZipTensors`.
 
     Raises:
-        FormatError: They make no such tensor.
+        FormatError: They do not form such a tensor.
     """
     if parts.kind == META_TENSOR_KIND:
         about = parts.about
@@ -155,7 +156,7 @@ def compose_tensor(parts: CompositeTensor) -> torch.Tensor:
 
 
 class ZipTensors:
-    """The tensors of a zip, each storage read once. `put` brings a storage to where it is wanted."""
+    """Tensors of a zip. Each storage is read once, and moved to the target device by `put`."""
 
     def __init__(self, archive: TorchZip, source: FileReader, put: MoveStorage = lambda storage: storage) -> None:
         self.storages = archive.list_storages()
@@ -165,7 +166,7 @@ class ZipTensors:
         self.tensors: dict[TensorLocation, torch.Tensor] = {}
 
     def get_tensor(self, place: TensorLocation) -> torch.Tensor:
-        """The tensor that lies there: one that stands in two places of the value stays one."""
+        """Return the tensor at a location. Two references to one location give the same object."""
         if place not in self.tensors:
             self.tensors[place] = self._make_tensor(place)
         return self.tensors[place]
@@ -185,7 +186,7 @@ class ZipTensors:
         return tensor.set_(data.untyped_storage(), first, place.shape, steps)
 
     def _load_storage(self, storage: StorageLocation, file: str) -> torch.Tensor:
-        """The bytes of a storage."""
+        """Return the bytes of a storage."""
         if storage.key not in self.loaded_storages:
             data = torch.empty(storage.nbytes, dtype=torch.uint8, device="cpu")
             got = self.source.read_into(get_tensor_bytes(data), storage.offset)
@@ -198,18 +199,18 @@ class ZipTensors:
 def write_whole_file(
     value: Any, path: str, *, sealed: Callable[[FileReader], object] = lambda file: None, **options: Any
 ) -> None:
-    """torch.save of a value. XLA tensors are stored as CPU tensors, and brought there in one batch.
+    """Save a value with torch.save. XLA tensors are moved to the CPU in one batch, and stored as CPU tensors.
 
-    The file has CRC-32s, whatever the program has told torch. Missing directories are made.
+    The file contains CRC-32s, independent of the global torch option. Missing directories are created.
 
     Args:
-        sealed: Gets the file when it is durable, before it takes its name.
-        options: For torch.save.
+        sealed: Function that receives the durable file before it is renamed to its final name.
+        options: Options for torch.save.
 
     Raises:
-        UnsupportedStateError: Something in it cannot be pickled. What was there is there still.
-        StorageError: The storage refused. Likewise.
-        NotDurableError: The file is in place, and a loss of power may take it away.
+        UnsupportedStateError: A value cannot be pickled. An existing file is unchanged.
+        StorageError: A storage operation failed. An existing file is unchanged.
+        NotDurableError: The file is in place, but may be lost in a power failure.
     """
     hosted = move_to_host(value)
     store, name = open_parent(path)
@@ -231,11 +232,11 @@ def write_whole_file(
 
 
 def replace_file(data: bytes, path: str) -> None:
-    """Write a small file of these bytes. Missing directories are made.
+    """Write a small file atomically. Missing directories are created.
 
     Raises:
-        StorageError: The storage refused. What was there is there still.
-        NotDurableError: The file is in place, and a loss of power may take it away.
+        StorageError: A storage operation failed. An existing file is unchanged.
+        NotDurableError: The file is in place, but may be lost in a power failure.
     """
     store, name = open_parent(path)
     with (
@@ -247,7 +248,7 @@ def replace_file(data: bytes, path: str) -> None:
 
 
 def collect_xla_tensors(tree: Any) -> list[torch.Tensor]:
-    """The XLA tensors in containers, each once, in the order in which they are met."""
+    """Return the XLA tensors in containers, each once, in traversal order."""
     met = {
         id(leaf): leaf for leaf in iterate_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
     }
@@ -255,12 +256,14 @@ def collect_xla_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same containers, named tuples included, with `change` of each tensor in them."""
+    """Apply `change` to each tensor in containers, including named tuples."""
     return map_leaves(tree, lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, keep_classes=True)
 
 
 def move_to_host(tree: Any) -> Any:
-    """The same containers with all XLA tensors on the CPU, brought there in one batch. Without any, the tree itself."""
+    """Return the containers with all XLA tensors moved to the CPU in one batch; without XLA tensors, the tree
+    itself.
+    """
     tensors = collect_xla_tensors(tree)
     if not tensors:
         return tree
@@ -271,16 +274,16 @@ def move_to_host(tree: Any) -> Any:
 
 
 class _SinkStream:
-    """What torch.save writes to: a file from its beginning to its end."""
+    """Sequential output stream for torch.save."""
 
     def __init__(self, sink: FileWriter) -> None:
         self._sink = sink
         self._end = 0
         self.storage_error: OSError | None = None
-        """What the storage said. torch raises an error of its own in its place."""
+        """Error of the storage. torch replaces it with an error of its own."""
 
     def write(self, data: Any) -> int:
-        """Append bytes; how many."""
+        """Append bytes. Return their number."""
         view = memoryview(data).cast("B")
         try:
             self._sink.patch(view, self._end)
@@ -291,15 +294,15 @@ class _SinkStream:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: writes are not buffered."""
 
 
 def _save_tensors(value: Any, sink: FileWriter, path: str, options: dict[str, Any]) -> None:
     stream = _SinkStream(sink)
     try:
         with _enable_crc32():
-            torch.save(value, stream, **options)  # type: ignore[arg-type]  # torch asks for `write` alone
-    except Exception as error:  # objects raise whatever they like while they are pickled
+            torch.save(value, stream, **options)  # type: ignore[arg-type]  # torch only needs `write`
+    except Exception as error:  # objects may raise any exception while they are pickled
         if stream.storage_error is not None:
             raise stream.storage_error from error
         raise UnsupportedStateError(f"something in it cannot be pickled: {error}", file=path) from error
@@ -307,7 +310,7 @@ def _save_tensors(value: Any, sink: FileWriter, path: str, options: dict[str, An
 
 @contextmanager
 def _enable_crc32() -> Iterator[None]:
-    """Have torch.save write CRC-32s: without them nobody finds a damaged byte."""
+    """Enable CRC-32s in torch.save. Without them corrupt bytes cannot be detected."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:

@@ -2,7 +2,7 @@
 run.
 
 Model, optimizer and scheduler are found as in DCP directories (`xla_ckpt.formats.state_dict_search`). Single files may
-also have lists of optimizers, an optimizer with numbered parameters, and keys that are not strings. Objects of the
+also contain lists of optimizers, an optimizer with numbered parameters, and keys that are not strings. Objects of the
 program's classes are only unpickled if the caller trusts them.
 """
 
@@ -75,7 +75,7 @@ from xla_ckpt.tags.entry import TagEntry
 logger = get_logger(__name__)
 
 PathStep = Any
-"""A key of a dict, a place in a list, or the name of an attribute."""
+"""Key of a dict, index in a list, or name of an attribute."""
 
 
 def read_stored_tree(
@@ -88,18 +88,19 @@ def read_stored_tree(
     convert_parts: Callable[[CompositeTensor], Any] | None = None,
     resolve_reference: Callable[[int], TensorLocation] | None = None,
 ) -> Any:
-    """What a file holds: something for each tensor, and an `UntrustedObject` for what is read on trust only.
+    """Read the content of a file, with tensors converted, and an `UntrustedObject` for each value that needs trust.
 
     Args:
-        extra_names: See `loads`.
-        check_crcs: Whether `files` compares its storages with their CRC-32s from now on.
-        convert_parts: Makes something of a tensor that consists of several, for each of which `convert_tensor` has made
-            something. None has such tensors read on trust only.
-        resolve_reference: Finds the tensor of a number that lies in a file of its own. None refuses such numbers.
+        convert_tensor: Function that converts each tensor.
+        extra_names: See `load_pickle`.
+        check_crcs: True if `files` shall check its storages against their CRC-32s from now on.
+        convert_parts: Function that converts a tensor that consists of several converted tensors. None makes such
+            tensors untrusted objects.
+        resolve_reference: Function that locates a tensor in a file of its own by its number. None refuses references.
 
     Raises:
-        CorruptCheckpointError: It is cut off or damaged, or torch.save did not write it.
-        UnsupportedStateError: It is of another byte order, or compressed.
+        CorruptCheckpointError: The file is truncated or corrupt, or not a torch.save file.
+        UnsupportedStateError: The file has another byte order, or is compressed.
     """
     archive = TorchZip(ahead, 0, ahead.size)
     storages = archive.list_storages()
@@ -114,7 +115,7 @@ def read_stored_tree(
 
 
 _TENSOR_FUNCTIONS = ("torch._utils._rebuild", "torch._tensor._rebuild", COMPOSITE_TENSOR_LABEL)
-"""How the names of functions begin by which pickles make tensors."""
+"""Name prefixes of functions by which pickles rebuild tensors."""
 
 _PLAIN_TENSOR_HINT = (
     "A model takes plain tensors: load the file with torch.load, and save value.as_subclass(torch.Tensor). Or pass "
@@ -123,7 +124,7 @@ _PLAIN_TENSOR_HINT = (
 
 
 class _TreeConverter:
-    """Puts something in place of tensors, and an `UntrustedObject` in place of whatever is no plain value."""
+    """Converter of the tensors in a tree. Values that are not plain become an `UntrustedObject`."""
 
     def __init__(
         self,
@@ -136,13 +137,13 @@ class _TreeConverter:
         self.parts = parts
 
     def visit(self, value: Any, path: tuple[PathStep, ...]) -> Any:
-        """A value of the file; `path` leads to it."""
+        """Convert a value of the file; `path` is its path."""
         if isinstance(value, TensorLocation):
             if value.file == self.objects.file:
                 self.objects.array_offsets.add(value.offset)
             return self.tensor(value)
         if isinstance(value, CompositeTensor) and self.parts is not None:
-            # Their storages stay with the objects: torch puts none of these kinds together on the device meta.
+            # Their storages are kept for the objects: torch cannot compose these kinds on the meta device.
             return self.parts(replace(value, members={k: self.tensor(at) for k, at in value.members.items()}))
         if isinstance(value, Mapping):
             return self._convert_mapping(value, path)
@@ -184,13 +185,15 @@ class _TreeConverter:
         if metadata is not None:
             return attach_module_metadata(members, {name: self._filter_metadata(of) for name, of in metadata.items()})
         if type(value) is dict or any(isinstance(leaf, TensorLocation) for leaf in iterate_leaves(value)):
-            return members  # a state dict is one of ours, whatever class it was: OrderedDict, as a rule
+            return members  # a state dict is converted to dict, independent of its class (usually OrderedDict)
         if isinstance(value, collections.defaultdict):
             return collections.defaultdict(value.default_factory, members)
         return type(value)(members)  # type: ignore[call-arg]
 
     def _filter_metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """What of the metadata of a module is plain: its version, as a rule. Classes of the program take trust."""
+        """Return the plain values in the metadata of a module, usually its version. Classes of the program need
+        trust.
+        """
         plain = {}
         for name, value in metadata.items():
             if isinstance(value, Mapping):
@@ -203,7 +206,7 @@ class _TreeConverter:
 
 
 class TrustedObjects:
-    """What a file holds, unpickled with all that it names: for objects that are trusted."""
+    """Content of a file, unpickled with all names in it, for trusted objects."""
 
     def __init__(
         self, directory: CrcCheckedDirectory, file: str, pickled: bytes, storages: Sequence[StorageLocation]
@@ -213,7 +216,7 @@ class TrustedObjects:
         self.pickled = pickled
         self._storage_locations = {storage.key: storage for storage in storages}
         self.array_offsets: set[int] = set()
-        """Offsets of tensors that are read as arrays. Objects have their storages without bytes."""
+        """Offsets of tensors that are read as arrays. Their storages have no bytes in the unpickled objects."""
         self._tree: Any = None
 
     @cached_property
@@ -221,7 +224,7 @@ class TrustedObjects:
         return sorted(self.array_offsets)
 
     def get(self, path: Sequence[PathStep]) -> Any:
-        """What lies at a place. The first call runs the pickle."""
+        """Return the object at a path. The first call runs the pickle."""
         if self._tree is None:
             self._tree = _TrustedUnpickler(self).load()
         place = self._tree
@@ -230,7 +233,7 @@ class TrustedObjects:
         return place
 
     def load_storage(self, key: str, nbytes: int) -> torch.UntypedStorage:
-        """A storage of the pickle: on the device meta, if nothing in it belongs to an object."""
+        """Return a storage of the pickle, on the meta device if all of it is read as arrays."""
         place = self._storage_locations.get(key)
         if place is None or place.nbytes < nbytes:
             raise UnsupportedStateError(f"the record data/{key} is missing, or too short", file=self.file)
@@ -248,7 +251,7 @@ class TrustedObjects:
 
 
 class _TrustedUnpickler(pickle.Unpickler):
-    """Runs a pickle of torch.save."""
+    """Unpickler that runs the code in a torch.save pickle."""
 
     def __init__(self, objects: TrustedObjects) -> None:
         super().__init__(io.BytesIO(objects.pickled), encoding="utf-8")
@@ -259,7 +262,7 @@ class _TrustedUnpickler(pickle.Unpickler):
             return StorageTypeStub(known[name])
         if name == "UntypedStorage":
             return StorageTypeStub(None)
-        if name == "_rebuild_device_tensor_from_cpu_tensor":  # of a device that this process may not have
+        if name == "_rebuild_device_tensor_from_cpu_tensor":  # from a device that this process may not have
             return lambda data, dtype, *_: data.to(dtype)
         return super().find_class(module, name)
 
@@ -272,25 +275,25 @@ class _TrustedUnpickler(pickle.Unpickler):
 
 
 _LIST_KEYS = {"optimizer_states": "optimizer_states", "lr_schedulers": "lr_scheduler"}
-"""Where Lightning has a list of all optimizers, and of all schedulers -> what the only one of them is called."""
+"""Lightning keys of the lists of optimizers and schedulers -> key for a single member of the list."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileMembers:
-    """What a file holds."""
+    """Content of a file as a training state."""
 
     tree: Any
-    """The tree of a training state; or what was saved, where nothing of one is recognised in it."""
+    """Tree of a training state; or the saved value, if no members of one are recognized."""
 
     guessed: bool = False
-    """Whether the numbers of the optimizer were named after the order of the model."""
+    """True if the numbers of the optimizer were named by the order of the model."""
 
 
 def find_file_members(tree: Any, hints: LoadHints) -> FileMembers:
-    """The members of the training state that a file holds.
+    """Find the members of the training state in a file.
 
     Args:
-        tree: What was saved, with a record or an `UnreadableArray` for each array.
+        tree: Saved value, with a record or an `UnreadableArray` for each array.
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return FileMembers(tree)
@@ -302,7 +305,7 @@ def find_file_members(tree: Any, hints: LoadHints) -> FileMembers:
 
 
 def is_bare_model(tree: Any) -> bool:
-    """Whether a file holds the state dict of a model and nothing else: arrays, and by its names none that is nested.
+    """Return True if a file contains only the state dict of a model: arrays, none of them nested.
 
     Args:
         tree: As in `find_file_members`.
@@ -317,7 +320,7 @@ def is_bare_model(tree: Any) -> bool:
 
 
 def _remove_smp_marks(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """A tree without SageMaker model parallel's marks on state dicts, which are no names of a model's."""
+    """Return a tree without the SageMaker model parallel markers in state dicts, which are not names of the model."""
     plain = (dict, collections.OrderedDict)
     members = {key: _remove_smp_marks(v) if type(v) in plain else v for key, v in tree.items()}
     if not STATE_DICT_MARKER_KEYS.isdisjoint(members) and any(map(is_scanned_array, members.values())):
@@ -328,9 +331,9 @@ def _remove_smp_marks(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _keep_member_order(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a state whose members are called as ours are: as such, and in the order of the file.
+    """Keep the members of a state that have the names of our members, in the order of the file.
 
-    One of them may have a structure that is not recognised: the state of an optimizer that is not torch's, say.
+    A member may have an unrecognized structure, such as the state of an optimizer that is not a torch optimizer.
     """
     extras = dict(parts.get(schema.EXTRAS, {}))
     own = {name: extras.pop(name) for name in tree if name in extras and name not in parts}
@@ -341,7 +344,7 @@ def _keep_member_order(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[s
 
 
 def _unwrap_lists(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same state, with a dict in place of a list of only one optimizer, or of only one scheduler."""
+    """Return the state with lists of a single optimizer or a single scheduler replaced by their member."""
     state = copy_module_metadata(tree, dict(tree))
     for name, called in _LIST_KEYS.items():
         listed = tree.get(name)
@@ -357,14 +360,14 @@ def _unwrap_lists(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_torch_file(store: Store, entry: TagEntry, hints: LoadHints) -> TagReader:
-    """A reader of a file, for the restore engine.
+    """Return a reader of a file, for the restore engine.
 
     Raises:
-        CorruptCheckpointError: It is cut off or damaged, or torch.save did not write it.
-        UnsupportedStateError: It is of another byte order, or compressed.
+        CorruptCheckpointError: The file is truncated or corrupt, or not a torch.save file.
+        UnsupportedStateError: The file has another byte order, or is compressed.
     """
     file = entry.tag
-    # Caches of other programs have links in place of files.
+    # Caches of other programs contain links in place of files.
     with (
         open_for_scan(store, file, lambda: store.open("", lock=False, links=True)) as directory,
         annotate_errors(file=file),
@@ -413,7 +416,9 @@ def _scan_state(
 
 
 def _read_tree(directory: CrcCheckedDirectory, file: str, records: list[FileRecord]) -> Any:
-    """What a file holds, with a record for each tensor. The file gets its own record behind those of others."""
+    """Read the content of a file, with a record for each tensor. Records of tensor files precede the record of the
+    file.
+    """
     of_files = _TensorRecords(records)
     tensors: dict[int, TensorLocation] = {}
 
@@ -436,7 +441,7 @@ def _read_tree(directory: CrcCheckedDirectory, file: str, records: list[FileReco
 
 
 def _read_tensor_file(directory: CrcCheckedDirectory, file: str, of_files: _TensorRecords) -> TensorLocation:
-    """The tensor in a file of its own."""
+    """Locate the tensor in a file of its own."""
     try:
         source = directory.open(file)
     except FileNotFoundError:
@@ -452,10 +457,10 @@ def _read_tensor_file(directory: CrcCheckedDirectory, file: str, of_files: _Tens
 
 
 class _TensorRecords:
-    """Records of the tensors of files: one for all tensors that are the same elements.
+    """Records of the tensors in files. Tensors with the same elements share one record.
 
     Args:
-        files: The records of the files, to which those of others are added.
+        files: Records of the files; records of further files are appended.
     """
 
     def __init__(self, files: list[FileRecord]) -> None:
@@ -469,7 +474,7 @@ class _TensorRecords:
         self._files.append(FileRecord(path=file, size=size))
 
     def get_record(self, at: TensorLocation) -> ArrayRecord | UnreadableArray:
-        """The record of a tensor: one for all tensors that are the same elements."""
+        """Return the record of a tensor. Tensors with the same elements share one record."""
         elements = Box.from_shape(at.shape)
         key = (at.file, at.offset, at.dtype, at.shape, at.strides) if elements.size else (at, len(self._records))
         if key not in self._records:
@@ -481,18 +486,18 @@ def _make_record(at: TensorLocation, file: int) -> ArrayRecord | UnreadableArray
     try:
         return make_array_record(at, file)
     except UnsupportedStateError as error:
-        return UnreadableArray.from_error(error, at.dtype, at.shape)  # the rest of the file is good
+        return UnreadableArray.from_error(error, at.dtype, at.shape)  # the rest of the file can be read
 
 
 def plan_state_file(stored: StoredState, path: str) -> FilePlan:
-    """The file of a stored state, or of the part of it that is wanted: its tree, with whole tensors in it.
+    """Plan the file of a stored state, or of the selected part of it: its tree, with unsharded tensors.
 
-    Several names of one array are tensors over one storage, as they were.
+    Several names of one array are tensors that share a storage, as in the saved state.
 
     Raises:
-        UntrustedObjectError: It holds pickled objects, and they are not trusted.
-        UnsupportedStateError: Something in it cannot be pickled, or torch has no such element type.
-        IncompatibleCheckpointError: It is not known how an array was split, or its bytes are not stored.
+        UntrustedObjectError: It contains pickled objects that are not trusted.
+        UnsupportedStateError: A value cannot be pickled, or torch does not support a dtype.
+        IncompatibleCheckpointError: The sharding of an array is unknown, or its bytes are not stored.
     """
     storages = _StorageTable(stored)
     tree = stored.tree(stored.part, lambda leaf, _: LeafPlaceholder(leaf))
@@ -510,7 +515,7 @@ def plan_state_file(stored: StoredState, path: str) -> FilePlan:
 
 
 class _StorageTable:
-    """The storages of the file, one for each array, in the order in which the tree names them first."""
+    """Storages of the file, one per array, in the order of the tree."""
 
     def __init__(self, stored: StoredState) -> None:
         self.manifest = stored.manifest
@@ -520,7 +525,12 @@ class _StorageTable:
         self._numbers: dict[str, int] = {}
 
     def add_tensor(self, leaf: str) -> FileTensor:
-        """What stands for an array in the pickle."""
+        """Add an array, and return its placeholder in the pickle.
+
+        Raises:
+            IncompatibleCheckpointError: The array is not stored.
+            UnsupportedStateError: torch does not support the dtype.
+        """
         record = self.manifest.find_array(leaf)
         if record is None:
             raise IncompatibleCheckpointError("the checkpoint names this array, and does not hold it", leaf=leaf)
@@ -533,18 +543,18 @@ class _StorageTable:
         first = self.manifest.aliases.get(leaf, leaf)
         if first not in self._numbers:
             self._numbers[first] = len(self.lengths)
-            # A storage without bytes has no region: a manifest, too, lists only those that have some.
+            # A storage without bytes has no region. Manifests also list only regions with bytes.
             self.lengths.append((record.nbytes,) if record.nbytes else ())
             if record.nbytes:
                 self.entries.append(FileEntry(leaf=first, box=Box.from_shape(record.shape), region=len(self.entries)))
-        # A new one for each name: tensors of two names share their bytes and are two objects, as torch.save keeps them.
+        # A new object for each name: tied tensors share their bytes but are separate objects, as in torch.save.
         return FileTensor(self._numbers[first], record.dtype, record.shape)
 
 
 def _restore_parameter_numbers(optimizer: Any) -> Any:
-    """An optimizer's state as torch's `Optimizer.state_dict` gives it, if its parameters have no names.
+    """Convert an optimizer state to the form of `Optimizer.state_dict`, if its parameters have no names.
 
-    Without a model they are called by their places (``#0.3``), which mean nothing to torch.
+    Without a model the names are positions (``#0.3``), which torch cannot interpret.
     """
     groups = schema.get_groups(optimizer)
     if groups is None or not isinstance(optimizer.get(schema.STATE), Mapping):
@@ -556,7 +566,7 @@ def _restore_parameter_numbers(optimizer: Any) -> Any:
 
 
 def _warn_unsafe_classes(pickled: bytes) -> None:
-    """Log which classes of a file torch.load does not make with weights_only=True."""
+    """Log the classes in a file that torch.load refuses with weights_only=True."""
     codec = TorchFile(archive_name=ARCHIVE_NAME, pickled=pickled)
     ((_, content),) = codec.build_framing((), ())
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
