@@ -1,4 +1,4 @@
-"""The Hugging Face layout: a model alone, as safetensors files and an index, for other programs to load."""
+"""The Hugging Face layout: only a model, as safetensors files and an index, for other programs to load."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from xla_ckpt.tags.entry import TagEntry
 SAFETENSORS_SUFFIX = ".safetensors"
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-"""PEFT's only file of arrays."""
+"""Name of the only file of arrays in PEFT."""
 
 _SHARD_NAME = re.compile(r"(?!shard-).+-\d{5}-of-(?!00001)(\d{5})\.safetensors")
-"""Name of one of several files of a model, which their index names all; DCP's own shards begin with another word."""
+"""Name of one of several files of a model, all listed in an index. DCP shards have another prefix."""
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Largest file, unless a single array is larger: Hugging Face's own default."""
+"""Maximum file size (bytes), unless a single array is larger: the Hugging Face default."""
 
 MAX_INDEX_BYTES = 100_000_000
-"""A larger index is not read (bytes)."""
+"""Maximum size of an index (bytes)."""
 
 
 class HuggingFaceLayout(Layout):
-    """The model as Hugging Face safetensors. It is no tag: it has no manifest, and no optimizer.
+    """Model as Hugging Face safetensors. It is not a tag, because it has no manifest and no optimizer.
 
-    A directory of it that is named as a tag is opened, and so is a file of any other name that is a model by itself. No
-    root lists them among its tags.
+    A directory is opened if it is named as a tag, and a single file with another name if it contains a full model.
+    Neither is listed among the tags of a root.
     """
 
     name = "safetensors"
@@ -67,10 +67,10 @@ class HuggingFaceLayout(Layout):
             return TagEntry(tag=tag, directory=tag)
         if store.file_system is None:
             return None
-        if store.is_directory(tag):  # shards without their index: who opens the directory is told what is missing
+        if store.is_directory(tag):  # shards without their index: an error when it is opened
             return TagEntry(tag=tag, directory=tag) if any(map(_SHARD_NAME.fullmatch, store.list_names(tag))) else None
         if tag.endswith(SAFETENSORS_SUFFIX) and store.has(tag):
-            # Beside one of these it is a part of their model.
+            # Next to one of these files it is a part of their model.
             belongs = any(store.has(name) for name in (SINGLE_FILE, WEIGHT_INDEX_FILE, ADAPTER_WEIGHTS_FILE))
             return None if belongs else TagEntry(tag=tag, directory=tag, files=(tag,))
         return None
@@ -94,18 +94,18 @@ class HuggingFaceLayout(Layout):
             manifest, _ = build_scanned_manifest(entry.tag, flatten_model(arrays), files)
             return TagReader(one, store.path, entry.tag, manifest, ())
 
-    def scan_manifest(self, directory: Directory, tag: str) -> Manifest:  # of derived classes another one
-        """The manifest of such a directory. No array is read.
+    def scan_manifest(self, directory: Directory, tag: str) -> Manifest:  # overridden in derived classes
+        """Scan a directory into a manifest. No array is read.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: The directory is corrupt.
         """
         arrays, files = scan_model(directory)
         return build_scanned_manifest(tag, flatten_model(arrays), files)[0]
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READ_THREADS) -> VerifyReport:
         report = super().verify(store, entry, workers)
-        report.strangers = []  # whatever else lies there is the model's: its configuration, a tokenizer
+        report.strangers = []  # other files belong to the model: its configuration, a tokenizer
         return report
 
     def rewriting(self, stored: StoredState, to: TargetTopology) -> ConversionPlan:
@@ -113,7 +113,7 @@ class HuggingFaceLayout(Layout):
 
 
 def _make_missing_index_error(problem: str) -> CorruptCheckpointError:
-    """The error for shards of a model without the index, which says which arrays are in each."""
+    """Return the error for shards of a model without the index that lists their arrays."""
     hint = "Restore the index, which says what each shard holds, and pass the directory."
     return CorruptCheckpointError(problem, file=WEIGHT_INDEX_FILE, hint=hint)
 
@@ -121,15 +121,15 @@ def _make_missing_index_error(problem: str) -> CorruptCheckpointError:
 def plan_model_files(
     stored: StoredState, *, part: str, max_file_bytes: int, dtype: DType | None = None
 ) -> ConversionPlan:
-    """The files of a part of a state, and their index where there are several.
+    """Plan the files of a part of a state, and their index if there are several.
 
     Args:
-        max_file_bytes: A further file is begun when one would grow beyond this.
-        dtype: The element type of all floating-point arrays in the files; None leaves each as it is.
+        max_file_bytes: Maximum bytes per file. A new file is started when a file would exceed this.
+        dtype: Dtype of all floating-point arrays in the files; None keeps each dtype.
 
     Raises:
-        UsageError: There is nothing to export, or the size makes no sense.
-        UnsupportedStateError: An array has an element type that safetensors has no name for.
+        UsageError: The part contains no arrays, or the size is invalid.
+        UnsupportedStateError: An array has a dtype that safetensors does not support.
     """
     files = plan_export(stored.manifest, part, max_file_bytes, dtype)
     return ConversionPlan(
@@ -138,11 +138,11 @@ def plan_model_files(
 
 
 def check_unsharded_file(directory: ReadDirectory, file: str) -> None:
-    """Refuse a file that says of its arrays that they are parts of others: one of a tag, or of DCP's.
+    """Check that a file contains full arrays. Files of a tag or of DCP may contain parts.
 
     Raises:
-        CorruptCheckpointError: It is damaged.
-        UsageError: It says so.
+        CorruptCheckpointError: The file is corrupt.
+        UsageError: The file contains parts of arrays.
     """
     _, head, _ = scan_safetensors_file(directory, file)
     if parse_saved_offsets(head):
@@ -156,13 +156,13 @@ def check_unsharded_file(directory: ReadDirectory, file: str) -> None:
 def scan_model(
     directory: ReadDirectory, single_file: str = SINGLE_FILE
 ) -> tuple[dict[str, ArrayRecord | UnreadableArray], list[FileRecord]]:
-    """The arrays in a directory of Hugging Face's by name, and its files. No array is read.
+    """Scan the arrays in a Hugging Face directory, by name, and its files. No array is read.
 
     Args:
-        single_file: Name of the only file, where there is no index.
+        single_file: Name of the only file, if there is no index.
 
     Raises:
-        CorruptCheckpointError: A file is missing or damaged, or the index is not true of the files.
+        CorruptCheckpointError: A file is missing or corrupt, or the index does not match the files.
     """
     arrays: dict[str, ArrayRecord] = {}
     unknown: dict[str, UnreadableArray] = {}
@@ -188,7 +188,7 @@ def scan_model(
 
 
 def describe_unknown_dtype(tensor: SafetensorsArray) -> UnreadableArray:
-    """What stands for an array whose element type is not known here. The others of its file are read."""
+    """Return the entry for an array with an unknown dtype. Other arrays in its file can be read."""
     return UnreadableArray(
         problem="an array of a safetensors file has elements that cannot be read here",
         found=f"{tensor.dtype_code} of shape {list(tensor.shape)}",
@@ -203,7 +203,7 @@ _SCALE_SUFFIX = "_scale_inv"
 
 
 def find_quantized_weights(arrays: Mapping[str, ArrayRecord]) -> dict[str, UnreadableArray]:
-    """Of some arrays by name those that mean nothing by themselves: blocks of float8, whose scales are beside them."""
+    """Return the arrays that cannot be used without scales: float8 blocks with a separate array of scales."""
     return {
         name: UnreadableArray(
             problem=f"this weight is quantized: its values are the products of {record.dtype.name} and of the blocks "
@@ -219,11 +219,11 @@ def find_quantized_weights(arrays: Mapping[str, ArrayRecord]) -> dict[str, Unrea
 
 
 def _read_index(directory: ReadDirectory, single_file: str) -> Mapping[str, set[str] | None]:
-    """Name of each file -> the arrays that the index says are in it; None where there is no index.
+    """Return name of each file -> the arrays that the index lists for it; None if there is no index.
 
     Raises:
-        CorruptCheckpointError: There is neither the single file nor the index.
-        FormatError: The index is broken, or names a file outside of the directory.
+        CorruptCheckpointError: Both the single file and the index are missing.
+        FormatError: The index is invalid, or names a file outside of the directory.
     """
     there = directory.list_files()
     if single_file in there:
@@ -246,10 +246,10 @@ def _read_index(directory: ReadDirectory, single_file: str) -> Mapping[str, set[
 
 
 def scan_safetensors_file(directory: ReadDirectory, file: str) -> tuple[FileRecord, bytes, list[SafetensorsArray]]:
-    """A file of safetensors: its record, its header, and what it holds.
+    """Scan a safetensors file. Return its record, its header, and its arrays.
 
     Raises:
-        CorruptCheckpointError: It is missing or damaged.
+        CorruptCheckpointError: It is missing or corrupt.
     """
     try:
         source = directory.open(file)

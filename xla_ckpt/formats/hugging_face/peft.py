@@ -1,10 +1,10 @@
-"""The PEFT layout: adapters alone, as one safetensors file and ``adapter_config.json``, for PEFT and transformers to
+"""The PEFT layout: only adapters, as one safetensors file and ``adapter_config.json``, for PEFT and transformers to
 load.
 
-neuronx-distributed's `LoraModel` names its arrays like PEFT, without PEFT's prefix, and its configuration has nearly
-the same fields. Adapters that neuronx-distributed cannot represent raise an error. Other fields of PEFT's file are kept
-and written again. The state of a `PeftModel` has the adapter's name in the names of its arrays, which PEFT's files
-leave out; modules that are fully trained take their original names in files (peft/utils/save_and_load.py,
+neuronx-distributed's `LoraModel` names its arrays like PEFT, without the prefix, and its configuration has nearly
+the same fields. Adapters that neuronx-distributed cannot represent raise an error. Other fields of the PEFT file are
+kept and written again. The state of a `PeftModel` has the name of the adapter in its array names, which PEFT files
+omit; fully trained modules have their original names in files (peft/utils/save_and_load.py,
 `get_peft_model_state_dict`, 0.21.2).
 """
 
@@ -35,23 +35,23 @@ from xla_ckpt.storage.base import Directory, Store, read_file
 from xla_ckpt.tags.entry import TagEntry
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT's model has before the names of the model that the adapters are for."""
+"""Prefix that a PEFT model adds to the names of its base model."""
 
 _LORA_NAME = re.compile(rf"({re.escape(PEFT_PREFIX)}.+\.lora_(?:[AB]|embedding_[AB]))\.([^.]+)((?:\.weight|\.bias)?)")
-"""A name of an array of an adapter: its layer and kind, the adapter, and what array of that it is."""
+"""Array name in an adapter: layer and kind, adapter, and array suffix."""
 
 _INJECTED_NAME = re.compile(r".+\.lora_[AB]\.[^.]+\.(?:weight|bias)")
-"""Such a name where PEFT has put an adapter into a model that stays what it was: it has no prefix."""
+"""Array name of an adapter that PEFT has injected into a model without wrapping it, so that it has no prefix."""
 
 _FULL_MODULE_NAME = re.compile(rf"({re.escape(PEFT_PREFIX)}.+)\.modules_to_save\.([^.]+)\.(.+)")
-"""A name of an array of a module that is trained whole."""
+"""Array name in a fully trained module."""
 
 _UNSUPPORTED_OPTIONS = ("use_dora", "trainable_token_indices", "target_parameters")
-"""What a configuration may have whose arrays have names that are not known here."""
+"""Options of a configuration whose array names are unknown here."""
 
 
 def is_peft_state(names: Iterable[str]) -> bool:
-    """Whether a state is that of a `PeftModel`.
+    """Return True if the names are those of a `PeftModel` state.
 
     >>> is_peft_state(["base_model.model.q.lora_A.default.weight"]), is_peft_state(["q.lora_A.weight"])
     (True, False)
@@ -60,7 +60,7 @@ def is_peft_state(names: Iterable[str]) -> bool:
 
 
 def has_peft_adapters(names: Iterable[str]) -> bool:
-    """Whether PEFT has put adapters into a model, which is a `PeftModel` or has no prefix before its names.
+    """Return True if a model contains PEFT adapters, as a `PeftModel` or injected without a name prefix.
 
     >>> has_peft_adapters(["q.lora_A.default.weight"]), has_peft_adapters(["q.lora_A.weight"])
     (True, False)
@@ -69,13 +69,13 @@ def has_peft_adapters(names: Iterable[str]) -> bool:
 
 
 def map_to_file_names(names: Iterable[str]) -> dict[str, str]:
-    """Name in the state -> name in PEFT's file, of all arrays that are in it.
+    """Return name in the state -> name in the PEFT file, for all arrays that PEFT saves.
 
     >>> map_to_file_names(["base_model.model.q.lora_A.default.weight", "base_model.model.q.base_layer.weight"])
     {'base_model.model.q.lora_A.default.weight': 'base_model.model.q.lora_A.weight'}
 
     Raises:
-        UsageError: The state has several adapters, and such a file has one.
+        UsageError: The state has several adapters, and a PEFT file contains one.
     """
     called: dict[str, str] = {}
     adapters: set[str] = set()
@@ -99,12 +99,12 @@ def map_to_file_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def make_inference_config(text: bytes | None, file: str) -> bytes:
-    """PEFT's own configuration, as it is for a model that is only run.
+    """Return the PEFT configuration in the form for inference.
 
     Raises:
         UsageError: There is none.
-        UnsupportedStateError: It asks for arrays whose names are not known here.
-        FormatError: It is damaged.
+        UnsupportedStateError: It describes arrays whose names are unknown here.
+        FormatError: It is corrupt.
     """
     if text is None:
         raise UsageError(
@@ -127,16 +127,16 @@ def make_inference_config(text: bytes | None, file: str) -> bytes:
 
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""neuronx-distributed has a file of this name, too, with its own words in it."""
+"""Name of the configuration. neuronx-distributed has a file of the same name with its own fields."""
 
 MAX_ADAPTER_CONFIG_BYTES = 1_000_000
-"""A larger configuration is not read (bytes)."""
+"""Maximum size of a configuration (bytes)."""
 
 _SHARED_FIELDS = ("lora_alpha", "lora_dropout", "bias", "use_rslora", "target_modules", "modules_to_save")
-"""What both call the same, and mean by it."""
+"""Fields with the same name and meaning in both libraries."""
 
 _UNSUPPORTED_FIELDS = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
-"""What neuronx-distributed's adapters cannot be."""
+"""Fields that adapters of neuronx-distributed do not support."""
 
 _DEFAULT_FIELDS = {
     "peft_type": "LORA",
@@ -145,23 +145,23 @@ _DEFAULT_FIELDS = {
     "inference_mode": True,
     "init_lora_weights": True,
 }
-"""What PEFT has to be told of adapters that are not from a file of its own."""
+"""PEFT fields with defaults for adapters that do not come from a PEFT file."""
 
 _PEFT_FIELDS_KEY = "peft"
-"""In the stored configuration: what PEFT's own file says besides. It is written out again as it was."""
+"""Key in the stored configuration of other fields of the PEFT file, which are written back unchanged."""
 
 _ADAPTER_NAME = re.compile(r".+\.lora_(?:[AB]|embedding_[AB])(?:\..+)?")
-"""What PEFT, and neuronx-distributed, call an array of an adapter: the layer that it is for stands before it."""
+"""Array name in an adapter in PEFT and neuronx-distributed, preceded by the name of its layer."""
 
 _FUSED_ADAPTER_NAME = re.compile(r"\.lora_B\.(weight|bias)_(q|k|v|qkv)$")
 
 
 class PeftLayout(HuggingFaceLayout):
-    """Adapters as PEFT has them. It is no tag: it has no manifest, no optimizer, and no base model."""
+    """Adapters in the PEFT format. It is not a tag, because it has no manifest, no optimizer and no base model."""
 
     name = "peft"
     model_names = ModelNames.PROGRAM
-    asks = True  # a program knows whether its model is PEFT's own, which loads such a directory itself
+    asks = True  # a program shows if its model is a PEFT model, which loads such a directory itself
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if store.has(f"{tag}/{ADAPTER_WEIGHTS_FILE}"):
@@ -188,7 +188,7 @@ class PeftLayout(HuggingFaceLayout):
                 else None
             )
         arrays, files = scan_model(directory, ADAPTER_WEIGHTS_FILE)
-        # Under the names of the model that the adapters are for, and the configuration beside them.
+        # Names are those of the base model, and the configuration is stored with the arrays.
         model: dict[str, Any] = {name.removeprefix(PEFT_PREFIX): array for name, array in arrays.items()}
         model |= {} if config is None else {schema.LORA_CONFIG: config}
         return build_scanned_manifest(tag, flatten_model(model), files)[0]
@@ -205,7 +205,7 @@ class PeftLayout(HuggingFaceLayout):
             model = stored.tree(schema.MODEL, lambda leaf, kind: None)
             config = build_adapter_config(model)
             text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-            # All arrays of PEFT's own file are the adapter's: embeddings that PEFT saved are under no name of one.
+            # All arrays of a PEFT file belong to the adapter: saved embeddings do not have adapter names.
             chosen = (
                 [*names] if _PEFT_FIELDS_KEY in model[schema.LORA_CONFIG] else _select_adapter_leaves(names, config)
             )
@@ -216,11 +216,12 @@ class PeftLayout(HuggingFaceLayout):
 
 
 def parse_adapter_config(text: bytes) -> dict[str, Any]:
-    """PEFT's configuration, or neuronx-distributed's own, in the latter's words. What PEFT says besides is kept.
+    """Parse a PEFT or neuronx-distributed configuration into the fields of neuronx-distributed. Other PEFT fields are
+    kept.
 
     Raises:
-        UnsupportedStateError: They are no such adapters.
-        FormatError: It is damaged.
+        UnsupportedStateError: neuronx-distributed does not support such adapters.
+        FormatError: It is corrupt.
     """
     content = parse_json_object(text, "the configuration of the adapters")
     kind = content.get("peft_type", "LORA")
@@ -237,22 +238,22 @@ def parse_adapter_config(text: bytes) -> dict[str, Any]:
     wrong = next((k for k, v in fields.items() if not _is_plain(v)), None)
     if wrong is not None or type(rank) is not int:
         raise FormatError("the configuration of the adapters makes no sense", found=f"{wrong or 'r'} of another type")
-    # neuronx-distributed's own file has words besides that mean nothing to PEFT.
+    # PEFT does not use the other fields in a neuronx-distributed file.
     own = {} if "lora_rank" in content else {k: v for k, v in content.items() if k not in fields}
     return {**fields, _PEFT_FIELDS_KEY: own} if own else fields
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is one that both have in their configurations."""
+    """Return True if a value has a type that occurs in both configurations."""
     parts = value if isinstance(value, list) else [value]
     return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
 
 
 def build_adapter_config(model: Any) -> dict[str, Any]:
-    """PEFT's configuration of the adapters of a stored model.
+    """Build the PEFT configuration of the adapters in a stored model.
 
     Raises:
-        UsageError: The model has no adapters, or no configuration of them is stored.
+        UsageError: The model has no adapters, or their configuration is not stored.
     """
     members = model if isinstance(model, Mapping) else {}
     if not any(_ADAPTER_NAME.fullmatch(name) for name in members):
@@ -281,16 +282,16 @@ def build_adapter_config(model: Any) -> dict[str, Any]:
 
 
 def _get_model_names(manifest: Manifest) -> dict[str, str]:
-    """Leaf path -> name of each array of the model."""
+    """Return leaf path -> name of each array of the model."""
     names = {leaf: paths.unescape(schema.strip_member(leaf)) for leaf in manifest.arrays}
     return {leaf: name for leaf, name in names.items() if schema.get_weight_path(name) == leaf}
 
 
 def _select_adapter_leaves(names: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
-    """The leaf paths of the arrays that belong to adapters.
+    """Return the leaf paths of the arrays that belong to adapters.
 
     Raises:
-        UnsupportedStateError: The adapters of fused queries, keys and values, which PEFT has no place for.
+        UnsupportedStateError: An adapter is for fused queries, keys and values, which PEFT does not support.
     """
     chosen = [leaf for leaf, name in names.items() if _is_saved_by_peft(name, config)]
     fused = next((leaf for leaf in chosen if _FUSED_ADAPTER_NAME.search(names[leaf])), None)
@@ -304,7 +305,7 @@ def _select_adapter_leaves(names: Mapping[str, str], config: Mapping[str, Any]) 
 
 
 def _rename_arrays(file: FilePlan, file_names: Mapping[str, str]) -> FilePlan:
-    """The file of PEFT's name, with its names for the same arrays."""
+    """Return the file with its PEFT name and with PEFT array names."""
     assert isinstance(file.layout, SafetensorsFile)
     regions = file.layout.regions
     named = replace(regions, keys=[file_names[name] for name in regions.keys])
@@ -316,7 +317,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _is_saved_by_peft(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether PEFT has an array of a model with its adapters: theirs, biases, and modules that are trained whole."""
+    """Return True if PEFT saves an array of a model with its adapters: adapters, biases, and fully trained modules."""
     if _is_adapter(name):
         return True
     if config.get("bias") == "all" and "bias" in name:

@@ -1,9 +1,9 @@
-"""The torch_checkpointing layout, and its directories in a root. Reads names and first bytes only, and needs no
+"""The torch_checkpointing layout, and its directories in a root. Reads only names and first bytes, and imports no
 framework.
 
-The item ``model`` of rank 3 is ``<tag>/model_3.pt``, unless the program gave the item another path. If an item may be
-loaded over another mesh, the file ``metadata.pkl`` says where its files are. A directory is complete when it has its
-name: until then that begins with ``tmp_``.
+The item ``model`` of rank 3 is ``<tag>/model_3.pt``, unless the program set another path. If an item can be
+loaded on another mesh, the file ``metadata.pkl`` lists its files. A directory is complete when it has its final
+name: until then the name begins with ``tmp_``.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 
 ITEMS_METADATA_FILE = "metadata.pkl"
-"""The file that says how items are cut."""
+"""File that describes the sharding of items."""
 
 UNFINISHED_PREFIX = "tmp_"
-"""What the names of directories begin with whose save has not ended."""
+"""Name prefix of directories of unfinished saves."""
 
 STREAMED_NAME = b"archive/data.pkl"
-"""The first name in a zip of torch.save that was written into a stream, as this library does. One that was written into
-a file begins with the name of the file."""
+"""First name in a torch.save zip that was written to a stream, as torch_checkpointing does. In a zip that was written
+to a path, it begins with the file name."""
 
 _NAME_OFFSET = 30
-"""Where this name stands in a zip."""
+"""Offset of this name in a zip."""
 
 _RANK_FILE_NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})(\.\w+)?")
 
 _ITEM_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""What an item may be called."""
+"""Pattern of item names."""
 
 
 def find_tag(store: Store, tag: str) -> TagEntry | None:
-    """The directory of this name, if this library wrote it; else None."""
+    """Return the directory with this name if torch_checkpointing wrote it; otherwise None."""
     if tag.startswith(UNFINISHED_PREFIX):
         return None
     try:
@@ -61,10 +61,10 @@ def find_tag(store: Store, tag: str) -> TagEntry | None:
 
 
 def _find_marker(store: Store, tag: str, names: Iterable[str]) -> str | None:
-    """A file that shows whose the directory is; None if it is not theirs.
+    """Return a file that identifies a torch_checkpointing directory; None if it is another directory.
 
-    Without metadata it is theirs if rank 0 has a file of an item, and the first file of each item was written into a
-    stream: others call files like this, too, but give torch.save a path.
+    Without metadata, rank 0 must have a file of an item, and the first file of each item must have been written to a
+    stream: other programs use such file names, too, but pass a path to torch.save.
     """
     if ITEMS_METADATA_FILE in names and store.read_start(f"{tag}/{ITEMS_METADATA_FILE}", 1) == b"\x80":
         return ITEMS_METADATA_FILE
@@ -85,7 +85,7 @@ def _is_streamed(store: Store, path: str) -> bool:
 
 
 def group_files_by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Item -> rank -> file, as the names of the files say.
+    """Return item -> rank -> file, given the names of the files.
 
     >>> group_files_by_item(["model_0.pt", "model_1.pt", "st/config.json"])
     {'model': {0: 'model_0.pt', 1: 'model_1.pt'}, 'st/config': {0: 'st/config.json'}}
@@ -100,26 +100,26 @@ def group_files_by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def get_file_name(item: str, rank: int) -> str:
-    """The file of an item, unless the program says otherwise."""
+    """Return the default file name of an item."""
     return f"{item}_{rank}.pt"
 
 
 def parse_rank(path: str) -> int | None:
-    """The rank whose file this is, unless the program called it otherwise; None if it is none of a rank."""
+    """Return the rank in a default file name; None if there is none."""
     named = _RANK_FILE_NAME.fullmatch(path)
     return None if named is None else int(named[2])
 
 
 def infer_world_size(items: Mapping[str, Mapping[int, str]]) -> int:
-    """How many ranks saved, as far as the files show it."""
+    """Return the number of ranks that saved, as far as the files show it."""
     return 1 + max((rank for files in items.values() for rank in files), default=0)
 
 
 class TorchCheckpointingLayout(Layout):
     """Directories of Meta's torch_checkpointing.
 
-    They have no digests, unless the package wrote them through our storage. The CRC-32s of their zips are compared
-    with what a load reads, which the package itself does not do; items of safetensors, of JSON and of bytes have none.
+    They have no digests, unless the package wrote them through the storage of this library. Loads check the CRC-32s of
+    their zips, which the package itself does not do; safetensors, JSON and bytes items have none.
     """
 
     name = "torch_checkpointing"
@@ -136,7 +136,7 @@ class TorchCheckpointingLayout(Layout):
         from xla_ckpt.formats.torch_checkpointing.writing import ItemsWritePlanner
 
         writing = ItemsWritePlanner(description)
-        _ = writing.plan  # raises for what the package has no place for
+        _ = writing.plan  # raises for state that the package cannot store
         return writing
 
     def rewriting(self, stored: StoredState, to: TargetTopology) -> ConversionPlan:

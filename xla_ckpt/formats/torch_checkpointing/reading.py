@@ -1,9 +1,9 @@
 """Open torch_checkpointing directories: parse ``metadata.pkl`` and pickled DTensors, and merge the items of all ranks.
 No code is run.
 
-A DTensor becomes the view of its local tensor, with a `MeshCutting` as its `part`; torch.distributed is not imported.
-Ranks that have a dict in one place get one dict with the members of all of them, the shards of a DTensor become one
-array, and equal values are stored once. An item without DTensors in which ranks differ is rank-local state.
+A DTensor becomes the view of its local tensor, with a `DTensorLayout` as its `part`; torch.distributed is not imported.
+Dicts at one path on several ranks are merged into one dict with all members, the shards of a DTensor become one array,
+and equal values are stored once. An item without DTensors that differs between ranks is rank-local state.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _DTENSOR_STUB = TypeStub("DTensor")
 
 
 class _NamedTupleStub:
-    """Stands for a named tuple: its fields, in order."""
+    """Stub for a named tuple: its fields, in order."""
 
-    def __init__(self, *fields: Any) -> None: ...  # what `__new__` is given, is given to this, too, where it is called
+    def __init__(self, *fields: Any) -> None: ...  # receives the arguments of `__new__` if the class is called
 
     def __new__(cls, *fields: Any) -> _NamedTupleStub:
         stand_in = super().__new__(cls)
@@ -87,9 +87,9 @@ def _reject_wrapper_subclass(*_: Any) -> Any:
 
 
 def _rebuild_tensor(make: Any, kind: Any, args: Any, state: Any = None) -> Any:
-    """What torch makes of a tensor with attributes: the view of a DTensor, or of a plain tensor."""
+    """Rebuild a tensor with attributes: the view of a DTensor, or of a plain tensor."""
     if kind is _DTENSOR_STUB and isinstance(make, FunctionStub) and make.function is _reject_wrapper_subclass:
-        # Attributes in slots come behind those that are in none.
+        # Attributes in slots come after those in `__dict__`.
         slots = state[1] if isinstance(state, tuple) and len(state) == 2 else state
         local = slots.get("_local_tensor") if isinstance(slots, dict) else None
         if isinstance(local, TensorView):
@@ -124,11 +124,11 @@ DTENSOR_STUBS: dict[str, Any] = {
         for name in ("TensorMeta", "ShardOrderEntry")
     },
 }
-"""What `TorchZip.value` takes as `more`."""
+"""Additional names for `TorchZip.read_value` (`extra_names`)."""
 
 
 def _parse_dtensor_spec(spec: Any) -> DTensorLayout:
-    """How a DTensor with this spec was cut."""
+    """Return the layout of a DTensor with this spec."""
     try:
         facts = _get_attributes(spec)
         shape = parse_sizes(require_type(_NamedTupleStub, facts["tensor_meta"]).fields[0])
@@ -136,7 +136,7 @@ def _parse_dtensor_spec(spec: Any) -> DTensorLayout:
             _check_order(facts.get("shard_order"))
             mesh = _get_attributes(facts["mesh"])
             coordinate = mesh["_coordinate_on_dim"]
-            if coordinate is None:  # the rank is not in the mesh, and holds nothing
+            if coordinate is None:  # the rank is not in the mesh, and holds no shard
                 return DTensorLayout(global_shape=shape)
             names = mesh.get("_mesh_dim_names")
             placements = [_parse_placement(placement) for placement in require_type(_SEQUENCE, facts["placements"])]
@@ -159,7 +159,7 @@ _SEQUENCE = (tuple, list)
 
 
 def _get_mesh_sizes(mesh: dict[str, Any]) -> tuple[int, ...]:
-    """Size of each dim of a mesh, whose form differs between versions of torch."""
+    """Return the size of each dim of a mesh. Its form differs between torch versions."""
     layout = _get_attributes(mesh["_layout"])
     axes = layout.get("shape")
     if "axes" in layout:
@@ -192,31 +192,31 @@ def _get_attributes(value: Any) -> dict[str, Any]:
 
 
 METADATA_VERSION = "2.0"
-"""The version of the file that is read and written here."""
+"""Supported version of the file."""
 
 SERIALIZATION_FORMATS = {"TorchSerialization": "torch", "JsonSerialization": "json", "RawSerialization": "raw",
            "SafetensorsSerialization": "safetensors"}  # fmt: skip
-"""What the package calls a form of a file -> what this folder does."""
+"""Serialization format in the package -> format here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemMetadata:
-    """What is said of an item."""
+    """Metadata of an item."""
 
     files: Mapping[int, tuple[str, str]]
     """Rank -> (path, format) of its file."""
 
     cuttings: Mapping[int, Mapping[KeyPath, DTensorLayout]] = field(default_factory=dict)
-    """Rank -> how its tensors are cut, by the keys that lead to them."""
+    """Rank -> layout of its tensors, by path."""
 
 
 def parse_items_metadata(data: bytes) -> dict[str, ItemMetadata]:
-    """What such a file says, by item.
+    """Parse a metadata file. Return the metadata by item.
 
     Raises:
-        CorruptCheckpointError: It is damaged.
-        UntrustedObjectError: It names classes. Nothing of it has run.
-        UnsupportedStateError: It is of another version.
+        CorruptCheckpointError: It is corrupt.
+        UntrustedObjectError: It names classes. No code was run.
+        UnsupportedStateError: It has another version.
     """
     content = load_pickle(data, ITEMS_METADATA_FILE)
     try:
@@ -254,7 +254,7 @@ def _parse_file(item: str, rank: int, layout: Any) -> tuple[str, str]:
 
 
 def _parse_cutting(data: Any, rank: int) -> DTensorLayout:
-    """How the tensor of a rank was cut."""
+    """Return the layout of the tensor of a rank."""
     mesh = data["mesh_spec"]
     sizes, ranks = parse_sizes(mesh["mesh_shape"]), parse_sizes(mesh["mesh_data"])
     if len(ranks) != prod(sizes):
@@ -280,10 +280,10 @@ def _parse_number(value: Any) -> int:
 
 
 TensorsByRank = Mapping[int, TensorLocation]
-"""Rank -> what it has of one tensor."""
+"""Rank -> its part of one tensor."""
 
 CombineTensors = Callable[[TensorsByRank], Any]
-"""Makes a record of what some ranks have of one tensor; None if they have different ones, of which none is a part."""
+"""Function that returns a record for the parts of one tensor on some ranks; None if they are different full tensors."""
 
 _DIFFERENT_VALUES = UnreadableArray(
     problem="the ranks have different values here, and nothing says how they belong together",
@@ -293,17 +293,19 @@ _DIFFERENT_VALUES = UnreadableArray(
 
 
 class _RanksDifferError(Exception):
-    """Ranks differ in an item."""
+    """Signal that ranks differ in an item."""
 
 
 def merge_ranks(
     by_rank: Mapping[int, Any], world: int, combine: CombineTensors, is_same: Callable[[Any, Any], bool]
 ) -> Any:
-    """The value of an item.
+    """Merge an item of all ranks.
 
     Args:
-        by_rank: Rank -> what it stored, with a `TensorLocation` for each tensor.
-        is_same: Whether two values without tensors are equal.
+        by_rank: Rank -> its value, with a `TensorLocation` for each tensor.
+        world: Number of ranks.
+        combine: Function that combines the parts of one tensor.
+        is_same: Function that returns True if two values without tensors are equal.
     """
     cut = any(
         isinstance(leaf, TensorLocation) and leaf.part is not None
@@ -324,7 +326,7 @@ def merge_ranks(
 
 
 def _convert_rank(rank: int, tree: Any, combine: CombineTensors) -> Any:
-    """What one rank stored."""
+    """Convert the value of one rank."""
     return map_leaves(
         tree,
         lambda _, leaf: combine({rank: leaf}) if isinstance(leaf, TensorLocation) else leaf,
@@ -333,7 +335,7 @@ def _convert_rank(rank: int, tree: Any, combine: CombineTensors) -> Any:
 
 
 def has_custom_class(value: Any) -> bool:
-    """Whether a container without tensors has a class that is to be kept."""
+    """Return True if a container without tensors has a class that must be kept."""
     return type(value) not in (dict, list, tuple) and not any(
         isinstance(leaf, TensorLocation) for leaf in iterate_leaves(value)
     )
@@ -366,11 +368,11 @@ _UNEVEN_PROBLEM = "versions of torch do not agree about what an interleaved stri
 
 
 def open_torch_checkpointing(store: Store, entry: TagEntry, hints: LoadHints) -> TagReader:
-    """A reader of such a directory, for the restore engine.
+    """Return a reader of a torch_checkpointing directory, for the restore engine.
 
     Raises:
-        CorruptCheckpointError: Files are missing, damaged, or do not add up.
-        UnsupportedStateError: A file is of another version, of another byte order, or compressed.
+        CorruptCheckpointError: Files are missing, corrupt, or inconsistent.
+        UnsupportedStateError: A file has another version or byte order, or is compressed.
     """
     with open_for_scan(store, entry.tag, lambda: open_without_links(store, entry.directory)) as directory:
         scan = _DirectoryScan(directory)
@@ -383,7 +385,7 @@ def open_torch_checkpointing(store: Store, entry: TagEntry, hints: LoadHints) ->
 
 
 class _DirectoryScan(ScannedFiles):
-    """The files of a directory, and what they hold together."""
+    """Files of a directory, and their merged content."""
 
     def __init__(self, opened: Directory) -> None:
         super().__init__()
@@ -413,7 +415,7 @@ class _DirectoryScan(ScannedFiles):
         self._records: dict[Any, ArrayRecord | UnreadableArray | None] = {}
 
     def read_tree(self) -> dict[str, Any]:
-        """All items, with a record for each array."""
+        """Read all items, with a record for each array."""
         world = infer_world_size(self.paths)
         return {item: self._read_item(item, world) for item in sorted(self.paths)}
 
@@ -423,7 +425,7 @@ class _DirectoryScan(ScannedFiles):
             return merge_ranks(of_rank, world, self._get_record, _is_same_value)
 
     def _read_file(self, item: str, rank: int, path: str) -> Any:
-        """What the file of a rank holds, with a `TensorLocation` for each tensor."""
+        """Read the file of a rank, with a `TensorLocation` for each tensor."""
         with annotate_errors(file=path):
             form = self.formats.get(path) or self._detect_format(path)
             about = self.metadata.get(item)
@@ -439,7 +441,7 @@ class _DirectoryScan(ScannedFiles):
             return parse_json(data, "an item")
 
     def _detect_format(self, path: str) -> str:
-        """How a file is written of which nothing is said."""
+        """Return the format of a file that the metadata do not list."""
         ending = path.rpartition(".")[2]
         if ending in ("json", "safetensors"):
             return ending
@@ -455,7 +457,9 @@ class _DirectoryScan(ScannedFiles):
             tree = read_stored_tree(self.files, ahead, lambda at: at, DTENSOR_STUBS, check_crcs=not self.is_verified)
 
         def as_part(keys: KeyPath, leaf: Any) -> Any:
-            """A plain tensor that is a part of an array, as this library writes them: the metadata alone say so."""
+            """Mark a plain tensor that is a part of an array: files of this library record this only in the
+            metadata.
+            """
             cutting = cuttings.get(keys)
             if not isinstance(leaf, TensorLocation) or leaf.part is not None or cutting is None:
                 return leaf
@@ -464,7 +468,9 @@ class _DirectoryScan(ScannedFiles):
         return map_leaves(tree, as_part, is_leaf=has_custom_class) if cuttings else tree
 
     def _read_safetensors(self, path: str, cuttings: Mapping[KeyPath, DTensorLayout]) -> Any:
-        """Such a file has the names of nested tensors with dots, which the metadata take apart."""
+        """Read a safetensors file. Names of nested tensors are joined by dots, and are split according to the
+        metadata.
+        """
         record, _, tensors = scan_safetensors_file(self.directory, path)
         self.add(FileRecord(path=path, size=record.size))
         keys_of = {".".join(map(str, keys)): keys for keys in cuttings}
@@ -479,7 +485,7 @@ class _DirectoryScan(ScannedFiles):
         return build_nested(items)
 
     def _get_record(self, tensors: TensorsByRank) -> ArrayRecord | UnreadableArray | None:
-        """See `CombineTensors`. One record for all tensors that are the same elements."""
+        """Combine the parts of a tensor (see `CombineTensors`). Tensors with the same elements share one record."""
         first = next(iter(tensors.values()))
         key = tuple(tensors.items()) if Box.from_shape(first.shape).size else (len(self._records),)
         if key not in self._records:
@@ -499,10 +505,15 @@ class _DirectoryScan(ScannedFiles):
         except UnsupportedStateError as error:
             return UnreadableArray.from_error(
                 error, first.dtype, first.shape, len(tensors)
-            )  # the rest of the tag is good
+            )  # the rest of the tag can be read
 
     def _assemble_parts(self, tensors: TensorsByRank, first: TensorLocation) -> ArrayRecord:
-        """The array that the parts of a DTensor make up."""
+        """Assemble the array from the shards of a DTensor.
+
+        Raises:
+            UnsupportedStateError: The layout of a shard is unsupported.
+            CorruptCheckpointError: Shards are missing or inconsistent.
+        """
         shards: dict[Box, Shard] = {}
         for at in tensors.values():
             cutting = at.part
@@ -532,7 +543,7 @@ class _DirectoryScan(ScannedFiles):
 
 
 def _is_same_value(one: Any, other: Any) -> bool:
-    """Whether two values without tensors are equal."""
+    """Return True if two values without tensors are equal."""
     if isinstance(one, UntrustedObject) or isinstance(other, UntrustedObject):
         return bool(one == other)
     a, b = flatten_state({"value": one}), flatten_state({"value": other})

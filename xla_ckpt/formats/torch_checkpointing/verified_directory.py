@@ -1,7 +1,7 @@
-"""A directory in which every read is verified by the digests of whole files.
+"""A directory in which every read is verified by the digests of complete files.
 
 This is for files whose blocks are those of the file, not of the arrays in it, because they were digested as a stream
-(`StreamDigester`). A read covers all blocks that it touches.
+(`StreamDigester`). A read covers all blocks that it overlaps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from xla_ckpt.loading.tag_reader import DAMAGED_FILE_HINT, make_absent_error
 from xla_ckpt.storage.base import FileReader, ReadDirectory
 
 REGION_BYTES = 1 << 22
-"""Bytes of a file that are one region of its record: the last region has what is left."""
+"""Bytes per region in the record of a file; the last region contains the remaining bytes."""
 
 _PIECE_BYTES = 1 << 23
-"""Bytes that are read at a time by who only compares."""
+"""Bytes per read in a verification without other output."""
 
 
 class StreamDigester:
-    """The record of a file whose bytes come one after the other, and nobody knows how many.
+    """Builder of the record of a file that is streamed with unknown size.
 
     >>> digester = StreamDigester()
     >>> digester.update(memoryview(b"abc"))
@@ -37,10 +37,10 @@ class StreamDigester:
         self._region = bytearray()
         self._digests: list[int] = []
         self.size = 0
-        """Bytes that have come."""
+        """Number of bytes so far."""
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self.size += len(data)
         while len(data):
             part = data[: REGION_BYTES - len(self._region)]
@@ -59,7 +59,7 @@ class StreamDigester:
         self._digests += digester.digests
 
     def record(self, path: str) -> FileRecord:
-        """The record of the file, now that all has come."""
+        """Return the record of the complete file."""
         if self._region:
             self._digest(memoryview(self._region))
             self._region = bytearray()
@@ -70,10 +70,10 @@ class StreamDigester:
 
 
 class VerifiedDirectory:
-    """The files of a directory that have a record in which regions hold all bytes.
+    """Files of a directory whose records cover all bytes with regions.
 
     Args:
-        directory: Where they lie.
+        directory: Directory that contains the files.
         records: Path -> record.
     """
 
@@ -83,12 +83,12 @@ class VerifiedDirectory:
         self.name = directory.name
         self.costs = directory.costs
 
-    def open(self, path: str, size: int | None = None) -> FileReader:  # the record knows it
-        """See `ReadDirectory`.
+    def open(self, path: str, size: int | None = None) -> FileReader:  # the size is taken from the record
+        """Open a file (see `ReadDirectory`).
 
         Raises:
-            CorruptCheckpointError: It is missing, or has another size; and from its reads: a block is damaged.
-            ChangedTagError: It is missing, since the directory has been removed.
+            CorruptCheckpointError: It is missing, or has another size. Its reads raise this if a block is corrupt.
+            ChangedTagError: It is missing because the directory has been removed.
         """
         if (record := self._records.get(path)) is None:
             raise FileNotFoundError(path)
@@ -113,10 +113,10 @@ class VerifiedDirectory:
 
 
 def verify_file(directory: ReadDirectory, path: str) -> int:
-    """Read all of a file of a `VerifiedDirectory`; its size in bytes.
+    """Read a complete file of a `VerifiedDirectory`. Return its size in bytes.
 
     Raises:
-        CorruptCheckpointError: It is missing, or not what was written.
+        CorruptCheckpointError: It is missing or corrupt.
     """
     with closing(directory.open(path)) as source:
         memory = memoryview(bytearray(min(_PIECE_BYTES, source.size)))
@@ -126,7 +126,7 @@ def verify_file(directory: ReadDirectory, path: str) -> int:
 
 
 class _VerifiedSource:
-    """A file whose blocks are compared as they are read."""
+    """File whose blocks are verified as they are read."""
 
     def __init__(self, source: FileReader, record: FileRecord) -> None:
         self._source = source
@@ -161,7 +161,7 @@ class _VerifiedSource:
             return 0
         edges = self._edges
         first, last = int(np.searchsorted(edges, offset, "right")) - 1, int(np.searchsorted(edges, stop, "left"))
-        # Blocks that are wanted whole are read into their place, and one at either end of which a part is wanted aside.
+        # Complete blocks are read in place. A partial block at either end is read to a separate buffer.
         inner = range(first + (edges[first] < offset), last - (edges[last] > stop))
         for block in {first, last - 1}.difference(inner):
             begin, end = int(edges[block]), int(edges[block + 1])
@@ -175,7 +175,11 @@ class _VerifiedSource:
         return stop - offset
 
     def _read_and_verify(self, into: memoryview, first: int, stop: int, read: Callable[[memoryview, int], int]) -> None:
-        """Read some whole blocks, and compare each with its digest."""
+        """Read complete blocks, and check each against its digest.
+
+        Raises:
+            CorruptCheckpointError: A block is corrupt.
+        """
         begin = int(self._edges[first])
         got = read(into, begin)
         for block in range(first, stop):

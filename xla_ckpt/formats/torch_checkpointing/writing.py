@@ -1,8 +1,8 @@
 """Plan saves and conversions that the package's own `CheckpointManager.load(..., into=...)` reads.
 
 Each rank has a torch.save file for each item, with all of its plain values, and with the parts of arrays that this rank
-writes, as plain tensors. ``metadata.pkl`` says which parts these are, so that the package's resharder can load them for
-any job. A job of one rank has whole tensors in one file, which the package also loads without a resharder.
+writes, as plain tensors. ``metadata.pkl`` describes these parts, so that the resharder of the package can load them for
+any job. A job of one rank has full tensors in one file, which the package also loads without a resharder.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _CONVERT_HINT = (
 _DICT_HINT = "Save a dict, of which each value becomes an item: {'state': ...}."
 
 MAX_CHUNKS_PER_DIM = 1 << 16
-"""Chunks of a dim, at most: so many numbers are tried of a part that may be no chunk."""
+"""Maximum number of chunks along a dim that are tried for a part that may not be a chunk."""
 
 ItemTrees = Mapping[str, Any]
 """Item -> its value, with a `LeafPlaceholder` for each array."""
 
 
 def split_into_items(members: Mapping[str, Any], rank: int, world: int) -> ItemTrees:
-    """The items of a state: its members, and those of `extras`. A state of each rank is that of this one.
+    """Split a state into items: its members, and those of `extras`. Rank-local state is that of the given rank.
 
     Raises:
-        UnsupportedStateError: Two would be called the same, or one cannot be the name of a file.
+        UnsupportedStateError: Two items have the same name, or a name is not a valid file name.
     """
     items = {name: value for name, value in members.items() if name != schema.EXTRAS}
     extras = members.get(schema.EXTRAS, {})
@@ -80,10 +80,10 @@ def split_into_items(members: Mapping[str, Any], rank: int, world: int) -> ItemT
 
 @dataclass(frozen=True, slots=True)
 class ItemFilePlanner:
-    """The files of one rank.
+    """Planner of the files of one rank.
 
     Args:
-        aliases: Leaf path of a tied array -> that under which it is described.
+        aliases: Leaf path of a tied array -> leaf path under which it is described.
     """
 
     trees: ItemTrees
@@ -91,10 +91,11 @@ class ItemFilePlanner:
     writer: int
 
     def plan_files(self, leaves: Mapping[str, ArrayLeaf], own: Mapping[str, OwnedRegion]) -> Iterator[FilePlan]:
-        """The file of each item.
+        """Yield the file of each item.
 
         Args:
-            leaves: All arrays that the rank knows of, by leaf path.
+            leaves: All arrays that the rank knows, by leaf path.
+            own: Regions that the rank writes, by leaf path.
         """
         for item, tree in self.trees.items():
             yield self._plan_file(item, tree, leaves, own)
@@ -133,7 +134,7 @@ class ItemFilePlanner:
 
 
 def _remove_remote_arrays(tree: Any, is_here: Any) -> Any:
-    """The same tree without the arrays of other ranks; in lists None stands for them."""
+    """Return the tree without arrays of other ranks. In lists they are replaced by None."""
     if isinstance(tree, dict):
         return {
             key: _remove_remote_arrays(value, is_here)
@@ -146,10 +147,10 @@ def _remove_remote_arrays(tree: Any, is_here: Any) -> Any:
 
 
 def _assign_regions(leaves: Sequence[ArrayLeaf], lanes: int) -> list[dict[str, OwnedRegion]]:
-    """What this rank writes, for each of its devices. A shard is written by one of those that have it.
+    """Return the regions that each device of this rank writes. A shard is written by one of its replicas.
 
     Raises:
-        UnsupportedStateError: The package cannot describe a part.
+        UnsupportedStateError: The package cannot describe a region.
     """
     rows = LeafTable.from_leaves(leaves)
     forms = [
@@ -170,10 +171,10 @@ def _assign_regions(leaves: Sequence[ArrayLeaf], lanes: int) -> list[dict[str, O
 
 
 def find_chunk_position(box: Box, shape: Sequence[int], leaf: str) -> tuple[tuple[int, int], ...]:
-    """(number of chunks, index of this one) of each dim of which a box is a chunk, as torch.chunk makes them.
+    """Return (number of chunks, index of this chunk) for each dim, for a box that is a chunk as in torch.chunk.
 
     Raises:
-        UnsupportedStateError: It is none.
+        UnsupportedStateError: The box is not such a chunk.
 
     >>> find_chunk_position(Box((4, 0), (5, 3)), (5, 3), "w")
     ((3, 2), (1, 0))
@@ -183,7 +184,7 @@ def find_chunk_position(box: Box, shape: Sequence[int], leaf: str) -> tuple[tupl
         if (start, stop) == (0, size):
             chunks.append((1, 0))
             continue
-        # The last chunk may be shorter than the others: how many stand before it is tried.
+        # The last chunk may be shorter than the others, so possible numbers of preceding chunks are tried.
         before = (
             [start // (stop - start)] if stop < size else range(1, min(start // (stop - start), MAX_CHUNKS_PER_DIM) + 1)
         )
@@ -198,7 +199,7 @@ def find_chunk_position(box: Box, shape: Sequence[int], leaf: str) -> tuple[tupl
 
 
 def _is_chunk(start: int, stop: int, size: int, before: int) -> bool:
-    """Whether these are the elements that torch.chunk makes chunk number `before` of."""
+    """Return True if these elements are the chunk number `before` of torch.chunk."""
     if before and start % before:
         return False
     length = start // before if before else stop
@@ -208,7 +209,7 @@ def _is_chunk(start: int, stop: int, size: int, before: int) -> bool:
 
 @dataclass(frozen=True)
 class ItemsWritePlanner(WritePlanner):
-    """What one rank writes in this layout."""
+    """Write plan of one rank in this layout."""
 
     description: StateDescription
 
@@ -239,10 +240,10 @@ class ItemsWritePlanner(WritePlanner):
 
 
 def _build_members(about: StateDescription) -> dict[str, Any]:
-    """The members of a state.
+    """Return the members of a state.
 
     Raises:
-        UnsupportedStateError: It has none.
+        UnsupportedStateError: The state is not a dict.
     """
     if not isinstance(about.structure, dict):
         raise UnsupportedStateError("torch_checkpointing saves dicts of items only", hint=_DICT_HINT)
@@ -250,11 +251,11 @@ def _build_members(about: StateDescription) -> dict[str, Any]:
 
 
 def plan_item_conversion(stored: StoredState, to: TargetTopology) -> ConversionPlan:
-    """The files of a conversion.
+    """Plan the files of a conversion.
 
     Raises:
-        IncompatibleCheckpointError: An array cannot be split over the mesh.
-        UnsupportedStateError: The package has no place for something.
+        IncompatibleCheckpointError: An array cannot be sharded over the mesh.
+        UnsupportedStateError: The package cannot store a value.
     """
     manifest = stored.manifest
     tree = stored.tree(stored.part, lambda path, _: LeafPlaceholder(path))
@@ -275,7 +276,7 @@ def plan_item_conversion(stored: StoredState, to: TargetTopology) -> ConversionP
 
 
 def _build_metadata_file(reader: TagReader, *, trees: ItemTrees) -> dict[str, bytes]:
-    """``metadata.pkl``, from the manifest of all ranks."""
+    """Build ``metadata.pkl`` from the manifest of all ranks."""
     manifest = reader.manifest
     writers = [parse_rank(file.path) for file in manifest.files]
     world = 1 + max((writer for writer in writers if writer is not None), default=0)
@@ -286,7 +287,7 @@ def _build_metadata_file(reader: TagReader, *, trees: ItemTrees) -> dict[str, by
         def described(keys: KeyPath, leaf: Any, groups: dict[str, list[Any]] = groups) -> Any:
             if isinstance(leaf, LeafPlaceholder):
                 record = manifest.find_array(leaf.path)
-                assert record is not None, leaf.path  # what was merged has been compared with the skeleton
+                assert record is not None, leaf.path  # merged records have been checked against the skeleton
                 if not all(type(key) in (str, int) for key in keys):
                     raise UnsupportedStateError("an array below a key that is neither text nor number", leaf=leaf.path)
                 parts = [(shard.box, writers[shard.file] or 0) for shard in record]
@@ -301,7 +302,9 @@ def _build_metadata_file(reader: TagReader, *, trees: ItemTrees) -> dict[str, by
 
 
 def _build_groups(leaf: str, record: ArrayRecord, parts: Sequence[tuple[Box, int]]) -> list[Any]:
-    """How the parts of an array lie, (box, rank) of each: said once of all of them if they are equal chunks."""
+    """Describe the parts of an array, (box, rank) of each: in one group if they are equal chunks, otherwise one per
+    part.
+    """
     boxes, ranks = zip(*(parts or [(Box.from_shape(record.shape), 0)]), strict=True)
     chunks = [find_chunk_position(box, record.shape, leaf) for box in boxes]
     counts = [tuple(k for k, _ in of_box) for of_box in chunks]
@@ -312,7 +315,7 @@ def _build_groups(leaf: str, record: ArrayRecord, parts: Sequence[tuple[Box, int
         return [_build_group(record, grid, [ranks[i] for i in order], [ranks[i] for i in order])]
     groups = []
     for count, place, rank in zip(counts, at, ranks, strict=True):
-        # The other places of this mesh are nobody's: the resharder asks about the ranks of the group alone.
+        # Other positions of this mesh get unused rank numbers: the resharder only uses the ranks of the group.
         number = sum(i * prod(count[d + 1 :]) for d, i in enumerate(place))
         mesh = [max(ranks) + 1 + i for i in range(prod(count))]
         mesh[number] = rank
@@ -321,7 +324,7 @@ def _build_groups(leaf: str, record: ArrayRecord, parts: Sequence[tuple[Box, int
 
 
 def _build_group(record: ArrayRecord, counts: Sequence[int], mesh: Sequence[int], ranks: Sequence[int]) -> Any:
-    """One of the package's `GlobalObjectMetadata`, as its `to_dict` makes it."""
+    """Return a `GlobalObjectMetadata` of the package, in the form of its `to_dict`."""
     dims = [d for d, count in enumerate(counts) if count > 1]
     strides = [prod(b for b in record.shape[d + 1 :]) for d in range(len(record.shape))]
     data = {

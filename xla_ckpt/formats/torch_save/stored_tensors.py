@@ -1,6 +1,6 @@
-"""Tensors in torch.save files as shards of a manifest, also non-contiguous ones, and whether two tensors are equal.
+"""Tensors in torch.save files as shards of a manifest, also non-contiguous ones, and equality of tensors.
 
-Equality is decided by CRC-32s, and by reading bytes if there are none. A tensor that is not in C order (transposed,
+Equality is determined by CRC-32s, or by reading bytes if there are none. A tensor that is not in C order (transposed,
 channels last) becomes several shards.
 """
 
@@ -27,10 +27,11 @@ _COMPARE_BYTES = 1 << 20
 
 
 def is_same_tensor(directory: ReadDirectory, one: TensorLocation, other: TensorLocation) -> bool:
-    """Whether two tensors have the same type, shape and bytes. Of two that are not in C order only CRC-32s say it.
+    """Return True if two tensors have the same dtype, shape and bytes. If they are not in C order, only CRC-32s are
+    compared.
 
     Raises:
-        CorruptCheckpointError: A file ends inside of one.
+        CorruptCheckpointError: A file ends inside of a tensor.
     """
     if (one.file, one.offset, one.dtype, one.shape) == (other.file, other.offset, other.dtype, other.shape):
         return one.strides == other.strides
@@ -47,7 +48,7 @@ def is_same_tensor(directory: ReadDirectory, one: TensorLocation, other: TensorL
 
 
 def read_tensor_bytes(directory: ReadDirectory, at: TensorLocation, first: int, nbytes: int) -> bytearray:
-    """Bytes of a tensor, from the number of the first of them.
+    """Read `nbytes` bytes of a tensor, beginning at byte `first`.
 
     Raises:
         CorruptCheckpointError: The file ends before them.
@@ -64,17 +65,17 @@ def _read_bytes(source: FileReader, at: TensorLocation, first: int, nbytes: int)
 
 
 MAX_BOXES = 1 << 16
-"""Boxes of one tensor. Each is a read of its own: a tensor that falls into more of them would be read for hours."""
+"""Maximum number of boxes of one tensor. Each box is a separate read, so that more of them would take hours."""
 
 
 def iterate_shards(at: TensorLocation, box: Box, number: int) -> Iterator[Shard]:
-    """A tensor as shards: one, unless it is not in C order.
+    """Yield the shards of a tensor: one, unless it is not in C order.
 
     Args:
-        box: What it is of its array.
+        box: Region of the tensor in its array.
 
     Raises:
-        UnsupportedStateError: They would be more than `MAX_BOXES`.
+        UnsupportedStateError: There are more than `MAX_BOXES` shards.
     """
     if at.strides is None:
         yield Shard(box, number, at.offset)
@@ -85,7 +86,7 @@ def iterate_shards(at: TensorLocation, box: Box, number: int) -> Iterator[Shard]
 
 
 def make_array_record(at: TensorLocation, number: int) -> ArrayRecord:
-    """A tensor that is a whole array; `number` is that of its file.
+    """Return the record of a tensor that is a full array; `number` is the number of its file.
 
     Raises:
         UnsupportedStateError: See `iterate_shards`.
@@ -94,7 +95,7 @@ def make_array_record(at: TensorLocation, number: int) -> ArrayRecord:
 
 
 def list_piece_shards(at: TensorLocation, piece: Piece, number: int) -> list[Shard]:
-    """A piece of a local tensor, as shards of the file of this number.
+    """Return a piece of a local tensor as shards of the file with this number.
 
     Raises:
         UnsupportedStateError: The tensor is not in C order, and consists of several pieces or of too many boxes.
@@ -111,7 +112,7 @@ def list_piece_shards(at: TensorLocation, piece: Piece, number: int) -> list[Sha
 
 
 def make_composite(parts: CompositeTensor) -> Composite | UnreadableArray:
-    """A tensor that consists of several, with their records in it. If one of them cannot be read, the whole cannot."""
+    """Compose a tensor from its records. The result is unreadable if one of them is."""
     if parts.kind == META_TENSOR_KIND:
         return UnreadableArray(
             problem="the file has no bytes of this tensor, which was on the meta device when it was saved",
@@ -126,17 +127,17 @@ def make_composite(parts: CompositeTensor) -> Composite | UnreadableArray:
 def iterate_boxes(
     shape: tuple[int, ...], strides: tuple[int, ...], origin: tuple[int, ...]
 ) -> Iterator[tuple[Box, int]]:
-    """(box, elements from the tensor's first one to the box's) of boxes that make up a tensor.
+    """Yield (box, offset of its first element from the first of the tensor) of boxes that partition a tensor.
 
-    The elements of each box follow one another in memory, in C order.
+    The elements of each box are contiguous in memory, in C order.
 
     Args:
-        shape: Of the tensor.
-        strides: How far apart its elements lie along each dim (elements).
-        origin: Of the tensor, in the array whose part it is.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor (elements).
+        origin: Position of the tensor in the array that it is a part of.
 
     Raises:
-        UnsupportedStateError: They would be more than `MAX_BOXES`.
+        UnsupportedStateError: There are more than `MAX_BOXES` boxes.
 
     >>> [(str(box), at) for box, at in iterate_boxes((2, 3), (1, 2), (0, 5))]
     [('[0:2, 5:6]', 0), ('[0:2, 6:7]', 2), ('[0:2, 7:8]', 4)]
@@ -157,7 +158,7 @@ def iterate_boxes(
 
 
 def _find_whole_dims(shape: tuple[int, ...], strides: tuple[int, ...]) -> set[int]:
-    """The dims that each box has whole: from the one with neighbouring elements on, as long as C order goes on."""
+    """Return the dims that are complete in each box: from the contiguous dim outwards, as long as C order continues."""
     kept = {dim for dim, n in enumerate(shape) if n == 1}
     size, last = 1, len(shape)
     while True:

@@ -15,7 +15,7 @@ import io
 import pathlib
 import pickle
 import types
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what pickle itself applies to the names of old protocols
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # the mapping that pickle applies to names of old protocols
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -53,14 +53,14 @@ from xla_ckpt.loading.tag_reader import DAMAGED_FILE_HINT
 from xla_ckpt.storage.signals import defer_signals
 
 RebuiltTensor = TensorView | CompositeTensor | NestedTensorStub
-"""What a function of this file makes of a tensor."""
+"""Result of the rebuild functions in this file."""
 
 
 def _make_view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None) -> TensorView:
     shape, strides = parse_sizes(size), parse_sizes(stride)
     if not isinstance(storage, StorageStub) or dtype is None or len(shape) != len(strides):
         raise ValueError("a tensor without a storage, or of no type")
-    dtypes.get_dtype(dtype)  # raises for a type that cannot be described
+    dtypes.get_dtype(dtype)  # raises for an unsupported dtype
     return TensorView(storage=storage, dtype=dtype, offset=parse_sizes([offset])[0], shape=shape, strides=strides)
 
 
@@ -70,7 +70,7 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *others: 
 
 def _rebuild_tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> RebuiltTensor:
     dtype = str(require_type((torch.dtype, type, OpaqueStub), others[2])).removeprefix("torch.")
-    if dtype == "complex32" and not any(others[3:4]):  # two halves each, as `torch.view_as_real` has them
+    if dtype == "complex32" and not any(others[3:4]):  # two halves each, as in `torch.view_as_real`
         start, shape, strides = parse_sizes([offset])[0], parse_sizes(size), parse_sizes(stride)
         halves = _make_view(storage, 2 * start, (*shape, 2), (*(2 * step for step in strides), 1), "float16")
         return CompositeTensor("torch:complex32", {"parts": halves}, None)
@@ -78,7 +78,11 @@ def _rebuild_tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *other
 
 
 def _apply_bits(view: TensorView, bits: Any = None) -> RebuiltTensor:
-    """A tensor with the bits that torch saves with it: its values are those that are stored, conjugated or negated."""
+    """Apply the bits that torch saves with a tensor: its values are the stored values, conjugated or negated.
+
+    Raises:
+        UnsupportedStateError: Another bit or several bits are set.
+    """
     names = {name for name, is_set in require_type((dict, type(None)), bits or {}).items() if is_set}
     if not names:
         return view
@@ -95,7 +99,11 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    """A tensor of a device without storages, such as XLA's: what it was in host memory."""
+    """Rebuild a tensor of a device without storages, such as XLA, as its copy in host memory.
+
+    Raises:
+        UnsupportedStateError: The dtypes differ.
+    """
     if isinstance(data, TensorView) and str(require_type(torch.dtype, dtype)).removeprefix("torch.") != data.dtype:
         raise UnsupportedStateError(
             f"a tensor is stored as {data.dtype}, and stands for one of {str(dtype).removeprefix('torch.')}",
@@ -111,7 +119,7 @@ def _rebuild_jagged(members: Any) -> CompositeTensor:
 
 
 def _rebuild_with_attributes(make: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """A tensor that had attributes. They are left out."""
+    """Rebuild a tensor that has attributes. The attributes are dropped."""
     make = inspect.unwrap(make.function) if isinstance(make, FunctionStub) else make
     if make not in _REBUILD_FUNCTIONS or not isinstance(kind, TypeStub):
         raise ValueError("a tensor of a class of its own")
@@ -119,10 +127,10 @@ def _rebuild_with_attributes(make: Any, kind: Any, args: Any, *_: Any) -> Any:
 
 
 def _make_composite(kind: str, members: Mapping[str, Any], about: Any) -> CompositeTensor:
-    """A tensor that consists of several.
+    """Return a tensor that consists of several tensors.
 
     Raises:
-        UnsupportedStateError: One of them is no plain tensor.
+        UnsupportedStateError: One of them is not a plain tensor.
     """
     if not all(isinstance(member, TensorView) for member in members.values()):
         raise UnsupportedStateError(f"a tensor of the kind {kind} consists of other than plain tensors")
@@ -151,7 +159,7 @@ def _rebuild_sparse(layout: Any, data: Any) -> CompositeTensor:
 
 
 _QUANTIZED_DTYPES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
-"""Type of quantized numbers -> that of the integers which are stored."""
+"""Quantized dtype -> dtype of the stored integers."""
 
 
 def _rebuild_quantized(storage: Any, offset: Any, size: Any, stride: Any, how: Any, *_: Any) -> CompositeTensor:
@@ -280,17 +288,17 @@ ALLOWED_NAMES: dict[str, Any] = {
     "numpy.core.multiarray._reconstruct": NumpyArrayStub,
     "numpy._core.multiarray._reconstruct": NumpyArrayStub,
 }
-"""Name in a pickle -> what stands for it here. Nothing else that a pickle names is ever looked up."""
+"""Name in a pickle -> its replacement. No other name in a pickle is ever looked up."""
 
 
 _CLASS_ARGUMENT_FUNCTIONS = frozenset(
     ALLOWED_NAMES[name] for name in ("torch._tensor._rebuild_from_type_v2", "collections.defaultdict")
 )
-"""Functions whose argument may be a class, of which there are more than this file knows."""
+"""Functions whose argument may be a class that this file does not know."""
 
 
 def _make_tolerant(make: Callable[..., Any], called: str) -> Callable[..., Any]:
-    """A function of this file that makes an `Opaque` of what it would refuse."""
+    """Wrap a function of this file to return an `OpaqueStub` for arguments that it would refuse."""
     refused = (CheckpointError, ValueError) if make in _CLASS_ARGUMENT_FUNCTIONS else CheckpointError
 
     @wraps(make)
@@ -310,13 +318,13 @@ class _RestrictedUnpickler(pickle.Unpickler):
         self.extra_names = extra_names
         self.tolerant = tolerant
         self.budget = max(MIN_VALUE_LIMIT, MAX_VALUES_PER_BYTE * len(data))
-        """Values and bytes that functions may still be given."""
+        """Number of values and bytes that may still be passed to functions."""
 
     def consume_budget(self, values: int) -> None:
-        """Count what a function is given.
+        """Count the arguments of a function.
 
         Raises:
-            ValueError: It is too much.
+            ValueError: The budget is exceeded.
         """
         self.budget -= values
         if self.budget < 0:
@@ -331,7 +339,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
             if self.tolerant and called not in self.extra_names and (known is NumpyDTypeStub or is_function):
                 return FunctionStub(_make_tolerant(known, called), self.consume_budget)
             return FunctionStub(known, self.consume_budget) if is_function else known
-        # `vars`, because an attribute that torch does not have yet may be a module that it imports on first use.
+        # `vars`, because getattr may import a module that torch loads lazily.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if self.tolerant:
@@ -347,49 +355,49 @@ class _RestrictedUnpickler(pickle.Unpickler):
             case ("storage", StorageTypeStub(dtype), str(key), str(), int(count)) if count >= 0:
                 return StorageStub(key, dtype, count)
             case ("storage", type() as kind, str(), str(), int()) if issubclass(kind, OpaqueStub):
-                return kind()  # of elements that this file knows nothing of: quantized numbers
+                return kind()  # a storage of unknown elements: quantized numbers
         raise ValueError("a storage that torch.save did not write")
 
 
 def load_pickle(
     data: bytes, file: str, extra_names: Mapping[str, Any] = types.MappingProxyType({}), *, tolerant: bool = False
 ) -> Any:
-    """The value in a pickle, with a `TensorView` for each tensor and a `TensorReferenceStub` for each reference to one.
+    """Load a pickle, with a `TensorView` for each tensor and a `TensorReferenceStub` for each reference to a tensor.
 
     Args:
-        file: Where it comes from, for errors.
-        extra_names: Further names that it may have, with what stands for each.
-        tolerant: Make an `Opaque` of whatever it names besides, and of what cannot be described.
+        file: File that contains the pickle, for errors.
+        extra_names: Additional names that the pickle may contain, with the replacement of each.
+        tolerant: Return an `OpaqueStub` for other names, and for unsupported values.
 
     Raises:
-        UntrustedObjectError: It names anything but tensors, containers and plain values. Nothing of it has run.
-        UnsupportedStateError: A tensor is of a kind that cannot be described.
-        CorruptCheckpointError: It is no pickle.
+        UntrustedObjectError: It names classes other than tensors, containers and plain values. No code was run.
+        UnsupportedStateError: A tensor is of an unsupported kind.
+        CorruptCheckpointError: It is not a valid pickle.
     """
-    with defer_signals():  # what a signal handler raises would be taken for damage
+    with defer_signals():  # otherwise an exception of a signal handler would be reported as a corrupt pickle
         try:
             check_pickle(data)
             return _RestrictedUnpickler(data, file, extra_names, tolerant).load()
         except CheckpointError as error:
             raise error.at(file=file) from None
         except Exception as error:
-            # Damaged pickles raise whatever the operation that they describe by accident raises.
+            # A corrupt pickle may perform any operation, and raise any exception.
             raise CorruptCheckpointError(
                 f"a pickle is damaged: {error}"[:300], file=file, hint=DAMAGED_FILE_HINT
             ) from error
 
 
 def load_single_tensor(data: bytes) -> TensorView | None:
-    """The tensor that a pickle describes and nothing else; None if it holds anything more, or is damaged.
+    """Return the tensor in a pickle that contains nothing else; None if it contains more, or is corrupt.
 
     torch_xla's `serialization.save` writes a file for each tensor. All tensors of one shape have the same pickle there,
-    which is read once.
+    which is parsed once.
     """
     return _load_single_tensor(data) if len(data) < _SMALL_PICKLE_BYTES else None
 
 
 _SMALL_PICKLE_BYTES = 1024
-"""Bytes below which a pickle may be one that describes a single tensor."""
+"""Size (bytes) below which a pickle may contain a single tensor."""
 
 
 @lru_cache(maxsize=1024)
@@ -397,25 +405,26 @@ def _load_single_tensor(data: bytes) -> TensorView | None:
     try:
         value = load_pickle(data, "")
     except CheckpointError:
-        return None  # `load_pickle` says what is wrong, with the name of the file
+        return None  # `load_pickle` raises the error with the name of the file
     return value if isinstance(value, TensorView) else None
 
 
 MAX_PICKLE_DEPTH = 100
-"""Containers inside of containers. A pickle may hold a list that contains itself, which a walk would never leave."""
+"""Maximum depth of nested containers. A pickle may contain a list that contains itself, which would never end."""
 
 
 def replace_tensors(value: Any, replace_leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
-    """The same containers, of the same classes, with ``replace_leaf(value)`` in place of every `TensorView` and
+    """Rebuild containers of the same classes, with ``replace_leaf(value)`` for each `TensorView` and
     `TensorReferenceStub`.
 
-    So it is with every `CompositeTensor`, whose members have been replaced by then, and with every `NestedTensorStub`.
+    The same applies to each `CompositeTensor`, after its members have been replaced, and to each `NestedTensorStub`.
 
     Args:
-        file: Where it comes from, for errors.
+        file: File that contains the value, for errors.
+        nbytes: Size of the pickle, which limits the number of values.
 
     Raises:
-        CorruptCheckpointError: Containers are nested without end.
+        CorruptCheckpointError: Containers are nested too deeply, or there are too many values.
     """
     return _TreeReplacer(replace_leaf, file, max(MIN_VALUE_LIMIT, MAX_VALUES_PER_BYTE * nbytes)).visit(value, 0)
 
@@ -428,7 +437,7 @@ class _TreeReplacer:
         self.value_count = 0
 
     def visit(self, value: Any, depth: int) -> Any:
-        """The value, rebuilt; `depth` containers are around it."""
+        """Rebuild a value; `depth` is the number of containers around it."""
         if depth > MAX_PICKLE_DEPTH:
             raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
         self.count_values(1)
@@ -463,13 +472,17 @@ class _TreeReplacer:
         return value
 
     def count_values(self, values: int) -> None:
-        """Count some values; a byte of an array is one."""
+        """Count values; each byte of an array counts as one.
+
+        Raises:
+            CorruptCheckpointError: There are too many values.
+        """
         self.value_count += values
         if self.value_count > self.max_values:
             raise CorruptCheckpointError(f"a pickle stands for more than {self.max_values} values", file=self.file)
 
     def replace_mapping(self, value: Mapping[Any, Any], depth: int) -> Any:
-        """A mapping of the same class."""
+        """Rebuild a mapping of the same class."""
         members = {k: self.visit(v, depth) for k, v in value.items()}
         if type(value) is dict:
             return members

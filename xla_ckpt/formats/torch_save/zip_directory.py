@@ -1,7 +1,7 @@
 """Parse the central directory of a zip, from its end. Pure: the caller passes a function that reads bytes.
 
-The directory has the name, size, CRC-32 and location of each record, so that comparing the directory with a digest
-verifies what every record must be.
+The directory contains the name, size, CRC-32 and location of each record, so that a digest of the directory verifies
+the expected content of every record.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from xla_ckpt.core.files.torch_file import (
 )
 
 ReadBytes = Callable[[int, int], bytes | memoryview]
-"""Bytes of a zip, from their offset and their number. ValueError where the zip ends before them."""
+"""Function that reads bytes of a zip, given offset and number. Raises ValueError if the zip ends before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
-    """The directory of a zip: one entry for each record."""
+    """Location of the central directory of a zip. It has one entry per record."""
 
     offset: int
     nbytes: int
@@ -32,11 +32,11 @@ class ZipDirectory:
 
 
 def find_zip_directory(read_bytes: ReadBytes, nbytes: int) -> ZipDirectory:
-    """Where the directory of a zip lies.
+    """Locate the central directory of a zip.
 
     Raises:
-        ValueError: It does not end like a zip without a comment, which is how torch ends it.
-        struct.error: `read_bytes` returned fewer bytes than it was asked for.
+        ValueError: The file does not end like a zip without a comment, as written by torch.
+        struct.error: `read_bytes` returned fewer bytes than requested.
     """
     end = nbytes - END_OF_DIRECTORY.size
     if end < 0:
@@ -55,7 +55,7 @@ def find_zip_directory(read_bytes: ReadBytes, nbytes: int) -> ZipDirectory:
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """A record of a zip, as the zip's directory has it."""
+    """Record of a zip, as listed in its central directory."""
 
     header: int
     """Offset of its local header in the zip."""
@@ -63,14 +63,14 @@ class ZipRecord:
     nbytes: int
     crc: int
     is_plain: bool
-    """Whether its bytes stand there as they are: neither compressed nor encrypted."""
+    """True if its bytes are neither compressed nor encrypted."""
 
 
 def read_zip_records(read_bytes: ReadBytes, nbytes: int) -> dict[str, ZipRecord]:
-    """The records of a zip of so many bytes, by name.
+    """Read the records of a zip of `nbytes` bytes, by name.
 
     Raises:
-        ValueError, struct.error, IndexError: There is no directory of a zip at its end.
+        ValueError, struct.error, IndexError: The zip has no valid central directory.
     """
     where = find_zip_directory(read_bytes, nbytes)
     data = bytes(read_bytes(where.offset, where.nbytes))
@@ -96,10 +96,10 @@ def read_zip_records(read_bytes: ReadBytes, nbytes: int) -> dict[str, ZipRecord]
 
 
 def _read_zip64_sizes(extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Sizes and offset of an entry, of which some are in its extra field.
+    """Return the sizes and offset of an entry, with values from its zip64 extra field.
 
     Raises:
-        ValueError: They are not there.
+        ValueError: The field is missing.
     """
     at = 0
     while at + 4 <= len(extra):

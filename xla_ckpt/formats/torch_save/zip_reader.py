@@ -37,17 +37,17 @@ from xla_ckpt.loading.tag_reader import DAMAGED_FILE_HINT
 from xla_ckpt.storage.base import FileReader, ReadDirectory
 
 SMALL_READ_AHEAD_BYTES = 4096
-"""Bytes that are read at once from a file of one zip: beside the header of a large storage there is nothing to see."""
+"""Bytes per read from a file with one zip, where only a header precedes a large storage."""
 
 READ_AHEAD_BYTES = 64 * 1024
-"""Bytes that are read at once from a file of many zips: most of them are small, or lie beside one that is."""
+"""Bytes per read from a file with many zips, most of which are small or adjacent to a small one."""
 
 
 class ReadAheadFile:
-    """A file of which small pieces are read, in ascending order as a rule. Each read takes along what comes next.
+    """File from which small pieces are read, usually in ascending order. Each read also fetches the following bytes.
 
     Args:
-        ahead: Bytes that a read takes at least.
+        read_ahead: Minimum number of bytes per read.
     """
 
     def __init__(self, source: FileReader, file: str, read_ahead: int = READ_AHEAD_BYTES) -> None:
@@ -59,7 +59,7 @@ class ReadAheadFile:
         self._buffer = memoryview(b"")
 
     def read_at(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the file.
+        """Read bytes of the file.
 
         Raises:
             CorruptCheckpointError: The file ends before them.
@@ -77,40 +77,40 @@ class ReadAheadFile:
 
 
 _EDGE_BYTES = 4096
-"""Bytes at either end of a zip in which its directory and its pickle lie, as a rule."""
+"""Bytes at either end of a zip that usually contain its directory and its pickle."""
 
 MIN_CLAIMED_BYTES, CLAIMED_BYTES_PER_BYTE = 1 << 30, 16
-"""All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
-storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
+"""Maximum bytes of all tensors in a file, plus a number for each byte of the file. Several tensors may share a storage,
+and a tensor may repeat elements of its storage, so that a small file could request any amount of memory."""
 
 COMPOSITE_TENSOR_LABEL = "tensor of the kind"
-"""How a tensor that consists of several is called where it is no plain value."""
+"""Label of a tensor that consists of several tensors, if it is not a plain value."""
 
 _MAX_SIZES_BYTES = 1 << 20
-"""Bytes of the sizes of a nested tensor's parts: more would be a part for each few elements."""
+"""Maximum bytes of the sizes of the parts of a nested tensor. More would mean a part for every few elements."""
 
 _LEGACY_MAGIC, _LEGACY_MAGIC_END = bytes.fromhex("6cfc9c46f9206aa85019"), 32
-"""The number that is pickled first in a file of torch.save that is no zip, and up to which byte it has ended."""
+"""Number at the beginning of a torch.save file that is not a zip, and the offset by which it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLocation:
-    """A tensor that lies in a file: in C order, unless it has strides."""
+    """Tensor in a file: in C order, unless it has strides."""
 
     file: str
-    """Relative to the tag directory."""
+    """Path relative to the tag directory."""
 
     offset: int
-    """Of its first byte."""
+    """Offset of its first byte."""
 
     dtype: DType
     shape: tuple[int, ...]
 
     crc: int | None = None
-    """CRC-32 of its bytes; None if the zip has none of this tensor alone."""
+    """CRC-32 of its bytes; None if the zip has no CRC-32 of exactly this tensor."""
 
     strides: tuple[int, ...] | None = None
-    """How far apart its elements lie along each dim (elements), where that is not C order."""
+    """Strides (elements), if the tensor is not in C order."""
 
     part: Any = None
     """See `TensorView`."""
@@ -118,17 +118,17 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class StorageLocation:
-    """A storage that lies in a file."""
+    """Storage in a file."""
 
     offset: int
-    """Of its first byte."""
+    """Offset of its first byte."""
 
     nbytes: int
     crc: int
-    """CRC-32 of its bytes; 0 where torch was told to leave it out."""
+    """CRC-32 of its bytes; 0 if torch did not compute it."""
 
     key: str
-    """What the pickle calls it."""
+    """Key in the pickle."""
 
 
 def read_torch_file(
@@ -137,14 +137,17 @@ def read_torch_file(
     resolve_reference: Callable[[Any], Any] | None = None,
     storages: defaultdict[str, list[StorageLocation]] | None = None,
 ) -> Any:
-    """What a file of torch.save holds, with a `TensorLocation` for every tensor; `resolve_reference` of the number of
-    each reference.
+    """Read the content of a torch.save file, with a `TensorLocation` for each tensor.
 
-    `list_storages` receives, by file, those that the tensors lie in.
+    Args:
+        directory: Directory that contains the file.
+        file: Path of the file.
+        resolve_reference: Function that replaces each reference, given its number. None refuses references.
+        storages: Receives the storages that contain the tensors, by file.
 
     Raises:
-        CorruptCheckpointError: It is missing, cut off, or no such file.
-        UntrustedObjectError: It names anything but tensors, containers and plain values.
+        CorruptCheckpointError: The file is missing, truncated, or not a torch.save file.
+        UntrustedObjectError: It names classes other than tensors, containers and plain values.
         UnsupportedStateError: A tensor is not contiguous, or of another byte order.
     """
     with closing(_open_file(directory, file)) as source:
@@ -156,10 +159,10 @@ def read_torch_file(
 
 
 def check_zip_file(directory: ReadDirectory, file: str) -> int:
-    """Read a whole zip, and compare each record with its CRC-32; its size in bytes.
+    """Read a complete zip, and check all records against their CRC-32s. Return its size in bytes.
 
     Raises:
-        CorruptCheckpointError: It is missing, cut off, or a record is not what was written.
+        CorruptCheckpointError: It is missing or truncated, or a record is corrupt.
     """
     with closing(_open_file(directory, file)) as source:
         TorchZip(ReadAheadFile(source, file, _EDGE_BYTES), 0, source.size).check()
@@ -174,14 +177,16 @@ def _open_file(directory: ReadDirectory, file: str) -> FileReader:
 
 
 class TorchZip:
-    """A zip of torch.save, as a part of a file.
+    """torch.save zip inside a file.
 
     Args:
-        start: Offset of the zip in it.
+        ahead: File that contains the zip.
+        start: Offset of the zip in the file.
+        nbytes: Size of the zip.
 
     Raises (on construction):
-        CorruptCheckpointError: There is no whole zip.
-        UnsupportedStateError: It is a file of torch's from before there were zips.
+        CorruptCheckpointError: The zip is incomplete or invalid.
+        UnsupportedStateError: The file has the torch format from before zips.
     """
 
     def __init__(self, ahead: ReadAheadFile, start: int, nbytes: int) -> None:
@@ -194,8 +199,7 @@ class TorchZip:
             raise CorruptCheckpointError(
                 "the file is cut off", file=self.file, expected=expected, found=ahead.size, hint=DAMAGED_FILE_HINT
             )
-        # The first bytes are taken before the last ones, because the last ones are read together with the first ones
-        # of the next zip.
+        # The first bytes are read before the last, because the last are read together with the first of the next zip.
         head = min(nbytes, READ_AHEAD_BYTES if nbytes <= READ_AHEAD_BYTES else _EDGE_BYTES)
         self._head = ahead.read_at(start, head)
         edge = min(nbytes, _EDGE_BYTES)
@@ -216,13 +220,16 @@ class TorchZip:
         convert_parts: Callable[[CompositeTensor], Any] | None = None,
         extra_names: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Any:
-        """What was saved, with a `TensorLocation` for every tensor (see `read_torch_file`). With `allow_strided`, one
-        may have strides.
+        """Read the saved value, with a `TensorLocation` for each tensor (see `read_torch_file`).
 
-        `convert_tensor` gives what stands in the place of a tensor, and `convert_parts` the same of one that consists
-        of several, of what stands in their places; without `convert_parts` it is no plain value. With `tolerant`, an
-        `Opaque` stands for what is no plain value, and nothing is refused for it. `extra_names` are names that the
-        pickle may have besides, with what stands for each.
+        Args:
+            resolve_reference: Function that replaces each reference, given its number. None refuses references.
+            allow_strided: True to allow tensors that are not in C order.
+            tolerant: True to return an `OpaqueStub` for each value that is not plain, instead of raising an error.
+            convert_tensor: Function that converts each tensor.
+            convert_parts: Function that converts a tensor that consists of several converted tensors. None makes such a
+                tensor a value that is not plain.
+            extra_names: Additional names that the pickle may contain, with the replacement of each.
         """
         if f"{self.prefix}byteorder" in self.records and self._read_small_record("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
@@ -270,18 +277,18 @@ class TorchZip:
 
     @property
     def pickle_bytes(self) -> bytes:
-        """The pickle."""
+        """Bytes of the pickle."""
         return self._read_small_record("data.pkl")
 
     def list_storages(self) -> list[StorageLocation]:
-        """All storages, in the order of the file."""
+        """Return all storages, in file order."""
         for name in self.records:
             if name.startswith(f"{self.prefix}data/"):
                 self._locate_stored_record(name.removeprefix(self.prefix))
         return self.list_used_storages()
 
     def list_used_storages(self) -> list[StorageLocation]:
-        """The storages that what was asked for so far lies in, in the order of the file."""
+        """Return the storages of all tensors that were located so far, in file order."""
         places = self._record_locations.items()
         met = [
             StorageLocation(*place, name.removeprefix("data/")) for name, place in places if name.startswith("data/")
@@ -289,22 +296,22 @@ class TorchZip:
         return sorted(met, key=lambda storage: storage.offset)
 
     def check(self) -> None:
-        """Read all of it, and compare each record with its CRC-32, where it has one.
+        """Read the complete zip, and check each record against its CRC-32, if it has one.
 
         Raises:
-            CorruptCheckpointError: A record is not what was written, or is packed as torch.save packs none.
+            CorruptCheckpointError: A record is corrupt, or is packed in a way that torch.save does not use.
         """
         for name, record in self.records.items():
-            if not record.is_plain:  # a load that needs it would refuse it; torch.save compresses nothing
+            if not record.is_plain:  # a load would refuse such a record; torch.save never compresses
                 raise CorruptCheckpointError(
                     f"the zip's directory says of the record {name} that it is compressed or encrypted", file=self.file
                 )
             start, size, crc = self._read_local_header(name)
-            # torch writes 0 where it was told to leave CRC-32s out.
+            # torch writes 0 if CRC-32s are disabled.
             check_crc32(self.ahead.source.read_into, self.file, f"the record {name}", start, size, crc or None)
 
     def _make_broken_error(self, why: str) -> CheckpointError:
-        if _LEGACY_MAGIC in bytes(self._head[:_LEGACY_MAGIC_END]):  # whether it is whole, nobody here can tell
+        if _LEGACY_MAGIC in bytes(self._head[:_LEGACY_MAGIC_END]):  # even if the file is incomplete
             return UnsupportedStateError(
                 "the file was written without torch's zip format (torch before 1.6, or "
                 "_use_new_zipfile_serialization=False), and is not read",
@@ -315,10 +322,10 @@ class TorchZip:
         return CorruptCheckpointError(f"the file is no whole zip of torch.save: {why}"[:300], file=self.file, hint=hint)
 
     def _read_bytes(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the zip.
+        """Return bytes of the zip.
 
         Raises:
-            ValueError: It ends before them.
+            ValueError: The zip ends before them.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError("it points to behind its end")
@@ -330,14 +337,14 @@ class TorchZip:
 
     @cached_property
     def prefix(self) -> str:
-        """What the names of all records begin with."""
+        """Prefix of the names of all records."""
         pickles = [n for n in self.records if n == "data.pkl" or n.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise CorruptCheckpointError("the zip is none of torch.save's: it has no data.pkl", file=self.file)
         return pickles[0].removesuffix("data.pkl")
 
     def _read_small_record(self, name: str) -> bytes:
-        """The bytes of a record that is no storage."""
+        """Read the bytes of a record that is not a storage."""
         start, size, crc = self._locate_stored_record(name)
         data = bytes(self._read_bytes(start - self.start, size))
         if crc and zlib.crc32(data) != crc:
@@ -345,7 +352,13 @@ class TorchZip:
         return data
 
     def _locate_stored_record(self, name: str) -> tuple[int, int, int]:
-        """(offset of the first byte in the file, bytes, CRC-32) of a record that is neither packed nor encrypted."""
+        """Return (offset of the first byte in the file, bytes, CRC-32) of a record that is neither compressed nor
+        encrypted.
+
+        Raises:
+            CorruptCheckpointError: The record is missing.
+            UnsupportedStateError: The record is compressed or encrypted.
+        """
         if (known := self._record_locations.get(name)) is None:
             record = self.records.get(self.prefix + name)
             if record is None:
@@ -360,7 +373,11 @@ class TorchZip:
         return known
 
     def _read_local_header(self, name: str) -> tuple[int, int, int]:
-        """(offset of the first byte in the file, bytes as they stand there, CRC-32) of a record."""
+        """Return (offset of the first byte in the file, stored bytes, CRC-32) of a record.
+
+        Raises:
+            CorruptCheckpointError: The record is not inside the zip.
+        """
         record = self.records[name]
         try:
             head = self._read_bytes(record.header, LOCAL_HEADER.size)
@@ -373,7 +390,7 @@ class TorchZip:
         return self.start + start, record.nbytes, record.crc
 
     def _expand_nested(self, nested: NestedTensorStub) -> dict[str, TensorView]:
-        """The parts of a nested tensor."""
+        """Return the parts of a nested tensor."""
         about = (nested.sizes, nested.strides, nested.offsets)
         sizes, steps, offsets = (self._read_integers(view) for view in about)
         return {
@@ -388,10 +405,10 @@ class TorchZip:
         }
 
     def _read_integers(self, view: TensorView) -> Any:
-        """The elements of a small tensor of integers, in lists.
+        """Return the elements of a small integer tensor as nested lists.
 
         Raises:
-            CorruptCheckpointError: It is no such tensor, or damaged.
+            CorruptCheckpointError: It is another kind of tensor, or corrupt.
         """
         at = self._locate_tensor(view, False)
         data = self._read_small_record(f"data/{view.storage.key}")
@@ -404,7 +421,12 @@ class TorchZip:
         return numbers.tolist()
 
     def _locate_tensor(self, view: TensorView, allow_strided: bool) -> TensorLocation:
-        """Where a tensor lies that the pickle describes as a part of a storage."""
+        """Locate a tensor that the pickle describes as a part of a storage.
+
+        Raises:
+            UnsupportedStateError: The tensor is not contiguous, and `allow_strided` is False.
+            CorruptCheckpointError: The tensor exceeds its storage.
+        """
         dtype, count = dtypes.get_dtype(view.dtype), Box.from_shape(view.shape).size
         start, size, crc = self._locate_stored_record(f"data/{view.storage.key}")
         ordered = not count or _is_contiguous(view.shape, view.strides)
@@ -418,7 +440,7 @@ class TorchZip:
         span = count if ordered else 1 + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
         first, nbytes = view.offset * dtype.itemsize, span * dtype.itemsize
         storage_bytes = view.storage.count * (1 if view.storage.dtype is None else dtype.itemsize)
-        # A pickle may claim anything of a storage: unchecked, a load would read what lies behind it in the file.
+        # A pickle may claim any size of a storage. Without this check, a load would read the bytes that follow it.
         if storage_bytes > size or (count and first + nbytes > storage_bytes):
             raise CorruptCheckpointError(
                 "a tensor reaches past the end of its storage",
@@ -439,7 +461,7 @@ class TorchZip:
 
 
 def _is_contiguous(shape: tuple[int, ...], steps: tuple[int, ...]) -> bool:
-    """Whether elements with these strides lie in C order. The stride of a dim of one element says nothing."""
+    """Return True if strides are those of C order. The stride of a dim of size 1 is ignored."""
     return all(
         actual == step for actual, step, n in zip(steps, compute_strides(shape, 1), shape, strict=True) if n != 1
     )
