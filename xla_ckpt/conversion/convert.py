@@ -157,7 +157,7 @@ def convert(
             for ``"smp"``, where the states are unsharded because the SageMaker library reads no others.
         parity: Parity level of the new tag, as in `save_checkpoint`. The parity of the old tag is not carried over.
         trust_pickle: Load pickled objects that must be written again. Loading them can run arbitrary code.
-        options: Options of the conversion; by default those of `default_options`.
+        options: Options of the conversion; by default the `default_options`.
 
     Raises:
         NoCheckpointError: The tag does not exist.
@@ -355,9 +355,7 @@ class ConversionTarget:
 
     @property
     def _in_place(self) -> bool:
-        """True if the files are written where the readers of the layout expect them, not in a tag directory of this
-        library.
-        """
+        """True if the files are written where the readers of the layout expect them, not in our tag directory."""
         return bool(self.first_marker) and self.store.object_store is not None
 
     def check_free(self, source: Store, tag: str) -> None:

@@ -121,7 +121,7 @@ def diff(
         model: As `shardings`.
         optimizer: As `shardings`.
         llama: As `shardings`, for a Llama-like model.
-        options: Limits on memory and threads; by default those of `default_options`.
+        options: Limits on memory and threads; by default the `default_options`.
 
     Returns:
         A `Difference`; its `same` is True if the tags do not differ.

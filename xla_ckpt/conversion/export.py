@@ -103,7 +103,7 @@ def export_hf(
         dtype: Dtype of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
         model: For tags of other libraries: information that their files do not contain, as for `convert`.
         shardings: As `model`: rules as in `save_checkpoint`.
-        options: Options of the export; by default those of `default_options`.
+        options: Options of the export; by default the `default_options`.
 
     Raises:
         NoCheckpointError: The tag does not exist.

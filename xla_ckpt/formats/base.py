@@ -103,7 +103,7 @@ class TargetTopology:
     """True if the optimizer states are sharded over dp; None keeps the choice of the old job, or of the layout."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Content of the config.json of the model; empty if there is none."""
+    """Content of the config.json of the model; empty without a config.json."""
 
 
 class StoredState(Protocol):
@@ -122,9 +122,7 @@ class StoredState(Protocol):
         """Leaf path of the state to convert: the root, or a part that the caller selected."""
 
     def beside(self, name: str, limit: int) -> bytes | None:
-        """Return the first `limit` bytes of a file in the root directory, outside the tags; None if it does not
-        exist.
-        """
+        """Return up to `limit` first bytes of a file in the root, outside the tags; None if it does not exist."""
 
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
         """Build a part of the state, with the result of `array` for (leaf path, kind) in place of each array.
@@ -177,7 +175,7 @@ class Layout:
     """Alternative names in conversions."""
 
     origin: str = ""
-    """Library that writes tags of this layout without our manifest, for listings. Empty if there is none."""
+    """Library that writes tags of this layout without our manifest, for listings. Empty if no library does."""
 
     saves: bool = False
     """True if a job can save in this layout."""
@@ -259,9 +257,7 @@ class Layout:
         return ""
 
     def saved_over(self, store: Store, tag: str) -> str:
-        """Return a hint for a tag of this library that another library may have overwritten: how to read it as the
-        other's.
-        """
+        """Return a hint for a tag that another library may have overwritten: how to read it as that library's."""
         return ""
 
     def tag_of(self, entry: TagEntry) -> str:

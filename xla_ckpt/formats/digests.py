@@ -43,7 +43,7 @@ def dump_digests(files: Sequence[FileRecord]) -> bytes:
     """Serialize the digest file. Equal records give equal bytes.
 
     Raises:
-        FormatError: The records are not those of one directory.
+        FormatError: The records do not describe one directory.
 
     >>> parse_digests(dump_digests([make_file_record("model_0.pt", b"...")]))[0].size
     3
@@ -81,7 +81,7 @@ def parse_digests(data: bytes) -> tuple[FileRecord, ...]:
 
 
 def _check_names(files: Sequence[FileRecord]) -> None:
-    """Check that records can be those of all files of a directory.
+    """Check that records can describe all files of a directory.
 
     Raises:
         FormatError: There are no records, duplicate paths, or a record of the digest file itself.

@@ -108,8 +108,8 @@ def infer_names_by_order(
 
     Args:
         shapes: Shape of each number, if known.
-        models: Shapes of candidate parameters in model order; the likeliest candidates first. The last candidates are
-            also tried without buffers.
+        models: Shapes of candidate parameters in model order; the likeliest candidates first. If nothing else
+            matches, the last candidates are tried without buffers.
     """
     without_buffers = {name: shape for name, shape in models[-1].items() if not name.endswith(_BUFFER_SUFFIXES)}
     ways = (infer_parameter_names(numbers, shapes, model) for model in (*models, without_buffers))
@@ -130,9 +130,7 @@ def _may_be_state_of(state: Any, wanted: tuple[int, ...] | None) -> bool:
 
 
 def _drop_tied_names(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model with each array only under its first name, because an optimizer contains a tied parameter
-    once.
-    """
+    """Return the model with each array only under its first name: an optimizer contains a tied parameter once."""
     seen: set[int] = set()
     by_first_name = {}
     for name, value in model.items():

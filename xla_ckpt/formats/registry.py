@@ -87,7 +87,7 @@ def list_convertible_layouts() -> tuple[str, ...]:
 
 
 def get_layout(name: str, *, allowed: Sequence[str] | None = None) -> Layout:
-    """Return the layout with this name. `allowed` restricts the names; by default those of conversions.
+    """Return the layout with this name. `allowed` restricts the names; by default to those that conversions can write.
 
     Raises:
         UsageError: The name is unknown or not allowed.

@@ -241,8 +241,7 @@ def open_for_scan(store: Store, tag: str, open_directory: Callable[[], R]) -> It
 
 
 MAX_JSON_BYTES = 1 << 26
-"""Maximum size (bytes) of a JSON file of another library. Such files are read completely; real ones are much
-smaller."""
+"""Maximum size (bytes) of a JSON file of another library, which is read completely. Real ones are much smaller."""
 
 
 def make_foreign_head(tag: str, created: str = "") -> ManifestHeader:

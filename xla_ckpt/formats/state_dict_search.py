@@ -3,7 +3,7 @@
 One order of precedence applies to all formats with arbitrarily nested states. An optimizer is recognized by its
 structure, independent of its key. The model is located by, in order: the file's own metadata, the parameter names of
 the target, a conventional key such as ``model``, and the parameter names of the optimizer. `build_training_state` then
-renames the members to those of the program and unflattens the optimizer; all other values become extras.
+renames the members to the names in the program and unflattens the optimizer; all other values become extras.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _find_model(
     if len(by_optimizer) == 1:
         return by_optimizer[0]
     top = next((place for place in places if not place.path), LocatedDict((), {}))
-    # There is no other evidence: the state contains only arrays with dotted names, or these and an optimizer.
+    # No other evidence exists: the state contains only arrays with dotted names, or these and an optimizer.
     alone = bool(optimizers) or (len(top.members) == len(tree) and all(map(classifier.is_array, top.members.values())))
     return top if alone and any("." in name for name in top.members) else None
 
@@ -315,9 +315,7 @@ def _join_nested_names(members: Mapping[str, Any], wanted: set[str]) -> dict[str
 
 
 def _find_scheduler(tree: Mapping[str, Any], above: set[KeyPath], taken: set[KeyPath]) -> LocatedDict | None:
-    """Return the scheduler state at the top level, or next to the model or optimizer, if it is not part of another
-    member.
-    """
+    """Return the scheduler state at the top level or next to a member, unless it is part of another member."""
     parts = {path[:n] for path in taken for n in range(1, len(path))}
     for place in iterate_dicts(tree):
         if not place.path or place.path in above:
@@ -397,9 +395,7 @@ def _build_optimizer(members: Mapping[str, Any], model: Sequence[str], hints: Lo
 
 
 def _unwrap_zero1_state(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Unwrap a nested optimizer: torch_xla's ZeRO-1 has an empty `state`, and stores states in the wrapped
-    optimizer.
-    """
+    """Unwrap a nested optimizer: torch_xla's ZeRO-1 stores states in the wrapped optimizer, not in `state`."""
     unwrapped = dict(members)
     if not unwrapped.get(schema.STATE) and isinstance(unwrapped.get(_BASE_STATE), dict):
         unwrapped[schema.STATE] = unwrapped.pop(_BASE_STATE)

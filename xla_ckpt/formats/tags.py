@@ -49,8 +49,7 @@ MAX_NAMES_CHECKED = 100
 
 
 def list_all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
-    """List all complete tags, oldest first, with the layout that opens each: None for tags of this library with a
-    manifest.
+    """List all complete tags, oldest first, with the layout that opens each: None for tags with a manifest.
 
     Tags without a commit number come first, because tags of this library continue them.
 
@@ -85,8 +84,7 @@ def list_tag_names(store: Store) -> list[str]:
 
 
 def find_unlisted_checkpoints(store: Store, tags: Iterable[TagEntry], limit: int) -> list[tuple[str, Layout, TagEntry]]:
-    """Find checkpoints of other libraries in a root directory that are not listed as tags. Return (name, layout,
-    entry).
+    """Find checkpoints of other libraries in a root that are not listed as tags. Return (name, layout, entry).
 
     These are checkpoints that are only opened by their own path, such as torch.save files, and incomplete tags.
 
@@ -182,9 +180,7 @@ def _parse_created(entry: TagEntry) -> float:
 
 
 def find_foreign_tag(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
-    """Find a tag that another library wrote or can read as its own, complete or not, and its layout; None if there
-    is none.
-    """
+    """Find a tag that another library wrote or can read, complete or not, and its layout; None if there is none."""
     root = open_root(store)
     if _may_be_foreign(root, tag):
         for layout in list_layouts():
@@ -218,8 +214,7 @@ def _contains_tags(root: Store, layout: Layout) -> bool:
 
 
 def find_tag_at_root(root: Store) -> tuple[Store, str] | None:
-    """Return (root directory, tag) if a root is itself a tag, or (parent directory, name) of another library's
-    checkpoint.
+    """Return (root directory, tag) if a root is itself a tag, or (parent, name) of a foreign checkpoint.
 
     A directory that contains tags is their root, independent of its other files: always for tags of this library, and
     for tags of another library if the layout may hold tags.
@@ -389,8 +384,7 @@ def _describe_foreign_checkpoints(others: Sequence[tuple[str, Layout, TagEntry]]
 
 
 def find_writers(path: PathLike) -> tuple[str, list[str]] | None:
-    """Return the writer of the checkpoints at a path, and the names of the tags; no names if the path is one
-    checkpoint.
+    """Return the writer of the checkpoints at a path, and their tags; no tags if the path is one checkpoint.
 
     For callers that expected other content there. None if there are no checkpoints, or the path cannot be read.
     """
@@ -425,8 +419,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def suggest_path(path: str) -> str:
-    """Return a ": did you mean ...?" suffix for a path that does not exist; empty if the path exists or nothing is
-    similar.
+    """Return a ": did you mean ...?" suffix for a missing path; empty if it exists or nothing is similar.
 
     The first missing directory on the path is assumed to be misspelt.
     """

@@ -106,7 +106,7 @@ class LlamaJob:
             own: Configuration in the checkpoint itself, or None.
 
         Raises:
-            UsageError: An argument needs a configuration, and there is none; or the configuration is of another kind of
+            UsageError: An argument needs a configuration, which is missing; or the configuration is of another kind of
                 model.
             StorageError: The configuration cannot be read.
         """

@@ -56,8 +56,7 @@ class KVReplication:
 def detect_fusion_scheme(
     leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, replication: KVReplication
 ) -> FusionScheme:
-    """Return the form in which the projections are stored, and the replication of keys and values, which orders the
-    heads.
+    """Return the form of the stored projections, and the replication of keys and values, which orders the heads.
 
     Raises:
         IncompatibleCheckpointError: Layers have different forms, or the order is unknown.

@@ -71,8 +71,7 @@ def build_mapped_arrays(
     Args:
         segments: All segments of each new array.
         leaves: Leaf path of each stored array, by name.
-        to_hf: True if the new names are the Hugging Face names and the stored names those of the job; otherwise the
-            reverse.
+        to_hf: True to convert from the names of the job to the Hugging Face names; False for the reverse.
 
     Raises:
         IncompatibleCheckpointError: A part of an array is not stored, or its sharding is unknown.
@@ -91,7 +90,7 @@ def build_mapped_arrays(
 def _compose_array(
     name: str, segments: list[SegmentMapping], leaves: Mapping[str, str], manifest: Manifest, *, to_hf: bool
 ) -> DerivedArray:
-    """Return the regions of a new array. Its size along the other dims is that of the stored arrays."""
+    """Return the regions of a new array. Its size along the other dims is taken from the stored arrays."""
     olds = [link.job_name if to_hf else link.hf_name for link in segments]
     missing = next((old for old in olds if old not in leaves), None)
     if missing is not None:
@@ -218,8 +217,7 @@ def _list_qkv_segments(
 
 
 def get_hf_names(name: str) -> tuple[Projection | None, list[str]]:
-    """Return the Hugging Face names of the parts of a neuronx-distributed array; empty for a buffer that is not
-    stored.
+    """Return the Hugging Face names of the parts of a neuronx-distributed array; empty for an unsaved buffer.
 
     The projection is the form that the name belongs to; None if the array is not a projection of queries, keys or
     values.
@@ -248,7 +246,7 @@ _PROJECTION_DIMS = {
     "mlp.up_proj": ("intermediate", "hidden"),
     "mlp.down_proj": ("hidden", "intermediate"),
 }
-"""Dims of the Hugging Face projections: rows of the weight (equal to those of the bias), and columns."""
+"""Dims of the Hugging Face projections: rows of the weight (equal to the rows of the bias), and columns."""
 
 _NORM_DIMS = {"input_layernorm.weight": ("hidden",), "post_attention_layernorm.weight": ("hidden",)}
 

@@ -200,8 +200,7 @@ class DcpFiles(ScannedFiles):
         tensor: Callable[[TensorLocation], Any] = lambda place: place,
         parts: Callable[[CompositeTensor], Any] | None = None,
     ) -> Any:
-        """Read the content of the zip in a span, with tensors converted by `tensor` and `parts` (see
-        `TorchZip.read_value`).
+        """Read the zip in a span, with tensors converted by `tensor` and `parts` (see `TorchZip.read_value`).
 
         Raises:
             CheckpointError: The zip is incomplete, or of an unsupported kind.
@@ -259,8 +258,7 @@ class DcpFiles(ScannedFiles):
 
 
 def _merge_contents(parts: Sequence[DcpContents]) -> DcpContents:
-    """Merge the contents of ranks that saved without communication: chunks of all ranks, and the first of duplicate
-    values.
+    """Merge the contents of ranks that saved without communication: all chunks, and the first of equal keys.
 
     Raises:
         CorruptCheckpointError: A tensor has different dtypes or shapes on two ranks.

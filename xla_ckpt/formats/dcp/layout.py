@@ -32,8 +32,7 @@ TORCHTITAN = "torchtitan"
 
 
 class DcpLayout(Layout):
-    """Directories that stock ``dcp.load`` reads. Tags of this library have a manifest with digests next to
-    ``.metadata``.
+    """Directories that stock ``dcp.load`` reads. Tags of this library also have a manifest with digests.
 
     Args:
         name: ``dcp`` uses the keys of ``get_state_dict`` below ``model`` and ``optimizer``; ``torchtitan`` uses the

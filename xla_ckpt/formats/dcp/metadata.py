@@ -146,7 +146,7 @@ class _StorageStub(_Stub):
 
 
 def _ignore(*_: Any) -> None:
-    """Stub for a callable that is irrelevant to tensors."""
+    """Ignore the arguments of a callable that is irrelevant to tensors."""
 
 
 _ALLOWED_NAMES: Mapping[str, Any] = {
@@ -359,9 +359,7 @@ SHARD_NAME = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors
 
 
 def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
-    """Return the DCP directory with this name, complete or not; None if it is not one. Its time is that of its
-    metadata.
-    """
+    """Return the DCP directory with this name, complete or not, dated by its metadata; None if it is not one."""
     try:
         time = store.get_modified_time(f"{tag}/{METADATA_FILE}") or store.get_modified_time(f"{tag}/__0{METADATA_FILE}")
         if time is None:

@@ -30,8 +30,7 @@ OBJECTS_FILE = "objects.distcp"
 
 
 def build_index_files(reader: TagReader, *, trust: bool, flat: bool) -> dict[str, bytes]:
-    """Build the files that make a written directory readable by DCP, as name -> bytes. `flat` selects the torchtitan
-    keys.
+    """Build the files that complete a DCP directory, as name -> bytes. `flat` selects the torchtitan keys.
 
     Raises:
         UntrustedObjectError: A value needs a class of a module that is not imported, and `trust` is False.

@@ -212,10 +212,9 @@ def require_contents(files: DcpFiles) -> DcpContents:
 
 
 def _read_stored_values(files: DcpFiles) -> StoredValues:
-    """Return (path, value) of all stored values: an `ArrayRecord` or `UnreadableArray` for a tensor, otherwise the
-    value.
+    """Return (path, value) of all stored values: an `ArrayRecord` or `UnreadableArray` for each tensor.
 
-    Values can contain records. A value that is not read without trust is an `UntrustedObject`.
+    Any other value is returned itself, and can contain records. A value that needs trust is an `UntrustedObject`.
 
     Raises:
         CheckpointError: See `open_dcp`.

@@ -49,7 +49,7 @@ class DcpItem:
 def list_items(skeleton: Json, *, flat: bool = False) -> list[DcpItem]:
     """Return all values of a state.
 
-    With `flat` the keys are those of torchtitan. The model has no prefix, so its keys are those of
+    With `flat` the keys are as in torchtitan. The model has no prefix, so its keys are the keys of
     ``model.state_dict()``. The optimizer is one dict, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``:
     each parameter has the hyperparameters of its group. The key of the scheduler is ``lr_scheduler``.
 

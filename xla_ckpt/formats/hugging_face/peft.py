@@ -1,7 +1,7 @@
 """The PEFT layout: only adapters, as one safetensors file and ``adapter_config.json``, for PEFT and transformers to
 load.
 
-neuronx-distributed's `LoraModel` names its arrays like PEFT, without the prefix, and its configuration has nearly
+The neuronx-distributed `LoraModel` names its arrays like PEFT, without the prefix, and its configuration has nearly
 the same fields. Adapters that neuronx-distributed cannot represent raise an error. Other fields of the PEFT file are
 kept and written again. The state of a `PeftModel` has the name of the adapter in its array names, which PEFT files
 omit; fully trained modules have their original names in files (peft/utils/save_and_load.py,
@@ -51,7 +51,7 @@ _UNSUPPORTED_OPTIONS = ("use_dora", "trainable_token_indices", "target_parameter
 
 
 def is_peft_state(names: Iterable[str]) -> bool:
-    """Return True if the names are those of a `PeftModel` state.
+    """Return True if the names are from the state of a `PeftModel`.
 
     >>> is_peft_state(["base_model.model.q.lora_A.default.weight"]), is_peft_state(["q.lora_A.weight"])
     (True, False)
@@ -102,7 +102,7 @@ def make_inference_config(text: bytes | None, file: str) -> bytes:
     """Return the PEFT configuration in the form for inference.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The configuration is missing.
         UnsupportedStateError: It describes arrays whose names are unknown here.
         FormatError: It is corrupt.
     """
@@ -188,7 +188,7 @@ class PeftLayout(HuggingFaceLayout):
                 else None
             )
         arrays, files = scan_model(directory, ADAPTER_WEIGHTS_FILE)
-        # Names are those of the base model, and the configuration is stored with the arrays.
+        # The arrays have the names of the base model, and the configuration is stored with the arrays.
         model: dict[str, Any] = {name.removeprefix(PEFT_PREFIX): array for name, array in arrays.items()}
         model |= {} if config is None else {schema.LORA_CONFIG: config}
         return build_scanned_manifest(tag, flatten_model(model), files)[0]
@@ -216,8 +216,7 @@ class PeftLayout(HuggingFaceLayout):
 
 
 def parse_adapter_config(text: bytes) -> dict[str, Any]:
-    """Parse a PEFT or neuronx-distributed configuration into the fields of neuronx-distributed. Other PEFT fields are
-    kept.
+    """Parse a PEFT or neuronx-distributed configuration into the fields of the latter, and keep other fields.
 
     Raises:
         UnsupportedStateError: neuronx-distributed does not support such adapters.

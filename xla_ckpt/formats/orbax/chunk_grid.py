@@ -24,8 +24,7 @@ MAX_CHUNK_BYTES = 1 << 26
 """Maximum size (bytes) of a chunk if no rank splits the rows, unless a single row is larger."""
 
 MAX_RUNS = 1 << 16
-"""Maximum number of runs of bytes that a rank writes of one array. Only parts that match no reasonable grid exceed
-it."""
+"""Maximum number of runs of bytes that a rank writes of one array. Only irregular parts exceed it."""
 
 Steps = tuple[int, ...]
 """Number per dim that divides all positions at which an array is split along it; 0 where it is not split."""
@@ -45,8 +44,7 @@ def compute_steps(boxes: Iterable[Box], shape: Sequence[int]) -> Steps:
 
 
 RankParts = Mapping[str, Any]
-"""Parts that a rank publishes, as JSON: leaf path -> shape of the array, and (start, stop) of each part that it
-writes."""
+"""Parts that a rank publishes and writes, as JSON: leaf path -> shape of the array, (start, stop) of each part."""
 
 
 @dataclass(frozen=True, slots=True)

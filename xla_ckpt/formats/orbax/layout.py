@@ -57,7 +57,7 @@ _STEPS_FOLDER = "checkpoints"
 
 
 def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
-    """Return the orbax checkpoint with this name, complete or not; None if there is none."""
+    """Return the orbax checkpoint with this name, complete or not; None if it does not exist."""
     if not _may_be_named(tag):
         return None
     places = (tag, f"{_STEPS_FOLDER}/{tag}") if is_step_name(tag) else (tag,)
@@ -102,7 +102,7 @@ def _find_missing_items(store: Store, tag: str, directory: str) -> CorruptCheckp
 
 
 def _is_array_handler(handler: object) -> bool:
-    """Return True if the orbax class name of a handler is that of a handler for trees of arrays.
+    """Return True if an orbax handler, given its class name, handles trees of arrays.
 
     >>> _is_array_handler("orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler")
     True

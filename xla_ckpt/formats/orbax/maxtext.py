@@ -146,7 +146,7 @@ def maxtext_names(
         config: Configuration of the transformers model, ``model.config``, or a dict of its content. Its
             `model_type` is ``llama``, ``mistral``, ``mixtral``, ``gemma``, ``gemma2`` or ``gemma3_text``. Its numbers
             of layers and heads are checked against the arrays. Without it, the rules are for a Llama or
-            a Mistral, and only for reading, because the head size is recorded nowhere else.
+            a Mistral, and only for reading, because only the configuration contains the head size.
         scan_layers: True to write all layers of a model as one array. All forms can be read.
 
     Raises:

@@ -158,7 +158,7 @@ _ARRAY_METADATA_FILES = (".zarray", ".zattrs", "zarr.json")
 
 
 def list_array_names(keys: Sequence[str]) -> list[str]:
-    """Return the names of the arrays in a store. Older versions of orbax record them nowhere else.
+    """Return the names of the arrays in a store, for older versions of orbax that do not record them.
 
     >>> list_array_names(["a.b/.zarray", "a.b/0", "c/.zarray"])
     ['a.b', 'c']

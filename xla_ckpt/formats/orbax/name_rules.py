@@ -1,6 +1,6 @@
-"""Name rules: map the arrays of a JAX program to those of a torch model, and back. Pure.
+"""Name rules: map the arrays of a JAX program to the arrays of a torch model, and back. Pure.
 
-JAX kernels are (in, out) where torch's are (out, in), heads may be a separate dim, and all layers of a model may be
+JAX kernels are (in, out) and torch weights (out, in), heads may be a separate dim, and all layers of a model may be
 stacked in one array with a layer dim. A rule names the dims before and after, like einops, and may multiply and add. A
 chunk is decoded, its dims are transposed, and the manifest maps its parts to arrays. A `Renaming` is used in both
 directions: for reading, and for writing under the names of the JAX program.
@@ -223,7 +223,7 @@ def register_names(rules: Iterable[tuple[str, str, str]]) -> None:
     tree: ``register_names([])`` removes the rules.
 
     Args:
-        rules: (path, name, pattern). The path is that of the array in the tree, with slashes; ``{number}`` in it
+        rules: (path, name, pattern). The path is the path of the array in the tree, with slashes; ``{number}`` in it
             matches any number. The pattern names the dims of the stored array and of the model array, as in einops. A
             dim that is missing after the arrow numbers the arrays: ``{layer}`` in the name is its index, and
                 ``{2*layer+1}`` is
@@ -347,9 +347,7 @@ class Renaming:
         return wide.astype(elements.dtype)
 
     def to_stored(self, elements: Any, chunk: Box) -> Any:
-        """Convert the elements of a chunk to their stored form: the inverse of `to_model_order` and
-        `to_model_values`.
-        """
+        """Convert elements of a chunk to their stored form: the inverse of `to_model_order` and `to_model_values`."""
         sizes = self._get_lengths(chunk)
         elements = elements.reshape([sizes[axis] for axis in self.axis_order])
         elements = elements.transpose([self.axis_order.index(axis) for axis in sizes]).reshape(chunk.shape)

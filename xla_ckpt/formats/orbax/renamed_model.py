@@ -77,9 +77,7 @@ def assemble_model(reader: TagReader, rules: Sequence[NameRule]) -> TagReader:
 
 
 def _collect_model_arrays(manifest: Manifest) -> dict[str, tuple[str, ArrayRecord]]:
-    """Return the leaf path and record of each array by its name in the model. Only the first name of tied arrays is
-    used.
-    """
+    """Return leaf path and record of each array by its name in the model. Tied arrays have their first name."""
     model: dict[str, tuple[str, ArrayRecord]] = {}
     for leaf in find_arrays(manifest.skeleton, paths.ROOT):
         if not paths.is_under(leaf, schema.MODEL) or leaf in manifest.aliases:

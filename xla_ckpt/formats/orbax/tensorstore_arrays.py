@@ -197,9 +197,7 @@ class DecodedArray:
         return part.read(), copy
 
     def _read_reordered(self, renaming: Renaming, row: int, low: int, high: int) -> Any:
-        """Read bytes of a chunk in the order of the model. The decoded chunk is cached, so that there is one copy of
-        it.
-        """
+        """Read bytes of a chunk in the order of the model. Only the decoded chunk is cached."""
         chunk, itemsize = self._get_chunk_box(row), self.dtype.itemsize
         part = self._array[tuple(slice(a, b) for a, b in zip(chunk.start, chunk.stop, strict=True))]
         ordered = self._chunk_cache.get(
@@ -306,8 +304,7 @@ def make_file_kvstore(directory: FileSystemDirectory) -> dict[str, Any]:
 
 
 def make_bucket_kvstore(place: BucketLocation) -> dict[str, Any] | None:
-    """Return the tensorstore key-value store of a directory in a bucket; None if tensorstore does not support the
-    bucket.
+    """Return the tensorstore key-value store of a directory in a bucket; None if tensorstore lacks support.
 
     Credentials are found by the AWS SDK for S3, and by tensorstore for Google Cloud Storage. Another server than
     Google's can only be set by the environment variable ``TENSORSTORE_GCS_HTTP_URL``.

@@ -42,8 +42,7 @@ def compute_chunk_costs(uncached_sizes: Iterable[int], cached_sizes: Iterable[in
 
 
 class ChunkCache:
-    """LRU cache of computed chunks. A chunk may contain a part of each layer of a model, and is computed once for all
-    layers.
+    """LRU cache of computed chunks. A chunk with parts of several layers is computed once for all of them.
 
     The cached chunks have at most `CHUNK_CACHE_BYTES`, except for a single larger chunk. Thread-safe.
     """

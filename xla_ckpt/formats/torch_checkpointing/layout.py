@@ -105,7 +105,7 @@ def get_file_name(item: str, rank: int) -> str:
 
 
 def parse_rank(path: str) -> int | None:
-    """Return the rank in a default file name; None if there is none."""
+    """Return the rank in a default file name; None for any other name."""
     named = _RANK_FILE_NAME.fullmatch(path)
     return None if named is None else int(named[2])
 

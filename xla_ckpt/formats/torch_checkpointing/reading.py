@@ -457,9 +457,7 @@ class _DirectoryScan(ScannedFiles):
             tree = read_stored_tree(self.files, ahead, lambda at: at, DTENSOR_STUBS, check_crcs=not self.is_verified)
 
         def as_part(keys: KeyPath, leaf: Any) -> Any:
-            """Mark a plain tensor that is a part of an array: files of this library record this only in the
-            metadata.
-            """
+            """Mark a plain tensor that is a part of an array, which only the metadata record for our files."""
             cutting = cuttings.get(keys)
             if not isinstance(leaf, TensorLocation) or leaf.part is not None or cutting is None:
                 return leaf
@@ -468,9 +466,7 @@ class _DirectoryScan(ScannedFiles):
         return map_leaves(tree, as_part, is_leaf=has_custom_class) if cuttings else tree
 
     def _read_safetensors(self, path: str, cuttings: Mapping[KeyPath, DTensorLayout]) -> Any:
-        """Read a safetensors file. Names of nested tensors are joined by dots, and are split according to the
-        metadata.
-        """
+        """Read a safetensors file. Dotted names of nested tensors are split according to the metadata."""
         record, _, tensors = scan_safetensors_file(self.directory, path)
         self.add(FileRecord(path=path, size=record.size))
         keys_of = {".".join(map(str, keys)): keys for keys in cuttings}

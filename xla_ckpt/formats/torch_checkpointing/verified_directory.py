@@ -1,7 +1,7 @@
 """A directory in which every read is verified by the digests of complete files.
 
-This is for files whose blocks are those of the file, not of the arrays in it, because they were digested as a stream
-(`StreamDigester`). A read covers all blocks that it overlaps.
+This is for files that were digested as a stream (`StreamDigester`), so that digests cover blocks of the file, not of
+the arrays in it. A read covers all blocks that it overlaps.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ ItemTrees = Mapping[str, Any]
 
 
 def split_into_items(members: Mapping[str, Any], rank: int, world: int) -> ItemTrees:
-    """Split a state into items: its members, and those of `extras`. Rank-local state is that of the given rank.
+    """Split a state into items: its members, and the members of `extras`. Rank-local state is that of `rank`.
 
     Raises:
         UnsupportedStateError: Two items have the same name, or a name is not a valid file name.
@@ -302,9 +302,7 @@ def _build_metadata_file(reader: TagReader, *, trees: ItemTrees) -> dict[str, by
 
 
 def _build_groups(leaf: str, record: ArrayRecord, parts: Sequence[tuple[Box, int]]) -> list[Any]:
-    """Describe the parts of an array, (box, rank) of each: in one group if they are equal chunks, otherwise one per
-    part.
-    """
+    """Describe the parts of an array, (box, rank) of each: in one group, or one per part if chunks are unequal."""
     boxes, ranks = zip(*(parts or [(Box.from_shape(record.shape), 0)]), strict=True)
     chunks = [find_chunk_position(box, record.shape, leaf) for box in boxes]
     counts = [tuple(k for k, _ in of_box) for of_box in chunks]

@@ -39,9 +39,7 @@ _NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
 
 
 def refuse_state(kind: type[T]) -> type[T]:
-    """Class decorator for stubs that refuse a state from a pickle. Must be outermost: dataclasses define
-    `__setstate__`.
-    """
+    """Make instances of a stub class refuse a state from a pickle. Apply it last: dataclasses set `__setstate__`."""
 
     def refuse(self: object, _: Any) -> None:
         raise ValueError(f"a state for a {type(self).__name__}, which has none")
@@ -82,8 +80,7 @@ class TensorView:
     strides: tuple[int, ...]
 
     part: Any = None
-    """Array that the tensor is a part of, such as a DTensor, if the caller of `load_pickle` passes a stub that sets
-    it."""
+    """Layout of the array that the tensor is a part of (a DTensor), if a stub of the caller sets it."""
 
 
 @refuse_state

@@ -143,7 +143,7 @@ def _dump(tree: Any, leaf: str, make_pickler: Callable[[io.BytesIO], Any]) -> by
     try:
         make_pickler(buffer).dump(tree)
     except CheckpointError:
-        raise  # these errors are more specific than those of pickle
+        raise  # these errors are more specific than pickle errors
     except Exception as error:
         # Objects may raise any exception while they are pickled.
         raise UnsupportedStateError(f"it cannot be pickled: {error}", leaf=leaf) from error

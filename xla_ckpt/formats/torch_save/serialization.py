@@ -89,7 +89,9 @@ def load_whole_file(
     """Read the content of a file: as `read_whole_file`, or with trust as torch.load, which may run code in the file.
 
     Args:
-        put: As in `read_whole_file`, only without trust; likewise `more`.
+        put: As in `read_whole_file`; ignored with trust.
+        reference: As in `read_whole_file`.
+        more: As in `read_whole_file`; ignored with trust.
         options: Options for torch.load with trust: ``map_location``, ``pickle_module``.
 
     Raises:
@@ -261,9 +263,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def move_to_host(tree: Any) -> Any:
-    """Return the containers with all XLA tensors moved to the CPU in one batch; without XLA tensors, the tree
-    itself.
-    """
+    """Return the containers with all XLA tensors moved to the CPU in one batch; without any, the tree itself."""
     tensors = collect_xla_tensors(tree)
     if not tensors:
         return tree

@@ -191,9 +191,7 @@ class _TreeConverter:
         return type(value)(members)  # type: ignore[call-arg]
 
     def _filter_metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the plain values in the metadata of a module, usually its version. Classes of the program need
-        trust.
-        """
+        """Return the plain values in the metadata of a module (usually its version); classes need trust."""
         plain = {}
         for name, value in metadata.items():
             if isinstance(value, Mapping):
@@ -416,9 +414,7 @@ def _scan_state(
 
 
 def _read_tree(directory: CrcCheckedDirectory, file: str, records: list[FileRecord]) -> Any:
-    """Read the content of a file, with a record for each tensor. Records of tensor files precede the record of the
-    file.
-    """
+    """Read the content of a file, with a record for each tensor, and add the records of all files."""
     of_files = _TensorRecords(records)
     tensors: dict[int, TensorLocation] = {}
 

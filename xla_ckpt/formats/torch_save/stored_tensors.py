@@ -27,8 +27,7 @@ _COMPARE_BYTES = 1 << 20
 
 
 def is_same_tensor(directory: ReadDirectory, one: TensorLocation, other: TensorLocation) -> bool:
-    """Return True if two tensors have the same dtype, shape and bytes. If they are not in C order, only CRC-32s are
-    compared.
+    """Return True if two tensors are equal in dtype, shape and bytes; by CRC-32s only, if not in C order.
 
     Raises:
         CorruptCheckpointError: A file ends inside of a tensor.

@@ -388,7 +388,7 @@ def load_pickle(
 
 
 def load_single_tensor(data: bytes) -> TensorView | None:
-    """Return the tensor in a pickle that contains nothing else; None if it contains more, or is corrupt.
+    """Return the tensor in a pickle that contains only a tensor; None if it contains more, or is corrupt.
 
     torch_xla's `serialization.save` writes a file for each tensor. All tensors of one shape have the same pickle there,
     which is parsed once.
@@ -414,10 +414,10 @@ MAX_PICKLE_DEPTH = 100
 
 
 def replace_tensors(value: Any, replace_leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
-    """Rebuild containers of the same classes, with ``replace_leaf(value)`` for each `TensorView` and
-    `TensorReferenceStub`.
+    """Rebuild containers, with each `TensorView` and `TensorReferenceStub` replaced by ``replace_leaf``.
 
-    The same applies to each `CompositeTensor`, after its members have been replaced, and to each `NestedTensorStub`.
+    Containers keep their classes. Each `CompositeTensor`, after its members, and each `NestedTensorStub` are also
+    replaced.
 
     Args:
         file: File that contains the value, for errors.

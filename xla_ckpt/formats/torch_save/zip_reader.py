@@ -352,8 +352,7 @@ class TorchZip:
         return data
 
     def _locate_stored_record(self, name: str) -> tuple[int, int, int]:
-        """Return (offset of the first byte in the file, bytes, CRC-32) of a record that is neither compressed nor
-        encrypted.
+        """Return (offset of the first byte in the file, bytes, CRC-32) of an uncompressed, unencrypted record.
 
         Raises:
             CorruptCheckpointError: The record is missing.
@@ -461,7 +460,7 @@ class TorchZip:
 
 
 def _is_contiguous(shape: tuple[int, ...], steps: tuple[int, ...]) -> bool:
-    """Return True if strides are those of C order. The stride of a dim of size 1 is ignored."""
+    """Return True if the strides correspond to C order. The stride of a dim of size 1 is ignored."""
     return all(
         actual == step for actual, step, n in zip(steps, compute_strides(shape, 1), shape, strict=True) if n != 1
     )
