@@ -1,7 +1,7 @@
 """Plan saves and conversions to orbax items: zarr (version 2) chunks of arrays, and the tree in JSON.
 
 orbax reads arrays that are uncompressed and not in one database like its own. So each chunk is a file of elements in
-C order, which the manifest locates and has a digest of. Each rank writes complete chunks of the arrays that it holds.
+C order, and the manifest contains its location and digest. Each rank writes complete chunks of the arrays it holds.
 One replica of each part is written, and the writers are distributed over the ranks. All ranks publish how they split
 the arrays before anything is written, so that they agree on one grid of chunks.
 """

@@ -457,7 +457,7 @@ class _DirectoryScan(ScannedFiles):
             tree = read_stored_tree(self.files, ahead, lambda at: at, DTENSOR_STUBS, check_crcs=not self.is_verified)
 
         def as_part(keys: KeyPath, leaf: Any) -> Any:
-            """Mark a plain tensor that is a part of an array, which only the metadata record for our files."""
+            """Mark a plain tensor as a part of an array. Our own files record this only in the metadata."""
             cutting = cuttings.get(keys)
             if not isinstance(leaf, TensorLocation) or leaf.part is not None or cutting is None:
                 return leaf

@@ -1,4 +1,4 @@
-"""Plan saves and conversions that the package's own `CheckpointManager.load(..., into=...)` reads.
+"""Plan saves and conversions that the torch_checkpointing `CheckpointManager.load(..., into=...)` reads.
 
 Each rank has a torch.save file for each item, with all of its plain values, and with the parts of arrays that this rank
 writes, as plain tensors. ``metadata.pkl`` describes these parts, so that the resharder of the package can load them for
