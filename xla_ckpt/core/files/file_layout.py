@@ -81,7 +81,7 @@ def get_static_framing(layout: FileLayout) -> Framing | None:
 
 
 def create_record_with_regions(path: str, layout: FileLayout, framing: Framing, digests: Sequence[int]) -> FileRecord:
-    """Create the record of a file that does not contain the digests of its own regions."""
+    """Create the record of a file that does not contain the digests of its regions."""
     between = b"".join(text for _, text in framing)
     return FileRecord(
         path=path,

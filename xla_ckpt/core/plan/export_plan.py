@@ -37,7 +37,7 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
     Args:
         manifest: Manifest of the checkpoint.
         part: Leaf path of the part.
-        max_shard_bytes: Maximum bytes per file. A larger array gets a file of its own.
+        max_shard_bytes: Maximum bytes per file. A larger array is written to a separate file.
         dtype: Dtype of all floating-point arrays in the files, or None to keep each array's own.
 
     Raises:

@@ -64,7 +64,7 @@ def match_base_regions(plan: SavePlan, leaves: LeafTable, base: Manifest) -> lis
     form_of = dict(zip(leaves.paths, leaves.kind.tolist(), strict=True))
 
     def cell(earlier_form: int, box: Box, form: int) -> int:
-        """Return the index of the base cell that equals this box, or -1 if there is none."""
+        """Return the index of the base cell that equals this box, or -1 if no cell does."""
         theirs = arrays.metadata[earlier_form]
         cells = (i for i, its in theirs.find_overlapping(box) if its == box)
         return next(cells, -1) if theirs.dtype == leaves.kinds[form][0] else -1

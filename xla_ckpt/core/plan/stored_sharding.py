@@ -181,7 +181,7 @@ def _compute_padded_size(n: int, split: DimSharding | None, mesh: Mesh) -> int:
 
 
 def describe_section_mismatch(stored: Sharding, wanted: Sharding, shape: Sequence[int]) -> str | None:
-    """Describe the difference between the sections of two shardings, or return None if there is none.
+    """Describe the difference between the sections of two shardings, or return None if they are equal.
 
     Only stored sections with sizes or copies are compared: these are queries, keys and values. A stride may come from a
     DTensor, and does not determine the order of the rows.
@@ -196,8 +196,8 @@ def describe_section_mismatch(stored: Sharding, wanted: Sharding, shape: Sequenc
 
 
 def describe_head_order_mismatch(stored: Sharding, wanted: Sharding) -> str | None:
-    """Describe the difference in the order of heads between a saved array and its target, or return None if there is
-    none.
+    """Describe the difference in the order of heads between a saved array and its target, or return None if it is
+    equal.
 
     If the keys and values are repeated as a whole, the order of the query heads depends on the number of copies. If
     neighbouring ranks hold the same copy, the order is the same as without copies.

@@ -22,7 +22,7 @@ def map_leaves(
 ) -> Any:
     """Return the same containers with each leaf replaced by ``function(key_path, leaf)``.
 
-    Of sequences only lists and tuples are containers. Their subclasses are leaves, such as `torch.Size`.
+    Among sequences, only lists and tuples are containers. Their subclasses are leaves, such as `torch.Size`.
 
     Args:
         value: The containers.

@@ -37,7 +37,7 @@ def attach_module_metadata(
 
 
 def copy_module_metadata(source: Any, members: dict[Any, Any]) -> dict[Any, Any]:
-    """Return members derived from a state dict with its metadata attached, or unchanged if it has none."""
+    """Return members derived from a state dict with its metadata attached, or unchanged if there is no metadata."""
     metadata = get_module_metadata(source)
     return members if metadata is None else attach_module_metadata(members, metadata)
 
