@@ -3,8 +3,8 @@
 Use ``import neuron_compat.smp as smp`` instead of ``import smdistributed.modelparallel.torch as smp``. Names and
 submodules are loaded on first use.
 
-The implementation favours correctness over speed: every pipeline rank runs the whole model, and *owns* the partition
-that it saves. Use the layers of `neuron_compat.nxd.parallel_layers` for weights that are split over tensor-parallel
+The implementation favors correctness over speed: every pipeline rank runs the whole model, and *owns* the partition
+that it saves. Use the layers of `neuron_compat.nxd.parallel_layers` for weights that are sharded over tensor-parallel
 ranks; unlike in SMP, the ranks of a tensor-parallel group then receive the same batch.
 """
 

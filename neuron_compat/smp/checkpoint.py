@@ -1,13 +1,13 @@
 """``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``: directories with tags, and the file `newest`.
 
     path/{tag}_partial/     model_{pp}_{tp}.pt, optimizer_states_{pp}_{tp}[_{rdp}].pt, fp16_states_..., user_content.pt,
-                            smp_config.pt, as in SMP 1.12, and this library's manifest with digests
+                            smp_config.pt, as in SMP 1.12, and this library's manifest with checksums
     path/newest             the directories, oldest first
     path/{tag}              partial=False: the whole model in one file
     path/user_content_{tag} its user content
 
-A directory appears by one rename when all files in it are durable, and `newest` is written after that. If a job ends
-between the two, the next save or resume updates `newest` from the directories.
+A directory is committed by one rename when all files in it are durable, and `newest` is written after that. If a job
+ends between the two, the next save or resume updates `newest` from the directories.
 """
 
 from __future__ import annotations
@@ -74,32 +74,32 @@ def save_checkpoint(
     async_save: bool = False,
     options: xla_ckpt.SaveOptions | None = None,
 ) -> xla_ckpt.SaveHandle | None:
-    """Save a checkpoint. All ranks of the job make the same call, without a guard.
+    """Save a checkpoint. Call it on all ranks of the job, without a rank condition.
 
     Args:
-        path: Root directory; made if absent.
+        path: Root directory; created if it does not exist.
         tag: Name of the checkpoint, the same on all ranks.
-        partial: Each rank saves what it owns; else rank 0 saves the whole model in one file.
-        model: What `smp.DistributedModel` returned.
-        optimizer: What `smp.DistributedOptimizer` returned. SMP has no place for it in a full checkpoint, and a warning
-            says so; ``smp.save(optimizer.state_dict(), ..., partial=False)`` saves it.
-        user_content: Any Python value; rank 0's is stored.
-        translate_if_full: False marks a full checkpoint as one with the names of this model, which a load then never
-            translates.
-        num_kept_partial_checkpoints: Keep this many of the newest partial checkpoints, SMP's own in this directory
-            included.
-        async_save: Return as soon as the state is frozen: training goes on, and a partial checkpoint is committed and
-            listed in the background. A full one is saved at once in any case.
-        options: How a partial save goes about its work, such as ``xla_ckpt.SaveOptions(snapshot="overlap")``; by
-            default those of `xla_ckpt.default_options`.
+        partial: True: each rank saves the state it owns; False: rank 0 saves the whole model in one file.
+        model: The result of `smp.DistributedModel`.
+        optimizer: The result of `smp.DistributedOptimizer`. SMP's full checkpoints contain no optimizer, and a warning
+            is logged; ``smp.save(optimizer.state_dict(), ..., partial=False)`` saves it.
+        user_content: Any Python value; the value of rank 0 is stored.
+        translate_if_full: False marks a full checkpoint as one with the names of this model, which loads then never
+            translate.
+        num_kept_partial_checkpoints: Keep this many of the newest partial checkpoints, including those that SMP itself
+            wrote to this directory.
+        async_save: Return as soon as the snapshot is complete: training continues, and a partial checkpoint is
+            committed and listed in the background. A full one is always saved synchronously.
+        options: Options of a partial save, such as ``xla_ckpt.SaveOptions(snapshot="overlap")``;
+            `xla_ckpt.default_options` by default.
 
     Returns:
-        The save, if it runs in the background.
+        The save handle, if it runs in the background.
 
     Raises:
-        SMPValidationError: The model or the optimizer is none of smp's.
-        SMPCheckpointError: The tag is no string, or not the same on all ranks.
-        xla_ckpt.CheckpointError: The save failed, on some rank; the same error on all ranks.
+        SMPValidationError: The model or the optimizer was not created by smp.
+        SMPCheckpointError: The tag is not a string, or differs between ranks.
+        xla_ckpt.CheckpointError: The save failed on some rank; the same error on all ranks.
     """
     if model is None and optimizer is None:
         logger.warning("Both model and optimizer are None, skipping saving checkpoint...")
@@ -136,19 +136,19 @@ def save_checkpoint(
 
 
 def _resolve_root(path: PathLike) -> str:
-    """The absolute path of a root directory."""
+    """Return the absolute path of a root directory."""
     check_path(os.fspath(path))
     return os.path.abspath(os.fspath(path))
 
 
 def _check_arguments(root: str, tag: Any, model: Any, optimizer: Any, *, partial: bool) -> None:
-    """Refuse objects that are not SMP's, and a tag that is none, that a directory has, or that ranks do not share."""
+    """Raise an error for objects that are not SMP's, or for a tag that is invalid or differs between ranks."""
 
     def prepare() -> str:
         if not isinstance(tag, str):
             raise SMPCheckpointError(f"checkpoint tag can only be str, getting {type(tag)}")
         if not partial and (tag in ("", ".", "..", NEWEST) or "/" in tag):
-            # The file would lie outside of the root, or take the place of the list of partial checkpoints.
+            # The file would be outside of the root, or replace the list of partial checkpoints.
             raise SMPCheckpointError("the tag of a full checkpoint is the name of its file", found=repr(tag))
         if not partial and job.rank() == 0 and os.path.isdir(f"{root}/{tag}"):
             whose = describe_other_checkpoints(f"{root}/{tag}")
@@ -170,7 +170,7 @@ def _check_arguments(root: str, tag: Any, model: Any, optimizer: Any, *, partial
 
 
 def _run_on_all_ranks(call_name: str, prepare: Callable[[], Any]) -> list[Any]:
-    """What `prepare` returns on each rank; what it raises on one, all ranks raise, with SMP's own text."""
+    """Return the results of `prepare` on each rank, or raise one rank's error on all ranks, with SMP's own text."""
     try:
         return run_on_all_ranks("world", call_name, prepare, hint="All ranks make this call, without a guard.")
     except SMPValidationError as error:
@@ -182,7 +182,7 @@ def _run_on_all_ranks(call_name: str, prepare: Callable[[], Any]) -> list[Any]:
 
 
 def _save_partial(save: Callable[..., xla_ckpt.SaveHandle], model: Any, optimizer: Any) -> xla_ckpt.SaveHandle:
-    """Call `xla_ckpt.save_checkpoint`, which knows the place, with what this rank owns."""
+    """Call `xla_ckpt.save_checkpoint`, given with its location, for the state that this rank owns."""
     distributed = job.state.model if model is None else model
     local = build_local_model(distributed)
     scale = {} if optimizer is None else get_loss_scale_extras(optimizer)
@@ -197,9 +197,9 @@ def _save_partial(save: Callable[..., xla_ckpt.SaveHandle], model: Any, optimize
 
 
 def _add_to_newest(handle: xla_ckpt.SaveHandle, root: str, kept: int | None, *, blocking: bool) -> None:
-    """Have `newest` name the directory when it is there: now, or in the background."""
+    """Add the directory to `newest` when it is committed, now or in the background."""
     if blocking:
-        handle.tidied()  # SMP's users look into the directory after the call, and expect what is kept
+        handle.tidied()  # SMP programs read the directory after the call, and expect only the kept checkpoints
         _run_on_all_ranks("smp.save_checkpoint", lambda: update_newest_file(root, kept) if job.rank() == 0 else None)
     elif job.rank() == 0:
         update_newest_when_done(handle, root, kept)
@@ -209,7 +209,7 @@ def _add_to_newest(handle: xla_ckpt.SaveHandle, root: str, kept: int | None, *, 
 
 
 def _save_full(root: str, tag: str, model: Any, user_content: Any, *, mark_untranslated: bool) -> None:
-    """Have rank 0 write the whole model to the file that the tag names, and the user content beside it."""
+    """Write the whole model to the file named by the tag, and the user content next to it, on rank 0."""
     state: Any = None
     if model is not None and get_rank_place().rdp == 0:
         state = model.state_dict(gather_to_rank0=True)
@@ -241,31 +241,31 @@ def resume_from_checkpoint(
     strict_partitions: bool = False,
     trust_pickle: bool = False,
 ) -> Any:
-    """Resume from a checkpoint, of any topology. All ranks of the job make the same call.
+    """Resume from a checkpoint of any topology. Call it on all ranks of the job.
 
-    It may come before `smp.init`, or before the model and the optimizer are made: then it is loaded into them when they
-    are.
+    It may be called before `smp.init`, or before the model and the optimizer are created: they are then loaded when
+    they are created.
 
     Args:
         path: Root directory.
-        tag: Which checkpoint; None takes the newest partial one.
-        partial: Whether it is a partial checkpoint.
-        strict: False loads what fits.
-        load_optimizer: Whether the optimizer's state is loaded, too. (Full checkpoints have none.)
+        tag: Name of the checkpoint; None resumes from the newest partial one.
+        partial: True for a partial checkpoint.
+        strict: False loads the entries that fit.
+        load_optimizer: True loads the optimizer's state, too. (Full checkpoints contain none.)
         load_sharded_optimizer_state: Accepted.
-        translate_function: For a full checkpoint of another model: makes names of this model of its names.
-        strict_partitions: Refuse a checkpoint of other degrees, as SMP does where it would load the optimizer.
+        translate_function: For a full checkpoint of another model: converts its names to those of this model.
+        strict_partitions: Raise an error for a checkpoint with other degrees, as SMP does if it loads the optimizer.
         trust_pickle: Load pickled objects in the user content, which can run any code.
 
     Returns:
         The user content of the save; None if there was none.
 
     Raises:
-        SMPValidationError: There is no such checkpoint, or its configuration does not fit.
+        SMPValidationError: The checkpoint does not exist, or its configuration does not match.
         xla_ckpt.CheckpointError: It does not fit the model or the optimizer, or is damaged. Nothing was changed.
     """
     wait_for_updates()
-    job.size()  # initialises, if what is there says how
+    job.size()  # initializes from the parallel state or the environment, if possible
     root = _resolve_root(path)
     content: list[Any] = []
 
@@ -302,7 +302,7 @@ def resume_from_checkpoint(
 
 
 def _check_config(root: str, name: str, *, partial: bool, load_optimizer: bool, strict: bool) -> None:
-    """Compare the configuration of a partial checkpoint with that of this job, if that is known."""
+    """Compare the configuration of a partial checkpoint with that of this job, if it is known."""
     if not partial:
         return
     if not job.is_initialized():
@@ -313,7 +313,7 @@ def _check_config(root: str, name: str, *, partial: bool, load_optimizer: bool, 
 
 
 def build_local_model(model: Any) -> ModelView:
-    """The part of a `DistributedModel` that this rank owns, as `xla_ckpt` saves modules."""
+    """Return a view of the part of a `DistributedModel` that this rank owns, as `xla_ckpt` saves modules."""
     entries = {entry.name: entry.value for entry in model.local_entries()}
     return ModelView(
         entries,
@@ -324,10 +324,10 @@ def build_local_model(model: Any) -> ModelView:
 
 
 def build_local_optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """The state of a `DistributedOptimizer` by parameter name: all groups, and the states of what this rank owns.
+    """Return the state of a `DistributedOptimizer` by parameter name: all groups, and the states that this rank owns.
 
-    With ``shard_optimizer_state`` the ranks that hold the same parameters give each other their shares of the states:
-    all of them make the call. Master weights are under ``master``, by name.
+    With ``shard_optimizer_state``, the ranks that hold the same parameters exchange their shares of the states: all of
+    them make the call. Master weights are under ``master``, by name.
     """
     runtime = optimizer._smp
     names, entries = runtime.names(optimizer), runtime.entries(optimizer)
@@ -348,7 +348,7 @@ def build_local_optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _collect_states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The states of parameters by number."""
+    """Yield the states of parameters by index."""
     runtime = optimizer._smp
     parameters, shares = runtime.parameters(optimizer), runtime.shares(optimizer)
     for number in owned:
@@ -362,31 +362,31 @@ def _collect_states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dic
 
 
 def get_loss_scale_extras(optimizer: Any) -> dict[str, Any]:
-    """What is stored of the loss scale of an optimizer, as a member of `extras`; nothing without one."""
+    """Return the loss scale of an optimizer as a member of `extras`; an empty dict without one."""
     return (
         {FP16_SET: collect_fp16_state(optimizer)} if job.state.cfg.fp16 and optimizer._smp.masters is not None else {}
     )
 
 
 def is_distributed_optimizer(optimizer: Any) -> bool:
-    """Whether `smp.DistributedOptimizer` returned it."""
+    """Return True if `smp.DistributedOptimizer` returned the optimizer."""
     return isinstance(optimizer, OptimizerStateMixin)
 
 
 _update_threads: list[threading.Thread] = []
-"""Those that wait for a save in the background, to list it."""
+"""Threads that wait for a background save, to list it."""
 
 
 def update_newest_file(root: str, kept: int | None = None) -> None:
-    """Have `newest` agree with the directories, less those of SMP's own that are too many. Rank 0 does it.
+    """Update `newest` from the directories, and delete SMP's own directories beyond `kept`. Called on rank 0.
 
     Raises:
-        xla_ckpt.StorageError: The operating system refused.
+        xla_ckpt.StorageError: A file system operation failed.
     """
     listing = read_partial_root(root)
     gone = [] if kept is None else find_excess_directories(listing.order, listing.theirs, kept)
     lines = [name for name in listing.order if name not in gone]
-    # First the list, then the directories: it never names one that is half deleted.
+    # First the list, then the directories, so that the list never contains a partially deleted one.
     if list(listing.lines or ()) != lines:
         replace_file("".join(f"{name}\n" for name in lines).encode(), f"{root}/{NEWEST}")
     if gone:
@@ -395,7 +395,7 @@ def update_newest_file(root: str, kept: int | None = None) -> None:
 
 
 def update_newest_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | None) -> None:
-    """Have a save that runs in the background be listed as soon as it is committed. The program's end waits for it."""
+    """List a background save in `newest` as soon as it is committed. The exit of the program waits for it."""
 
     def work() -> None:
         try:
@@ -405,7 +405,7 @@ def update_newest_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | 
         try:
             update_newest_file(root, kept)
         except (xla_ckpt.CheckpointError, OSError) as error:
-            # The directories count: the next save or resume finds what is not listed, and tries it again.
+            # The directories are authoritative: the next save or resume finds unlisted ones, and tries again.
             logger.error("%s is not up to date: %s", NEWEST, error)  # noqa: TRY400
 
     thread = threading.Thread(target=work, name="neuron_compat.smp-newest", daemon=False)
@@ -414,7 +414,7 @@ def update_newest_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | 
 
 
 def wait_for_updates() -> None:
-    """Wait until all saves in the background are listed, or have failed."""
+    """Wait until all background saves are listed, or have failed."""
     while _update_threads:
         _update_threads.pop(0).join()
 
@@ -425,14 +425,14 @@ FIXED_CONFIG_ENTRIES = (
     "shard_optimizer_state",
     "tensor_parallel_degree",
 )
-"""What SMP wants to be as it was if it loads an optimizer."""
+"""Entries that SMP requires to be unchanged if it loads an optimizer."""
 
 
 def resolve_checkpoint_name(root: str, tag: str | None, *, partial: bool) -> str:
-    """The name of a checkpoint in its root: that of the directory, or of the file.
+    """Return the name of a checkpoint's directory or file in its root.
 
     Raises:
-        SMPValidationError: There is none.
+        SMPValidationError: It does not exist.
     """
     if tag is not None:
         name = f"{tag}{PARTIAL}" if partial else tag
@@ -447,7 +447,7 @@ def resolve_checkpoint_name(root: str, tag: str | None, *, partial: bool) -> str
 
 
 def _describe_alternatives(root: str, name: str) -> str | None:
-    """What is in a root in the place of a checkpoint that is not there. None: nothing."""
+    """Return a hint about other checkpoints in the root if one does not exist; None if there are none."""
     bare = name.removesuffix(PARTIAL)
     if name.endswith(2 * PARTIAL):
         return f"A tag is the name of the directory without {PARTIAL}: pass {bare.removesuffix(PARTIAL)}."
@@ -460,7 +460,7 @@ def _describe_alternatives(root: str, name: str) -> str | None:
 
 
 def _describe_full_checkpoints(root: str) -> str | None:
-    """That a root has full checkpoints, which are known by the user content beside them; None if it has none."""
+    """Return a hint about full checkpoints in a root, identified by their user content; None if there are none."""
     there = [file for file in os.listdir(root) if os.path.isfile(f"{root}/{file}")] if os.path.isdir(root) else []
     full = [file for file in there if get_user_content_name(file) in there]
     if not full:
@@ -471,7 +471,7 @@ def _describe_full_checkpoints(root: str) -> str | None:
 
 
 def _find_newest(root: str) -> str:
-    """The name of the newest checkpoint in a root; empty if there is none."""
+    """Return the name of the newest checkpoint in a root; empty if there is none."""
     listing = read_partial_root(root)
     if listing.lines is None and listing.theirs == listing.order:  # saves of this library are found without the file
         raise SMPValidationError(
@@ -485,7 +485,7 @@ def _find_newest(root: str) -> str:
             "The newest checkpoint file is not saved with `partial` postfix, this might be a checkpoint saved with smp "
             "<= 1.10, please load with the back compatible APIs."
         )
-    # The directories count: a job may have ended after a save, before it was listed.
+    # The directories are authoritative: a job may have ended after a save, before it was listed.
     return listing.order[-1] if listing.order else last
 
 
@@ -493,13 +493,14 @@ def _find_newest(root: str) -> str:
 
 
 def compare_config(root: str, name: str, current: Mapping[str, Any], *, refuse: bool) -> None:
-    """Compare the configuration of a checkpoint with that of the job, and say what differs.
+    """Compare the configuration of a checkpoint with that of the job, and report the differences.
 
-    Every difference is a warning only, unless `refuse`: what SMP cannot load then, is loaded here.
+    Differences are warnings, unless `refuse` is True: checkpoints that SMP cannot load are loaded here.
 
     Raises:
-        SMPValidationError: SMP before 1.10 wrote it; or `refuse`, and SMP refuses the difference.
-        xla_ckpt.CorruptCheckpointError: The file with the configuration is damaged.
+        SMPValidationError: The checkpoint was written by SMP before 1.10; or `refuse` is True, and SMP rejects the
+            difference.
+        xla_ckpt.CorruptCheckpointError: The configuration file is damaged.
     """
     try:
         saved = read_whole_file(f"{root}/{name}/{JOB_CONFIG}")
@@ -541,19 +542,19 @@ def compare_config(root: str, name: str, current: Mapping[str, Any], *, refuse: 
 
 
 def _parse_version(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
 
 
-# -- what was saved
+# -- stored contents
 
 
 def read_user_content(root: str, name: str, *, partial: bool, trust_pickle: bool) -> Any:
-    """The user content of a checkpoint; None if it has none.
+    """Return the user content of a checkpoint; None if it has none.
 
     Raises:
         xla_ckpt.CorruptCheckpointError: Its file is damaged.
-        xla_ckpt.UntrustedObjectError: It holds pickled objects, which are not trusted.
+        xla_ckpt.UntrustedObjectError: It contains pickled objects, and `trust_pickle` is False.
     """
     file = f"{root}/{name}/{USER_CONTENT_FILE}" if partial else f"{root}/{get_user_content_name(name)}"
     return files.FileReader(trust_pickle=trust_pickle).read(file) if os.path.isfile(file) else None
@@ -561,28 +562,28 @@ def read_user_content(root: str, name: str, *, partial: bool, trust_pickle: bool
 
 @dataclass(slots=True, kw_only=True)
 class PendingResume:
-    """A checkpoint that is loaded as soon as there is something to load it into."""
+    """Checkpoint that is loaded as soon as the model and the optimizer exist."""
 
     root: str
     name: str
-    """That of the directory in it, or of the file."""
+    """Name of its directory or file in the root."""
 
     partial: bool
-    """Whether it is a directory."""
+    """True if it is a directory."""
 
     strict: bool
     load_optimizer: bool
     translate: Callable[[dict[str, Any]], Any] | None
-    """Makes names of this model of those of a full checkpoint."""
+    """Converts the names of a full checkpoint to those of this model."""
 
     trust_pickle: bool
     _has_model: bool = False
 
     def apply(self, model: Any, optimizer: Any) -> None:
-        """Load it into a model, and an optimizer if there is one. A second call loads what the first one lacked.
+        """Load it into a model, and an optimizer if there is one. A second call loads only the objects not yet loaded.
 
         Raises:
-            MissingCheckpointFilesError: The checkpoint has no model, or no optimizer.
+            MissingCheckpointFilesError: The checkpoint contains no model, or no optimizer.
             xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
         """
         if not self.partial:
@@ -598,13 +599,13 @@ class PendingResume:
         self._has_model = True
 
     def _check_files(self, kind: str | None) -> None:
-        """Refuse a checkpoint that has no files of a kind."""
+        """Raise an error for a checkpoint without files of a kind."""
         folder = f"{self.root}/{self.name}"
         if kind is not None and not any(name.startswith(f"{kind}_") for name in os.listdir(folder)):
             raise MissingCheckpointFilesError.of(f"{folder}/{kind}")
 
     def _apply_full(self, model: Any) -> None:
-        """Load the file of a full checkpoint into a model, if none was loaded yet."""
+        """Load the file of a full checkpoint into a model, unless it is already loaded."""
         if self._has_model:
             return
         state = files.load(f"{self.root}/{self.name}", partial=False, trust_pickle=self.trust_pickle)

@@ -1,4 +1,4 @@
-"""Communication between ranks: SMP's calls for any picklable object, over gloo.
+"""Collective and point-to-point communication of picklable objects, with SMP's calls, over gloo.
 
 `broadcast` only sends: the receiving ranks call `recv_from`, as in SMP. Objects are pickled, and come only from ranks
 of this job.
@@ -19,7 +19,7 @@ distributed: Any = torch.distributed
 
 
 class CommGroup(Enum):
-    """Groups of ranks."""
+    """Kind of a group of ranks."""
 
     WORLD = 0
     PP_GROUP = 1
@@ -29,12 +29,12 @@ class CommGroup(Enum):
     MP_GROUP = 5
 
     def get_rank_type(self) -> RankType:
-        """The ranks that count its members."""
+        """Return the type of the ranks in the group."""
         return RankType(self.value)
 
 
 class RankType(Enum):
-    """What a rank counts: it is a rank in the group of the same name."""
+    """Kind of a rank: its index in the group of the same name."""
 
     WORLD_RANK = 0
     PP_RANK = 1
@@ -44,7 +44,7 @@ class RankType(Enum):
     MP_RANK = 5
 
     def get_comm_group(self) -> CommGroup:
-        """The group that it counts the members of."""
+        """Return the group that the rank belongs to."""
         return CommGroup(self.value)
 
 
@@ -59,7 +59,7 @@ _GROUP_KINDS = {WORLD: "world", PP_GROUP: "pp", TP_GROUP: "tp", RDP_GROUP: "rdp"
 
 
 def _get_members(group: Any) -> tuple[str, list[int]]:
-    """The kind of a group, and its ranks in the world."""
+    """Return the kind of a group, and the global ranks of its members."""
     if group not in _GROUP_KINDS:
         raise InvalidCommGroupError(
             f"Invalid group {group} passed, it needs to be one of CommGroup.WORLD, CommGroup.PP_GROUP, "
@@ -69,7 +69,7 @@ def _get_members(group: Any) -> tuple[str, list[int]]:
 
 
 def _find_peer(rank: int, rank_type: Any) -> tuple[int, Any]:
-    """(rank in the world, process group) of another member of one of this process' groups."""
+    """Return (global rank, process group) of another member of one of this process's groups."""
     if not isinstance(rank_type, RankType):
         raise SMPInvalidArgumentError("rank_type is one of smp.RankType", found=repr(rank_type))
     kind, ranks = _get_members(rank_type.get_comm_group())
@@ -83,7 +83,7 @@ def _find_peer(rank: int, rank_type: Any) -> tuple[int, Any]:
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """The objects of all ranks of a group, in the order of their ranks. All of them make the same call."""
+    """Gather the objects of all ranks of a group, in rank order. Call it on all ranks of the group."""
     kind, ranks = _get_members(group)
     if len(ranks) == 1:
         return [obj]
@@ -93,7 +93,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
 
 
 def gather(obj: Any, group: CommGroup, rank: int = 0) -> list[Any] | None:
-    """The objects of all ranks of a group on its `rank`; None on the others. All of them make the same call."""
+    """Gather the objects of all ranks of a group on its `rank`; return None on the others. Call it on all of them."""
     kind, ranks = _get_members(group)
     if not 0 <= rank < len(ranks):
         raise SMPInvalidArgumentError(f"{group.name} has no such rank", expected=f"0 to {len(ranks) - 1}", found=rank)
@@ -105,7 +105,7 @@ def gather(obj: Any, group: CommGroup, rank: int = 0) -> list[Any] | None:
 
 
 def broadcast(obj: Any, group: CommGroup) -> Any:
-    """Send an object to all other ranks of a group, which call `recv_from`; the object."""
+    """Send an object to all other ranks of a group, which call `recv_from`; return the object."""
     kind, ranks = _get_members(group)
     for peer in ranks:
         if peer != job.rank():
@@ -120,7 +120,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """The next object that a rank sends to this one, by `send` or `broadcast` in the same kind of group."""
+    """Receive the next object that a rank sends to this one with `send` or `broadcast` in the same kind of group."""
     peer, group = _find_peer(src_rank, rank_type)
     received: list[Any] = [None]
     distributed.recv_object_list(received, src=peer, group=group)
@@ -128,7 +128,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until all ranks of a group are here."""
+    """Wait for all ranks of a group."""
     kind, ranks = _get_members(group)
     if len(ranks) > 1:
         distributed.barrier(group=job.get_process_group(kind))
@@ -139,4 +139,4 @@ tp_barrier = functools.partial(barrier, TP_GROUP)
 rdp_barrier = functools.partial(barrier, RDP_GROUP)
 dp_barrier = functools.partial(barrier, DP_GROUP)
 mp_barrier = functools.partial(barrier, MP_GROUP)
-"""`barrier` of one kind of group each."""
+"""`barrier` for one kind of group each."""

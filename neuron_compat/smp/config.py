@@ -1,7 +1,7 @@
 """SMP's configuration dict: entries, defaults, and validation.
 
 Entries, defaults and bounds are those of SMP 1.12. Several have no effect here, because every pipeline rank runs the
-whole model: they are validated, kept, and stored with checkpoints.
+whole model: they are validated, and stored with checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ConfigEntry:
-    """What one entry of the configuration may be."""
+    """Valid values of one entry of the configuration."""
 
     value_type: type
     default: Any = None
@@ -28,7 +28,7 @@ class ConfigEntry:
     maximum: float | None = None
     choices: tuple[str, ...] = ()
     optional: bool = False
-    """Whether None is a value, too."""
+    """True if None is a valid value, too."""
 
 
 ENTRIES: dict[str, ConfigEntry] = {
@@ -79,7 +79,7 @@ ENTRIES: dict[str, ConfigEntry] = {
 }
 
 CONFIG_VARIABLE = "SM_HP_MP_PARAMETERS"
-"""Environment variable with the configuration as JSON, as SageMaker's estimator sets it."""
+"""Environment variable with the configuration as JSON, set by SageMaker's estimator."""
 
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 
@@ -90,18 +90,18 @@ _UNSUPPORTED = {
     "partition_file": "It is for TensorFlow.",
     "_sharded_data_parallelism_config": "Use ddp with shard_optimizer_state, or FSDP2.",
 }
-"""Entry -> what to do instead, where anything but the default is given."""
+"""Entry -> hint, for values other than the default."""
 
 
 class ModelParallelConfig:
-    """A complete configuration: each entry is an attribute, and `get_config_dict` has them all.
+    """Complete configuration: each entry is an attribute, and `get_config_dict` returns all of them.
 
     Args:
-        given: What `smp.init` was given.
+        given: The configuration given to `smp.init`.
 
     Raises:
         SMPConfigError: An entry is unknown, of another type, out of bounds, or contradicts another one.
-        SMPUnsupportedError: It asks for something that is not there.
+        SMPUnsupportedError: It requests an unsupported feature.
     """
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
@@ -123,16 +123,16 @@ class ModelParallelConfig:
         return f"ModelParallelConfig({self._config})"
 
     def get_config_dict(self) -> Config:
-        """All entries with their values, as a dict of its own."""
+        """Return all entries with their values, as a new dict."""
         return dict(self._config)
 
     def zero2d_enabled(self) -> bool:
-        """Whether parameters are sharded over data parallelism: never, here."""
+        """Return False, because parameters are never sharded over data parallelism here."""
         return False
 
 
 def complete_config(given: Mapping[str, Any]) -> Config:
-    """A configuration with a value for every entry; `given` stays as it is.
+    """Return a configuration with a value for every entry; `given` is unchanged.
 
     Raises:
         SMPConfigError: See `ModelParallelConfig`.
@@ -159,10 +159,10 @@ def complete_config(given: Mapping[str, Any]) -> Config:
 
 
 def read_environment() -> Mapping[str, Any]:
-    """The configuration that SageMaker's environment says; an empty one without it.
+    """Return the configuration in SageMaker's environment; an empty one if it is not set.
 
     Raises:
-        SMPConfigError: It is no JSON.
+        SMPConfigError: It is not valid JSON.
     """
     text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
@@ -175,7 +175,7 @@ def read_environment() -> Mapping[str, Any]:
 
 
 def _resolve_aliases(given: Mapping[str, Any]) -> Config:
-    """The entries under their own names."""
+    """Return the entries with aliases replaced by their names."""
     if not isinstance(given, Mapping):
         raise SMPConfigError("the configuration is a dict", found=type(given).__name__)
     named: Config = {}
@@ -188,11 +188,11 @@ def _resolve_aliases(given: Mapping[str, Any]) -> Config:
 
 
 def _validate_value(name: str, value: Any) -> Any:
-    """A value of an entry, as what it has to be.
+    """Return a validated value of an entry, converted to its type.
 
     Raises:
         SMPConfigError: It is of another type, or out of bounds.
-        SMPUnsupportedError: It asks for something that is not there.
+        SMPUnsupportedError: It requests an unsupported feature.
     """
     entry = ENTRIES[name]
     if value is None and entry.optional:
@@ -200,7 +200,7 @@ def _validate_value(name: str, value: Any) -> Any:
     if entry.value_type is float and type(value) is int:
         value = float(value)
     if entry.value_type is int and type(value) is float and value.is_integer():
-        value = int(value)  # such as 5e8, as YAML has it
+        value = int(value)  # such as 5e8, as in YAML
     kind = type(value)  # mypy would take `value` for an object behind a comparison of its type
     if kind is not entry.value_type:
         raise SMPConfigError(
@@ -218,7 +218,7 @@ def _validate_value(name: str, value: Any) -> Any:
 
 
 def _check_consistency(config: Config) -> None:
-    """Refuse entries that contradict each other."""
+    """Raise an error for entries that contradict each other."""
     if config["sharded_data_parallel_degree"] > 1:
         raise SMPUnsupportedError(
             "sharded data parallelism is not there",

@@ -1,8 +1,7 @@
-"""The exceptions of SageMaker model parallel (SMP), with its names.
+"""Exceptions with the names of SageMaker model parallel (SMP).
 
 Each is also an `xla_ckpt.CheckpointError`, so that all ranks of a job raise the same one, and the builtin exception
-that SMP's own class derives from. Messages are those of SMP 1.12, followed by further details that this library
-knows.
+that SMP's own class derives from. Messages are those of SMP 1.12, followed by further details of this library.
 """
 
 from __future__ import annotations
@@ -16,63 +15,63 @@ from xla_ckpt.facade import register_error_types
 
 
 class SMPValidationError(CheckpointError, ValueError):
-    """An argument, a configuration or a state of the program that makes no sense."""
+    """Invalid argument, configuration or program state."""
 
 
 class SMPConfigError(SMPValidationError):
-    """A configuration that contradicts itself, or has an entry that nothing looks at."""
+    """Contradictory configuration, or unknown entry."""
 
 
 class SMPInvalidArgumentError(SMPValidationError):
-    """An argument that a call does not take."""
+    """Invalid argument of a call."""
 
 
 class NotInitializedError(SMPValidationError, RuntimeError):
-    """`smp.init` was not called. A RuntimeError, too, as in older versions of SMP."""
+    """Call before `smp.init`. Also a RuntimeError, as in older versions of SMP."""
 
 
 class WorkerSizeError(SMPValidationError):
-    """The number of processes does not fit the degrees of parallelism."""
+    """Number of processes that does not match the degrees of parallelism."""
 
 
 class CommGroupConfigError(SMPValidationError):
-    """A group of ranks that is not there in this configuration."""
+    """Group of ranks that does not exist in this configuration."""
 
 
 class InvalidCommGroupError(SMPValidationError):
-    """What was given is no `CommGroup`."""
+    """Argument that is not a `CommGroup`."""
 
 
 class DDPNotEnabledError(SMPValidationError, RuntimeError):
-    """A process group was asked for, and ``ddp`` is False. A RuntimeError, too, as in older versions of SMP."""
+    """Request for a process group while ``ddp`` is False. Also a RuntimeError, as in older versions of SMP."""
 
 
 class DDPConfigError(SMPValidationError):
-    """Something that needs ``ddp: True``."""
+    """Feature that needs ``ddp: True``."""
 
 
 class InvalidPartitionIDError(SMPValidationError):
-    """There is no partition of this number."""
+    """Partition that does not exist."""
 
 
 class ModelTooSmallError(SMPValidationError):
-    """The model has fewer parts than partitions are asked for."""
+    """Model with fewer modules than partitions."""
 
 
 class InvalidStepOutputError(SMPValidationError):
-    """A `StepOutput` is made of a list or a tuple."""
+    """`StepOutput` of a value that is not a list or a tuple."""
 
 
 class MultipleDistributedModelError(SMPValidationError, RuntimeError):
-    """A process wraps one model only. A RuntimeError, too, as in older versions of SMP."""
+    """Second wrapped model in a process. Also a RuntimeError, as in older versions of SMP."""
 
 
 class DistributedModelNotWrappedError(SMPValidationError, RuntimeError):
-    """There is no `DistributedModel` yet. A RuntimeError, too, as in older versions of SMP."""
+    """Missing `DistributedModel`. Also a RuntimeError, as in older versions of SMP."""
 
 
 class StepFunctionCalledError(SMPValidationError):
-    """A call that has to come before the first step."""
+    """Call after the first step that must come before it."""
 
 
 class BwdExecutionNotInStepFnError(SMPValidationError):
@@ -80,31 +79,31 @@ class BwdExecutionNotInStepFnError(SMPValidationError):
 
 
 class ModelNotPartitionedError(SMPValidationError):
-    """The model has no partitions yet; here it has them at once, so nothing raises this."""
+    """Model without partitions. Never raised, because models are partitioned immediately."""
 
 
 # Checkpoints.
 
 
 class SMPCheckpointError(SMPValidationError):
-    """A checkpoint that does not fit, or is not whole."""
+    """Checkpoint that does not fit, or is incomplete."""
 
 
 class MissingCheckpointFilesError(SMPCheckpointError):
-    """There are no partial files of this prefix."""
+    """No partial files with this prefix."""
 
     @classmethod
     def of(cls, prefix: str) -> MissingCheckpointFilesError:
-        """The error for the prefix of a set of partial files."""
+        """Return the error for the prefix of a set of partial files."""
         return cls(f"Could not find partial checkpoint files with prefix {prefix}")
 
 
 class IncompatibleCheckpointRankFoundError(SMPCheckpointError):
-    """A file of a rank that the number of files leaves no place for: another one is missing."""
+    """File of a rank beyond the number of files, so that another one is missing."""
 
     @classmethod
     def of(cls, rank_type: str, rank: int, num_parts: int, prefix: str) -> IncompatibleCheckpointRankFoundError:
-        """The error for a file of `rank`; `rank_type` is rank, pp_rank, tp_rank or rdp_rank."""
+        """Return the error for a file of `rank`; `rank_type` is rank, pp_rank, tp_rank or rdp_rank."""
         return cls(
             f"The {rank_type} of a checkpoint file ({rank}) exceeds the total number of unique {rank_type} checkpoint "
             f"files ({num_parts}) matching given prefix ({prefix}). Please ensure all checkpoint parts are available "
@@ -119,7 +118,7 @@ class IncompatibleCheckpointFoundError(SMPCheckpointError):
     def of(
         cls, num_parts: int, sizes: tuple[int, int, int], matching_files: Sequence[str]
     ) -> IncompatibleCheckpointFoundError:
-        """The error for so many files; `sizes` are the pipeline, tensor and reduced-data parallel degrees here."""
+        """Return the error for this many files; `sizes` are this job's pipeline, tensor and reduced-data degrees."""
         pp, tp, rdp = sizes
         return cls(
             f"Can not load a {num_parts} parts checkpoint to a model with {pp} (pipeline) partitions, {tp} (tensor "
@@ -130,11 +129,11 @@ class IncompatibleCheckpointFoundError(SMPCheckpointError):
 
 
 class MissingKeysInCheckpointError(SMPCheckpointError):
-    """A state dict that lacks something of the model."""
+    """State dict that lacks entries of the model."""
 
     @classmethod
     def of(cls, missing_keys: Sequence[str], tp_rank: int) -> MissingKeysInCheckpointError:
-        """The error for these names, met on a tensor-parallel rank."""
+        """Return the error for these names, raised on a tensor-parallel rank."""
         return cls(
             f"len of missing keys greater than 0, {list(missing_keys)} when loading state_dict on {tp_rank}, please "
             "check if keys are missing from the state_dict. If this is intended, set strict to False when calling "
@@ -147,7 +146,7 @@ class RdpSizeError(SMPCheckpointError, AssertionError):
 
     @classmethod
     def of(cls, saved: int, here: int) -> RdpSizeError:
-        """The error for state of `saved` ranks."""
+        """Return the error for state of `saved` ranks."""
         return cls(
             "Loading with shard_optimizer_state=True must use the checkpoint that was trained with the same rdp size! "
             f"The training rdp size {saved}, the loading rdp size {here}"
@@ -155,29 +154,29 @@ class RdpSizeError(SMPCheckpointError, AssertionError):
 
 
 UNCHANGED_HINT = "Pass what smp.load() returned, unchanged: it knows all files of the set, and loads them on any ranks."
-"""What to do with a part of a set that does not fit."""
+"""Hint for a part of a set that does not fit."""
 
-# What cannot be done.
+# Unsupported features and runtime errors.
 
 
 class SMPUnsupportedError(CheckpointError, RuntimeError):
-    """Something that is not there; the message says what to use instead."""
+    """Unsupported feature; the message names the replacement."""
 
 
 class SMPRuntimeError(CheckpointError, RuntimeError):
-    """Something went wrong while the program ran."""
+    """Error while the program runs."""
 
 
 class TensorSplitError(SMPRuntimeError, ValueError):
-    """A batch that does not divide into microbatches. A ValueError, too, as in older versions of SMP."""
+    """Batch that is not divisible into microbatches. Also a ValueError, as in older versions of SMP."""
 
 
 class SMPAMPError(SMPRuntimeError):
-    """A gradient scaler was used out of order."""
+    """Gradient scaler calls in the wrong order."""
 
 
 class TooFewRanksError(SMPRuntimeError):
-    """A call that all ranks of a group make was made by some of them only; SMP hangs instead."""
+    """Collective call that only some ranks of a group made; SMP hangs instead."""
 
 
 register_error_types(

@@ -1,12 +1,12 @@
 """``smp.save`` and ``smp.load``: one file for each model-parallel rank, or one for the whole model.
 
-    checkpoint.pt_{mp_rank}                          without tensor parallelism, as in the documents of 1.6 and 1.7
-    checkpoint.pt_{pp_rank}_{tp_rank}                with tensor parallelism, as in later documents
-    checkpoint.pt_{pp_rank}_{tp_rank}.pt             ``naming="1.12"``: what SMP 1.12 writes
+    checkpoint.pt_{mp_rank}                          without tensor parallelism, as in the documentation of 1.6 and 1.7
+    checkpoint.pt_{pp_rank}_{tp_rank}                with tensor parallelism, as in later documentation
+    checkpoint.pt_{pp_rank}_{tp_rank}.pt             ``naming="1.12"``: as written by SMP 1.12
     checkpoint.pt_{pp_rank}_{tp_rank}_{rdp_rank}.pt  ``v3=True``
     checkpoint.pt                                    ``partial=False``
 
-All of these can be read. A file replaces an older one when it is durable. A hidden note beside each partial file
+All of these can be read. A file replaces an older one when it is durable. A hidden file next to each partial file
 contains the id of its save, so that parts of different saves are not mixed.
 """
 
@@ -58,25 +58,25 @@ from xla_ckpt.logs import get_logger
 
 @check_argument_names(torch.save)
 def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: str = "auto", **options: Any) -> None:
-    """Save an object, as torch.save does, to this process' file of a checkpoint. It waits for no other rank.
+    """Save an object with torch.save to this process's file of a checkpoint, without waiting for other ranks.
 
-    A partial checkpoint is saved by the ranks with ``rdp_rank() == 0``; of a full one (``partial=False``) only rank 0
-    writes its file. The file is there, durable, when the call returns; if the process is killed before, the file that
-    was there is there still.
+    The ranks with ``rdp_rank() == 0`` save a partial checkpoint; for a full one (``partial=False``), only rank 0
+    writes its file. The file is durable when the call returns; if the process is killed before, an existing file is
+    unchanged.
 
     Args:
-        obj: What is saved. XLA tensors are stored as CPU tensors.
-        f: Path of the checkpoint; its directory is made if it is absent. The rank is added to it, see above.
-        partial: Whether each model-parallel rank has a file of its own.
-        v3: Each data-parallel rank has one, too.
-        naming: ``"1.12"`` for the names that SMP 1.12 writes, and reads without ``back_compat=True``.
-        options: For torch.save: ``pickle_module``, ``pickle_protocol``.
+        obj: The object. XLA tensors are stored as CPU tensors.
+        f: Path of the checkpoint; its directory is created if it does not exist. The rank is appended, see above.
+        partial: True writes a file for each model-parallel rank.
+        v3: True writes a file for each data-parallel rank, too.
+        naming: ``"1.12"`` uses the names that SMP 1.12 writes, and reads without ``back_compat=True``.
+        options: Arguments of torch.save: ``pickle_module``, ``pickle_protocol``.
 
     Raises:
-        SMPInvalidArgumentError: The path is no string, or there is no such naming.
+        SMPInvalidArgumentError: The path is not a string, or the naming is unknown.
         NotInitializedError: `smp.init` was not called.
-        xla_ckpt.StorageError: The operating system refused.
-        xla_ckpt.UnsupportedStateError: Something cannot be pickled.
+        xla_ckpt.StorageError: A file system operation failed.
+        xla_ckpt.UnsupportedStateError: A value cannot be pickled.
     """
     check_path(f)
     if options.get("_use_new_zipfile_serialization") is False:
@@ -108,35 +108,35 @@ def load(
 ) -> Any:
     """Load an object that `save`, or SMP, saved.
 
-    Of a partial checkpoint this is what the same rank saved, if the job has the same degrees; all ranks that hold a
-    model together make the same call. In a job of other degrees it is the file of the first rank, without the tensors
-    of states: ``model.load_state_dict`` and ``optimizer.load_state_dict`` take what they need of all files.
+    From a partial checkpoint of a job with the same degrees, load the part of the same rank; all ranks of a model make
+    the same call. In a job with other degrees, load the file of the first rank, without the tensors of states:
+    ``model.load_state_dict`` and ``optimizer.load_state_dict`` read the data that they need from all files.
 
-    Every byte is compared with the file's CRC-32s before it is used.
+    Every byte is verified against the file's CRC-32s before it is used.
 
     Args:
         f: The path that `save` was given. Files of every version of SMP are found.
-        partial: Whether it is a partial checkpoint.
+        partial: True for a partial checkpoint.
         back_compat: Accepted, and not needed.
-        map_location: As torch.load takes it; the CPU by default.
-        pickle_module: Used if `trust_pickle`; otherwise no code of a file runs, and none is needed.
+        map_location: As in torch.load; the CPU by default.
+        pickle_module: Used if `trust_pickle` is True; otherwise no code of a file runs, and none is needed.
         v3: Accepted, and not needed.
         trust_pickle: Load pickled objects, which can run any code.
-        strict_partitions: Refuse a checkpoint of a job of other degrees, as SMP does.
-        pickle_load_args: For torch.load, such as ``encoding``; used if `trust_pickle`.
+        strict_partitions: Raise an error for a checkpoint of a job with other degrees, as SMP does.
+        pickle_load_args: Arguments of torch.load, such as ``encoding``; used if `trust_pickle` is True.
 
     Returns:
-        The object. Dicts in it know where they come from (`StoredState`).
+        The object. Dicts in it reference their checkpoint (`StoredState`).
 
     Raises:
-        SMPCheckpointError: With ``partial=False``, the file is the part of one rank of a job of other degrees.
-        MissingCheckpointFilesError: There are no files of this name.
+        SMPCheckpointError: With ``partial=False``, the file is the part of one rank of a job with other degrees.
+        MissingCheckpointFilesError: There are no files with this name.
         IncompatibleCheckpointRankFoundError: A part is missing. `IncompatibleCheckpointFoundError`, too.
-        IncompatibleCheckpointFoundError: The job has other degrees, and `strict_partitions` is set.
-        xla_ckpt.NoCheckpointError: There is no full checkpoint of this name.
+        IncompatibleCheckpointFoundError: The job has other degrees, and `strict_partitions` is True.
+        xla_ckpt.NoCheckpointError: There is no full checkpoint with this name.
         xla_ckpt.CorruptCheckpointError: A file is damaged, or files are parts of two saves.
-        xla_ckpt.UntrustedObjectError: A file holds pickled objects, and `trust_pickle` is False.
-        SMPInvalidArgumentError: The path is no string.
+        xla_ckpt.UntrustedObjectError: A file contains pickled objects, and `trust_pickle` is False.
+        SMPInvalidArgumentError: The path is not a string.
     """
     check_path(f)
     reading = FileReader(
@@ -147,19 +147,19 @@ def load(
     loaded: list[Any] = []
 
     def prepare() -> None:
-        with torch.inference_mode(False):  # inference tensors count no writes, by which `StoredState` sees a change
+        with torch.inference_mode(False):  # inference tensors have no version counter for `StoredState`
             loaded.append(_load_partial(f, reading, get_rank_place(), strict=strict_partitions))
 
     try:
         run_on_all_ranks("mp", f"smp.load({f!r})", prepare, hint="All ranks that hold a model together load it.")
     except SMPCheckpointError as error:
-        error.rank = None  # it is what all ranks find, and has SMP's own text
+        error.rank = None  # all ranks find it, and it has SMP's own text
         raise
     return loaded[0]
 
 
 def get_rank_place() -> RankPlace:
-    """Where this process stands.
+    """Return the ranks and degrees of this process.
 
     Raises:
         NotInitializedError: `smp.init` was not called.
@@ -176,10 +176,10 @@ def get_rank_place() -> RankPlace:
 
 
 def check_path(f: Any) -> None:
-    """Refuse what is no path of a file.
+    """Raise an error for an invalid file path.
 
     Raises:
-        SMPInvalidArgumentError: It is no string, or the address of something that is no file system.
+        SMPInvalidArgumentError: It is not a string, or is a URL outside of the file system.
     """
     if not isinstance(f, str):
         raise SMPInvalidArgumentError("the path of a checkpoint is a string", found=type(f).__name__)
@@ -194,7 +194,7 @@ def check_path(f: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReader:
-    """How a file is read."""
+    """Options for reading a file."""
 
     map_location: Any = None
     pickle_module: Any = None
@@ -202,7 +202,7 @@ class FileReader:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, path: str) -> Any:
-        """What a file holds, after all of it was compared with its CRC-32s."""
+        """Read the object in a file, after verifying all of it against its CRC-32s."""
         options = {"map_location": self.map_location or "cpu", **self.options}
         if self.pickle_module is not None:
             options["pickle_module"] = self.pickle_module
@@ -211,7 +211,7 @@ class FileReader:
         )
 
     def move_storage(self, storage: torch.Tensor) -> torch.Tensor:
-        """A storage where `map_location` wants it."""
+        """Move a storage to the device given by `map_location`."""
         where = self.map_location
         if callable(where):
             moved = where(storage.untyped_storage(), "cpu")
@@ -222,7 +222,7 @@ class FileReader:
 
 
 def _load_full(f: str, reader: FileReader) -> Any:
-    """A whole checkpoint, which each rank reads for itself."""
+    """Load a full checkpoint, independently on each rank."""
     if not os.path.isfile(f):
         parts = find_set_parts(f)
         hint = (
@@ -242,7 +242,7 @@ def _load_full(f: str, reader: FileReader) -> Any:
 
 
 def _load_partial(f: str, reader: FileReader, place: RankPlace, *, strict: bool) -> Any:
-    """This process' part of a checkpoint; or, of one of another job, what all parts have in common."""
+    """Load this process's part of a checkpoint; or, from another job's, the values common to all parts."""
     parts = find_set_parts(f)
     if not parts:
         error = MissingCheckpointFilesError.of(f)
@@ -264,7 +264,7 @@ def _load_partial(f: str, reader: FileReader, place: RankPlace, *, strict: bool)
 def _check_complete(
     parts: Mapping[PartNumbers, SetPart], files: Mapping[PartNumbers, str], place: RankPlace, f: str
 ) -> None:
-    """Refuse a set of which parts are missing: as far as the numbers tell, or what is noted beside the files."""
+    """Raise an error for missing parts, as far as the file names or the hidden files show them."""
     noted = next((part.saved for part in parts.values() if part.saved is not None), None)
     sizes = infer_sizes(parts)[: len(next(iter(parts)))]
     if noted is not None and not is_whole(parts):
@@ -274,7 +274,7 @@ def _check_complete(
 
 
 def _check_degrees(value: Any, files: Mapping[PartNumbers, str], place: RankPlace, f: str) -> None:
-    """Refuse a set that lacks parts by what its own files say of the job that saved them."""
+    """Raise an error for a set without all parts of the job described in its own files."""
     pp, tp, rdp = infer_sizes(files)
     for said in _find_degrees(value):
         if said != (pp, tp):
@@ -287,7 +287,7 @@ def _check_degrees(value: Any, files: Mapping[PartNumbers, str], place: RankPlac
 
 
 def _find_degrees(value: Any) -> Iterator[tuple[int, int]]:
-    """(pp, tp) of the job, as far as the partial states of models in an object say them."""
+    """Yield the (pp, tp) degrees of the job stored in the partial model states of an object."""
     if isinstance(value, Mapping):
         info = value.get(LOAD_INFO)
         if isinstance(info, Mapping) and value.get(IS_PARTIAL) is True:
@@ -300,21 +300,21 @@ def _find_degrees(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def wrap_stored_states(value: Any, source: Any, *, fits: bool, depth: int = 0) -> Any:
-    """The same object, whose dicts know that they are of a checkpoint: it, its members, and every partial state.
+    """Return the object with `StoredState` dicts: the object itself, its members, and every partial state.
 
-    Of a job of other degrees (`fits` is False) partial states lose their tensors: what one rank had of another
-    job's parameters is of no use, and must not be taken for the parameters of this one.
+    For a job with other degrees (`fits` is False), partial states lose their tensors: one rank's shards of another
+    job's parameters are useless, and must not be mistaken for the parameters of this one.
     """
     if type(value) not in (dict, OrderedDict):
         return value
     partial = value.get(IS_PARTIAL) is True
     if partial and not fits:
-        value = map_tensors(value, lambda tensor: tensor.to("meta"))  # no elements in memory
+        value = map_tensors(value, lambda tensor: tensor.to("meta"))  # without memory for elements
     members = {key: wrap_stored_states(member, source, fits=fits, depth=depth + 1) for key, member in value.items()}
     if depth > 1 and not partial:
         return members
     stored = StoredState(members, source, fits=fits)
-    if (versions := getattr(value, "_metadata", None)) is not None:  # those of the modules, which torch writes
+    if (versions := getattr(value, "_metadata", None)) is not None:  # versions of the modules, written by torch
         stored._metadata = versions  # type: ignore[attr-defined]
     return stored
 
@@ -322,12 +322,12 @@ def wrap_stored_states(value: Any, source: Any, *, fits: bool, depth: int = 0) -
 NAMINGS = ("auto", "1.12")
 
 PartNumbers = tuple[int, ...]
-"""The numbers in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
+"""Ranks in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a process stands in its job, and how large that is along each axis."""
+    """Ranks of a process in its job, and the sizes along each axis."""
 
     pp: int = 0
     tp: int = 0
@@ -338,23 +338,23 @@ class RankPlace:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Pipeline, tensor and reduced-data parallel degree."""
+        """Pipeline, tensor and reduced-data parallel degrees."""
         return self.pp_size, self.tp_size, self.rdp_size
 
     @property
     def ranks(self) -> tuple[int, int, int]:
-        """The ranks along the same axes."""
+        """Ranks along the same axes."""
         return self.pp, self.tp, self.rdp
 
 
 def format_part_path(f: str, place: RankPlace, *, v3: bool = False, naming: str = "auto") -> str:
-    """The path of the part that a process saves.
+    """Return the path of the part that a process saves.
 
-    ``"auto"`` are the names of SMP's documents, ``"1.12"`` those of its last version. With `v3` each data-parallel rank
-    has a part of its own, which only the last version knows.
+    ``"auto"`` uses the names in SMP's documentation, ``"1.12"`` those of its last version. With `v3`, each
+    data-parallel rank has its own part, which only the last version supports.
 
     Raises:
-        SMPInvalidArgumentError: There is no such naming.
+        SMPInvalidArgumentError: The naming is unknown.
 
     >>> format_part_path("a.pt", RankPlace(pp=1, pp_size=2))
     'a.pt_1'
@@ -375,12 +375,12 @@ def format_part_path(f: str, place: RankPlace, *, v3: bool = False, naming: str 
 
 
 def get_own_part(numbers: int, place: RankPlace) -> PartNumbers:
-    """The numbers of the part that belongs to a process, in a set whose names have so many."""
+    """Return the ranks of a process in a set whose names contain this many."""
     return place.ranks[:numbers]
 
 
 def infer_sizes(parts: Collection[PartNumbers]) -> tuple[int, int, int]:
-    """The (pp, tp, rdp) of the job that left a set of parts, if none is missing.
+    """Return the (pp, tp, rdp) sizes of the job that saved a complete set of parts.
 
     >>> infer_sizes([(0, 0), (0, 1)]), infer_sizes([(0,), (1,)]), infer_sizes([(0, 0, 0), (0, 0, 1)])
     ((1, 2, 1), (2, 1, 1), (1, 1, 2))
@@ -391,17 +391,17 @@ def infer_sizes(parts: Collection[PartNumbers]) -> tuple[int, int, int]:
 
 
 def has_same_sizes(parts: Collection[PartNumbers], place: RankPlace) -> bool:
-    """Whether a set is of a job of the same degrees. Data parallelism counts where each such rank has a part."""
+    """Return True if a set is from a job with the same degrees, including data parallelism if names contain it."""
     count = len(next(iter(parts)))
     return infer_sizes(parts)[:count] == place.sizes[:count] and (count > 1 or place.tp_size == 1)
 
 
 MAX_LISTED_PARTS = 8
-"""Missing parts that an error names, at most."""
+"""Maximum number of missing parts in an error."""
 
 
 def find_missing_parts(parts: Collection[PartNumbers], sizes: Sequence[int]) -> list[PartNumbers]:
-    """The first parts that are missing of a set of a job of these degrees, along each axis that the names have.
+    """Return the first missing parts of a set from a job with these degrees, for the axes in the names.
 
     >>> find_missing_parts([(0, 0), (0, 1), (1, 1)], (2, 2)), find_missing_parts([(1,)], (2,))
     ([(1, 0)], [(0,)])
@@ -414,7 +414,7 @@ def find_missing_parts(parts: Collection[PartNumbers], sizes: Sequence[int]) -> 
 
 
 def _enumerate_parts(sizes: Sequence[int]) -> Iterator[PartNumbers]:
-    """All numbers of a job, one by one: a stray file may have a date where others have a rank."""
+    """Yield all parts of a job lazily, because the name of an unrelated file may contain a date in place of a rank."""
     if not sizes:
         yield ()
         return
@@ -424,9 +424,9 @@ def _enumerate_parts(sizes: Sequence[int]) -> Iterator[PartNumbers]:
 
 
 def find_smp_error(parts: Mapping[PartNumbers, str], place: RankPlace, prefix: str) -> SMPCheckpointError | None:
-    """What SMP 1.12 raises for these parts in a job of these degrees; None where it loads them.
+    """Return the error that SMP 1.12 raises for these parts in a job with these degrees; None if it loads them.
 
-    It counts files, and compares the number in each name with what the count leaves room for.
+    It counts files, and checks that the ranks in each name are within the count.
     """
     count, (pp_size, tp_size, rdp_size) = len(parts), place.sizes
     kinds: Sequence[str] = ("pp_rank", "tp_rank", "rdp_rank")
@@ -452,11 +452,11 @@ def find_smp_error(parts: Mapping[PartNumbers, str], place: RankPlace, prefix: s
 def build_incomplete_error(
     parts: Mapping[PartNumbers, str], place: RankPlace, prefix: str, sizes: Sequence[int]
 ) -> SMPCheckpointError:
-    """The error for a set of which parts are missing: SMP's own, where it has one, and which parts these are.
+    """Return the error for missing parts: SMP's own if it has one, with a list of these parts.
 
     Args:
-        prefix: What their names begin with.
-        sizes: The degrees of the job that saved them, along each axis that their names have.
+        prefix: Prefix of their names.
+        sizes: Degrees of the job that saved them, for the axes in their names.
     """
     error = find_smp_error(parts, place, prefix) or IncompatibleCheckpointFoundError.of(
         len(parts), place.sizes, sorted(parts.values())
@@ -480,14 +480,14 @@ logger = get_logger(__name__)
 
 
 _job_ids: list[tuple[Any, str]] = []
-"""The current process group, if there is one, and what names its job. A later group is another job."""
+"""Current process group, if there is one, with the id of its job. A later group is another job."""
 
 _save_counters: dict[tuple[str, str, bool], Iterator[int]] = {}
-"""(job, checkpoint, v3) -> the numbers of its saves. All ranks that save it count alike."""
+"""(job, checkpoint, v3) -> counter of its saves, which is equal on all ranks that save it."""
 
 
 def get_save_id(f: str, v3: bool) -> str | None:
-    """What names this save: the same on all ranks. None if the ranks of the job cannot agree on that any more."""
+    """Return the id of this save, the same on all ranks; None if the ranks of the job can no longer agree on one."""
     job = get_job_id()
     if job is None:
         return None
@@ -496,10 +496,10 @@ def get_save_id(f: str, v3: bool) -> str | None:
 
 
 def get_job_id() -> str | None:
-    """What names this job: the rank that comes first says it, and nobody waits.
+    """Return the id of this job, which the first rank to ask publishes without waiting for others.
 
-    `smp.init` asks for it, too: later on the process that holds the job's store may have ended. None then, if it was
-    not asked for before.
+    `smp.init` also calls it, because the process with the job's store may have ended later. In that case the id is
+    None, unless it was read before.
     """
     distributed: Any = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
@@ -510,7 +510,7 @@ def get_job_id() -> str | None:
             store = distributed.distributed_c10d._get_default_store()
             try:
                 name = store.compare_set("neuron_compat.smp/job", "", name).decode()
-            except RuntimeError as error:  # torch has no other one for a store that is gone
+            except RuntimeError as error:  # torch's only error for a store that is gone
                 logger.warning("the store of the job is gone: a file is saved without a note of its save: %s", error)
                 return None
         _job_ids[:] = [(group, name)]
@@ -518,12 +518,13 @@ def get_job_id() -> str | None:
 
 
 MAX_LISTED_TAGS = 10
-"""Tags that an error names, at most: the newest."""
+"""Maximum number of tags in an error: the newest."""
 
 
 def describe_other_checkpoints(path: str) -> str | None:
-    """Whose checkpoints lie at a path, and which call reads them, or which path was probably meant, as a sentence; None
-    if there is nothing to say.
+    """Return a hint about other checkpoints at a path, or about a similar path; None if there are none.
+
+    It names the call that reads them.
     """
     there = find_writers(path)
     if there is None:

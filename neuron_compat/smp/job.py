@@ -1,10 +1,10 @@
-"""Which rank is what, by SMP's names, and what the process has set up.
+"""SMP's ranks, sizes and groups of this process, and its global state.
 
-SMP runs tensor parallelism inside of data parallelism. With ``pp`` partitions, ``tp`` tensor-parallel ranks and ``rdp``
+SMP's tensor parallelism is inside of data parallelism. With ``pp`` partitions, ``tp`` tensor-parallel ranks and ``rdp``
 (reduced data parallel) replicas of those:
 
 ==========  ======================================================  ====================================
-rank        counts                                                  size
+rank        index of                                                size
 ==========  ======================================================  ====================================
 `pp_rank`   partitions of the pipeline                              ``pp``
 `tp_rank`   tensor-parallel ranks                                   ``tp``
@@ -13,8 +13,8 @@ rank        counts                                                  size
 `mp_rank`   ``tp_rank + tp * pp_rank``                              ``pp * tp``
 ==========  ======================================================  ====================================
 
-The order of the ranks is that of `xla_ckpt.Mesh` (pp outermost, then dp, tp innermost), whatever `placement_strategy`
-says: programs and checkpoints go by the ranks above, not by the place of a rank in the world.
+The ranks are ordered as in `xla_ckpt.Mesh` (pp outermost, then dp, tp innermost) for any `placement_strategy`, because
+programs and checkpoints use the ranks above, not global ranks.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from xla_ckpt.logs import get_logger
 logger = get_logger(__name__)
 
 GROUP_KINDS = {"world": "world", "pp": "pp", "tp": "tp", "rdp": "dp", "dp": "dp_tp", "mp": "pp_tp"}
-"""SMP's kind of group -> that of `neuron_compat.groups`."""
+"""SMP's kind of group -> the kind in `neuron_compat.groups`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where this process stands in its job."""
+    """Ranks and groups of this process in its job."""
 
     mesh: Mesh
     rank: int
     local_rank: int
     local_size: int
     groups: dict[str, list[int]]
-    """Kind -> the ranks of this process' group."""
+    """Kind -> the ranks of this process's group."""
     process_groups: dict[str, Any]
     """Kind -> its process group (gloo); empty without torch.distributed."""
 
     def get_rank(self, kind: str) -> int:
-        """This process' rank in its group."""
+        """Return this process's rank in its group."""
         return self.groups[kind].index(self.rank)
 
 
@@ -58,16 +58,16 @@ PendingLoad = Callable[[Any, Any], None]
 
 
 class State:
-    """What this process has set up.
+    """Global SMP state of this process.
 
     Attributes:
         cfg: The configuration; None before `init`.
-        ranks: Where this process stands; None before `init`.
-        model: The `DistributedModel`; None before there is one.
-        optimizer: What `DistributedOptimizer` returned last; None before that.
-        pending: Loads that wait for what they load into. Each is called with (model, optimizer) as soon as both are
-            there, and removed then. If the model is used before there is an optimizer, each is first called with
-            (model, None), once.
+        rank_info: Ranks and groups of this process; None before `init`.
+        model: The `DistributedModel`; None before it is created.
+        optimizer: The last result of `DistributedOptimizer`; None before that.
+        pending_loads: Loads that wait for the model and the optimizer. Each is called with (model, optimizer) as soon
+            as both exist, and then removed. If the model is used before there is an optimizer, each is first called
+            with (model, None), once.
     """
 
     def __init__(self) -> None:
@@ -77,21 +77,21 @@ class State:
         self.optimizer: Any = None
         self.pending_loads: list[PendingLoad] = []
         self._applied_loads: list[PendingLoad] = []
-        """Those that were called with the model alone, or are being called."""
+        """Loads that were called with only the model, or are being called."""
         self.initialized_implicitly = False
-        """Whether the configuration was read from what was there, and not given to `init`."""
+        """True if the configuration came from the parallel state or the environment, not from a call of `init`."""
 
     @property
     def initialized(self) -> bool:
-        """Whether `init` was called."""
+        """True if `init` was called."""
         return self.rank_info is not None
 
     def num_microbatches(self) -> int:
-        """Into how many parts a step splits a batch."""
+        """Return the number of microbatches in a step."""
         return int(self.cfg.microbatches) if self.cfg is not None else 1
 
     def apply_pending_loads(self) -> None:
-        """Make the calls that can be made: see `pending_loads`."""
+        """Call the pending loads whose objects exist; see `pending_loads`."""
         if self.model is None:
             return
         if self.optimizer is None:
@@ -101,7 +101,7 @@ class State:
         self._applied_loads = [
             *self._applied_loads,
             *waiting,
-        ]  # such a call may use the model, which brings us here again
+        ]  # a load may use the model, which calls this method again
         for call in waiting:
             call(self.model, self.optimizer)
 
@@ -110,21 +110,21 @@ state = State()
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, or a rank was asked for that was known without it."""
+    """Return True if `init` was called, or if a rank was requested that was known without it."""
     return state.initialized
 
 
 def reset() -> None:
-    """Forget the model and the optimizer, so that others can be wrapped."""
+    """Remove the model and the optimizer, so that others can be wrapped."""
     state.model = state.optimizer = None
     state.pending_loads, state._applied_loads = [], []
 
 
 def get_rank_info() -> RankInfo:
-    """Where this process stands. The first call initialises, if the parallel state or the environment say how.
+    """Return this process's ranks. The first call initializes from the parallel state or the environment, if possible.
 
     Raises:
-        NotInitializedError: They do not.
+        NotInitializedError: Neither is set.
     """
     known = _get_rank_info_if_known()
     if known is None:
@@ -133,10 +133,10 @@ def get_rank_info() -> RankInfo:
 
 
 def _get_rank_info_if_known() -> RankInfo | None:
-    """Where this process stands; None if nothing says it."""
+    """Return this process's ranks; None if they are unknown."""
     if state.rank_info is None:
-        # The one door from the calls to the emulation. It is not opened by an import: a program that has set up its
-        # ranks itself has no use for what is behind it.
+        # The only entry from these calls to the emulation. It is imported lazily, because a program that has
+        # initialized its ranks itself does not need it.
         import_module("neuron_compat.emulated.smp.setup").init_if_known()
     return state.rank_info
 
@@ -145,21 +145,21 @@ def _get_rank_info_if_known() -> RankInfo | None:
 
 
 def rank() -> int:
-    """This process' rank in the job.
+    """Return this process's rank in the job.
 
     Raises:
-        NotInitializedError: `init` was not called. (So do all ranks here; sizes are 1 then.)
+        NotInitializedError: `init` was not called. (All rank functions here raise it; sizes are then 1.)
     """
     return get_rank_info().rank
 
 
 def local_rank() -> int:
-    """This process' rank on its machine."""
+    """Return this process's rank on its machine."""
     return get_rank_info().local_rank
 
 
 def local_size() -> int:
-    """Number of processes on this machine."""
+    """Return the number of processes on this machine."""
     known = _get_rank_info_if_known()
     return 1 if known is None else known.local_size
 
@@ -180,11 +180,11 @@ pp_rank, pp_size = functools.partial(_get_rank, "pp"), functools.partial(_get_si
 tp_rank, tp_size = functools.partial(_get_rank, "tp"), functools.partial(_get_size, "tp")
 rdp_rank, rdp_size = functools.partial(_get_rank, "rdp"), functools.partial(_get_size, "rdp")
 dp_rank, dp_size = functools.partial(_get_rank, "dp"), functools.partial(_get_size, "dp")
-"""The ranks and sizes of the table above. With tensor parallelism, ask `rdp_rank` which ranks save."""
+"""Ranks and sizes of the table above. With tensor parallelism, use `rdp_rank` to select the ranks that save."""
 
 
 def mp_rank() -> int:
-    """``tp_rank() + tp_size() * pp_rank()``; with tensor parallelism a warning says so, once."""
+    """Return ``tp_rank() + tp_size() * pp_rank()``; with tensor parallelism, log a warning about it once."""
     number = get_rank_info().get_rank("mp")
     if tp_size() > 1:
         _warn_about_mp("mp_rank", "the rank among pipeline-parallel processes only, use pp_rank()")
@@ -192,7 +192,7 @@ def mp_rank() -> int:
 
 
 def mp_size() -> int:
-    """``pp_size() * tp_size()``; with tensor parallelism a warning says so, once."""
+    """Return ``pp_size() * tp_size()``; with tensor parallelism, log a warning about it once."""
     if tp_size() > 1:
         _warn_about_mp("mp_size", "the pipeline parallelism degree, use pp_size()")
     return _get_size("mp")
@@ -210,18 +210,18 @@ def _warn_about_mp(name: str, instead: str) -> None:
 
 
 def instance_id() -> int:
-    """The number of this process' machine."""
+    """Return the index of this process's machine."""
     here = get_rank_info()
     return int(os.environ.get("GROUP_RANK", here.rank // here.local_size))
 
 
 def is_multi_node() -> bool:
-    """Whether the job runs on several machines."""
+    """Return True if the job runs on several machines."""
     return size() > local_size()
 
 
 def num_microbatches() -> int:
-    """Into how many parts a step splits a batch (``microbatches``)."""
+    """Return the number of microbatches in a step (``microbatches``)."""
     return state.num_microbatches()
 
 
@@ -237,16 +237,17 @@ get_tp_group = functools.partial(_get_group, "tp")
 get_rdp_group = functools.partial(_get_group, "rdp")
 get_dp_group = functools.partial(_get_group, "dp")
 get_mp_group = functools.partial(_get_group, "mp")
-"""The ranks of this process' pipeline; of its tensor-parallel group; those that hold the same parameters; that own the
-same partition; and that hold a model together with it."""
+"""Ranks of this process's pipeline; of its tensor-parallel group; those that hold the same parameters; those that own
+the same partition; and those that together hold a model.
+"""
 
 
 def get_process_group(kind: str) -> Any:
-    """The process group (gloo) of a kind.
+    """Return the process group (gloo) of a kind.
 
     Raises:
         NotInitializedError: `init` was not called.
-        SMPRuntimeError: torch.distributed was not initialised, because this process works alone.
+        SMPRuntimeError: torch.distributed is not initialized, because this is the only process.
     """
     groups = get_rank_info().process_groups
     if not groups:
@@ -255,7 +256,11 @@ def get_process_group(kind: str) -> Any:
 
 
 def _get_ddp_process_group(kind: str) -> Any:
-    """As `get_process_group`, where ``ddp`` is on."""
+    """Return the process group of a kind, if ``ddp`` is True.
+
+    Raises:
+        DDPNotEnabledError: ``ddp`` is False.
+    """
     get_rank_info()
     if not state.cfg.ddp:
         raise DDPNotEnabledError("Torch.dist is not initialized. Please enable DDP in config to use torch.dist")
@@ -267,13 +272,13 @@ get_dp_process_group = functools.partial(_get_ddp_process_group, "dp")
 get_rdp_process_group = functools.partial(_get_ddp_process_group, "rdp")
 get_tp_process_group = functools.partial(_get_ddp_process_group, "tp")
 get_pp_process_group = functools.partial(_get_ddp_process_group, "pp")
-"""The process groups of the same ranks, and that of all. They need ``ddp: True``; that of `mp` does not.
+"""Process groups of the same ranks, and of all ranks. They need ``ddp: True``, except for `mp`.
 
 Raises:
     DDPNotEnabledError: ``ddp`` is False.
     NotInitializedError: `init` was not called.
-    SMPRuntimeError: This process works alone, without torch.distributed.
+    SMPRuntimeError: This is the only process, without torch.distributed.
 """
 
 get_mp_process_group = functools.partial(get_process_group, "mp")
-"""The process group of `get_mp_group`."""
+"""Process group of `get_mp_group`."""

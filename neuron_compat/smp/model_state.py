@@ -38,36 +38,36 @@ from xla_ckpt.logs import get_logger
 
 
 class ModelStateMixin:
-    """What a `DistributedModel` does about its state. It has `module`, and says what this rank owns of it."""
+    """State dict methods of a `DistributedModel`. Subclasses provide `module`, and the entries that this rank owns."""
 
     module: torch.nn.Module
     _rules: ParsedRules
-    """How parameters are split that do not say it themselves."""
+    """Sharding rules for parameters without sharding attributes."""
 
     @property
     def partitions(self) -> Partitions:
-        """The partition of each module, by its name."""
+        """Partition of each module, by name."""
         raise NotImplementedError
 
     def enforce_partitions(self, partitions: Partitions) -> None:
-        """Take the partitions of a checkpoint."""
+        """Use the partitions of a checkpoint."""
         raise NotImplementedError
 
     def taken(self) -> None:
-        """Called when a state was loaded."""
+        """Run after a state was loaded."""
         raise NotImplementedError
 
     @property
     def xla_ckpt_plain(self) -> torch.nn.Module:
-        """What `xla_ckpt` saves and loads in the place of this: the module that was given."""
+        """Inner module, which `xla_ckpt` saves and loads instead of this one."""
         return self.module
 
     def entries(self) -> list[StateEntry]:
-        """The entries of the module's state dict, with their partitions and splits."""
+        """Return the entries of the module's state dict, with their partitions and shardings."""
         return list_state_entries(self.module, self.partitions, self._rules)
 
     def local_entries(self) -> list[StateEntry]:
-        """The entries that this rank's partition owns."""
+        """Return the entries that this rank's partition owns."""
         here = job.pp_rank()
         return [entry for entry in self.entries() if here in entry.owners]
 
@@ -79,17 +79,17 @@ class ModelStateMixin:
         prefix: str = "",
         keep_vars: bool = False,
     ) -> OrderedDict[str, Any]:
-        """What this rank's partition owns, and this rank's part of what is split; no other rank is asked.
+        """Return the entries of this rank's partition, with this rank's shards, without communication.
 
         Args:
-            cast_to_cpu: Bring tensors on an XLA device to the CPU, all in one batch.
-            destination: A dict to put it in.
-            prefix: What to put before the names.
-            keep_vars: Parameters themselves, not their values.
+            cast_to_cpu: Copy tensors on an XLA device to the CPU, all in one batch.
+            destination: A dict to add the entries to.
+            prefix: Prefix of the names.
+            keep_vars: Return parameters themselves, not their values.
 
         Returns:
             The entries by name, with ``_smp_is_partial: True`` and ``_smp_load_info``: the degrees, the partition of
-            each module, and under ``xla_ckpt`` how parameters are split (``specs``) and the shapes of padded ones.
+            each module, and under ``xla_ckpt`` the shardings of parameters (``specs``) and the shapes of padded ones.
         """
         job.state.apply_pending_loads()
         entries = self.local_entries()
@@ -105,7 +105,7 @@ class ModelStateMixin:
         return state
 
     def _build_load_info(self, entries: Sequence[StateEntry]) -> dict[str, Any]:
-        """What a partial state says of the job that saved it: ``_smp_load_info``."""
+        """Return the description of the job in a partial state: ``_smp_load_info``."""
         cfg = job.state.cfg
         split = [e for e in entries if e.sharding is not None]
         padded = {e.name: list(e.global_shape) for e in split if e.sharding is not None and e.sharding.shape}
@@ -122,20 +122,21 @@ class ModelStateMixin:
         destination: Any = None,
         prefix: str = "",
         keep_vars: bool = False,
-        cast_to_cpu: bool = True,  # it is gathered on the CPU in any case
+        cast_to_cpu: bool = True,  # always gathered on the CPU
         gather_to_rank0: bool = True,
     ) -> Any:
-        """The whole model, on the CPU, gathered from the owners of its parts tensor by tensor.
+        """Return the state dict of the whole model on the CPU, gathered tensor by tensor from the owner ranks.
 
         All ranks with ``smp.rdp_rank() == 0`` make the call (without tensor parallelism: ``smp.dp_rank() == 0``), or
         all ranks of the job.
 
         Args:
-            destination: A dict to put it in.
-            prefix: What to put before the names.
-            keep_vars: Parameters themselves, where this rank has the model for itself.
+            destination: A dict to add the entries to.
+            prefix: Prefix of the names.
+            keep_vars: Return parameters themselves, if this rank has the whole model.
             cast_to_cpu: Accepted.
-            gather_to_rank0: Rank 0 alone gets it, and the other ranks an empty dict. With False all ranks get it.
+            gather_to_rank0: Only rank 0 gets the entries, and the other ranks an empty dict. With False, all ranks get
+                them.
 
         Raises:
             TooFewRanksError: Not all of these ranks made the call in time.
@@ -162,26 +163,27 @@ class ModelStateMixin:
         same_partition_load: bool = True,
         strict_partitions: bool = False,
     ) -> Any:
-        """Load a full state dict, or this rank's partial one. The dict stays as it is; the load is done at once.
+        """Load a full state dict, or this rank's partial one, immediately. The dict is unchanged.
 
-        A full one is loaded by every rank on its own. With a partial one, all ranks of a model make the call together:
-        a pipeline rank runs the whole model, so it takes the other partitions from their ranks. If the parts are not of
-        this number of ranks and these partitions, they are loaded from their files (`smp.load` returns dicts that know
-        them), on any topology; then all ranks of the job make the call.
+        Every rank loads a full one independently. With a partial one, all ranks of a model make the call: a pipeline
+        rank runs the whole model, so it receives the other partitions from their ranks. If the parts are of another
+        number of ranks or other partitions, they are loaded from their files (`smp.load` returns dicts that reference
+        them), on any topology; in that case, all ranks of the job make the call.
 
         Args:
-            state_dict: What `state_dict`, `local_state_dict` or `smp.load` returned.
-            strict: Whether names that are missing or unknown are an error.
-            translate_function: Makes names of this model of those of a full state dict of another one.
-            same_partition_load: Take the partitions of the checkpoint, if the degrees are the same.
-            strict_partitions: Refuse a partial state of another number of ranks, as SMP does.
+            state_dict: The result of `state_dict`, `local_state_dict` or `smp.load`.
+            strict: True raises an error for missing or unexpected names.
+            translate_function: Converts a full state dict of another model to the names of this model.
+            same_partition_load: Use the partitions of the checkpoint, if the degrees are the same.
+            strict_partitions: Raise an error for a partial state of another number of ranks, as SMP does.
 
         Returns:
-            The missing and the unexpected names, as `torch.nn.Module.load_state_dict` does.
+            The missing and the unexpected names, as in `torch.nn.Module.load_state_dict`.
 
         Raises:
             MissingKeysInCheckpointError: Names of the model are missing, and `strict` is True.
-            SMPCheckpointError: There are unknown names, and `strict` is True; or a shape differs. Nothing was changed.
+            SMPCheckpointError: There are unexpected names, and `strict` is True; or a shape differs. Nothing was
+                changed.
             IncompatibleCheckpointFoundError: See `strict_partitions`.
             TooFewRanksError: Not all ranks of a model made the call in time.
         """
@@ -203,13 +205,13 @@ def load_model_state(
     same_partition_load: bool,
     strict_partitions: bool,
 ) -> Any:
-    """See `DistributedModel.load_state_dict`."""
+    """Load a state dict into a model; see `DistributedModel.load_state_dict`."""
     if not isinstance(state, Mapping):
         raise SMPInvalidArgumentError("a state dict is a dict", found=type(state).__name__)
     if state.get(IS_PARTIAL):
         return _load_partial(model, state, strict, same_partition_load, strict_partitions)
     whole: Mapping[str, Any] = strip_smp_entries(state)
-    if translate is not None and IS_PARTIAL not in state:  # with the mark, SMP saved it without translating it
+    if translate is not None and IS_PARTIAL not in state:  # with this key, SMP saved it without translation
         whole = translate(dict(whole))
     return _load_full(model, whole, strict)
 
@@ -218,7 +220,7 @@ def load_model_state(
 
 
 def _load_full(model: Any, state: Mapping[str, Any], strict: bool) -> Any:
-    """Load this rank's part of whole tensors; the missing and the unexpected names."""
+    """Load this rank's shards of full tensors, and return the missing and the unexpected names."""
     entries = model.entries()
     keys = check_names(entries, state, strict and not _has_load_hooks(model.module))
     wanted = {e.name: tuple(e.global_shape) for e in entries if e.is_tensor}
@@ -230,14 +232,14 @@ def _load_full(model: Any, state: Mapping[str, Any], strict: bool) -> Any:
 
 
 def _cut_own_part(entry: StateEntry, whole: Any) -> Any:
-    """This rank's part of a whole tensor; any other value as it is."""
+    """Return this rank's shard of a full tensor; other values unchanged."""
     if not isinstance(whole, torch.Tensor):
         return whole
     return slice_rank_part(whole, entry.place(job.rank()), entry.value.shape)
 
 
 def check_names(entries: Sequence[StateEntry], names: Mapping[str, Any], strict: bool) -> Any:
-    """The missing and the unexpected names.
+    """Return the missing and the unexpected names.
 
     Raises:
         MissingKeysInCheckpointError: Some are missing, and `strict` is True.
@@ -259,10 +261,10 @@ def check_names(entries: Sequence[StateEntry], names: Mapping[str, Any], strict:
 
 
 def check_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a tensor of another shape, or in the place of something else.
+    """Raise an error if a shape differs, or if only one of the two values is a tensor.
 
     Raises:
-        SMPCheckpointError: There is one.
+        SMPCheckpointError: There is such an entry.
     """
     for name, shape in wanted.items():
         if name in stored and stored[name] != shape:
@@ -272,49 +274,49 @@ def check_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tup
 
 
 def _has_load_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module changes names when it is loaded, so that torch has to say which of them are missing."""
+    """Return True if a module changes names when it is loaded, so that torch must determine the missing ones."""
     return any(part._load_state_dict_pre_hooks for part in module.modules())
 
 
 def _load_into_module(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Put this rank's state into the module."""
+    """Load this rank's state into the module."""
     try:
         module.load_state_dict(state, strict=strict and _has_load_hooks(module))
     except RuntimeError as error:
         raise SMPCheckpointError(f"the model did not take its state: {error}") from error
 
 
-# -- this rank's part
+# -- partial state dicts
 
 
 @dataclass(frozen=True, slots=True)
 class _PartDescription:
-    """What a rank says of its part of a stored model. It travels as JSON, by the names of the fields."""
+    """Description of a rank's part of a stored model, sent as JSON with the names of the fields."""
 
     fits: bool
-    """Whether the part is of a job of these degrees."""
+    """True if the part is of a job with the same degrees."""
     source: bool
-    """Whether the rank knows the whole set of files."""
+    """True if the rank knows the whole set of files."""
     tensors: Mapping[str, tuple[Sequence[int], str]]
-    """Name -> (shape, name of the element type)."""
+    """Name -> (shape, dtype name)."""
     others: Sequence[str]
-    """The names of what is no tensor."""
+    """Names of entries that are not tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EntryOrigin:
-    """Where the stages of a pipeline have an entry of a stored model."""
+    """Pipeline stage that has an entry of a stored model."""
 
     stage: int
-    """The first stage that has it."""
+    """First stage that has it."""
     tensor: TensorType | None
-    """None for what is no tensor."""
+    """Type of the tensor; None for other values."""
 
 
 def _load_partial(
     model: Any, state: Mapping[str, Any], strict: bool, same_partition_load: bool, strict_partitions: bool
 ) -> Any:
-    """Load the parts of all ranks of a model; or, if they do not fit as they are, all files of their set."""
+    """Load the parts of all ranks of a model; or, if they do not fit, all files of their set."""
     info = state.get(LOAD_INFO)
     stored = strip_smp_entries(state)
     fits = not isinstance(state, StoredState) or state.fits
@@ -356,12 +358,12 @@ def _load_partial(
 
 
 def _get_source(state: Any) -> Source | None:
-    """The whole set of files that a state is a part of; None if it knows none."""
+    """Return the whole set of files that a state belongs to; None if it is unknown."""
     return state.source if isinstance(state, StoredState) else None
 
 
 def _has_same_degrees(info: Any) -> bool:
-    """Whether a state was saved with these degrees. Older versions of SMP did not say theirs."""
+    """Return True if a state was saved with these degrees. Older versions of SMP did not store them."""
     if not isinstance(info, Mapping):
         return True
     cfg = job.state.cfg
@@ -370,7 +372,7 @@ def _has_same_degrees(info: Any) -> bool:
 
 
 def _build_degrees_error(info: Any) -> SMPCheckpointError:
-    """The error for a part of another job, of which no other part is known."""
+    """Return the error for a part of another job whose other parts are unknown."""
     said = info if isinstance(info, Mapping) else {}
     return SMPCheckpointError(
         "a partial state of other ranks or other partitions",
@@ -381,7 +383,7 @@ def _build_degrees_error(info: Any) -> SMPCheckpointError:
 
 
 def _check_same_degrees(info: Any, fits: bool) -> None:
-    """Raise what SMP does for a part of a job of other degrees."""
+    """Raise SMP's error for a part of a job with other degrees."""
     if fits and _has_same_degrees(info):
         return
     said = info if isinstance(info, Mapping) else {}
@@ -390,7 +392,7 @@ def _check_same_degrees(info: Any, fits: bool) -> None:
 
 
 def _get_pipeline_indices() -> list[int]:
-    """The places of this process' pipeline in what the ranks of a model said, in the order of the stages."""
+    """Return the indices of this process's pipeline in the descriptions of a model's ranks, in stage order."""
     ranks = job.get_rank_info().groups
     return [ranks["mp"].index(rank) for rank in ranks["pp"]]
 
@@ -398,7 +400,7 @@ def _get_pipeline_indices() -> list[int]:
 def _find_origins(
     descriptions: Sequence[_PartDescription], column: Sequence[int] | None = None
 ) -> dict[str, _EntryOrigin]:
-    """Name -> where it comes from, in this process' pipeline, or in that of a `map_column`."""
+    """Return {name: origin} in this process's pipeline, or in the given `column` of descriptions."""
     origins: dict[str, _EntryOrigin] = {}
     for stage, index in enumerate(_get_pipeline_indices() if column is None else column):
         for name in descriptions[index].others:
@@ -409,12 +411,12 @@ def _find_origins(
 
 
 def _get_shapes(origins: Mapping[str, _EntryOrigin]) -> dict[str, tuple[int, ...]]:
-    """The shapes of those that are tensors."""
+    """Return the shapes of the tensors."""
     return {name: origin.tensor.shape for name, origin in origins.items() if origin.tensor is not None}
 
 
 def _check_same_tensors(descriptions: Sequence[_PartDescription]) -> None:
-    """Refuse tensor-parallel ranks whose parts are not of one model."""
+    """Raise an error if the parts of tensor-parallel ranks do not belong to one model."""
     size = job.tp_size()
     first, *others = (_find_origins(descriptions, range(tp, len(descriptions), size)) for tp in range(size))
     for tp, theirs in enumerate(others, start=1):
@@ -428,7 +430,7 @@ def _check_same_tensors(descriptions: Sequence[_PartDescription]) -> None:
 
 
 def _restore_partitions(model: Any, info: Any) -> None:
-    """Have the model be partitioned as the stored one was, as SMP does."""
+    """Partition the model as the stored one, as SMP does."""
     if not isinstance(info, Mapping):
         if job.pp_size() > 1:
             logger.warning(
@@ -449,7 +451,7 @@ def _restore_partitions(model: Any, info: Any) -> None:
 
 @torch.no_grad()
 def _exchange_entries(stored: Mapping[str, Any], origins: Mapping[str, _EntryOrigin]) -> dict[str, Any]:
-    """What all stages of this process' pipeline have, together. Each tensor comes from the first stage that has it."""
+    """Gather the entries of all stages in this process's pipeline, each tensor from the first stage that has it."""
     if job.pp_size() == 1:
         return dict(stored)
     others = comm.allgather({n: v for n, v in stored.items() if not isinstance(v, torch.Tensor)}, comm.PP_GROUP)
@@ -466,7 +468,7 @@ def _exchange_entries(stored: Mapping[str, Any], origins: Mapping[str, _EntryOri
 
 
 def parse_partition_info(info: Mapping[str, Any], model: torch.nn.Module, count: int) -> dict[str, int] | None:
-    """The partitions that a checkpoint's ``build_partition_info`` says; None if it is of other modules.
+    """Return the partitions in a checkpoint's ``partition_info``; None if it contains other modules.
 
     SMP calls the modules ``main``, ``main/module``, ``main/module/module`` and so on, from its wrapper inwards.
     """
@@ -478,7 +480,7 @@ def parse_partition_info(info: Mapping[str, Any], model: torch.nn.Module, count:
 
 
 def _strip_wrapper_names(name: str) -> str:
-    """A module's name without SMP's wrappers.
+    """Return a module's name without SMP's wrappers.
 
     >>> [_strip_wrapper_names(name) for name in ("main/module/module/layers/0", "layers.0", "main")]
     ['layers.0', 'layers.0', '']

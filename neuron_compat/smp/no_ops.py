@@ -1,6 +1,6 @@
-"""SMP calls that have no effect here: they save memory or time, or ask SMP to replace layers.
+"""SMP calls without effect here: they reduce memory or time, or configure the replacement of layers.
 
-Use the layers of `neuron_compat.nxd.parallel_layers` to split weights.
+Use the layers of `neuron_compat.nxd.parallel_layers` to shard weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ logger = get_logger(__name__)
 
 
 def set_activation_checkpointing(module: torch.nn.Module, **options: Any) -> None:
-    """Accepted: activations are kept in memory, and not computed again.
+    """Accept the call without effect: activations are kept in memory, and not recomputed.
 
     Args:
         options: ``preserve_rng_state``, ``pack_args_as_tuple`` and ``strategy``.
 
     Raises:
-        SMPInvalidArgumentError: It is no module.
+        SMPInvalidArgumentError: It is not a module.
     """
     if not isinstance(module, torch.nn.Module):
         raise SMPInvalidArgumentError("activation checkpointing is for a torch.nn.Module", found=type(module).__name__)
@@ -34,12 +34,12 @@ def set_activation_checkpointing(module: torch.nn.Module, **options: Any) -> Non
 def delay_param_initialization(
     enabled: bool = True,  # noqa: ARG001  # SMP's signature
 ) -> contextlib.AbstractContextManager[None]:
-    """Accepted: a context without effect."""
+    """Return a context without effect."""
     return contextlib.nullcontext()
 
 
 def is_tracing() -> bool:
-    """False: nothing is traced."""
+    """Return False, because nothing is traced."""
     return False
 
 
@@ -47,12 +47,12 @@ def tensor_parallelism(
     enabled: bool = True,  # noqa: ARG001  # SMP's signature
     **_tp_config: Any,
 ) -> contextlib.AbstractContextManager[None]:
-    """Accepted: a context without effect."""
+    """Return a context without effect."""
     return contextlib.nullcontext()
 
 
 def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_config: Any) -> None:
-    """Accepted."""
+    """Accept the call without effect."""
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def model_creation(
     dtype: torch.dtype | None = None,
     **_tensor_parallel_config: Any,
 ) -> Iterator[None]:
-    """A context in which floating-point parameters are of a type; None leaves torch's default."""
+    """Create floating-point parameters of a dtype within the block; None uses torch's default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

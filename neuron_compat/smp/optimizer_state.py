@@ -1,7 +1,7 @@
 """State dicts of a `DistributedOptimizer`: collect, gather and load them.
 
 `OptimizerStateMixin` has SMP's methods. Local state dicts contain this rank's partition; full ones are gathered
-tensor by tensor. On loading, full states are split, and partial ones are exchanged among the ranks of a model, or
+tensor by tensor. On loading, full states are sharded, and partial ones are exchanged among the ranks of a model, or
 loaded from all files of their set if they are of another topology.
 """
 
@@ -31,28 +31,29 @@ from xla_ckpt.logs import get_logger
 
 
 class OptimizerStateMixin:
-    """What a `DistributedOptimizer` does about its state."""
+    """State dict methods of a `DistributedOptimizer`."""
 
     _smp: Any
-    """The numbers, names and shares of its parameters, its master weights and its loss scale."""
+    """Indices, names and shares of its parameters, its master weights and its loss scale."""
     param_groups: Any
     state: Any
 
     def local_state_dict(
         self, cast_to_cpu: bool = True, gather_if_shard: bool = True, fp32_states_only: bool = False
     ) -> dict[str, Any]:
-        """The states of the parameters of this rank's partition, numbered over all parameters, as torch does.
+        """Return the states of this rank's partition, with parameter indices over all parameters, as in torch.
 
         Args:
-            cast_to_cpu: Bring tensors on an XLA device to the CPU.
-            gather_if_shard: With ``shard_optimizer_state`` rank ``rdp_rank() == 0`` gets those of all ranks that hold
-                the same parameters, and all of them make the call: ``state`` and ``param_groups`` are lists then.
-            fp32_states_only: Leave out the loss scale and the master weights.
+            cast_to_cpu: Copy tensors on an XLA device to the CPU.
+            gather_if_shard: With ``shard_optimizer_state``, rank ``rdp_rank() == 0`` gathers the states of all ranks
+                that hold the same parameters, and all of them make the call: ``state`` and ``param_groups`` are then
+                lists.
+            fp32_states_only: Omit the loss scale and the master weights.
 
         Returns:
-            ``state``, ``param_groups`` and ``_smp_is_partial: True``. On tensor-parallel ranks above 0 the state of a
-            parameter that is not split is an empty dict. With ``fp16`` these are in ``optimizer_state_dict``, beside
-            the loss scale and the master weights (``fp32_from_fp16``); with ``bf16`` the latter are beside them.
+            ``state``, ``param_groups`` and ``_smp_is_partial: True``. On tensor-parallel ranks above 0, the state of a
+            replicated parameter is an empty dict. With ``fp16`` these are in ``optimizer_state_dict``, next to the loss
+            scale and the master weights (``fp32_from_fp16``); with ``bf16`` the latter are next to them.
 
         Raises:
             TooFewRanksError: Not all of these ranks made the call in time.
@@ -62,14 +63,14 @@ class OptimizerStateMixin:
         )
 
     def local_optimizer_state_dict(self, cast_to_cpu: bool = True) -> dict[str, Any]:
-        """This rank's states of the parameters of its partition: no rank leaves something to another one."""
+        """Return this rank's states of the parameters in its partition, including those replicated on other ranks."""
         return collect_local_state(self, cast_to_cpu=cast_to_cpu, drop_replicas=False)
 
     def local_fp16_state_dict(self) -> dict[str, Any]:
-        """The loss scale, and the master weights of this rank's partition.
+        """Return the loss scale, and the master weights of this rank's partition.
 
         Raises:
-            SMPValidationError: There are none.
+            SMPValidationError: There are no master weights.
         """
         if self._smp.masters is None:
             raise SMPValidationError("opt.local_fp16_state_dict can only be called when fp16 is enabled")
@@ -78,47 +79,47 @@ class OptimizerStateMixin:
     def state_dict(
         self, cast_to_cpu: bool = True, fp32_states_only: bool = False, gather_to_rank0: bool = False
     ) -> dict[str, Any]:
-        """The states of all parameters, whole and on the CPU, gathered tensor by tensor.
+        """Return the states of all parameters, full and on the CPU, gathered tensor by tensor.
 
         All ranks with ``smp.rdp_rank() == 0`` make the call (without tensor parallelism: ``smp.dp_rank() == 0``), or
         all ranks of the job; with ``shard_optimizer_state`` all ranks of the job.
 
         Args:
-            cast_to_cpu: Accepted: they are gathered on the CPU in any case.
-            fp32_states_only: Leave out the loss scale and the master weights.
-            gather_to_rank0: Rank 0 alone gets them, and the other ranks an empty dict.
+            cast_to_cpu: Accepted: they are always gathered on the CPU.
+            fp32_states_only: Omit the loss scale and the master weights.
+            gather_to_rank0: Only rank 0 gets them, and the other ranks an empty dict.
 
         Returns:
-            ``state`` and ``param_groups``, as a job of one process has them.
+            ``state`` and ``param_groups``, as in a job of one process.
 
         Raises:
             TooFewRanksError: Not all of these ranks made the call in time.
-            SMPUnsupportedError: A state of a parameter that is split has another shape than the parameter.
+            SMPUnsupportedError: A state of a sharded parameter has another shape than the parameter.
         """
         return gather_state_dict(self, gather_to_rank0, without_masters=fp32_states_only)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], gather_if_shard: bool = False, strict_partitions: bool = False
     ) -> None:
-        """Load a full state dict, or this rank's partial one. The dict stays as it is; the load is done at once.
+        """Load a full state dict, or this rank's partial one, immediately. The dict is unchanged.
 
-        With a partial one, all ranks of a model make the call together. If the parts are not of these ranks and
-        partitions, they are loaded from their files, on any topology (see `DistributedModel.load_state_dict`).
+        With a partial one, all ranks of a model make the call. If the parts are of other ranks or partitions, they are
+        loaded from their files, on any topology (see `DistributedModel.load_state_dict`).
 
         Args:
-            state_dict: What `state_dict`, `local_state_dict` or `smp.load` returned.
+            state_dict: The result of `state_dict`, `local_state_dict` or `smp.load`.
             gather_if_shard: Accepted.
-            strict_partitions: Refuse what does not fit as it is.
+            strict_partitions: Raise an error for a state that does not fit as it is.
 
         Raises:
-            SMPCheckpointError: It is of another optimizer or model. Nothing was changed.
-            RdpSizeError: It is sharded over another number of ranks, and nobody knows its files.
+            SMPCheckpointError: It belongs to another optimizer or model. Nothing was changed.
+            RdpSizeError: It is sharded over another number of ranks, and its files are unknown.
             TooFewRanksError: Not all ranks of a model made the call in time.
         """
         load_optimizer_state(self, state_dict, strict_partitions)
 
     def load_local_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `local_optimizer_state_dict` returned on this rank.
+        """Load the result of `local_optimizer_state_dict` on this rank.
 
         Raises:
             SMPCheckpointError: It is not partial; or see `load_state_dict`.
@@ -131,18 +132,18 @@ class OptimizerStateMixin:
         self.load_state_dict(state_dict)
 
     def load_local_fp16_state_dict(self, fp16_states: Mapping[str, Any]) -> None:
-        """Load what `local_fp16_state_dict` returned on this rank. All ranks of a model make the call together.
+        """Load the result of `local_fp16_state_dict` on this rank. Call it on all ranks of a model.
 
         Raises:
-            SMPValidationError: There is no master weight to load into.
-            SMPCheckpointError: It is of another model.
+            SMPValidationError: There are no master weights to load into.
+            SMPCheckpointError: It belongs to another model.
         """
         if self._smp.masters is None:
             raise SMPValidationError("opt.load_local_fp16_state_dict can only be called when fp16 is enabled")
         load_master_weights(self, fp16_states)
 
     def drop_others(self) -> None:
-        """With ``shard_optimizer_state``: forget the states of parameters that are in the share of another rank."""
+        """Remove the states of parameters in the shares of other ranks, with ``shard_optimizer_state``."""
         shares = self._smp.shares(self)
         if shares is not None:
             for parameter, rank in zip(self._smp.parameters(self), shares, strict=True):
@@ -152,23 +153,23 @@ class OptimizerStateMixin:
 
 MASTERS_KEY = "fp32_from_fp16"
 MASTER_NAMES_KEY = "fp32_from_fp16_names"
-"""The names of the master weights, group by group: SMP has none, and leaves alone what it does not know."""
+"""Key for the names of the master weights, group by group. SMP has none, and ignores unknown keys."""
 
 STATE_DICT_CALL = "optimizer.state_dict()"
 
 MASTER_STATE_KEY = "\0master"
-"""A master weight among the states of a parameter, while they are exchanged: no optimizer has such a state."""
+"""Key for a master weight among the states of a parameter, while they are exchanged. No optimizer uses this key."""
 
 
-# -- this rank's
+# -- local states
 
 
 def collect_local_state(optimizer: Any, *, cast_to_cpu: bool, drop_replicas: bool) -> dict[str, Any]:
-    """The states of this rank's partition, as a dict of torch's with SMP's mark.
+    """Return the states of this rank's partition, as a torch state dict with SMP's partial flag.
 
     Args:
-        cast_to_cpu: Bring tensors on an XLA device to the CPU.
-        drop_replicas: On tensor-parallel ranks above 0, leave out states of what is not split.
+        cast_to_cpu: Copy tensors on an XLA device to the CPU.
+        drop_replicas: On tensor-parallel ranks above 0, omit states of replicated parameters.
     """
     packed = optimizer.xla_ckpt_plain.state_dict()
     entries = optimizer._smp.entries(optimizer)
@@ -184,13 +185,13 @@ def collect_local_state(optimizer: Any, *, cast_to_cpu: bool, drop_replicas: boo
 
 
 def add_parameter_names(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of a state dict, with the names of their parameters (torch's own key for them)."""
+    """Return the groups of a state dict with the names of their parameters, under torch's key."""
     names = optimizer._smp.names(optimizer)
     return [{**group, "param_names": [names[number] for number in group["params"]]} for group in groups]
 
 
 def move_to_cpu(value: Any) -> Any:
-    """The same dicts, lists and tuples with their tensors on the CPU, brought there in one batch."""
+    """Return the same dicts, lists and tuples with their tensors on the CPU, copied in one batch."""
     tensors: list[torch.Tensor] = []
     map_tensors(value, tensors.append)
     moved = iter(move_to_host(tensors))
@@ -198,9 +199,9 @@ def move_to_cpu(value: Any) -> Any:
 
 
 def collect_local_masters(optimizer: Any) -> dict[str, Any]:
-    """The master weights of this rank's partition, group by group, and their names; nothing without any.
+    """Return the master weights of this rank's partition, group by group, and their names; an empty dict without any.
 
-    With ``shard_optimizer_state`` they are those of this rank's share.
+    With ``shard_optimizer_state``, they are those of this rank's share.
     """
     runtime = optimizer._smp
     if runtime.masters is None:
@@ -219,7 +220,7 @@ def collect_local_masters(optimizer: Any) -> dict[str, Any]:
 
 
 def collect_fp16_state(optimizer: Any) -> dict[str, Any]:
-    """What SMP stores of a loss scale."""
+    """Return the loss scale in SMP's stored form."""
     return {
         "loss_scaler": optimizer._smp.stored_scale(),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
@@ -229,7 +230,7 @@ def collect_fp16_state(optimizer: Any) -> dict[str, Any]:
 
 
 def build_local_state_dict(optimizer: Any, *, cast_to_cpu: bool, gather: bool, without_masters: bool) -> dict[str, Any]:
-    """See `DistributedMixin.local_state_dict`."""
+    """Build a local state dict; see `OptimizerStateMixin.local_state_dict`."""
     sharded = optimizer._smp.shares(optimizer) is not None
     inner = collect_local_state(optimizer, cast_to_cpu=cast_to_cpu, drop_replicas=not sharded)
     masters = {} if without_masters else collect_local_masters(optimizer)
@@ -245,30 +246,30 @@ def build_local_state_dict(optimizer: Any, *, cast_to_cpu: bool, gather: bool, w
     return {**inner, **masters}
 
 
-# -- the whole
+# -- full states: gather
 
 
 Description = dict[str, Any]
-"""What a state is, as JSON: ``shape`` and ``dtype`` of a tensor, ``value`` of a plain value, nothing of any other."""
+"""Description of a state as JSON: ``shape`` and ``dtype`` of a tensor, ``value`` of a plain value, empty for others."""
 
 
 def describe_states(states: Mapping[str, Any]) -> dict[str, Description]:
-    """What the states of a parameter are, by key."""
+    """Return the descriptions of a parameter's states, by key."""
     return {key: _describe_state(value) for key, value in states.items()}
 
 
 def _describe_state(value: Any) -> Description:
-    """What a state is."""
+    """Return the description of a state."""
     if isinstance(value, torch.Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype)}
     return {"value": value} if value is None or type(value) in (bool, int, float, str) else {}
 
 
 def is_split_like_parameter(entry: StateEntry, shape: Sequence[int], key: str) -> bool:
-    """Whether a state is split as its parameter is; otherwise all tensor-parallel ranks have the same.
+    """Return True if a state is sharded like its parameter; otherwise it is replicated on all tensor-parallel ranks.
 
     Raises:
-        SMPUnsupportedError: Nobody knows.
+        SMPUnsupportedError: This cannot be determined.
     """
     if not entry.is_split:
         return False
@@ -286,7 +287,7 @@ def is_split_like_parameter(entry: StateEntry, shape: Sequence[int], key: str) -
 
 
 def collect_states(optimizer: Any, packed: Mapping[str, Any], *, without_masters: bool) -> dict[int, dict[str, Any]]:
-    """The states of each parameter by number, its master weight among them."""
+    """Return the states of each parameter by index, including its master weight."""
     states = {n: dict(of_one) for n, of_one in packed["state"].items() if isinstance(n, int)}
     if not without_masters:
         for number, master in optimizer._smp.masters_by_number(optimizer).items():
@@ -295,7 +296,7 @@ def collect_states(optimizer: Any, packed: Mapping[str, Any], *, without_masters
 
 
 def gather_state_dict(optimizer: Any, to_rank0: bool, *, without_masters: bool) -> dict[str, Any]:
-    """See `DistributedMixin.state_dict`."""
+    """Gather a full state dict; see `OptimizerStateMixin.state_dict`."""
     runtime = optimizer._smp
     entries, shares = runtime.entries(optimizer), runtime.shares(optimizer)
     kind = "mp" if shares is None else "world"
@@ -345,7 +346,7 @@ def gather_state_dict(optimizer: Any, to_rank0: bool, *, without_masters: bool) 
 
 
 def _find_source_ranks(entry: StateEntry, shares: Sequence[int] | None, number: int, *, split: bool) -> tuple[int, ...]:
-    """The ranks that the states of a parameter come from."""
+    """Return the ranks that the states of a parameter come from."""
     here = job.get_rank_info()
     rdp = here.get_rank("rdp") if shares is None else shares[number]
     tps = range(job.tp_size() if split and entry.is_split else 1)
@@ -353,10 +354,10 @@ def _find_source_ranks(entry: StateEntry, shares: Sequence[int] | None, number: 
 
 
 StateKey = tuple[int, str]
-"""(number of a parameter, key of a state)."""
+"""(index of a parameter, key of a state)."""
 
 StateOrigin = tuple[int, str, int, Description]
-"""(number of a parameter, key of a state, rank that it comes from, what `describe_states` says of it)."""
+"""(index of a parameter, key of a state, rank that it comes from, its description)."""
 
 
 def _plan_gather(
@@ -364,10 +365,10 @@ def _plan_gather(
     shares: Sequence[int] | None,
     descriptions: Mapping[int, Mapping[str, Mapping[str, Description]]],
 ) -> tuple[dict[StateKey, GatheredTensor], list[StateOrigin]]:
-    """What is gathered, and all states in the order of the parameters; the same on all ranks.
+    """Return the tensors to gather, and all states in the order of the parameters; the same on all ranks.
 
     Args:
-        descriptions: Rank -> number of a parameter, as text -> key of a state -> what the state is.
+        descriptions: Rank -> index of a parameter, as a string -> key of a state -> its description.
     """
     parts: dict[StateKey, GatheredTensor] = {}
     stored: list[StateOrigin] = []
@@ -388,7 +389,7 @@ def _plan_gather(
 
 
 def _select_objects(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states that are neither tensors nor plain values."""
+    """Return the states that are neither tensors nor plain values."""
     objects = {n: {k: v for k, v in of_one.items() if not _describe_state(v)} for n, of_one in states.items()}
     return {n: of_one for n, of_one in objects.items() if of_one}
 
@@ -396,7 +397,7 @@ def _select_objects(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[s
 def _assemble_state_dict(
     optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict[str, Any]], *, without_masters: bool
 ) -> dict[str, Any]:
-    """The state dict that SMP makes of the states of all parameters."""
+    """Build SMP's state dict from the states of all parameters."""
     masters = {number: of_one.pop(MASTER_STATE_KEY) for number, of_one in states.items() if MASTER_STATE_KEY in of_one}
     inner = {
         "state": {
@@ -424,12 +425,12 @@ logger = get_logger(__name__)
 LOAD_CALL = "optimizer.load_state_dict()"
 
 States = dict[int, dict[str, Any]]
-"""Number of a parameter of this optimizer -> its states, and its master weight."""
+"""Index of a parameter of this optimizer -> its states, and its master weight."""
 
 
 @dataclass(slots=True)
 class ParsedStateDict:
-    """A state dict that is loaded, in one form."""
+    """State dict to load, in a normalized form."""
 
     is_partial: bool
     groups: list[dict[str, Any]]
@@ -440,27 +441,27 @@ class ParsedStateDict:
     source: Source | None
     fits: bool = True
     rdp: int | None = None
-    """Over how many ranks it is sharded; None if it is not."""
+    """Number of ranks over which it is sharded; None if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PartDescription:
-    """What a rank says of its part of a stored optimizer. It travels as JSON, by the names of the fields."""
+    """Description of a rank's part of a stored optimizer, sent as JSON with the names of the fields."""
 
     source: bool
-    """Whether the rank knows the whole set of files."""
+    """True if the rank knows the whole set of files."""
     states: Mapping[str, Mapping[str, Description]]
-    """Number of a parameter, as text -> what its states are, by key."""
+    """Index of a parameter, as a string -> descriptions of its states, by key."""
     fits: bool = True
-    """Whether the part is of this job's ranks and partitions."""
+    """True if the part is of this job's ranks and partitions."""
 
 
 def parse_state_dict(state: Any) -> ParsedStateDict:
-    """A state dict of any of SMP's forms.
+    """Parse a state dict of any of SMP's forms.
 
     Raises:
-        SMPInvalidArgumentError: It is no dict.
-        SMPCheckpointError: It is no state dict of an optimizer.
+        SMPInvalidArgumentError: It is not a dict.
+        SMPCheckpointError: It is not an optimizer state dict.
     """
     if not isinstance(state, Mapping):
         raise SMPInvalidArgumentError("a state dict is a dict", found=type(state).__name__)
@@ -493,13 +494,13 @@ def parse_state_dict(state: Any) -> ParsedStateDict:
 
 
 def _get_master_names(state: Mapping[str, Any]) -> list[list[str]] | None:
-    """The names of full master weights, as SMP stores them."""
+    """Return the names of full master weights, as SMP stores them."""
     groups = state.get("param_name_groups")
     return None if groups is None else [sorted(group, key=group.get) for group in groups]
 
 
 def load_optimizer_state(optimizer: Any, state: Any, strict_partitions: bool) -> None:
-    """See `DistributedMixin.load_state_dict`."""
+    """Load a state dict; see `OptimizerStateMixin.load_state_dict`."""
     given = parse_state_dict(state)
     if given.is_partial:
         _load_partial(optimizer, given, strict_partitions)
@@ -511,7 +512,7 @@ def load_optimizer_state(optimizer: Any, state: Any, strict_partitions: bool) ->
 
 
 def load_master_weights(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    """See `DistributedMixin.load_local_fp16_state_dict`."""
+    """Load master weights; see `OptimizerStateMixin.load_local_fp16_state_dict`."""
     given = ParsedStateDict(
         True, [], {}, [list(g) for g in stored[MASTERS_KEY]], stored.get(MASTER_NAMES_KEY), stored, None
     )
@@ -528,14 +529,14 @@ def load_master_weights(optimizer: Any, stored: Mapping[str, Any]) -> None:
     optimizer._smp.take_scale(given.scale)
 
 
-# -- numbers and names
+# -- parameter indices and names
 
 
 def _renumber_states(optimizer: Any, parsed: ParsedStateDict) -> States:
-    """The states by the numbers that the parameters have here, and their master weights.
+    """Return the states, and the master weights, by the parameter indices of this optimizer.
 
     Raises:
-        SMPCheckpointError: It is of other parameters.
+        SMPCheckpointError: It belongs to other parameters.
     """
     numbers = _map_parameter_numbers(optimizer, parsed.groups)
     states: States = {}
@@ -552,7 +553,7 @@ def _renumber_states(optimizer: Any, parsed: ParsedStateDict) -> States:
 
 
 def _map_parameter_numbers(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Stored number of a parameter -> its number here: by its name, if names are stored."""
+    """Return {stored parameter index: index here}, matched by name if names are stored."""
     names = optimizer._smp.names(optimizer)
     stored = [number for group in groups for number in group["params"]]
     if len(stored) != len(names):
@@ -571,7 +572,7 @@ def _map_parameter_numbers(optimizer: Any, groups: Sequence[Mapping[str, Any]]) 
 
 
 def _build_param_groups(optimizer: Any, parsed: ParsedStateDict) -> list[dict[str, Any]]:
-    """The stored options for each group here: those that its first parameter had."""
+    """Return the stored options for each group here: the options of its first parameter."""
     numbers = _map_parameter_numbers(optimizer, parsed.groups)
     group_of = {numbers[n]: group for group in parsed.groups for n in group["params"]}
     groups = []
@@ -585,10 +586,10 @@ def _build_param_groups(optimizer: Any, parsed: ParsedStateDict) -> list[dict[st
 
 
 def _get_master_states(optimizer: Any, parsed: ParsedStateDict) -> States:
-    """The stored master weights by the numbers of their parameters.
+    """Return the stored master weights by the indices of their parameters.
 
     Raises:
-        SMPCheckpointError: There is another number of them.
+        SMPCheckpointError: Their number differs.
     """
     runtime = optimizer._smp
     if runtime.masters is None or not parsed.masters:
@@ -598,7 +599,7 @@ def _get_master_states(optimizer: Any, parsed: ParsedStateDict) -> States:
         called = [name for group in parsed.master_names for name in group]
         numbers = [own_number.get(name) for name in called]
     else:
-        # Without names: those of a rank's partition, or of the model, in the order of the groups.
+        # Without names: the parameters of a rank's partition, or of the model, in the order of the groups.
         entries, here = runtime.entries(optimizer), job.pp_rank()
         numbers = [
             n for n in runtime.masters_by_number(optimizer) if not parsed.is_partial or here in entries[n].owners
@@ -613,14 +614,14 @@ def _get_master_states(optimizer: Any, parsed: ParsedStateDict) -> States:
     }
 
 
-# -- full states
+# -- full states: load
 
 
 def _cut_state(entry: StateEntry, key: str, value: Any) -> Any:
-    """This rank's part of a state.
+    """Return this rank's shard of a state.
 
     Raises:
-        SMPCheckpointError: It has as many dims as the parameter, and another shape.
+        SMPCheckpointError: It has as many dims as the parameter, but another shape.
     """
     if not isinstance(value, torch.Tensor) or value.numel() == 1:
         return value
@@ -632,7 +633,7 @@ def _cut_state(entry: StateEntry, key: str, value: Any) -> Any:
 
 
 def _check_state_shape(entry: StateEntry, key: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
-    """Refuse a state that has as many dims as its parameter, and another shape."""
+    """Raise an error for a state that has as many dims as its parameter, but another shape."""
     if len(shape) == len(wanted) and tuple(shape) != tuple(wanted) and torch.Size(shape).numel() > 1:
         raise SMPCheckpointError(
             f"the state {'of the master weight' if key == MASTER_STATE_KEY else key} has another shape than its "
@@ -643,11 +644,11 @@ def _check_state_shape(entry: StateEntry, key: str, shape: Sequence[int], wanted
         )
 
 
-# -- partial states
+# -- partial states: load
 
 
 def _load_partial(optimizer: Any, parsed: ParsedStateDict, strict_partitions: bool) -> None:
-    """Load the parts of all ranks of a model; or, if they do not fit as they are, all files of their set."""
+    """Load the parts of all ranks of a model; or, if they do not fit, all files of their set."""
     entries = optimizer._smp.entries(optimizer)
     states: States = {}
 
@@ -681,7 +682,7 @@ def _load_partial(optimizer: Any, parsed: ParsedStateDict, strict_partitions: bo
 
 
 def _describe_part(parsed: ParsedStateDict, states: States) -> dict[str, Any]:
-    """What a rank tells the others of its part: fields of an `_PartDescription`, as JSON."""
+    """Return the description of a rank's part that is sent to the others: fields of a `_PartDescription`, as JSON."""
     return {
         "source": parsed.source is not None,
         "states": {str(n): describe_states(of_one) for n, of_one in states.items()},
@@ -689,14 +690,14 @@ def _describe_part(parsed: ParsedStateDict, states: States) -> dict[str, Any]:
 
 
 def _find_holder(entry: StateEntry, number: int, descriptions: Sequence[_PartDescription], tp: int) -> int | None:
-    """The first rank of a model, by its `mp_rank`, that has the states that a tensor-parallel rank needs."""
+    """Return the first rank of a model, by `mp_rank`, that has the states that a tensor-parallel rank needs."""
     size = job.tp_size()
     places = (i for i in range(len(descriptions)) if not entry.is_split or i % size == tp)
     return next((i for i in places if descriptions[i].states.get(str(number))), None)
 
 
 def _check_shapes(entries: Sequence[StateEntry], inventories: Sequence[_PartDescription]) -> None:
-    """Refuse states of other shapes than their parameters, with the same error on all ranks."""
+    """Raise an error for states of other shapes than their parameters, the same on all ranks."""
     for inventory in inventories:
         for number, descriptions in inventory.states.items():
             entry = entries[int(number)]
@@ -707,7 +708,7 @@ def _check_shapes(entries: Sequence[StateEntry], inventories: Sequence[_PartDesc
 
 @torch.no_grad()
 def _exchange_states(entries: Sequence[StateEntry], own: States, descriptions: Sequence[_PartDescription]) -> States:
-    """The states of all parameters, as this tensor-parallel rank needs them: from the ranks that have them."""
+    """Exchange the states of all parameters, so that this tensor-parallel rank has those it needs."""
     if len(descriptions) == 1:
         return own
     members, here = job.get_mp_group(), job.get_rank_info().get_rank("mp")
@@ -734,13 +735,13 @@ def _exchange_states(entries: Sequence[StateEntry], own: States, descriptions: S
     return states
 
 
-# -- the end of all ways
+# -- installation
 
 
 def _load_into_optimizer(optimizer: Any, parsed: ParsedStateDict, states: States) -> None:
-    """Put states, options, master weights and loss scale into the optimizer."""
+    """Load states, options, master weights and loss scale into the optimizer."""
     plain = optimizer.xla_ckpt_plain
-    # Copies, as torch's optimizers keep the tensors that they are given: steps would change the argument.
+    # Copies, because torch's optimizers keep the given tensors, and steps would change the argument.
     copies = {
         n: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in of_one.items() if k != MASTER_STATE_KEY}
         for n, of_one in states.items()
@@ -758,7 +759,7 @@ def _load_into_optimizer(optimizer: Any, parsed: ParsedStateDict, states: States
 
 @torch.no_grad()
 def _restore_master_weights(optimizer: Any, states: States) -> None:
-    """Give the master weights the values that are stored, and the parameters those of the master weights."""
+    """Copy stored values to the master weights, and the master weights to the parameters."""
     has_masters = False
     for number, parameter in enumerate(optimizer._smp.parameters(optimizer)):
         if MASTER_STATE_KEY in states.get(number, {}):

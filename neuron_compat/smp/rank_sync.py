@@ -29,20 +29,24 @@ from xla_ckpt.logs import get_logger
 logger = get_logger(__name__)
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
-"""Seconds that a rank waits for the others; ``SMP_MEETING_TIMEOUT`` in the environment says another number."""
+"""Seconds that a rank waits for the others; ``SMP_MEETING_TIMEOUT`` in the environment overrides it."""
 
 EXIT_GRACE_SECONDS = 10.0
-"""Seconds that a rank waits, at most, until others have heard what came of a call, or need it no more at its end."""
+"""Maximum number of seconds that a rank waits until others have received an outcome, or no longer need it at exit."""
 
 _sync_counts: dict[tuple[int, ...], int] = {}
-"""Ranks of a group -> the number of its last meeting. All of its ranks count alike."""
+"""Ranks of a group -> the number of its last handshake, which is equal on all of its ranks."""
 
 _last_communicator: list[TorchCommunicator] = []
-"""What the last meeting of this process went through. The program may have ended its process group since."""
+"""Communicator of this process's last handshake. The program may have destroyed its process group since."""
 
 
 def _get_timeout() -> float:
-    """Seconds that a rank waits for the others."""
+    """Return the number of seconds that a rank waits for the others.
+
+    Raises:
+        SMPConfigError: The environment variable is not a number above 0.
+    """
     text = os.environ.get("SMP_MEETING_TIMEOUT", str(DEFAULT_TIMEOUT_SECONDS))
     try:
         seconds = float(text)
@@ -56,18 +60,18 @@ def _get_timeout() -> float:
 def run_on_all_ranks(
     kind: str, call_name: str, prepare: Callable[[], Any] = lambda: None, *, hint: str = ""
 ) -> list[Any]:
-    """Run `prepare` on all ranks of a group, and wait for all; what it returned, rank by rank.
+    """Run `prepare` on all ranks of a group, wait for all, and return the results in rank order.
 
     Args:
-        kind: Of the group, as `job.KINDS` names it.
-        call_name: What the program called, for messages. All ranks have to call the same.
-        prepare: What may fail, and has to be done before the ranks need each other. What it returns is JSON.
-        hint: What to tell a program that makes the call on too few ranks.
+        kind: Kind of the group, a key of `job.GROUP_KINDS`.
+        call_name: Name of the program's call, for messages. It must be the same on all ranks.
+        prepare: Operations that may fail, and must precede the collective. The result must be JSON-serializable.
+        hint: Hint for a program that makes the call on too few ranks.
 
     Raises:
-        CheckpointError: What `prepare` raised on the lowest rank that failed; an error of another kind becomes an
+        CheckpointError: The error of `prepare` on the lowest rank that failed; an error of another kind becomes an
             `SMPRuntimeError`. The same on all ranks.
-        TooFewRanksError: Some ranks did not come in time, or made another call.
+        TooFewRanksError: Some ranks did not make the call in time, or made another call.
     """
     members = job.get_rank_info().groups[kind]
     if len(members) == 1:
@@ -80,7 +84,7 @@ def run_on_all_ranks(
     error, value = None, None
     try:
         value = prepare()
-    except Exception as found:  # told to all ranks, and raised on all of them
+    except Exception as found:  # sent to all ranks, and raised on all of them
         error = as_checkpoint_error(found, call_name, me, SMPRuntimeError)
     meeting.publish(f"here/{me}", [call_name, value], error)
     if me == members[0]:
@@ -89,10 +93,10 @@ def run_on_all_ranks(
 
 
 def _decide_outcome(exchange: Exchange, members: list[int], call_name: str, hint: str) -> None:
-    """On the first rank of the group: hear all, and tell all what came of it."""
+    """Receive the results of all ranks on the first rank of the group, and publish the outcome."""
     deadline = Deadline(
         exchange.timeout * LEADER_TIMEOUT_FRACTION
-    )  # the verdict comes before the others give up on this rank
+    )  # the outcome arrives before the others' timeout for this rank
     values: list[Any] = []
     missing: list[int] = []
     others: list[tuple[int, str]] = []
@@ -122,7 +126,7 @@ def _decide_outcome(exchange: Exchange, members: list[int], call_name: str, hint
 
 
 def _wait_for_acknowledgements(exchange: Exchange, present: list[int]) -> None:
-    """Wait until all have heard the verdict: the store may be in this process, and end with it."""
+    """Wait until all ranks have received the outcome, because the store may be in this process, and end with it."""
     deadline = Deadline(EXIT_GRACE_SECONDS)
     for rank in present:
         try:
@@ -134,9 +138,9 @@ def _wait_for_acknowledgements(exchange: Exchange, present: list[int]) -> None:
 
 @atexit.register
 def _close_at_exit() -> None:
-    """At the end of the program: say that this rank needs the store no more, and on its holder wait for all others.
+    """Publish at exit that this rank no longer needs the store, and wait for all others on the rank that holds it.
 
-    Without a launcher the store is in rank 0's process, and a group that rank 0 is not in may still be in a call.
+    Without a launcher, the store is in rank 0's process, and a group without rank 0 may still be in a call.
     """
     for store in _last_communicator:
         end = Exchange(store, "smp/end", EXIT_GRACE_SECONDS)
@@ -151,34 +155,34 @@ def _close_at_exit() -> None:
 def _wait_for_outcome(
     exchange: Exchange, members: list[int], me: int, call_name: str, hint: str, own_error: CheckpointError | None
 ) -> list[Any]:
-    """What `prepare` returned, rank by rank; or the error that the first rank of the group has decided on."""
+    """Return the results of `prepare` in rank order; or raise the error that the first rank of the group has chosen."""
     try:
         values: list[Any] = _receive_outcome(exchange, members, me)
     except RankFailedError as error:
         if error.rank != members[0] or exchange.is_published("verdict"):
             raise
-        # Left as word for that rank, which may come to another call of this number later.
+        # For that rank, which may reach another call with this number later.
         exchange.publish(f"gone/{me}")
         raise _build_too_few_error(members, [members[0]], [], call_name, hint) from None
     except CheckpointError as error:
         if own_error is not None and own_error.to_json() == error.to_json():
-            raise own_error from own_error.__cause__  # the same facts, with the original traceback
+            raise own_error from own_error.__cause__  # the same error, with the original traceback
         raise
     return values
 
 
 def _receive_outcome(exchange: Exchange, members: list[int], me: int) -> Any:
-    """The verdict. Once there is one, the first rank of the group learns that it was heard."""
+    """Receive the outcome, and acknowledge it to the first rank of the group."""
     try:
         return exchange.receive("verdict", members[0])
     finally:
         if exchange.is_published("verdict"):
             _delete_previous_keys(exchange, me == members[0], me)
-            exchange.publish(f"heard/{me}")  # the last word: the store may end with the process that hears it
+            exchange.publish(f"heard/{me}")  # last, because the store may end with the process that reads it
 
 
 def _delete_previous_keys(exchange: Exchange, is_first: bool, me: int) -> None:
-    """Remove what this rank said in the meeting before: all ranks are in this one, so nobody asks for it."""
+    """Delete this rank's keys of the previous handshake. All ranks are in this one, so none will read them."""
     before, _, number = exchange.name.rpartition("/")
     for key in (f"here/{me}", f"heard/{me}", *(["verdict"] if is_first else [])):
         get_torch_communicator().delete(f"{before}/{int(number) - 1}/{key}")
@@ -187,7 +191,7 @@ def _delete_previous_keys(exchange: Exchange, is_first: bool, me: int) -> None:
 def _build_too_few_error(
     members: list[int], missing: list[int], others: list[tuple[int, str]], call_name: str, hint: str
 ) -> TooFewRanksError:
-    """The error for ranks that did not come in time, or else for those that made another call."""
+    """Return the error for ranks that did not make the call in time, or otherwise for those that made another call."""
     if missing:
         late = (
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not within {_get_timeout():g} s"

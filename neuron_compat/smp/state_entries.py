@@ -1,4 +1,4 @@
-"""Entries of a model's state dict: the partitions that own each, and how it is split over tensor-parallel ranks."""
+"""State dict entries of a model: the partitions that own each, and its sharding over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from xla_ckpt.facade import (
 )
 
 Partitions = dict[str, int]
-"""Name of a module, as `named_modules` has it ("" is the model itself) -> its partition."""
+"""Module name, as in `named_modules` ("" is the model itself) -> its partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """An entry of a state dict."""
+    """Entry of a state dict."""
 
     name: str
     value: Any
-    """The live tensor, or any other value."""
+    """Live tensor, or any other value."""
     owners: tuple[int, ...]
-    """The partitions that own it: several if it is tied."""
+    """Partitions that own it: several if it is tied."""
     sharding: Sharding | None = None
-    """How it lies in the global array; None if every tensor-parallel rank has it whole."""
+    """Sharding of the global array; None if it is replicated on every tensor-parallel rank."""
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor."""
+        """True if it is a tensor."""
         return isinstance(self.value, torch.Tensor)
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts of it."""
+        """True if it is sharded over tensor-parallel ranks."""
         return self.sharding is not None and "tp" in self.sharding.axes
 
     def place(self, rank: int, shape: Sequence[int] | None = None) -> LocalArray:
-        """Where a rank's part lies in the global array; `shape` is that of another part than the value's."""
+        """Return the location of a rank's shard in the global array; `shape` replaces the shape of the value."""
         local = tuple(self.value.shape if shape is None else shape)
         return (self.sharding or Sharding()).map_local_shape(local, job.get_rank_info().mesh, rank)
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """The shape of the whole, without padding."""
+        """Global shape, without padding."""
         return self.place(job.rank()).shape
 
 
 def find_entry_sharding(value: Any, name: str, mesh: Mesh, rules: ParsedRules = ()) -> Sharding | None:
-    """How a parameter or buffer is split: as a rule says, or its own attributes.
+    """Return the sharding of a parameter or buffer, from a rule or its own attributes.
 
     Raises:
         xla_ckpt.UnsupportedStateError: The attributes contradict each other, the value or the mesh.
@@ -69,10 +69,10 @@ def find_entry_sharding(value: Any, name: str, mesh: Mesh, rules: ParsedRules = 
 
 
 def list_state_entries(module: torch.nn.Module, partitions: Partitions, rules: ParsedRules = ()) -> list[StateEntry]:
-    """The entries of a module's state dict, in its order.
+    """Return the entries of a module's state dict, in its order.
 
     A parameter or buffer belongs to the partitions of all modules that it is registered in, under each of its names, as
-    in SMP. Any other value, such as the extra state of a module, belongs to the module that its name begins with.
+    in SMP. Other values, such as the extra state of a module, belong to the module that their names begin with.
     """
     owners: dict[int, set[int]] = {}
     for name, part in module.named_modules():
@@ -88,7 +88,7 @@ def list_state_entries(module: torch.nn.Module, partitions: Partitions, rules: P
 
 
 def find_partition(name: str, partitions: Partitions) -> int:
-    """The partition of a module, or of the one that a name begins with. One that was added later goes with its parent.
+    """Return the partition of a module, or of an entry of it. A module that was added later belongs to its parent's.
 
     >>> find_partition("layers.0.weight", {"": 0, "layers.0": 1}), find_partition("head", {"": 0, "layers.0": 1})
     (1, 0)
@@ -99,16 +99,16 @@ def find_partition(name: str, partitions: Partitions) -> int:
 
 
 def strip_smp_entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict without SMP's own entries."""
+    """Return a state dict without SMP's own entries."""
     return {name: value for name, value in state.items() if name not in (IS_PARTIAL, LOAD_INFO)}
 
 
 def get_plain_spec(entry: StateEntry) -> list[Any]:
-    """How an entry is split, as plain lists, names and numbers: the spec that a manifest of ours has."""
+    """Return the sharding spec of an entry as plain lists, names and numbers, as in an xla_ckpt manifest."""
     plain: list[Any] = _convert_tuples_to_lists(entry.place(job.rank()).spec)
     return plain
 
 
 def _convert_tuples_to_lists(value: Any) -> Any:
-    """The same with lists in the place of tuples."""
+    """Convert tuples to lists, recursively."""
     return [_convert_tuples_to_lists(v) for v in value] if isinstance(value, tuple | list) else value

@@ -1,6 +1,6 @@
 """State dicts that `smp.load` returns, and the set of files that each is part of.
 
-A `StoredState` remembers its `CheckpointSource`. If this rank's part does not fit the job, the model and the
+A `StoredState` references its `CheckpointSource`. If this rank's part does not fit the job, the model and the
 optimizer load from the whole set instead, on any topology.
 """
 
@@ -20,27 +20,27 @@ from xla_ckpt.logs import get_logger
 
 
 class Source(Protocol):
-    """The whole set of files that a partial state was read from."""
+    """Set of files that a partial state was read from."""
 
     def load(self, model: Any = None, optimizer: Any = None, strict: bool = True) -> None:
-        """Load all of it into what is given, whatever the topology. All ranks of the job make the same call."""
+        """Load the whole set into the given objects, on any topology. Call it on all ranks of the job."""
 
 
 def _list_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in dicts, lists and tuples, in their order."""
+    """Return the tensors in dicts, lists and tuples, in order."""
     return [leaf for leaf in iterate_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class StoredState(dict[Any, Any]):
-    """A dict of a loaded file, or one inside of it.
+    """Dict of a loaded file, or nested in one.
 
-    Where this rank's part does not fit the program, `DistributedModel.load_state_dict` and that of the optimizer load
-    from the whole set instead (`source`). A dict that the program has changed has no source any more: what the program
-    wrote into it would be lost. It pickles as an ordinary dict, so that a file it is saved to names no class of ours.
+    If this rank's part does not fit the program, the `load_state_dict` of a `DistributedModel` and of its optimizer
+    load from the whole set instead (`source`). A dict that the program has changed no longer has a source, because its
+    changes would be lost. It pickles as an ordinary dict, so that files contain no classes of this package.
 
     Attributes:
-        fits: False if the set is of another job (other degrees, other partitions): then this part is never loaded by
-            itself, since nobody could see from it alone what it lacks.
+        fits: False if the set is of another job (other degrees, other partitions). This part is then never loaded
+            separately, because its missing entries could not be detected.
     """
 
     def __init__(self, values: Any = (), source: Source | None = None, *, fits: bool = True) -> None:
@@ -51,11 +51,11 @@ class StoredState(dict[Any, Any]):
 
     @property
     def source(self) -> Source | None:
-        """The whole set; None if there is none, or if this dict or a tensor in it was changed after the load."""
+        """Set of files; None if there is none, or if this dict or a tensor in it was changed after the load."""
         return self._source if self._source is not None and not self._is_changed() else None
 
     def _is_changed(self) -> bool:
-        """Whether the program has replaced a tensor in it, or written to one, since the load."""
+        """Return True if the program has replaced a tensor in it, or written to one, since the load."""
         tensors = _list_tensors(dict(self))
         same = len(tensors) == len(self._tensor_versions) and all(
             a is b for a, (b, _) in zip(tensors, self._tensor_versions, strict=True)
@@ -69,14 +69,14 @@ class StoredState(dict[Any, Any]):
         return self.__reduce__()
 
     def copy(self) -> StoredState:
-        """A dict of the same entries, of the same set."""
+        """Return a dict with the same entries and the same source."""
         return StoredState(self, self.source, fits=self.fits)
 
     __copy__ = copy
 
 
 def _wrap_mutator(name: str) -> Callable[..., Any]:
-    """A method of dict that changes a dict, and has it forget its source."""
+    """Wrap a mutating method of dict to clear the source."""
     original = getattr(dict, name)
 
     def method(self: StoredState, *args: Any, **kwargs: Any) -> Any:
@@ -97,23 +97,24 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """A set of files, or a tag, as the `source` of a `StoredState`."""
+    """Set of files, or a tag, as the `source` of a `StoredState`."""
 
     path: str
-    """What `xla_ckpt.load_checkpoint` takes."""
+    """Path for `xla_ckpt.load_checkpoint`."""
 
     tag: str | None = None
     trust_pickle: bool = False
 
     def load(self, model: Any = None, optimizer: Any = None, strict: bool = True) -> None:
-        """Load all of it into what is given, whatever the topology. All ranks of the job make the same call.
+        """Load the whole set into the given objects, on any topology. Call it on all ranks of the job.
 
-        Each rank reads what its own parameters need of all files. An optimizer without its model gets the names of the
-        parameters from the process' `DistributedModel`, whose weights stay as they are.
+        Each rank reads only the data that its own parameters need, from all files. For an optimizer without its model,
+        the parameter names come from the process's `DistributedModel`, whose weights are unchanged.
 
         Raises:
-            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed, but that the model has its
-                weights already where it is the master weights that are damaged.
+            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed, except that the weights of
+            the model
+                are already loaded if the master weights are damaged.
         """
         known = job.state.model if model is None else model
         plain = None if known is None else known.xla_ckpt_plain
@@ -124,7 +125,7 @@ class CheckpointSource:
         else:
             if model is not None:
                 self._load(plain, None, strict, known)
-            # Its parameters are the master weights, which have the names of the model's.
+            # Its parameters are the master weights, under the names of the model's parameters.
             self._load(NamesOnly(_view_with_masters(plain, masters)), optimizer, strict, known)
             self._load_masters(optimizer, known)
         if optimizer is not None:
@@ -143,7 +144,7 @@ class CheckpointSource:
         )
 
     def _restore_tree(self, like: Any, known: Any) -> Any:
-        """The tree `like`, with the stored values in it."""
+        """Return the tree `like` with the stored values."""
         return xla_ckpt.restore(
             self.path,
             self.tag,
@@ -155,7 +156,7 @@ class CheckpointSource:
 
     @torch.no_grad()
     def _load_masters(self, optimizer: Any, known: Any) -> None:
-        """Load master weights and the loss scale; where none are stored, the weights of the model are taken."""
+        """Load master weights and the loss scale; copy the weights of the model if no master weights are stored."""
         runtime = optimizer._smp
         masters, names = runtime.masters, runtime.names(optimizer)
         wanted = {names[number]: master for number, master in runtime.masters_by_number(optimizer).items()}
@@ -176,7 +177,7 @@ class CheckpointSource:
 
 
 def _view_with_masters(module: Any, masters: Any) -> ModelView:
-    """A module with the master weights in the place of its parameters."""
+    """Return a view of a module with the master weights in place of its parameters."""
     master_of = {id(narrow): master for narrow, master in masters}
     return ModelView(
         {name: master_of.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()},

@@ -1,7 +1,7 @@
 """Send, broadcast and gather tensors between ranks, over gloo.
 
-Tensors travel as bytes, whatever their dtype, in messages of bounded size. Whole tensors of a model are gathered one
-at a time from the ranks that own their parts, after all ranks have met (`neuron_compat.smp.rank_sync`), so that a
+Tensors are sent as bytes, for any dtype, in messages of bounded size. Full tensors of a model are gathered one at a
+time from the ranks that own their shards, after a handshake of all ranks (`neuron_compat.smp.rank_sync`), so that a
 call on too few ranks raises an error instead of hanging.
 """
 
@@ -25,29 +25,29 @@ from xla_ckpt.facade import LocalArray, assemble_array, move_to_host
 distributed: Any = torch.distributed
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Bytes of the largest message."""
+"""Maximum size of a message in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """What a rank knows of a tensor that comes from another one."""
+    """Shape and dtype of a tensor on another rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def from_json(cls, shape: Sequence[int], dtype: str) -> Self:
-        """As the other rank said it: `dtype` is a name such as ``torch.float32``."""
+        """Return the type described by another rank: `dtype` is a name such as ``torch.float32``."""
         return cls(tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _transfer_pieces(
     value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, transfer: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """Run `transfer` on the bytes of each piece of a value, or of memory for one; the tensor whose pieces they were."""
+    """Run `transfer` on the bytes of each piece of a value, or of new memory for one; return the tensor."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu") if value is None else value.contiguous()
     if tensor.numel():
-        for piece in torch.split(tensor.reshape(-1).view(torch.uint8), MAX_MESSAGE_BYTES):  # they share its memory
+        for piece in torch.split(tensor.reshape(-1).view(torch.uint8), MAX_MESSAGE_BYTES):  # views of its memory
             transfer(piece)
     return tensor
 
@@ -55,12 +55,12 @@ def _transfer_pieces(
 def broadcast_tensor(
     value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int, kind: str
 ) -> torch.Tensor:
-    """The value of one rank on all ranks of a group; all of them make the same call.
+    """Broadcast a value from one rank to all ranks of a group. Call it on all ranks of the group.
 
     Args:
-        value: On the source a CPU tensor; None elsewhere.
-        source: The rank in the world that has it.
-        kind: The group, as `job.KINDS` names it.
+        value: A CPU tensor on the source; None on other ranks.
+        source: The global rank that has it.
+        kind: Kind of the group, a key of `job.GROUP_KINDS`.
     """
     group = job.get_process_group(kind)
     sent = value if job.rank() == source else None
@@ -68,7 +68,7 @@ def broadcast_tensor(
 
 
 def send_tensor(value: torch.Tensor, destination: int, kind: str) -> None:
-    """Send a CPU tensor to a rank of the world, which calls `receive_tensor`."""
+    """Send a CPU tensor to a global rank, which calls `receive_tensor`."""
     group = job.get_process_group(kind)
     _transfer_pieces(
         value, value.shape, value.dtype, lambda piece: distributed.send(piece, dst=destination, group=group)
@@ -76,7 +76,7 @@ def send_tensor(value: torch.Tensor, destination: int, kind: str) -> None:
 
 
 def receive_tensor(shape: Sequence[int], dtype: torch.dtype, source: int, kind: str) -> torch.Tensor:
-    """The tensor that a rank of the world sends."""
+    """Receive a tensor from a global rank."""
     group = job.get_process_group(kind)
     return _transfer_pieces(None, shape, dtype, lambda piece: distributed.recv(piece, src=source, group=group))
 
@@ -85,33 +85,33 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def get_required_ranks_hint() -> str:
-    """What to tell a program that makes a call on some ranks of a model only."""
+    """Return the hint for a program that makes a call on only some ranks of a model."""
     name = "rdp_rank()" if job.tp_size() > 1 else "dp_rank()"
     wrong = " (not dp_rank() == 0: with tensor parallelism that is tensor-parallel rank 0 only)"
     return f"Call it on all ranks with smp.{name} == 0{wrong if job.tp_size() > 1 else ''}, or on all ranks."
 
 
 def find_owner_rank(partition: int, tp_rank: int) -> int:
-    """The rank in the world that owns a partition, and holds this tensor-parallel part, in this process' model."""
+    """Return the global rank that owns a partition, and holds this tensor-parallel shard, in this process's model."""
     here = job.get_rank_info()
     return here.mesh.rank({"pp": partition, "dp": here.get_rank("rdp"), "tp": tp_rank})
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredTensor:
-    """A tensor of the whole model, and the ranks that its parts come from."""
+    """Full tensor of the model, and the ranks that its shards come from."""
 
     shape: tuple[int, ...]
-    """Of each part."""
+    """Shape of each shard."""
     dtype: torch.dtype
     sources: tuple[int, ...]
-    """The ranks, in the order of the parts."""
+    """Ranks, in the order of the shards."""
     places: tuple[LocalArray, ...]
-    """Where their parts lie in the whole."""
+    """Locations of the shards in the full tensor."""
 
 
 def plan_entry(entry: StateEntry) -> GatheredTensor:
-    """A parameter or buffer, as its first owner has it."""
+    """Return the gather plan for a parameter or buffer, from its first owner."""
     value = entry.value
     sources = tuple(find_owner_rank(entry.owners[0], tp) for tp in range(job.tp_size() if entry.is_split else 1))
     places = tuple(entry.place(rank) for rank in sources)
@@ -121,15 +121,15 @@ def plan_entry(entry: StateEntry) -> GatheredTensor:
 def gather_tensors(
     parts: Mapping[Key, GatheredTensor], to_send: dict[Key, torch.Tensor], kind: str, to_first: bool
 ) -> dict[Key, torch.Tensor]:
-    """The whole tensors, by key, on all ranks of a group or on its first one; the others get nothing.
+    """Gather full tensors, by key, on all ranks of a group or only on its first one; others get an empty dict.
 
-    All of them make the same call, with the same parts. At any time a rank holds, beside what it returns, the parts of
-    one tensor.
+    All of them make the same call, with the same parts. At any time, a rank holds the shards of only one tensor,
+    besides its result.
 
     Args:
-        to_send: What this rank has to send, by key, on the CPU; it is emptied.
-        kind: The group, as `job.KINDS` names it.
-        to_first: Only the first rank of the group gets them.
+        to_send: This rank's shards to send, by key, on the CPU; the dict is emptied.
+        kind: Kind of the group, a key of `job.GROUP_KINDS`.
+        to_first: Only the first rank of the group gets the tensors.
     """
     gets = not to_first or job.get_rank_info().groups[kind][0] == job.rank()
     tensors: dict[Key, torch.Tensor] = {}
@@ -143,7 +143,7 @@ def gather_tensors(
 def _gather_pieces(
     part: GatheredTensor, own: torch.Tensor | None, kind: str, to_first: bool
 ) -> list[tuple[torch.Tensor, LocalArray]]:
-    """The parts of a tensor that reach this rank."""
+    """Return the shards of a tensor that reach this rank."""
     ranks = job.get_rank_info().groups[kind]
     me, first = job.rank(), ranks[0]
     pieces = []
@@ -164,19 +164,19 @@ def _gather_pieces(
 
 
 def gather_full_state(entries: Sequence[StateEntry], call_name: str, to_rank0: bool) -> OrderedDict[str, Any]:
-    """All entries, each tensor whole and on the CPU. All ranks of a model make the same call.
+    """Gather all entries, with full tensors on the CPU. Call it on all ranks of a model.
 
     Args:
-        entries: Those of the whole model, the same on all ranks.
-        call_name: What the program called, for messages.
-        to_rank0: Only the first rank of the model gets them; the others get an empty dict.
+        entries: Entries of the whole model, the same on all ranks.
+        call_name: Name of the program's call, for messages.
+        to_rank0: Only the first rank of the model gets the entries; the others get an empty dict.
 
     Raises:
         TooFewRanksError: Some ranks of the model did not make the call in time.
         SMPRuntimeError: The ranks have different models.
-        CheckpointError: What went wrong on a rank before anything was gathered; the same on all of them.
+        CheckpointError: A rank failed before the gather; the same error on all of them.
     """
-    tensors = {id(entry.value): entry for entry in entries if entry.is_tensor}  # a tied one is gathered once
+    tensors = {id(entry.value): entry for entry in entries if entry.is_tensor}  # a tied tensor is gathered once
     parts: dict[int, GatheredTensor] = {}
     to_send: dict[int, torch.Tensor] = {}
 
@@ -194,16 +194,16 @@ def gather_full_state(entries: Sequence[StateEntry], call_name: str, to_rank0: b
 
 
 def _digest(entries: Sequence[StateEntry]) -> str:
-    """What has to be the same on all ranks, in short."""
+    """Return a digest of the properties that must be equal on all ranks."""
     said = [[e.name, *([list(e.value.shape), str(e.value.dtype)] if e.is_tensor else [])] for e in entries]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def check_same_model(digests: Sequence[str], call_name: str) -> None:
-    """Refuse ranks that have different models.
+    """Raise an error if ranks have different models.
 
     Raises:
-        SMPRuntimeError: They do.
+        SMPRuntimeError: The digests differ.
     """
     differing = [rank for rank, digest in zip(job.get_mp_group(), digests, strict=True) if digest != digests[0]]
     if differing:

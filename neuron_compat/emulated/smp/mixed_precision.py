@@ -1,6 +1,6 @@
 """16-bit training: loss scaling, float32 master weights, and SMP's `GradScaler`.
 
-Loss scales are stored as plain dicts, so that files contain none of our classes.
+Loss scales are stored as plain dicts, so that files do not reference classes of this package.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from neuron_compat.smp.errors import SMPAMPError, SMPCheckpointError, SMPInvalid
 
 @dataclass(slots=True)
 class LossScaler:
-    """A constant scale."""
+    """Constant loss scale."""
 
     cur_scale: float = 1.0
 
     @property
     def loss_scale(self) -> float:
-        """By what a loss is multiplied."""
+        """Factor for losses."""
         return self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Say whether the gradients of a step had an overflow: a constant scale stays."""
+        """Record an overflow of a step's gradients, which does not change a constant scale."""
 
 
 @dataclass(slots=True)
 class DynamicLossScaler:
-    """A scale that is lowered after an overflow, and raised after `scale_window` steps without one.
+    """Loss scale that is decreased after an overflow, and increased after `scale_window` steps without one.
 
-    The first ``delayed_shift - 1`` overflows leave it (`cur_hysteresis` counts them). They are counted anew when it is
-    raised, or, with `consecutive_hysteresis`, after each step without one.
+    The first ``delayed_shift - 1`` overflows do not change it (`cur_hysteresis` counts them). The count restarts when
+    the scale is increased, or, with `consecutive_hysteresis`, after each step without an overflow.
     """
 
     cur_scale: float = 2.0**32
@@ -53,11 +53,11 @@ class DynamicLossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """By what a loss is multiplied."""
+        """Factor for losses."""
         return self.cur_scale
 
     def update_scale(self, overflow: bool) -> None:
-        """Say whether the gradients of a step had an overflow.
+        """Update the scale, depending on an overflow of a step's gradients.
 
         >>> scaler = DynamicLossScaler(cur_scale=8.0, scale_window=2)
         >>> for overflow in (True, False, False):
@@ -84,10 +84,10 @@ Scaler = LossScaler | DynamicLossScaler
 
 
 def create_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any] | None) -> Scaler:
-    """The scaler that the arguments of `DistributedOptimizer` ask for.
+    """Create the scaler for the arguments of `DistributedOptimizer`.
 
     Raises:
-        SMPInvalidArgumentError: There is an argument that it does not know.
+        SMPInvalidArgumentError: An argument is unknown.
     """
     if not dynamic:
         return LossScaler(float(static))
@@ -104,15 +104,15 @@ def create_scaler(static: float, dynamic: bool, arguments: Mapping[str, Any] | N
 
 
 def dump_scaler(scaler: Scaler) -> dict[str, Any]:
-    """A scaler as a plain dict."""
+    """Return a scaler as a plain dict."""
     return {"kind": type(scaler).__name__, **asdict(scaler)}
 
 
 def load_scaler(value: Any) -> Scaler:
-    """The scaler that `dump_scaler` described; or one of another program's classes, by its attributes.
+    """Return the scaler of a `dump_scaler` dict, or of another program's scaler object, by its attributes.
 
     Raises:
-        SMPCheckpointError: It is none.
+        SMPCheckpointError: It is not a loss scale.
     """
     attributes = dict(value) if isinstance(value, Mapping) else dict(vars(value)) if hasattr(value, "__dict__") else {}
     kind = DynamicLossScaler if "scale_window" in attributes else LossScaler
@@ -130,11 +130,11 @@ HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:
-    """The master weights of an optimizer's 16-bit parameters, which take their place in its groups.
+    """Float32 master weights of an optimizer's 16-bit parameters, which replace them in its groups.
 
     Attributes:
         pairs: (parameter, its master weight), group by group.
-        overflow: Whether the gradients of the last step had an overflow: then the optimizer does not step.
+        overflow: True if the gradients of the last step had an overflow, in which case the optimizer does not step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Scaler) -> None:
@@ -148,7 +148,7 @@ class MasterWeights:
                 if parameter.dtype not in HALF_PRECISION_DTYPES:
                     continue
                 master = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-                vars(master).update(vars(parameter))  # how it is split
+                vars(master).update(vars(parameter))  # sharding attributes
                 group["params"][number] = master
                 if parameter in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(parameter)
@@ -159,14 +159,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self, others: Sequence[torch.nn.Parameter]) -> None:
-        """Give the master weights the gradients of their parameters, without the loss scale.
+        """Copy gradients from the parameters to the master weights, divided by the loss scale.
 
         Args:
-            others: Parameters of the optimizer that have no master weight: their gradients are scaled, too.
+            others: Parameters of the optimizer without a master weight, whose gradients are also unscaled.
         """
         self.used_scale = self.scaler.loss_scale
         gradients = [p.grad for p, _ in self if p.grad is not None] + [p.grad for p in others if p.grad is not None]
-        # As in SMP, nobody looks for an overflow where nothing would follow from it.
+        # As in SMP, overflows are only checked if they have consequences.
         follows = isinstance(self.scaler, DynamicLossScaler)
         self.overflow = follows and reduce_any(any(not bool(torch.isfinite(g).all()) for g in gradients))
         self.scaler.update_scale(self.overflow)
@@ -175,31 +175,31 @@ class MasterWeights:
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """Give the parameters the values of their master weights."""
+        """Copy the master weights to the parameters."""
         for narrow, master in self:
             narrow.copy_(master)
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Give the master weights the values of their parameters, after a load of the model."""
+        """Copy the parameters to the master weights, after the model was loaded."""
         for narrow, master in self:
             master.copy_(narrow)
 
     def forget_gradients(self) -> None:
-        """Remove the gradients of parameters and master weights."""
+        """Clear the gradients of parameters and master weights."""
         for pair in self:
             for parameter in pair:
                 parameter.grad = None
 
 
 def get_master_weights(optimizer: Any) -> MasterWeights | None:
-    """The master weights of a `DistributedOptimizer`; None if it has none, or is none."""
+    """Return the master weights of a `DistributedOptimizer`; None for other optimizers, or without master weights."""
     masters: MasterWeights | None = getattr(getattr(optimizer, "_smp", None), "masters", None)
     return masters
 
 
 def reduce_any(value: bool) -> bool:
-    """Whether something is so on any rank of the job. All of them make the same call."""
+    """Return True if the value is True on any rank of the job. Call it on all ranks."""
     if job.size() == 1:
         return value
     said = torch.tensor([value], dtype=torch.int32, device="cpu")
@@ -209,9 +209,9 @@ def reduce_any(value: bool) -> bool:
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float = 2.0) -> float:
-    """Scale gradients down so that their norm, over the whole model, is `max_norm` at most; the norm before.
+    """Scale gradients down to a norm, over the whole model, of at most `max_norm`; return the norm before scaling.
 
-    What is split counts on each tensor-parallel rank, all else once.
+    Sharded parameters count on each tensor-parallel rank, all others once.
     """
     total, _ = grads.sum_gradient_powers(parameters, norm_type, force_spmd=True)
     infinite = math.isinf(norm_type)
@@ -226,15 +226,15 @@ class GradScaler(TorchScaler):
     """torch's `GradScaler`, on the device of the gradients. If gradients overflow on one rank, all ranks skip the step.
 
     Args:
-        init_scale: The first scale.
-        growth_factor: By what it is multiplied after `growth_interval` steps without an overflow.
-        backoff_factor: By what it is multiplied after an overflow.
+        init_scale: Initial scale.
+        growth_factor: Factor for the scale after `growth_interval` steps without an overflow.
+        backoff_factor: Factor for the scale after an overflow.
         growth_interval: See `growth_factor`.
-        enabled: False does nothing.
-        device: Of the gradients: ``"cpu"`` by default.
+        enabled: False disables scaling.
+        device: Device of the gradients: ``"cpu"`` by default.
 
     Raises:
-        SMPAMPError: Used on an XLA device: torch_xla has a scaler of its own, and bfloat16 needs none.
+        SMPAMPError: It is used on an XLA device: torch_xla has its own scaler, and bfloat16 needs none.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class GradScaler(TorchScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, with the finding of all ranks. All of them make the same call."""
+        """Unscale as torch does, and combine the overflow of all ranks. Called on all ranks."""
         inf_by_device = super()._unscale_grads_(*args, **kwargs)
         overflow = reduce_any(any(bool(value) for value in inf_by_device.values()))
         for value in inf_by_device.values():

@@ -1,7 +1,7 @@
 """`DistributedModel`: a transparent module wrapper with SMP's methods, and the partition of each module.
 
-Contexts record in a module which partition it was created in; with ``auto_partition`` modules are divided by their
-bytes. A pipeline rank owns one partition, which the ``local_`` methods return.
+The `partition` contexts record the partition of each module created in them; with ``auto_partition``, modules are
+partitioned by their size in bytes. A pipeline rank owns one partition, which the ``local_`` methods return.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from neuron_compat.smp.state_entries import Partitions, StateEntry, find_entry_s
 from xla_ckpt.facade import ParsedRules, ShardingRules, parse_rules
 
 _PARTITION_ATTRIBUTE = "_smp_partition"
-"""Entry of a module's ``__dict__``, so that a copy of a module keeps it."""
+"""Key of the partition in a module's ``__dict__``, so that copies of the module keep it."""
 
 _entered_partitions: list[int] = []
-"""The partitions of the contexts around this point of the program; the last one counts."""
+"""Partitions of the active contexts; the last one is in effect."""
 
 _original_init: list[Any] = []
-"""What `torch.nn.Module.__init__` is outside of the contexts; empty outside of them."""
+"""Original `torch.nn.Module.__init__` while a context is active; empty otherwise."""
 
 
 @contextlib.contextmanager
 def _record_partition(index: int) -> Iterator[None]:
-    """Note a partition in each module that is made in this block."""
+    """Record a partition in each module created in this block."""
     if not _entered_partitions:
         _original_init.append(torch.nn.Module.__init__)
         torch.nn.Module.__init__ = _init_and_record  # type: ignore[assignment]
@@ -58,19 +58,23 @@ def _record_partition(index: int) -> Iterator[None]:
 
 
 def _init_and_record(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """`torch.nn.Module.__init__` inside of a context: it notes the partition."""
+    """Record the partition, in place of `torch.nn.Module.__init__` within a context."""
     module.__dict__[_PARTITION_ATTRIBUTE] = _entered_partitions[-1]
     _original_init[0](module, *args, **kwargs)
 
 
 def _get_partition_count() -> int | None:
-    """How many partitions there are: that is known after `smp.init`, and counts without ``auto_partition``."""
+    """Return the number of partitions; None before `smp.init`, and with ``auto_partition``."""
     counts = job.state.initialized and not job.state.cfg.auto_partition
     return job.state.cfg.pipeline_parallel_degree if counts else None
 
 
 def _check_partition(index: Any, count: int | None, name: str = "") -> None:
-    """Refuse what is no number of a partition."""
+    """Raise an error for an invalid partition index.
+
+    Raises:
+        InvalidPartitionIDError: There is no such partition.
+    """
     if type(index) is not int or index < 0 or (count is not None and index >= count):
         raise InvalidPartitionIDError(
             "Partition ID must be non-negative, and less than the pipeline parallel degree.",
@@ -81,7 +85,7 @@ def _check_partition(index: Any, count: int | None, name: str = "") -> None:
 
 
 def partition(index: int) -> contextlib.AbstractContextManager[None]:
-    """A context: modules that are made in it belong to this partition. Of nested ones the innermost counts.
+    """Return a context that assigns modules created in it to this partition. The innermost context is in effect.
 
     With ``auto_partition: True`` it has no effect.
 
@@ -93,13 +97,13 @@ def partition(index: int) -> contextlib.AbstractContextManager[None]:
 
 
 def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True) -> None:
-    """Have a module belong to a partition, with all modules in it unless `recurse` is False.
+    """Assign a module to a partition, including its submodules unless `recurse` is False.
 
     With ``auto_partition: True`` it has no effect.
 
     Raises:
         InvalidPartitionIDError: There is no such partition.
-        StepFunctionCalledError: The model has made a step already.
+        StepFunctionCalledError: The model has already run a step.
     """
     _check_partition(partition, _get_partition_count())
     model = job.state.model
@@ -117,7 +121,7 @@ def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True)
 
 
 def get_assigned_partitions(model: torch.nn.Module, default: int, count: int) -> Partitions:
-    """The partitions that the contexts said; `default` for modules that were made in none.
+    """Return the partitions recorded by the contexts, and `default` for modules created outside of any.
 
     Raises:
         InvalidPartitionIDError: A context was entered before `smp.init`, and there is no such partition.
@@ -131,11 +135,12 @@ def get_assigned_partitions(model: torch.nn.Module, default: int, count: int) ->
 
 
 def divide_into_partitions(model: torch.nn.Module, count: int) -> Partitions:
-    """Partitions of about the same number of bytes, each a run of modules in the order of their names.
+    """Partition a model into runs of modules, in the order of their names, with about the same number of bytes.
 
-    A module with parameters or buffers of its own counts with their bytes; one that is tied counts once. Each partition
-    gets at least one of these. A module without any goes where the next one inside of it goes, or else the last one
-    before it. The same model gives the same partitions on all ranks, and in every run.
+    The size of a module is the size of its own parameters and buffers; tied ones count once. Each partition gets at
+    least one module with a size. A module without parameters or buffers is assigned to the partition of the next module
+    inside of it, or otherwise of the last one before it. The same model gives the same partitions on all ranks and in
+    every run.
 
     Raises:
         ModelTooSmallError: There are fewer such modules than partitions.
@@ -162,7 +167,7 @@ def divide_into_partitions(model: torch.nn.Module, count: int) -> Partitions:
 
 
 def split_into_runs(sizes: Sequence[int], count: int) -> list[int]:
-    """The run, of `count`, that each of these belongs to; the runs have about the same sum, and none is empty.
+    """Return the run, of `count`, of each item. The runs have about the same sum, and none is empty.
 
     >>> split_into_runs([4, 4, 4, 4], 2), split_into_runs([9, 1, 1], 2), split_into_runs([1, 1, 9], 3)
     ([0, 0, 1, 1], [0, 1, 1], [0, 1, 2])
@@ -174,7 +179,7 @@ def split_into_runs(sizes: Sequence[int], count: int) -> list[int]:
         while len(run_of) < len(sizes):
             size = sizes[len(run_of)]
             others_need_the_rest = len(sizes) - len(run_of) <= count - run - 1
-            enough = total + size - aim > aim - total  # without this one it is nearer to what it should be
+            enough = total + size - aim > aim - total  # the sum is closer to the target without this one
             if len(run_of) > first and run < count - 1 and (others_need_the_rest or enough):
                 break
             total += size
@@ -187,10 +192,10 @@ Self = TypeVar("Self", bound="DistributedModelBase")
 
 
 class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[misc]  # SMP's load_state_dict takes more than torch's
-    """A transparent wrapper: names, parameters and attributes are those of `module`.
+    """Transparent wrapper whose names, parameters and attributes are those of `module`.
 
     Args:
-        rules: How parameters are split that do not say it themselves.
+        rules: Sharding rules for parameters without sharding attributes.
     """
 
     def __init__(self, module: torch.nn.Module, rules: ParsedRules) -> None:
@@ -203,7 +208,7 @@ class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[
 
     @property
     def partitions(self) -> Partitions:
-        """The partition of each module, by its name."""
+        """Partition of each module, by name."""
         if self._partitions is None:
             cfg = job.state.cfg
             count = cfg.pipeline_parallel_degree
@@ -214,19 +219,19 @@ class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[
         return self._partitions
 
     def enforce_partitions(self, partitions: Partitions) -> None:
-        """Take the partitions of a checkpoint. Without effect after the first step."""
+        """Use the partitions of a checkpoint. No effect after the first step."""
         self._partitions = dict(partitions)
 
     def forget_partitions(self) -> None:
-        """Find the partitions anew when they are asked for."""
+        """Clear the partitions, so that they are computed again on next use."""
         self._partitions = None
 
     def size(self) -> int:
-        """The bytes of this rank's parameters."""
+        """Return the size of this rank's parameters in bytes."""
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
     def buffer_entries(self) -> list[StateEntry]:
-        """The buffers, those included that are not saved."""
+        """Return the buffers, including non-persistent ones."""
         mesh = job.get_rank_info().mesh
         entries: dict[int, StateEntry] = {}
         for name, part in self.module.named_modules():
@@ -243,64 +248,64 @@ class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[
     def local_named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = ""
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules of this rank's partition, with their names."""
+        """Yield the modules of this rank's partition, with their names."""
         here = job.pp_rank()
         for name, module in self.module.named_modules(memo=memo):
             if find_partition(name, self.partitions) == here:
                 yield f"{prefix}.{name}" if prefix and name else prefix or name, module
 
     def local_modules(self) -> Iterator[torch.nn.Module]:
-        """The modules of this rank's partition."""
+        """Yield the modules of this rank's partition."""
         for _, module in self.local_named_modules():
             yield module
 
     def _get_local_ids(self) -> set[int]:
-        """The parameters and buffers that are registered in modules of this rank's partition."""
+        """Return the ids of parameters and buffers registered in modules of this rank's partition."""
         parts = self.local_modules()
         return {id(t) for m in parts for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
 
     def local_named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters of this rank's partition, with their names."""
+        """Yield the parameters of this rank's partition, with their names."""
         local = self._get_local_ids()
         for name, parameter in self.module.named_parameters(recurse=recurse):
             if id(parameter) in local:
                 yield name, parameter
 
     def local_parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """The parameters of this rank's partition."""
+        """Yield the parameters of this rank's partition."""
         for _, parameter in self.local_named_parameters(recurse):
             yield parameter
 
     def local_named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of this rank's partition, with their names."""
+        """Yield the buffers of this rank's partition, with their names."""
         local = self._get_local_ids()
         for name, buffer in self.module.named_buffers(prefix=prefix, recurse=recurse):
             if id(buffer) in local:
                 yield name, buffer
 
     def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """The buffers of this rank's partition."""
+        """Yield the buffers of this rank's partition."""
         for _, buffer in self.local_named_buffers(recurse=recurse):
             yield buffer
 
     def is_local_parameter(self, param: str | torch.Tensor) -> bool:
-        """Whether a parameter, or one of this name, is in this rank's partition."""
+        """Return True if a parameter, given by value or name, is in this rank's partition."""
         return any(param is p or param == n for n, p in self.local_named_parameters())
 
     def is_local_buffer(self, buffer: str | torch.Tensor) -> bool:
-        """Whether a buffer, or one of this name, is in this rank's partition."""
+        """Return True if a buffer, given by value or name, is in this rank's partition."""
         return any(buffer is b or (isinstance(buffer, str) and buffer == n) for n, b in self.local_named_buffers())
 
     def is_distributed_parameter(self, param: torch.Tensor) -> bool:
-        """Whether tensor-parallel ranks hold different parts of a parameter."""
+        """Return True if a parameter is sharded over tensor-parallel ranks."""
         return any(entry.value is param and entry.is_split for entry in self.entries())
 
     def cpu(self: Self) -> Self:
-        """Move parameters and buffers to the CPU. Every rank has all partitions already."""
+        """Move parameters and buffers to the CPU. Every rank already has all partitions."""
         return self.to("cpu")
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # On the way to XLA torch makes new parameters, without ties and attributes.
+        # torch creates new parameters for the move to XLA, without ties and attributes.
         with preserve_shared_weights(self.module), preserve_parallel_attributes(self.module):
             return super()._apply(fn, recurse)
 
@@ -310,57 +315,56 @@ Hook = Callable[[Any, Any], Any]
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """How far a model has come."""
+    """Training progress of a model."""
 
     has_stepped: bool = False
-    """Whether a step was made: from then on the partitions stay."""
+    """True after the first step; the partitions no longer change then."""
     needs_spreading: bool = True
-    """Whether the next step begins with the values of the owners, and of the first data-parallel rank."""
+    """True if the next step begins by broadcasting the values of the owners, and of the first data-parallel rank."""
     in_step: bool = False
-    """Whether a function with ``@smp.step`` runs."""
+    """True while a function with ``@smp.step`` runs."""
     turn: Any = None
-    """What the ranks agreed on for the last step (`replicas.StepPlan`); None before the first one."""
+    """Agreement of the ranks on the last step (`replicas.StepPlan`); None before the first one."""
     reduce_kind: str | None = None
-    """The ranks over which gradients are averaged; None before the first step."""
+    """Group of ranks over which gradients are averaged; None before the first step."""
     unsynced_passes: int = 0
-    """Steps with a backward pass since gradients were averaged."""
+    """Number of steps with a backward pass since gradients were averaged."""
 
 
 class DistributedModel(DistributedModelBase):
-    """A module with SMP's calls. Its names, parameters and attributes are the module's own.
+    """Module with SMP's methods. Its names, parameters and attributes are those of the inner module.
 
-    Every rank makes the whole module, and runs it. A pipeline rank owns a partition of it, which is what
-    `local_state_dict` and the other ``local_`` methods are about: `smp.partition` says which, or, with
-    ``auto_partition``, an even division by bytes. It is partitioned at once.
+    Every rank creates the whole module, and runs it. A pipeline rank owns one partition of it, which `local_state_dict`
+    and the other ``local_`` methods return: `smp.partition` assigns modules to partitions, or ``auto_partition``
+    divides them evenly by bytes. The model is partitioned immediately.
 
-    Weights are split over tensor-parallel ranks by the layers of `neuron_compat.nxd.parallel_layers`, or by others
-    whose parameters have neuronx-distributed's attributes, or as `shardings` says. **The ranks of a tensor-parallel
-    group then get the same batch** (that of their `rdp_rank`), unlike in SMP. In a model without such weights they get
-    batches of their own (of their `dp_rank`), as in SMP.
+    Weights are sharded over tensor-parallel ranks by the layers of `neuron_compat.nxd.parallel_layers`, by others whose
+    parameters have neuronx-distributed's attributes, or by `shardings`. **The ranks of a tensor-parallel group then
+    receive the same batch** (selected by `rdp_rank`), unlike in SMP. In a model without sharded weights they receive
+    different batches (selected by `dp_rank`), as in SMP.
 
     Args:
-        module: The module. With ``fp16`` or ``bf16`` its floating-point parameters and buffers become of that type;
+        module: The module. With ``fp16`` or ``bf16``, its floating-point parameters and buffers are cast to that dtype;
             inputs are cast to it, and outputs to float32.
         trace_device: ``"cpu"`` or ``"gpu"``; nothing is traced.
         trace_execution_times: Accepted.
         trace_memory_usage: Accepted.
-        overlapping_allreduce: Accepted: gradients are averaged at the end of a step in any case.
-        backward_passes_per_step: The number of steps after which gradients are averaged over the data-parallel ranks.
-        average_grads_across_microbatches: Whether a step divides gradients by the number of its microbatches.
-        bucket_cap_mb: Accepted, if it is above 0.
-        find_unused_parameters: Accepted: parameters without gradients are found in any case.
-        broadcast_buffers: Whether each step begins with the buffers of the first data-parallel rank.
+        overlapping_allreduce: Accepted: gradients are always averaged at the end of a step.
+        backward_passes_per_step: Number of steps after which gradients are averaged over the data-parallel ranks.
+        average_grads_across_microbatches: True divides gradients by the number of microbatches in a step.
+        bucket_cap_mb: Accepted if it is above 0.
+        find_unused_parameters: Accepted: parameters without gradients are always detected.
+        broadcast_buffers: True begins each step with the buffers of the first data-parallel rank.
         gradient_as_bucket_view: Accepted.
-        shardings: Rules for parameters that do not say themselves how they are split, as in
-            `xla_ckpt.save_checkpoint`: (regular expression, spec).
+        shardings: Rules for parameters without sharding attributes, as in `xla_ckpt.save_checkpoint`: (regex, spec).
 
     Raises:
         NotInitializedError: `smp.init` was not called.
-        MultipleDistributedModelError: This process has wrapped a model already.
-        SMPInvalidArgumentError: An argument makes no sense.
-        InvalidPartitionIDError: A context named a partition that is not there.
-        ModelTooSmallError: The model has fewer modules with parameters than partitions are asked for.
-        xla_ckpt.UnsupportedStateError: A parameter's attributes contradict each other.
+        MultipleDistributedModelError: This process has already wrapped a model.
+        SMPInvalidArgumentError: An argument is invalid.
+        InvalidPartitionIDError: A context used a partition that does not exist.
+        ModelTooSmallError: The model has fewer modules with parameters than partitions.
+        xla_ckpt.UnsupportedStateError: The attributes of a parameter contradict each other.
     """
 
     def __init__(
@@ -410,20 +414,20 @@ class DistributedModel(DistributedModelBase):
     def __repr__(self) -> str:
         return f"DistributedModel({self.module!r})"
 
-    # -- what it is
+    # -- properties
 
     @property
     def partitioned(self) -> bool:
-        """Whether the model is partitioned: at once."""
+        """True, because the model is partitioned immediately."""
         return True
 
     @property
     def narrow_type(self) -> torch.dtype | None:
-        """The 16-bit type that the model computes in; None if it is the module's own."""
+        """16-bit dtype that the model computes in; None if it uses the module's own dtype."""
         cfg = job.state.cfg
         return torch.float16 if cfg.fp16 or cfg.fp16_params else torch.bfloat16 if cfg.bf16 else None
 
-    # -- running it
+    # -- execution
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -439,9 +443,9 @@ class DistributedModel(DistributedModelBase):
         tensors: torch.Tensor | Sequence[torch.Tensor],
         grad_tensors: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """`torch.autograd.backward`, inside of a function with ``@smp.step``.
+        """Run `torch.autograd.backward` inside of a function with ``@smp.step``.
 
-        With ``fp16`` and a `DistributedOptimizer` the tensors are scaled by its loss scale.
+        With ``fp16`` and a `DistributedOptimizer`, the tensors are multiplied by its loss scale.
 
         Raises:
             BwdExecutionNotInStepFnError: It is called outside of such a function.
@@ -462,16 +466,16 @@ class DistributedModel(DistributedModelBase):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[DistributedModel]:
-        """A context for steps in which some data-parallel ranks have more batches than others.
+        """Return a context for steps in which some data-parallel ranks have more batches than others.
 
-        A rank whose batches have run out takes part in the others' steps with gradients of zero. Gradients are divided
-        by the number of all ranks. All ranks of a tensor-parallel group and of a pipeline have the same number of
+        A rank without further batches participates in the others' steps with zero gradients. Gradients are divided by
+        the number of all ranks. All ranks of a tensor-parallel group and of a pipeline must have the same number of
         batches.
 
         Args:
-            divide_by_initial_world_size: True.
-            enable: False makes it a context without effect.
-            throw_on_early_termination: False.
+            divide_by_initial_world_size: Must be True.
+            enable: False disables the context.
+            throw_on_early_termination: Must be False.
 
         Raises:
             SMPUnsupportedError: Another value is given.
@@ -501,14 +505,14 @@ class DistributedModel(DistributedModelBase):
     # -- hooks
 
     def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook(model, optimizer)`` once the model is partitioned: at once. The handle removes nothing more."""
+        """Call ``hook(model, optimizer)`` immediately, because the model is partitioned. The handle removes nothing."""
         handle = RemovableHandle(self._post_partition_hooks)
         self._post_partition_hooks[handle.id] = hook
         hook(self, job.state.optimizer)
         return handle
 
     def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook(model, optimizer)`` after the first step; at once, if that has been made."""
+        """Call ``hook(model, optimizer)`` after the first step, or immediately if it has run."""
         handle = RemovableHandle(self._post_step_hooks)
         if self._smp.has_stepped:
             hook(self, job.state.optimizer)
@@ -517,13 +521,13 @@ class DistributedModel(DistributedModelBase):
         return handle
 
     def run_post_step_hooks(self) -> None:
-        """Call the hooks that wait for the first step."""
+        """Call the hooks registered for the first step."""
         while self._post_step_hooks:
             self._post_step_hooks.popitem(last=False)[1](self, job.state.optimizer)
 
 
 def _check_arguments(trace_device: Any, overlapping: Any, passes: Any, bucket: Any) -> None:
-    """Refuse arguments that SMP refuses."""
+    """Raise an error for arguments that SMP rejects."""
     if trace_device not in ("cpu", "gpu"):
         raise SMPInvalidArgumentError("Trace_device must be one of `cpu` or `gpu`", found=repr(trace_device))
     if not isinstance(overlapping, bool):
@@ -535,5 +539,5 @@ def _check_arguments(trace_device: Any, overlapping: Any, passes: Any, bucket: A
 
 
 def _cast(value: Any, of: torch.dtype, to: torch.dtype) -> Any:
-    """The same dicts, lists and tuples with the tensors of a type in them as another one."""
+    """Return the same dicts, lists and tuples, with the tensors of dtype `of` cast to `to`."""
     return map_tensors(value, lambda tensor: tensor.to(to) if tensor.dtype == of else tensor)

@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: SMP's methods for a torch optimizer.
 
-The optimizer stays the same object: its class is replaced by one that has `DistributedMixin` in front of its own
+The optimizer remains the same object: its class is replaced by a subclass with `DistributedMixin` before the original
 class.
 """
 
@@ -39,55 +39,55 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class OptimizerRuntime:
-    """What `DistributedOptimizer` adds to an optimizer."""
+    """State that `DistributedOptimizer` adds to an optimizer."""
 
     model: Any
     dynamic: bool
     masters: MasterWeights | None
-    """In float16 and bfloat16 training."""
+    """Master weights in float16 and bfloat16 training."""
 
     def parameters(self, optimizer: Any) -> list[torch.nn.Parameter]:
-        """The optimizer's parameters, in the order of the numbers that they have in its state dict."""
+        """Return the optimizer's parameters, ordered by their indices in its state dict."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def numbers(self, optimizer: Any) -> list[range]:
-        """The numbers of the parameters of each group."""
+        """Return the parameter indices of each group."""
         ends = itertools.accumulate((len(group["params"]) for group in optimizer.param_groups), initial=0)
         return [range(first, last) for first, last in itertools.pairwise(ends)]
 
     def masters_by_number(self, optimizer: Any) -> dict[int, torch.nn.Parameter]:
-        """The parameters that are master weights."""
+        """Return {index: parameter} for the parameters that are master weights."""
         own = set() if self.masters is None else {id(master) for _, master in self.masters}
         return {number: p for number, p in enumerate(self.parameters(optimizer)) if id(p) in own}
 
     def entries(self, optimizer: Any) -> list[StateEntry]:
-        """The entry of the model that each of them is."""
+        """Return the entry of the model for each parameter."""
         known = {id(e.value): e for e in self.model.entries() if e.is_tensor}
         return [known[id(p)] for p in self._get_model_parameters(optimizer)]
 
     def names(self, optimizer: Any) -> list[str]:
-        """The name that each of them has in the model; the first one of a tied parameter."""
+        """Return the name in the model of each parameter; the first name if it is tied."""
         known = {id(p): name for name, p in self.model.named_parameters()}
         return [known[id(p)] for p in self._get_model_parameters(optimizer)]
 
     def _get_model_parameters(self, optimizer: Any) -> list[torch.nn.Parameter]:
-        """The parameter of the model that each of them is, or whose master weight it is."""
+        """Return the parameter of the model for each parameter, also for master weights."""
         narrow = {} if self.masters is None else {id(master): p for p, master in self.masters}
         return [narrow.get(id(p), p) for p in self.parameters(optimizer)]
 
     def shares(self, optimizer: Any) -> list[int] | None:
-        """The rank (`rdp_rank`) that has the states of each parameter; None if all ranks have those of all."""
+        """Return the rank (`rdp_rank`) that has the states of each parameter; None if all ranks have all states."""
         if not job.state.cfg.shard_optimizer_state:
             return None
         return assign_shares([p.numel() * p.element_size() for p in self.parameters(optimizer)], job.rdp_size())
 
     def stored_scale(self) -> dict[str, Any]:
-        """The loss scale as a plain dict."""
+        """Return the loss scale as a plain dict."""
         assert self.masters is not None
         return dump_scaler(self.masters.scaler)
 
     def take_scale(self, kept: Mapping[str, Any]) -> None:
-        """Take the loss scale that is stored with ``fp16`` states, if there is one."""
+        """Load the loss scale that is stored with ``fp16`` states, if there is one."""
         if self.masters is not None and "loss_scaler" in kept:
             self.masters.scaler = load_scaler(kept["loss_scaler"])
             self.masters.overflow = bool(kept.get("overflow", False))
@@ -95,7 +95,7 @@ class OptimizerRuntime:
 
 
 def assign_shares(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that each of these goes to: in their order, always the one that has least.
+    """Assign each item, in order, to the rank with the smallest total so far.
 
     >>> assign_shares([4, 1, 1, 1, 1], 2)
     [0, 1, 1, 1, 1]
@@ -110,26 +110,26 @@ def assign_shares(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class DistributedMixin(OptimizerStateMixin):
-    """The methods of SMP's optimizers, in front of those of the optimizer's own class."""
+    """Methods of SMP's optimizers, before those of the optimizer's own class."""
 
     _smp: OptimizerRuntime
 
     @property
     def xla_ckpt_plain(self) -> Any:
-        """The optimizer as its own class has it: what `xla_ckpt` saves and loads in the place of this one."""
+        """Optimizer with its original class, which `xla_ckpt` saves and loads instead of this one."""
         plain: Any = object.__new__(_get_original_class(type(self)))
-        plain.__dict__ = self.__dict__  # the same state and groups, whoever replaces them
+        plain.__dict__ = self.__dict__  # shares the state and groups, even if they are replaced
         return plain
 
     # -- stepping
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; what `closure` returned.
+        """Perform a step, and return the result of `closure`.
 
-        With ``shard_optimizer_state`` each rank steps its share of the parameters, and gets the others from their
-        ranks: all ranks make the call. With master weights they are stepped, and the model gets their values; after an
-        overflow nothing is stepped.
+        With ``shard_optimizer_state``, each rank updates its share of the parameters, and receives the others from
+        their ranks: all ranks make the call. With master weights, these are updated and copied to the model; after an
+        overflow, nothing is updated.
         """
         base: Any = super()
         runtime = self._smp
@@ -149,7 +149,7 @@ class DistributedMixin(OptimizerStateMixin):
         return loss
 
     def _step_own(self, step: Callable[[], Any], shares: list[int] | None) -> None:
-        """Step this rank's share of the parameters, and take the others from their ranks."""
+        """Update this rank's share of the parameters, and receive the others from their ranks."""
         parameters = self._smp.parameters(self)
         if shares is None:
             step()
@@ -157,7 +157,7 @@ class DistributedMixin(OptimizerStateMixin):
         here = job.rdp_rank()
         others = [(p, p.grad) for p, rank in zip(parameters, shares, strict=True) if rank != here]
         for parameter, _ in others:
-            parameter.grad = None  # without a gradient an optimizer leaves a parameter alone, and makes no state for it
+            parameter.grad = None  # an optimizer skips parameters without a gradient, and creates no state for them
         step()
         for parameter, gradient in others:
             parameter.grad = gradient
@@ -169,7 +169,7 @@ class DistributedMixin(OptimizerStateMixin):
     step.hooked = True  # type: ignore[attr-defined]  # torch would otherwise run the hooks of a step twice
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Remove the gradients; with master weights also those of the model."""
+        """Clear the gradients; with master weights, also those of the model."""
         base: Any = super()
         base.zero_grad(*args, **kwargs)
         if self._smp.masters is not None:
@@ -179,7 +179,7 @@ class DistributedMixin(OptimizerStateMixin):
 
     @property
     def loss_scale(self) -> float:
-        """By what `DistributedModel.backward` multiplies a loss; 1 without ``fp16``."""
+        """Factor that `DistributedModel.backward` applies to a loss; 1 without ``fp16``."""
         return 1.0 if self._smp.masters is None else self._smp.masters.scaler.loss_scale
 
     @loss_scale.setter
@@ -190,40 +190,40 @@ class DistributedMixin(OptimizerStateMixin):
 
     @property
     def loss_scaler(self) -> Scaler | None:
-        """The loss scale; None without master weights."""
+        """Loss scaler; None without master weights."""
         return None if self._smp.masters is None else self._smp.masters.scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows the overflows."""
+        """True if the loss scale is dynamic."""
         return self._smp.dynamic
 
     @property
     def overflow(self) -> bool:
-        """Whether the gradients of the last step had an overflow."""
+        """True if the gradients of the last step had an overflow."""
         return self._smp.masters is not None and self._smp.masters.overflow
 
     @property
     def first_closure_call_this_step(self) -> bool:
-        """True; SMP stores it."""
+        """True; SMP stores this value."""
         return True
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The master weights, group by group; empty without any."""
+        """Master weights, group by group; empty without any."""
         return [] if self._smp.masters is None else [[master for _, master in g] for g in self._smp.masters.pairs]
 
     def update_master_grads(self) -> None:
-        """Give the master weights the gradients of the model, without the loss scale. A step does so at its end."""
+        """Copy the gradients of the model to the master weights, without the loss scale. A step does so at its end."""
         masters = self._smp.masters
         if masters is not None:
             own = self._smp.masters_by_number(self)
             masters.take_gradients([p for number, p in enumerate(self._smp.parameters(self)) if number not in own])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | None:
-        """Scale the gradients of the master weights down to a norm over the whole model; the norm before.
+        """Clip the gradients of the master weights to a norm over the whole model; return the norm before clipping.
 
-        None without master weights, or after an overflow. All ranks make the same call.
+        Return None without master weights, or after an overflow. Call it on all ranks.
         """
         if self._smp.masters is None or self._smp.masters.overflow:
             return None
@@ -232,13 +232,13 @@ class DistributedMixin(OptimizerStateMixin):
 
 @functools.cache
 def make_distributed_class(own: Hashable) -> type:
-    """A class of optimizers with the methods of `DistributedMixin` in front of their own."""
+    """Return a subclass of an optimizer class with the methods of `DistributedMixin`."""
     assert isinstance(own, type)
     return type(own.__name__, (DistributedMixin, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def _get_original_class(distributed: type) -> type:
-    """The class that `make_distributed_class` was made of."""
+    """Return the class that `make_distributed_class` was called with."""
     own: type = distributed.__bases__[1]
     return own
 
@@ -249,20 +249,20 @@ def DistributedOptimizer(  # noqa: N802  # SMP's name
     dynamic_loss_scale: bool = False,
     dynamic_loss_args: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Give an optimizer SMP's methods; the same object.
+    """Add SMP's methods to an optimizer, and return the same object.
 
     Args:
-        optimizer: One of the parameters of the `DistributedModel`.
-        static_loss_scale: With ``fp16``, by what losses are multiplied.
-        dynamic_loss_scale: With ``fp16``, begin with a large scale, and lower it whenever gradients overflow.
+        optimizer: An optimizer for parameters of the `DistributedModel`.
+        static_loss_scale: With ``fp16``, factor for losses.
+        dynamic_loss_scale: With ``fp16``, begin with a large scale, and decrease it whenever gradients overflow.
         dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window``, ``min_scale``, ``delayed_shift`` and
-            ``consecutive_hysteresis`` of that.
+            ``consecutive_hysteresis`` of the dynamic scale.
 
     Raises:
         DistributedModelNotWrappedError: There is no `DistributedModel`.
         SMPRuntimeError: A parameter does not belong to the model.
-        SMPValidationError: A parameter is there twice, or the optimizer is one already.
-        SMPInvalidArgumentError: It is no optimizer of torch's.
+        SMPValidationError: A parameter occurs twice, or the optimizer is already distributed.
+        SMPInvalidArgumentError: It is not a torch optimizer.
     """
     model = job.state.model
     if model is None:
@@ -288,7 +288,7 @@ def DistributedOptimizer(  # noqa: N802  # SMP's name
 
 
 def _wrap_scheduled_step(optimizer: Any) -> Callable[..., Any]:
-    """The step of an optimizer whose scheduler was made before: torch's schedulers look at these marks."""
+    """Wrap the step of an optimizer whose scheduler already exists, with the attributes that schedulers read."""
 
     @functools.wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -300,7 +300,7 @@ def _wrap_scheduled_step(optimizer: Any) -> Callable[..., Any]:
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: Any) -> None:
-    """Refuse parameters that are not the model's, or that are there twice."""
+    """Raise an error for parameters that do not belong to the model, or occur twice."""
     known = {id(p): name for name, p in model.named_parameters()}
     seen: set[int] = set()
     for group in optimizer.param_groups:

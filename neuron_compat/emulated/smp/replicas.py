@@ -1,7 +1,7 @@
 """Synchronize ranks that hold the same parameters: broadcast them before a step, and average gradients after it.
 
-In every step the ranks of the job first agree on a `StepPlan`, so that no rank waits for one that cannot begin, and a
-rank whose data has run out (`DistributedModel.join`) takes part without a batch.
+In every step, the ranks of the job first agree on a `StepPlan`, so that no rank waits for one that cannot begin, and a
+rank without further data (`DistributedModel.join`) participates without a batch.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ distributed: Any = torch.distributed
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the ranks of the job do in a step."""
+    """Agreement of the ranks of the job for one step."""
 
     broadcasts: bool
-    """Parameters and buffers are taken from the first rank: the first step, or one after a load."""
+    """True if parameters and buffers are broadcast from the first rank: in the first step, or after a load."""
     reduces: bool
-    """Gradients are averaged at the end."""
+    """True if gradients are averaged at the end."""
     failed: bool
-    """A rank cannot begin."""
+    """True if a rank cannot begin."""
     alive: tuple[int, ...]
-    """The ranks that have a batch."""
+    """Ranks that have a batch."""
 
 
 def agree_on_step(
     *, broadcasts: bool = False, reduces: bool = False, failed: bool = False, alive: bool = True
 ) -> StepPlan:
-    """What the ranks of the job do in this step. All of them make the same call; any of them may ask for something."""
+    """Agree on a step with all ranks of the job. Call it on all ranks; each may set any of the flags."""
     here = job.get_rank_info()
     if here.mesh.size == 1:
         return StepPlan(broadcasts, reduces, failed, (0,) if alive else ())
@@ -55,14 +55,14 @@ def agree_on_step(
 
 
 def find_first_alive(kind: str, alive: Sequence[int]) -> int:
-    """The first rank in the world of this process' group that has a batch, or else the first of them."""
+    """Return the global rank of the first member in this process's group with a batch, or of the first member."""
     ranks = job.get_rank_info().groups[kind]
     return next((rank for rank in ranks if rank in alive), ranks[0])
 
 
 @torch.no_grad()
 def broadcast_from_owners(entries: Sequence[StateEntry]) -> None:
-    """Give each pipeline rank the parameters and buffers of the others' partitions, as their owners have them."""
+    """Broadcast the parameters and buffers of each partition from its owner to the other pipeline ranks."""
     if job.pp_size() == 1:
         return
     for entry in _list_unique_tensors(entries):
@@ -72,9 +72,9 @@ def broadcast_from_owners(entries: Sequence[StateEntry]) -> None:
 
 @torch.no_grad()
 def broadcast_from_replica(entries: Sequence[StateEntry], alive: Sequence[int]) -> None:
-    """Give all data-parallel ranks the parameters and buffers of the first of them that has a batch.
+    """Broadcast parameters and buffers to all data-parallel ranks from the first of them that has a batch.
 
-    What is split over tensor-parallel ranks comes from a rank with the same part, all else from any of them.
+    Values sharded over tensor-parallel ranks come from a rank with the same shard, all others from any of them.
     """
     for entry in _list_unique_tensors(entries):
         kind = "rdp" if entry.is_split else "dp"
@@ -83,13 +83,13 @@ def broadcast_from_replica(entries: Sequence[StateEntry], alive: Sequence[int]) 
 
 
 def _list_unique_tensors(entries: Sequence[StateEntry]) -> list[StateEntry]:
-    """The tensors among the entries, each once."""
+    """Return the entries that are tensors, each tensor once."""
     return list({id(e.value): e for e in entries if e.is_tensor}.values())
 
 
 @torch.no_grad()
 def broadcast_in_place(value: torch.Tensor, source: int, kind: str) -> None:
-    """Give the ranks of a group the value that one of them has, in place. All of them make the same call."""
+    """Broadcast a value from one rank of a group, in place. Call it on all ranks of the group."""
     sent = move_to_host([value])[0] if source == job.rank() else None
     received = tensor_transport.broadcast_tensor(sent, value.shape, value.dtype, source, kind)
     if source != job.rank():
@@ -101,10 +101,10 @@ def broadcast_in_place(value: torch.Tensor, source: int, kind: str) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[torch.nn.Parameter], kind: str, had_backward: bool) -> None:
-    """Give all ranks of a group the mean of their gradients. All of them make the same call.
+    """Average gradients over the ranks of a group. Call it on all ranks of the group.
 
-    A parameter that has a gradient on some ranks only counts as zeros on the others; one that has none on any rank
-    keeps none. Those of 16 bits are summed in float32. If no rank `had_backward` since the last time, nothing is done.
+    A gradient that exists only on some ranks counts as zeros on the others; if it exists on none, it remains None.
+    16-bit gradients are summed in float32. If no rank `had_backward` since the last average, nothing is done.
     """
     have = [had_backward, *(p.grad is not None for p in parameters)]
     present = torch.tensor(have, dtype=torch.int32, device="cpu")
@@ -123,10 +123,10 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], kind: str, had_b
 
 
 def check_gradients_dense(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Refuse sparse gradients.
+    """Raise an error for sparse gradients.
 
     Raises:
-        SMPUnsupportedError: There is one.
+        SMPUnsupportedError: A gradient is sparse.
     """
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:

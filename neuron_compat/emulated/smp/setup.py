@@ -27,26 +27,27 @@ distributed: Any = torch.distributed
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
-    """Arrange the ranks of the job. All ranks make the same call.
+    """Arrange the ranks of the job. Call it on all ranks.
 
-    With several processes it joins torch.distributed (gloo), if the program has not; it initialises
-    `neuron_compat.emulated.parallel_state`, or takes it as it is. A second call with the same configuration
-    changes nothing, and nor does one after SageMaker's environment has said the configuration.
+    With several processes, it initializes torch.distributed (gloo), unless the program has; it initializes
+    `neuron_compat.emulated.parallel_state`, or uses its existing state. A second call with the same configuration has
+    no effect, and neither has one after the configuration was read from SageMaker's environment.
 
     Args:
-        config: SMP's configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
-            ``ddp``, ``microbatches`` and so on. None takes that of the environment (``SM_HP_MP_PARAMETERS``), if it is
-            there. Degrees that it does not name are those of an initialised parallel state, or 1.
+        config: SMP configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
+            ``ddp``, ``microbatches`` and so on. None reads it from the environment (``SM_HP_MP_PARAMETERS``), if set.
+            Missing degrees default to those of an initialized parallel state, or 1.
 
     Raises:
         SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel state.
-        SMPUnsupportedError: It asks for something that is not there.
-        WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
+        SMPUnsupportedError: It requests an unsupported feature.
+        WorkerSizeError: The number of processes is not a multiple of the product of the two degrees, or is larger
+            without ``ddp``.
         SMPValidationError: It was called before, with another configuration.
     """
     cfg = ModelParallelConfig(_fill_degrees(read_environment() if config is None else config))
     if job.state.rank_info is not None and not (job.state.initialized_implicitly and _has_same_degrees(cfg)):
-        if cfg != job.state.cfg and CONFIG_VARIABLE not in os.environ:  # there SMP ignores it
+        if cfg != job.state.cfg and CONFIG_VARIABLE not in os.environ:  # SMP ignores the argument in this case
             raise SMPValidationError(
                 "smp is initialized already, with another configuration",
                 expected=_find_differences(job.state.cfg, cfg),
@@ -58,12 +59,12 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     job.state.initialized_implicitly = False
     if job.state.rank_info is None:
         job.state.rank_info = arrange_ranks(cfg)
-        get_job_id()  # now, as the job's store may be gone when a file is saved
+        get_job_id()  # now, because the job's store may be gone when a file is saved
     job.state.cfg = cfg
 
 
 def _fill_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with the degrees of an initialised parallel state, where it names none."""
+    """Return a configuration whose missing degrees are those of an initialized parallel state."""
     if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
         return config
     degrees = {
@@ -80,19 +81,19 @@ def _has_same_degrees(cfg: ModelParallelConfig) -> bool:
 
 
 def _find_differences(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
-    """The entries of a configuration that another one has otherwise."""
+    """Return the entries of a configuration that differ in another one."""
     other_config = other.get_config_dict()
     return {name: value for name, value in one.get_config_dict().items() if value != other_config[name]}
 
 
 def shutdown() -> None:
-    """Forget everything that was set up, the parallel state included. Process groups stay until the process ends."""
+    """Reset all state, including the parallel state. Process groups exist until the process ends."""
     parallel_state.destroy_model_parallel()
     job.state.__init__()  # type: ignore[misc]  # other modules hold this object
 
 
 def init_if_known() -> None:
-    """Set up what was not, if the parallel state or the environment say how."""
+    """Initialize from the parallel state or the environment, if possible."""
     if parallel_state.model_parallel_is_initialized():
         init({"ddp": True})
         job.state.initialized_implicitly = True
@@ -101,13 +102,13 @@ def init_if_known() -> None:
 
 
 def arrange_ranks(cfg: ModelParallelConfig) -> RankInfo:
-    """Join the job, arrange its ranks, and find this process' place in it.
+    """Join the job, arrange its ranks, and return this process's ranks.
 
     Raises:
-        WorkerSizeError: The number of processes does not fit the degrees.
-        SMPConfigError: The ranks are arranged in another way already.
+        WorkerSizeError: The number of processes does not match the degrees.
+        SMPConfigError: The ranks are already arranged differently.
         SMPUnsupportedError: There is context or expert parallelism.
-        SMPValidationError: The other processes cannot be met.
+        SMPValidationError: The other processes cannot be reached.
     """
     _join_process_group()
     joined = distributed.is_available() and distributed.is_initialized()
@@ -146,7 +147,7 @@ def arrange_ranks(cfg: ModelParallelConfig) -> RankInfo:
 
 
 def _join_process_group() -> None:
-    """Make the process group, if there are several processes and the program has not made it."""
+    """Create the process group if there are several processes and the program has not created it."""
     if not distributed.is_available() or distributed.is_initialized():
         return
     launched, of_mpi = os.environ.get("WORLD_SIZE", ""), os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
@@ -162,7 +163,7 @@ def _join_process_group() -> None:
 
 
 def _check_world_size(cfg: ModelParallelConfig, world: int) -> None:
-    """Refuse a number of processes that does not fit the degrees."""
+    """Raise an error for a number of processes that does not match the degrees."""
     product = cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree
     degrees = f"the product of the specified pipeline parallelism and tensor parallelism degrees ({product})"
     must, there = "The number of processes must be", f"{world} processes"
@@ -180,7 +181,7 @@ def _check_world_size(cfg: ModelParallelConfig, world: int) -> None:
 
 
 def _create_process_groups(groups: Mapping[str, list[int]]) -> dict[str, Any]:
-    """A gloo group of each kind; kinds of the same ranks share one, and parallel_state's are taken where they are."""
+    """Create a gloo group of each kind. Kinds with the same ranks share a group, and `parallel_state`'s are reused."""
     known = {kind: parallel_state.get_process_group(kind) for kind in ("tp", "pp", "dp")}
     known["world"] = parallel_state.get_world_group()
     group_of = {

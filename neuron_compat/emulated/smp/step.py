@@ -1,8 +1,8 @@
 """``@smp.step``: run a function once for each microbatch, and synchronize the ranks around it.
 
 There is no pipeline: every pipeline rank calls the function on the whole model, with the batch and the random numbers
-of pipeline rank 0. All of them therefore compute the same, and each saves the partition that it owns. Batches are
-split into microbatches, and the outputs are collected in a `StepOutput`.
+of pipeline rank 0. All of them therefore compute the same values, and each saves the partition that it owns. Batches
+are split into microbatches, and the outputs are collected in a `StepOutput`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ logger = get_logger(__name__)
 
 
 class StepOutput:
-    """A tensor that a step returned, once for each microbatch.
+    """Outputs of a step for one returned tensor, one for each microbatch.
 
     Raises:
-        InvalidStepOutputError: It is made of something else than a list or a tuple.
+        InvalidStepOutputError: The outputs are not a list or a tuple.
     """
 
     def __init__(self, outputs: Sequence[Any]) -> None:
@@ -63,47 +63,47 @@ class StepOutput:
 
     @property
     def outputs(self) -> Any:
-        """Those of the microbatches, in their order."""
+        """Outputs of the microbatches, in order."""
         return self._outputs
 
     def reduce_mean(self) -> Any:
-        """Their mean."""
+        """Return the mean of the outputs."""
         return self.process_outputs(lambda values: sum(values) / len(values))
 
     def reduce_sum(self) -> Any:
-        """Their sum."""
+        """Return the sum of the outputs."""
         return self.process_outputs(sum)
 
     def concat(self) -> torch.Tensor:
-        """One behind the other along dim 0, as in the batch."""
+        """Concatenate the outputs along dim 0, as in the batch."""
         whole: torch.Tensor = self.process_outputs(lambda values: torch.cat(list(values), dim=0))
         return whole
 
     def stack(self) -> torch.Tensor:
-        """Along a new first dim."""
+        """Stack the outputs along a new first dim."""
         stacked: torch.Tensor = self.process_outputs(lambda values: torch.stack(list(values)))
         return stacked
 
     def process_outputs(self, func: Callable[[Any], Any]) -> Any:
-        """What a function returns of all of them."""
+        """Return the result of a function of the list of outputs."""
         return func(self._outputs)
 
     def map(self, func: Callable[[Any], Any]) -> StepOutput:
-        """Put what a function returns of each of them in its place; this object."""
+        """Apply a function to each output in place, and return this object."""
         self._outputs = [func(output) for output in self._outputs]
         return self
 
     def add_output(self, out: Any) -> None:
-        """Add one more."""
+        """Append an output."""
         self._outputs.append(out)
 
     def clear(self) -> None:
-        """Forget them."""
+        """Remove all outputs."""
         self._outputs = None
 
 
 def build_step_output(outputs: list[Any]) -> Any:
-    """What a step returns: the structure that the function returned for each microbatch, with all of them in it."""
+    """Build the return value of a step: the structure returned for a microbatch, with a `StepOutput` per tensor."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return StepOutput(outputs)
@@ -118,12 +118,12 @@ def build_step_output(outputs: list[Any]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same dicts, lists and tuples with `function` of each tensor in them."""
+    """Return the same dicts, lists and tuples, with `function` applied to each tensor."""
     return _map_leaves(value, lambda inner: function(inner) if isinstance(inner, torch.Tensor) else inner)
 
 
 def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same dicts, lists and tuples with `function` of everything else in them."""
+    """Return the same dicts, lists and tuples, with `function` applied to each leaf."""
     return map_leaves(value, lambda _, leaf: function(leaf), is_leaf=_is_other_mapping, keep_classes=True)
 
 
@@ -132,7 +132,7 @@ def _is_other_mapping(value: Any) -> bool:
 
 
 def list_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in dicts, lists and tuples, in the order of `map_tensors`."""
+    """Return the tensors in dicts, lists and tuples, in the order of `map_tensors`."""
     tensors: list[torch.Tensor] = []
     map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return tensors
@@ -146,15 +146,15 @@ def split_microbatches(
     axes: Mapping[str, int],
     count: int,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of a function for each microbatch.
+    """Return the arguments of a function for each microbatch.
 
     Args:
-        func: The function, whose arguments have names.
+        func: The function, for the names of its arguments.
         whole: Names of arguments that are not split.
         axes: Name -> the dim along which an argument is split; 0 for the others.
 
     Raises:
-        TensorSplitError: A tensor does not divide.
+        TensorSplitError: A tensor is not divisible.
     """
     names = [p.name for p in inspect.signature(func).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = [*zip([*names, *("an argument" for _ in args[len(names) :])], args, strict=False), *kwargs.items()]
@@ -170,7 +170,7 @@ def split_microbatches(
 
 
 def _slice_argument(value: Any, name: str, count: int, number: int, axis: int, *, is_split: bool) -> Any:
-    """The part of an argument for one microbatch."""
+    """Return the slice of an argument for one microbatch."""
 
     def one(inner: Any) -> Any:
         if hasattr(inner, "smp_slice"):
@@ -189,7 +189,7 @@ def _slice_argument(value: Any, name: str, count: int, number: int, axis: int, *
 
 
 _UNSPLIT_TYPES = (str, int, float, complex, bytes, bytearray, type(None), torch.device, torch.dtype, argparse.Namespace)
-"""What nobody expects to be split."""
+"""Types that are never split."""
 
 
 @functools.cache
@@ -202,7 +202,7 @@ def _warn_unsplit(kind: str) -> None:
 
 
 def _slice_tensor(tensor: torch.Tensor, name: str, count: int, number: int, axis: int) -> torch.Tensor:
-    """The part of a tensor for one microbatch, a view."""
+    """Return the slice of a tensor for one microbatch, as a view."""
     if not -tensor.dim() <= axis < tensor.dim():
         raise TensorSplitError(
             f"a tensor in {name} has no dim {axis}, along which it would be split into microbatches",
@@ -225,7 +225,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepFunction:
-    """A function with ``@smp.step``; see `step`."""
+    """Function with ``@smp.step``; see `step`."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class StepFunction:
         _check_names(func, non_split_inputs, input_split_axes)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Bound to an object, as functions of a class are."""
+        """Bind the function to an object, as methods are."""
         return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +265,7 @@ class StepFunction:
         return build_step_output(outputs)
 
     def _split_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-        """The arguments for each microbatch."""
+        """Return the arguments for each microbatch."""
         args, kwargs = _take_first_stage_tensors(args, kwargs)
         if not self._checked:
             _check_same_batch(model, list_tensors((args, kwargs)))
@@ -281,26 +281,27 @@ def step(
     input_split_axes: dict[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Any:
-    """A decorator: the function is called once for each microbatch, and gradients add up over them.
+    """Decorate a function to run once for each microbatch, accumulating gradients.
 
-    Tensors among its arguments, in dicts, lists and tuples, too, are split into ``microbatches`` equal parts along dim
-    0. Objects with a method ``smp_slice(num_mb, mb, axis)`` split themselves; a `StepOutput` gives each microbatch its
-    own. Everything else is passed as it is. When all are done, gradients are divided by their number (unless the model
-    has ``average_grads_across_microbatches=False``), and with ``ddp`` averaged over the data-parallel ranks.
+    Tensors in its arguments, also in dicts, lists and tuples, are split into ``microbatches`` equal parts along dim 0.
+    Objects with a method ``smp_slice(num_mb, mb, axis)`` split themselves; from a `StepOutput`, each microbatch
+    receives its own output. All other values are passed unchanged. At the end, gradients are divided by the number of
+    microbatches (unless the model has ``average_grads_across_microbatches=False``), and with ``ddp`` averaged over the
+    data-parallel ranks.
 
-    Ranks of a pipeline get the batch of the first of them. Ranks of a tensor-parallel group have to be given the same
-    batch, if the model's weights are split over them; their data is that of their `rdp_rank`. Where nothing is split,
-    they are data-parallel, and their data is that of their `dp_rank`.
+    The ranks of a pipeline receive the batch of its first rank. If the weights of the model are sharded, the ranks of a
+    tensor-parallel group must receive the same batch, selected by `rdp_rank`. Otherwise they are data-parallel, and
+    their batches are selected by `dp_rank`.
 
     Args:
         func: The function.
-        non_split_inputs: Names of its arguments that are passed whole to each microbatch.
+        non_split_inputs: Names of its arguments that are passed to each microbatch without splitting.
         input_split_axes: Name of an argument -> the dim along which it is split.
-        detach_outputs: Whether what it returns is detached.
+        detach_outputs: True detaches the returned tensors.
 
     Returns:
-        A function that returns what `func` does, with a `StepOutput` in the place of each tensor, and a list with the
-        value of each microbatch in the place of any other value.
+        A function that returns the values of `func`, with a `StepOutput` in place of each tensor, and a list of the
+        values for all microbatches in place of any other value.
 
     Raises:
         SMPInvalidArgumentError: `func` has no such argument.
@@ -313,7 +314,7 @@ def step(
 
 
 def _check_names(func: Callable[..., Any], whole: Any, axes: Any) -> None:
-    """Refuse names of arguments that the function does not have."""
+    """Raise an error for names that are not arguments of the function."""
     if whole is not None and not isinstance(whole, list):
         raise SMPInvalidArgumentError("Non-split inputs must be a list.", found=type(whole).__name__)
     if axes is not None and not isinstance(axes, dict):
@@ -336,12 +337,12 @@ def _check_names(func: Callable[..., Any], whole: Any, axes: Any) -> None:
 
 
 def _prepare_step(model: Any, batches: Callable[[], list[Arguments]]) -> list[Arguments]:
-    """The microbatches, and the same parameters on all ranks; or one error on all of them."""
+    """Return the microbatches after synchronizing parameters; raise the same error on all ranks if one fails."""
     microbatches: list[Arguments] = []
     error: Exception | None = None
     try:
         microbatches = batches()
-    except Exception as caught:  # told to all ranks, and raised on all of them
+    except Exception as caught:  # sent to all ranks, and raised on all of them
         error = caught
     progress = model._smp
     reduces = bool(job.state.cfg.ddp) and progress.unsynced_passes + 1 >= model.backward_passes_per_step
@@ -352,7 +353,7 @@ def _prepare_step(model: Any, batches: Callable[[], list[Arguments]]) -> list[Ar
 
 
 def _sync_before_step(model: Any, plan: StepPlan, error: Exception | None = None) -> None:
-    """What all ranks do before a step, those without a batch included."""
+    """Synchronize all ranks before a step, including those without a batch."""
     if plan.failed:
 
         def fail() -> None:
@@ -369,12 +370,12 @@ def _sync_before_step(model: Any, plan: StepPlan, error: Exception | None = None
 
 
 def broadcast_state(model: Any, plan: StepPlan) -> None:
-    """Give all ranks that hold the same parameters and buffers the values of one of them."""
+    """Broadcast parameters and buffers among all ranks that hold the same ones."""
     entries = model.entries()
     known = {id(e.value) for e in entries if e.is_tensor}
     entries += [entry for entry in model.buffer_entries() if id(entry.value) not in known]
     masters = get_master_weights(job.state.optimizer)
-    if masters is not None:  # they are what the parameters are rounded from
+    if masters is not None:  # the parameters are rounded from them
         lies = {id(e.value): e for e in entries}
         entries += [replace(lies[id(narrow)], value=master) for narrow, master in masters if id(narrow) in lies]
     replicas.broadcast_from_owners(entries)
@@ -383,7 +384,7 @@ def broadcast_state(model: Any, plan: StepPlan) -> None:
 
 
 def get_reduce_kind(model: Any) -> str:
-    """The ranks over which gradients are averaged. Where nothing is split, tensor-parallel ranks have own batches."""
+    """Return the group to average gradients over. It includes tensor-parallel ranks if no weights are sharded."""
     progress = model._smp
     if progress.reduce_kind is None:
         progress.reduce_kind = "rdp" if any(entry.is_split for entry in model.entries()) else "dp"
@@ -393,7 +394,7 @@ def get_reduce_kind(model: Any) -> str:
 
 @contextlib.contextmanager
 def _accumulate_gradients(model: Any) -> Iterator[None]:
-    """Gradients of the microbatches in the block, divided by their number and averaged, on top of those before it."""
+    """Accumulate the gradients of the block's microbatches, divided by their number and averaged over ranks."""
     parameters = [p for p in model.module.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
     progress = model._smp
@@ -419,7 +420,7 @@ def _accumulate_gradients(model: Any) -> Iterator[None]:
 def _add_previous_gradients(
     model: Any, parameters: list[torch.nn.Parameter], before: list[torch.Tensor | None]
 ) -> None:
-    """Divide the gradients by the number of microbatches, and add those that were there before."""
+    """Divide the gradients by the number of microbatches, and add the previous gradients."""
     count = job.num_microbatches() if model.average_grads_across_microbatches else 1
     for parameter, earlier in zip(parameters, before, strict=True):
         if parameter.grad is not None and count > 1:
@@ -429,7 +430,7 @@ def _add_previous_gradients(
 
 
 def _finish_step(model: Any, parameters: list[torch.nn.Parameter], plan: StepPlan, had_backward: bool) -> None:
-    """Average the gradients, if this step does."""
+    """Average the gradients if this step is due to."""
     progress = model._smp
     progress.unsynced_passes += had_backward
     if plan.reduces and job.state.cfg.ddp:
@@ -441,7 +442,7 @@ def _finish_step(model: Any, parameters: list[torch.nn.Parameter], plan: StepPla
 
 
 def _average_gradients(model: Any, parameters: list[torch.nn.Parameter], had_backward: bool) -> None:
-    """Average the gradients over the ranks that hold the same parameters, where there are several."""
+    """Average the gradients over the ranks that hold the same parameters, if there are several."""
     kind = get_reduce_kind(model)
     if len(job.get_rank_info().groups[kind]) > 1:
         replicas.check_gradients_dense(list(model.named_parameters()))
@@ -449,7 +450,7 @@ def _average_gradients(model: Any, parameters: list[torch.nn.Parameter], had_bac
 
 
 def join_remaining_steps(model: Any) -> None:
-    """Take part in the steps of other ranks until none has a batch; then take over the parameters of the last ones."""
+    """Participate in the steps of other ranks until none has a batch; then copy the parameters of the last ones."""
     last = model._smp.turn
     while True:
         turn = replicas.agree_on_step(alive=False)
@@ -473,7 +474,7 @@ def join_remaining_steps(model: Any) -> None:
 
 
 def _take_first_stage_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Arguments with the tensors that the first rank of the pipeline was given."""
+    """Return the arguments with the tensors of the pipeline's first rank."""
     if job.pp_size() == 1:
         return args, kwargs
     tensors = list_tensors((args, kwargs))
@@ -495,7 +496,7 @@ def _take_first_stage_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _share_rng_states(model: Any) -> Iterator[None]:
-    """In the block, the ranks of a pipeline draw the random numbers of its first rank."""
+    """Use the random states of the pipeline's first rank within the block."""
     if job.pp_size() == 1:
         yield
         return
@@ -513,10 +514,10 @@ def _share_rng_states(model: Any) -> Iterator[None]:
 
 
 def _check_same_batch(model: Any, tensors: list[torch.Tensor]) -> None:
-    """Refuse ranks of a tensor-parallel group that were given different batches, where weights are split over them.
+    """Raise an error if the ranks of a tensor-parallel group have different batches, and weights are sharded over them.
 
     Raises:
-        SMPValidationError: They were: their sums would mix the batches.
+        SMPValidationError: The batches differ, so that sums would mix them.
     """
     if job.tp_size() == 1 or get_reduce_kind(model) == "dp":
         return

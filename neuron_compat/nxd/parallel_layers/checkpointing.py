@@ -227,7 +227,7 @@ def _get_rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
 
 
 def _check_file_names(mesh: Mesh, master_dp_only: bool) -> None:
-    """Raise an error if ranks with different state would share a file, which neuronx-distributed silently allows."""
+    """Raise an error if file names would lose the state of some ranks, which neuronx-distributed silently does."""
     if master_dp_only and mesh.ep > 1:
         raise UsageError(
             "with master_dp_only=True the experts of expert-parallel ranks other than the first are written nowhere",

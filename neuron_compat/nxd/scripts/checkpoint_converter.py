@@ -13,7 +13,7 @@ class CheckpointConverterBase:
     """Base class of `CheckpointConverterLlama` and others. It converts nothing; its error names the command to use."""
 
     def get_arg_parser(self) -> argparse.ArgumentParser:
-        """Return the parser of the options that describe the conversion, which `run` needs."""
+        """Return the parser of the options that describe the conversion. `run` needs no others."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--input_dir", required=True)
         parser.add_argument("--output_dir", required=True)
