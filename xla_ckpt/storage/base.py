@@ -17,44 +17,48 @@ from xla_ckpt.core.plan.read_costs import ReadCosts
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, NotDurableError
 
 BLOCK_BYTES = 4096
-"""Unit of aligned I/O (bytes): offsets and, but for the end of a file, lengths of `FileWriter.write` are multiples of
-it."""
+"""Unit of aligned I/O (bytes). Offsets passed to `FileWriter.write` are multiples of it, and so are lengths, except at
+the end of a file.
+"""
 
 
 class FileWriter(Protocol):
-    """A file being written. Several threads may write different ranges of it at once."""
+    """A file being written. Several threads may write different ranges of it concurrently."""
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
         """Write the first `nbytes` bytes of a page-aligned buffer at `offset`, a multiple of `BLOCK_BYTES`.
 
-        The buffer reaches at least to the next multiple of `BLOCK_BYTES`; what lies behind `nbytes` may reach the disk,
-        but not the file that `commit` leaves.
+        The buffer extends at least to the next multiple of `BLOCK_BYTES`. The bytes after `nbytes` may reach the disk,
+        but `commit` removes them from the file.
         """
 
     def patch(self, data: bytes | memoryview, offset: int) -> None:
-        """Write anywhere, after anything that `write` wrote there. It may reach beyond the end of the file."""
+        """Write at any offset, over earlier writes if necessary. May extend the file."""
 
     def commit(self) -> None:
-        """Give the file its size, make it durable, and close it."""
+        """Set the final size of the file, make it durable, and close it."""
 
     def abort(self) -> None:
-        """Close the file; whoever owns the directory removes it."""
+        """Close the file. The owner of the directory removes it."""
 
 
 class FileReader(Protocol):
-    """A file being read. Several threads may read it at once."""
+    """A file being read. Several threads may read it concurrently."""
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Size of the file (bytes)."""
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset` on; the number of bytes read is smaller only where the file ends."""
+        """Fill `buffer` from `offset` and return the number of bytes read, which is smaller only at the end of the
+        file.
+        """
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        """As `read_into`, for many bytes that will not be asked for again soon: they need not be kept in a cache.
+        """Read like `read_into`, for large reads that are not repeated soon and need not be cached.
 
-        `scratch` is page-aligned memory of at least two `BLOCK_BYTES`s, for the storage's own use during the call.
+        `scratch` is page-aligned memory of at least two blocks (`BLOCK_BYTES`), which the store may use during the
+        call.
         """
 
     def close(self) -> None:
@@ -62,299 +66,319 @@ class FileReader(Protocol):
 
 
 class ReadDirectory(Protocol):
-    """Files that are read, named by relative paths with ``/``: those of a directory, or what is made of them."""
+    """A read-only set of files with relative paths separated by ``/``: a directory, or a view derived from one."""
 
     @property
     def name(self) -> str:
-        """The name of the directory in the store when it was opened."""
+        """Name of the directory in the store when it was opened."""
 
     @property
     def costs(self) -> ReadCosts:
-        """What reading costs there."""
+        """Read costs of the storage."""
 
     def open(self, path: str, size: int | None = None) -> FileReader:
-        """Open a file for reading. FileNotFoundError if there is none.
+        """Open a file for reading.
 
         Args:
-            path: Which file.
-            size: How many bytes it should have. An object store does not ask, then, and finds out at the first read
-                that there is no such file, or that it ends before.
+            path: Path of the file.
+            size: Expected size (bytes). If given, an object store skips the request for the size, and a missing or
+                truncated file raises an error at the first read instead.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
         """
 
     def list_files(self) -> list[str]:
-        """Paths of all files, sorted."""
+        """Return the paths of all files, sorted."""
 
     def is_at(self, name: str) -> bool:
-        """Whether the directory has this name now, in the place where it was opened: its own, unless it was moved."""
+        """Return True if `name` still refers to this directory, in the place where it was opened."""
 
     def close(self) -> None:
-        """Release the directory, and the lock that it was opened with."""
+        """Release the directory and the lock acquired when it was opened."""
 
 
 class Directory(ReadDirectory, Protocol):
-    """A directory of files. It stays the same one if it is renamed."""
+    """A directory of files. The object refers to the same directory after a rename."""
 
     @property
     def streaming(self) -> StreamingDirectory | None:
-        """The same, if files that are written in the order of their bytes need no memory and no disk besides."""
+        """This directory, if it can write files sequentially without buffering them in memory or on disk; otherwise
+        None.
+        """
 
     def create(self, path: str, size: int) -> FileWriter:
-        """Begin a new file that will have `size` bytes; its parents are made. It must not exist."""
+        """Create a file that will contain `size` bytes, and its parent directories. The file must not exist."""
 
     def make_directory(self, path: str) -> None:
-        """Make a directory below, and its parents, unless it is there. It may stay empty; `sync` makes it durable.
+        """Create a subdirectory and its parents unless they exist. `sync` makes them durable, even if they stay empty.
 
-        A store that has no directories of its own, only names of files, has nothing to do.
+        A no-op in stores without directories.
         """
 
     def link(self, source: ReadDirectory, path: str, name: str) -> None:
-        """Have a finished file of another directory of the store here, too, under a name that no file has yet.
+        """Link or copy a finished file of another directory of the store into this one, under an unused name.
 
-        Its bytes are not sent, and where the storage can they are not copied either. Each of the two stays if the other
-        one is removed. `sync` makes the name durable.
+        The store does it without sending the bytes, and without copying them if it can. Removing one of the two files
+        does not affect the other. `sync` makes the name durable.
 
         Raises:
-            OSError: The storage cannot do that, or refused.
+            OSError: The storage does not support this, or failed.
         """
 
     def sync(self) -> None:
-        """Make the names of all files and directories that were made through this object durable."""
+        """Make the names of all files and directories created through this object durable."""
 
     def get_free_bytes(self) -> int | None:
-        """Bytes that this process may still write there; None where nobody can say."""
+        """Return the number of bytes that this process may still write, or None if unknown."""
 
 
 class StreamingDirectory(Directory, Protocol):
-    """A directory whose files are written in the order of their bytes."""
+    """A directory whose files are written sequentially."""
 
     def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
-        """Write a file that will have `size` bytes. It appears whole when the last chunk is there.
+        """Write a file of `size` bytes from `chunks`. It appears atomically after the last chunk.
 
-        What an iterator raises is raised here, and nothing is left. A chunk is not used any more when the next one is
-        asked for.
+        An exception raised by the iterator is propagated, and no file remains. A chunk is not accessed after the next
+        one is requested.
         """
 
 
 class FileSystemDirectory(Directory, Protocol):
-    """A directory of a file system. A lock can be kept on it as long as it is open."""
+    """A directory of a file system. It can remain locked while it is open."""
 
     @property
     def fd(self) -> int:
-        """Its descriptor, for another process that works on it."""
+        """File descriptor, which can be passed to another process."""
 
     def list_linked_directories(self) -> list[str]:
-        """Paths of links to directories in it, sorted: `list_files` has nothing of what lies there, and nothing opens
-        it.
+        """Return the paths of symbolic links to directories, sorted.
+
+        `list_files` does not include files behind such links, and they cannot be opened.
         """
 
     @property
     def identity(self) -> Identity:
-        """Its number: what `FileSystem.identity` returns for the name that it has."""
+        """Identity of the directory, as `FileSystem.get_identity` returns for its name."""
 
     def move_in(self, other: Directory, path: str) -> None:
-        """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
+        """Move a finished file here from another directory of the store, atomically, replacing a file with the same
+        path.
 
-        Its parents are made. Who reads the old file keeps it.
+        Parent directories are created. Open readers of the replaced file keep reading the old contents.
         """
 
     def write_atomic(self, path: str, data: bytes, *, durable: bool = False) -> None:
-        """Have a small file with these bytes, in one step: a reader finds them, or what was there before.
+        """Write a small file atomically: a reader sees either the old contents or the new contents.
 
-        With `durable`, so it is after a loss of power, too. Otherwise that may leave an empty file, or none.
+        With `durable=True` this also holds after a power loss. Otherwise a power loss may leave an empty file or no
+        file.
         """
 
 
 class Store(Protocol):
-    """A root directory, as readers need it. Names are those of the directories in it; ``name/path`` is a path below one
-    of them, and ``""`` the root directory itself, whose path may be a link. No other link to a directory is followed:
-    it is no directory.
+    """A root directory, as readers use it.
 
-    Methods raise OSError where the storage refuses, and FileNotFoundError for a name that is not there, unless they
-    say otherwise.
+    Names refer to directories in the root, ``name/path`` to a path below one of them, and ``""`` to the root itself,
+    whose path may be a symbolic link. Other links to directories are not followed and do not count as directories.
+
+    Unless documented otherwise, methods raise OSError if the storage fails and FileNotFoundError if a name does not
+    exist.
     """
 
     @property
     def path(self) -> str:
-        """What users call it."""
+        """Path or address of the root, as users write it."""
 
     @property
     def file_system(self) -> FileSystem | None:
-        """The same, if it can rename directories."""
+        """This store, if it can rename directories; otherwise None."""
 
     @property
     def object_store(self) -> ObjectStore | None:
-        """The same, if it replaces records on a condition. A store is one of the two."""
+        """This store, if it has conditional writes; otherwise None. Exactly one of `file_system` and `object_store` is
+        set.
+        """
 
     def snapshot_view(self) -> Store:
-        """The same root for one call of a reader, who asks many things about one state of it.
+        """Return a view of this root for one read operation, which needs a consistent state.
 
-        An object store, where each question is a request, then reads its records and the names in the root once, and
-        lists the files of directories that are asked about. Who waits for a change looks anew. A file system is never
-        looked at as a whole: it returns itself.
+        For an object store, where each query is a request, the view reads the records and the names in the root once
+        and caches listings of directories. Do not use a view to wait for changes. A file system returns itself.
         """
 
     def resolve_address(self, name: str) -> str:
-        """What a name stands for, in full and with links followed: equal ones mean the same directory."""
+        """Return the full path or address of a name with links resolved. Equal results mean the same directory."""
 
     def prepare(self) -> bool:
-        """Make the root directory if it is absent, and find out whether it can be written; whether it was absent.
+        """Create the root directory if it is missing, and check that it is writable.
+
+        Returns:
+            True if the directory did not exist.
 
         Raises:
-            StorageError: A file has its name, or lies on the way to it.
-            PermissionError: It cannot.
-            OSError: Likewise, because of the storage: it is read-only, for instance.
+            StorageError: The path, or a parent of it, is a file.
+            PermissionError: The directory is not writable.
+            OSError: The storage failed, for example because it is read-only.
         """
 
     def list_names(self, path: str = "") -> list[str]:
-        """What lies in it, or at a path below it, sorted; nothing where there is no such directory."""
+        """Return the sorted names in the root, or in a directory below it. Empty if the directory does not exist."""
 
     def has(self, path: str) -> bool:
-        """Whether there is a file or directory of this name, or at this path below a name."""
+        """Return True if a file or directory with this name or path exists."""
 
     def is_directory(self, path: str) -> bool:
-        """Whether there is a directory of this name, or at this path below a name."""
+        """Return True if a directory with this name or path exists."""
 
     def read_start(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        """The first bytes of a file below a name, `nbytes` at most. `list_segments` says that it may be a link."""
+        """Return up to the first `nbytes` bytes of a file. With `links=True` the file may be a symbolic link."""
 
     def get_modified_time(self, path: str) -> int | None:
-        """Time of the last change (ns since 1970) of what has this name or path; None if there is nothing."""
+        """Return the modification time of a name or path (ns since the epoch), or None if it does not exist."""
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> Directory:
-        """Open a directory. With `lock`, nobody who asks `is_in_use` takes it for unused until it is closed.
+        """Open a directory. With `lock=True`, `is_in_use` returns True for it until it is closed.
 
-        `list_segments` says that files in it may be links to files elsewhere, as caches of other programs have them.
-        Tags have none: what a link points to is neither durable nor gone with the tag.
+        With `links=True`, files in it may be symbolic links to other files, as in the caches of other programs.
+        Checkpoints contain no links, because a link's target is neither made durable nor deleted with the checkpoint.
         """
 
 
 Identity = tuple[int, int]
-"""What a directory of a file system is known by, whatever its name: its device and its number there."""
+"""Device and inode number of a directory, which identify it independently of its name."""
 
 
 class FileSystem(Store, Protocol):
-    """A root directory of a file system: names change in one step, and locks say who uses what."""
+    """A root directory of a file system, with atomic renames, and locks that mark directories as in use."""
 
     def make_directory(self, name: str) -> FileSystemDirectory:
-        """Make a directory, locked as being written until it is closed or the process ends. It must not exist."""
+        """Create a directory, locked for writing until it is closed or the process exits. It must not exist."""
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> FileSystemDirectory:
-        """As `Store.open`."""
+        """Open a directory, as `Store.open` does."""
 
     def get_identity(self, name: str) -> Identity | None:
-        """What has this name now; None if nothing has."""
+        """Return the identity of the directory with this name, or None if it does not exist."""
 
     def get_lock_state(self, name: str) -> bool | None:
-        """Whether somebody has this directory open with a lock; None where nobody can tell."""
+        """Return True if a process holds a lock on this directory, or None if unknown."""
 
     def is_in_use(self, name: str) -> bool:
-        """Whether somebody reads or writes this directory right now, or, where locks fail, may do so."""
+        """Return True if a process reads or writes this directory, or may do so where locks are unsupported."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a directory another name, in one step that a reader sees wholly or not at all.
+        """Rename a directory atomically.
 
-        Also a file below a directory, which moves into the root directory, or back; one of that name is replaced.
+        Also moves a file from a directory to the root or back, replacing a file with the new name.
         """
 
     def exchange(self, one: str, other: str) -> bool:
-        """Have two directories exchange their names, in one step: a reader finds a whole directory under each of them.
+        """Exchange the names of two directories atomically, so that readers always find a complete directory under
+        both.
 
-        False, and nothing is changed, where the storage cannot do that.
+        Returns False without changes if the file system does not support it.
         """
 
     def remove(self, name: str) -> None:
-        """Remove a directory with all that is in it."""
+        """Remove a directory and its contents."""
 
     def remove_unused(self, name: str) -> bool:
-        """Remove a directory unless somebody uses it, as `is_in_use` says; whether it was removed.
+        """Remove a directory unless `is_in_use` returns True for it.
+
+        Returns:
+            True if the directory was removed.
 
         Raises:
-            FileNotFoundError: There is none, or somebody else has removed it meanwhile.
-            OSError: The storage refused.
+            FileNotFoundError: The directory does not exist, or another program has removed it in the meantime.
+            OSError: The storage failed.
         """
 
     def remove_empty(self, name: str) -> bool:
-        """Remove a directory if nothing is in it, in one step; whether that was so."""
+        """Remove a directory if it is empty, atomically. Return True if it was removed."""
 
     def sync(self) -> None:
-        """Make the names in it durable."""
+        """Make the names in the root durable."""
 
 
-class VersionConflict(Exception):  # noqa: N818  # no error: who meets it reads the record anew, and decides again
-    """A record is another one than the writer has read."""
+class VersionConflict(Exception):  # noqa: N818  # no error: the writer reads the record again and retries
+    """The version of a record is not the one that the writer has read."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """Where a directory lies, for a library that reads buckets itself."""
+    """Location of a directory in a bucket, for libraries that read buckets themselves."""
 
     scheme: str
-    """``s3``, for instance; ``memory``, which no other library reads."""
+    """For example ``s3``; or ``memory``, which other libraries cannot read."""
 
     bucket: str
     prefix: str
-    """How the names of its files begin."""
+    """Prefix of the keys of all files."""
 
     endpoint: str | None = None
-    """The address of the server, if the environment says one."""
+    """Address of the server, if set in the environment."""
 
     region: str | None = None
-    """That of the bucket, if the environment says one."""
+    """Region of the bucket, if set in the environment."""
 
     tensorstore_driver: str = ""
-    """What tensorstore calls such buckets; empty if it does not read them."""
+    """Name of the tensorstore driver for such buckets; empty if tensorstore does not support them."""
 
 
 class ObjectStore(Store, Protocol):
-    """A root of objects: a file appears whole when its `FileWriter` is committed, and stays as it is until it is
-    deleted. Nobody else writes one of its name. A directory is the common beginning of names of files. Only records are
-    replaced.
+    """A root in an object store.
 
-    Where a method raises OSError, what it does may be done all the same: answers get lost.
+    A file appears atomically when its `FileWriter` is committed, and is immutable until it is deleted. No two writers
+    use the same name. A directory is a common prefix of keys. Only records are replaced.
+
+    If a method raises OSError, the operation may still have succeeded, because responses can be lost.
     """
 
     def get_directory(self, name: str) -> StreamingDirectory:
-        """The directory of this name, without asking whether there is one: its files are about to be written, perhaps
-        by several processes, or a record says that they are there.
+        """Return the directory with this name without checking that it exists.
+
+        Used before its files are written, possibly by several processes, or if a record lists its files.
         """
 
     def locate_in_bucket(self, name: str) -> BucketLocation:
-        """Where the directory of this name lies."""
+        """Return the location of the directory with this name."""
 
     def check_conditional_writes(self) -> None:
-        """Find out whether records are replaced only on their condition.
+        """Check that the store enforces conditional writes.
 
         Raises:
-            UsageError: They are not: two jobs would overwrite what the other one has committed.
+            UsageError: Conditional writes are ignored, so two jobs would overwrite each other's commits.
+            OSError: The storage failed.
         """
 
     def remove(self, name: str) -> None:
-        """Delete the file of this name and all files below it, if there are any."""
+        """Delete the file with this name and all files below it, if they exist."""
 
     def read_record(self, name: str) -> tuple[bytes, str] | None:
-        """A small file that may be replaced, and its version; None if there is none."""
+        """Return the contents and the version of a replaceable small file, or None if it does not exist."""
 
     def write_record(self, name: str, data: bytes, version: str | None) -> str:
-        """Replace a record if it has this version; make it if `version` is None, and there is none.
+        """Replace a record if its version is `version`; with None, create it if it does not exist.
 
         Returns:
-            The version that it has now.
+            The new version.
 
         Raises:
-            Changed: It has another version.
+            VersionConflict: The record has a different version.
         """
 
 
 def open_unlocked(store: Store, name: str) -> Directory:
-    """A directory of a store, which is not marked as being read. An object store is not asked whether it is there."""
+    """Open a directory of a store without locking it. In an object store, its existence is not checked."""
     return store.open(name, lock=False) if store.object_store is None else store.object_store.get_directory(name)
 
 
 def open_without_links(store: Store, name: str, *, lock: bool = True) -> Directory:
-    """Open a directory whose files are found by their names: what lies behind a link in it would be missing, unseen.
+    """Open a directory after checking that it contains no symbolic links to directories, whose files would be missing.
 
     Raises:
-        CorruptCheckpointError: A directory in it is a link.
+        CorruptCheckpointError: A subdirectory is a symbolic link.
         OSError: As `Store.open`.
     """
     if store.file_system is None:
@@ -374,18 +398,18 @@ def open_without_links(store: Store, name: str, *, lock: bool = True) -> Directo
 
 
 def read_file(directory: ReadDirectory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
-    """All bytes of a small file.
+    """Return the contents of a small file.
 
     Args:
-        directory: Where it is.
-        path: Its path there.
-        limit: Bytes that it may have, if others have written it.
-        what: What an error calls it.
+        directory: Directory that contains it.
+        path: Path of the file in the directory.
+        limit: Maximum size (bytes), for files that other programs may have written.
+        what: Description of the file for error messages.
 
     Raises:
-        FileNotFoundError: There is none.
-        FormatError: It is larger than the limit.
-        OSError: The storage refused.
+        FileNotFoundError: The file does not exist.
+        FormatError: The file is larger than `limit`.
+        OSError: The storage failed.
     """
     with contextlib.closing(directory.open(path)) as source:
         if limit is not None and source.size > limit:
@@ -396,11 +420,11 @@ def read_file(directory: ReadDirectory, path: str, *, limit: int | None = None, 
 
 
 def get_file_size(directory: ReadDirectory, path: str) -> int:
-    """Bytes in a file.
+    """Return the size of a file (bytes).
 
     Raises:
-        FileNotFoundError: There is none.
-        OSError: The storage refused.
+        FileNotFoundError: The file does not exist.
+        OSError: The storage failed.
     """
     source = directory.open(path)
     source.close()
@@ -408,10 +432,10 @@ def get_file_size(directory: ReadDirectory, path: str) -> int:
 
 
 def write_file(directory: Directory, path: str, data: bytes | memoryview) -> None:
-    """Write a whole file durably, at once. Large `data` begins at a page.
+    """Write a complete file durably. Large `data` must be page-aligned.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     sink = directory.create(path, len(data))
     try:
@@ -423,22 +447,23 @@ def write_file(directory: Directory, path: str, data: bytes | memoryview) -> Non
 
 
 def rename_durably(store: FileSystem, old: str, new: str) -> None:
-    """Give a directory, or a file, another name that outlasts a loss of power; if not, it keeps the old one.
+    """Rename a directory or a file durably. If that fails, restore the old name.
 
     Raises:
-        OSError: The storage refused; it has the old name.
-        NotDurableError: It has the new name; the storage refused to make that durable, and to undo it.
+        OSError: The storage failed; the old name is restored.
+        NotDurableError: The new name is in place, but the storage failed both to make it durable and to undo the
+            rename.
     """
     store.rename(old, new)
     sync_or_undo(store, new, lambda: store.rename(new, old))
 
 
 def sync_or_undo(store: FileSystem, name: str, undo: Callable[[], object]) -> None:
-    """Make a name that was just given outlast a loss of power; if that is refused, take it back.
+    """Make a new name durable; if that fails, call `undo`.
 
     Raises:
-        OSError: The storage refused; it is undone.
-        NotDurableError: The storage refused to undo it, too.
+        OSError: The storage failed; the change is undone.
+        NotDurableError: The storage also failed to undo the change.
     """
     try:
         store.sync()
@@ -451,7 +476,7 @@ def sync_or_undo(store: FileSystem, name: str, undo: Callable[[], object]) -> No
 
 
 def make_not_durable_error(store: Store, name: str, refused: OSError) -> NotDurableError:
-    """The error for a name that the storage neither makes durable nor takes back."""
+    """Return the error for a name that the storage could neither make durable nor undo."""
     return NotDurableError(
         f"{name} is in place and complete, but the storage refused to make its name durable",
         path=store.path,

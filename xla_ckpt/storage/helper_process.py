@@ -1,7 +1,6 @@
 """Helper process that serves requests: JSON lines over a socket, with a directory's descriptor.
 
-The descriptor keeps the lock of the directory if the parent dies. The first answer reports that the helper is
-ready.
+The descriptor keeps the lock of the directory if the parent dies. The first response reports that the helper is ready.
 """
 
 from __future__ import annotations
@@ -17,54 +16,68 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_OUTPUT_BYTES = 4000
-"""What is told of the output of a program that has ended, at most (bytes)."""
+"""Maximum length (bytes) of the output of an exited helper that is included in an error."""
 
 EXIT_WAIT_SECONDS = 1.0
-"""Seconds for which a program may take to end that has closed its end of the channel."""
+"""Seconds to wait for the exit of a helper that has closed its end of the channel."""
 
 
-class HelperExited(Exception):  # noqa: N818  # what it means for the caller, the caller knows
-    """Why it does nothing any more, and what it has printed last."""
+class HelperExited(Exception):  # noqa: N818  # the caller decides if this is an error
+    """The helper process has exited. The message contains the reason and its last output."""
 
 
 def get_subprocess_env() -> dict[str, str]:
-    """Return the environment of a Python that finds what this process would import."""
+    """Return environment variables with which a Python subprocess imports the same modules as this process."""
     try:
         paths = [os.path.abspath(path) for path in sys.path]
-    except FileNotFoundError:  # the working directory was removed, and nothing is imported from below it
+    except FileNotFoundError:  # the working directory was removed, so nothing is imported from it
         paths = [path for path in sys.path if os.path.isabs(path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class HelperProcess:
-    """A program that may run. Not safe for several threads."""
+    """A helper process. Not thread-safe.
+
+    Args:
+        module: Name of the module that the process runs.
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = os.fdopen(os.memfd_create("output of a program"), "w+b", buffering=0)  # no disk can be full
+        self._output = os.fdopen(os.memfd_create("output of a program"), "w+b", buffering=0)  # never on a full disk
         self._channel, self._child_channel = socket.socketpair()
         self.is_ready = False
-        """Whether it is known to take jobs."""
+        """True once the helper has reported that it is ready."""
 
     def start(self) -> None:
-        """Start it, and do not wait. OSError if it cannot be started."""
+        """Start the process without waiting for it.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
         self._process = subprocess.Popen(  # noqa: S603  # this library's own program
             [sys.executable, "-P", "-m", self._module],
             stdin=self._child_channel.fileno(),
             stdout=self._output,
             stderr=self._output,
             env=get_subprocess_env(),
-            cwd="/",  # the program's own may be removed, and must not be kept in use
-            start_new_session=True,  # or a terminal's Ctrl-C would end it
+            cwd="/",  # not the current directory, which may be removed and must not be kept in use
+            start_new_session=True,  # so that Ctrl-C in a terminal does not stop it
         )
         self._child_channel.close()
 
     def run(self, request: dict[str, Any] | None, directory: int, deadline: float) -> dict[str, Any]:
-        """Have it do a job, or with None only wait until it is ready, until a time of `time.monotonic`; its answer.
+        """Send a request and return the response. With None, only wait until the helper is ready.
+
+        Args:
+            request: The request, serializable as JSON.
+            directory: Descriptor of the directory, which is sent with the request.
+            deadline: Time limit, as a value of `time.monotonic`.
 
         Raises:
-            ProgramEnded: It has ended, or was killed because there was no answer in time. The job may be done.
+            HelperExited: The process has exited, or was killed because it did not respond in time. It may have
+                completed the request.
         """
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", directory))]
         try:
@@ -92,7 +105,10 @@ class HelperProcess:
         return json.loads(text)
 
     def _describe_exit(self, seconds: float) -> str:
-        """How it has ended; it is killed if that takes longer: a job that it did afterwards nobody would see."""
+        """Return how the process exited, after killing it if it runs longer than `seconds`.
+
+        A request that it completed afterwards would go unnoticed.
+        """
         assert self._process is not None
         try:
             problem = f"it ended with exit code {self._process.wait(seconds)}"
@@ -108,18 +124,20 @@ class HelperProcess:
         return f"{problem}\n{output}".strip()
 
     def close(self) -> None:
-        """Have it end when it has done its job, and do not wait. In a forked child, let go of what is the parent's."""
+        """Let the process exit after its current request, without waiting. In a forked child, only close the
+        descriptors.
+        """
         for file in (self._channel, self._child_channel, self._output):
             file.close()
         if self._process is not None and self._process.returncode is None:
-            self._process.returncode = 0  # or Python warns that it still runs
+            self._process.returncode = 0  # otherwise Python warns that it is still running
 
 
 def receive_requests(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int]]:
-    """In the program: the jobs and their directories, one after the other, until the other end is closed."""
+    """Yield requests and directory descriptors in the helper process, one by one, until the other end is closed."""
     lines = channel.makefile("rb")
     while True:
-        start, descriptors, _, _ = socket.recv_fds(channel, 1, 1)  # the descriptor comes with the first byte
+        start, descriptors, _, _ = socket.recv_fds(channel, 1, 1)  # the descriptor arrives with the first byte
         line = lines.readline() if start else b""
         if not line.endswith(b"\n"):
             return

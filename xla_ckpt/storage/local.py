@@ -1,6 +1,6 @@
 """Local (or network) file system: directories, `flock` locks, atomic renames and removal.
 
-`LocalDirectory` works through its descriptor, so that a rename does not redirect a reader or writer. `LocalStore`
+`LocalDirectory` works through its file descriptor, so that a rename does not redirect a reader or writer. `LocalStore`
 implements `FileSystem`. A lock on the descriptor of a directory marks it as in use; without locks its age decides.
 """
 
@@ -35,16 +35,16 @@ from xla_ckpt.storage.threads import get_worker_count, run_tasks
 logger = get_logger(__name__)
 
 SYNC_THREADS = 8
-"""Threads that make directories durable, if there are many of them, and the machine has the cores."""
+"""Maximum number of threads that fsync directories, if there are many directories and enough cores."""
 
 
 class LocalDirectory:
-    """A directory, held by its descriptor.
+    """A directory, referenced by its file descriptor.
 
     Args:
-        path: Its path, which may be a link.
-        inside: If given, a path below that one, on which no link is followed.
-        links: Whether files in it may be links to files elsewhere.
+        path: Path of the directory, which may be a symbolic link.
+        subpath: If given, a path below `path`, on which no link is followed.
+        links: True if files in the directory may be symbolic links to other files.
     """
 
     costs = LOCAL_DISK_COSTS
@@ -53,7 +53,7 @@ class LocalDirectory:
     def __init__(self, path: str | os.PathLike[str], *, subpath: str | None = None, links: bool = False) -> None:
         self._descriptor: SharedDescriptor | None = None
         self._lock_owner_pid = 0
-        """Which process has locked it with this descriptor; 0 if none has."""
+        """Id of the process that locked the directory through this descriptor; 0 if it is not locked."""
         self.path = os.path.join(path, subpath) if subpath else os.fspath(path)
         self._may_be_link = not subpath
         self._allow_links = links
@@ -64,13 +64,13 @@ class LocalDirectory:
             self._descriptor = SharedDescriptor(open_descriptor(name, flags, dir_fd=parent))
 
     def __del__(self) -> None:
-        # What a signal handler raises may take a directory from who has just opened it, before anybody can close it: it
-        # would be in use as long as the process runs.
+        # An exception from a signal handler may discard a directory that was just opened, before the caller can close
+        # it. Without this it would stay in use until the process exits.
         self.close()
 
     @property
     def fd(self) -> int:
-        """The descriptor; -1 when it is closed."""
+        """File descriptor; -1 if closed."""
         return -1 if self._descriptor is None else self._descriptor.fd
 
     @property
@@ -86,18 +86,18 @@ class LocalDirectory:
 
     def make_directory(self, path: str) -> None:
         paths = self._make_parents(path.split("/"))
-        os.close(self._open_subdirectory(path))  # a file is no directory
+        os.close(self._open_subdirectory(path))  # fails if it is a file
         self._unsynced.update(paths)
 
     def _open_subdirectory(self, path: str) -> int:
-        """A descriptor of a directory below, or of this one for "."."""
+        """Return a descriptor of a subdirectory, or of this directory for "."."""
         with open_parent_beneath(self.fd, path) as (parent, name):
             return open_descriptor(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
 
     def move_in(self, other: Directory, path: str) -> None:
         assert isinstance(other, LocalDirectory), "both are directories of one store"
         parents = self._make_parents(path.split("/")[:-1])
-        # By descriptors: another directory may have the name of this one by now, and must not get the file.
+        # By descriptor: another directory may have this name by now, and must not receive the file.
         with (
             self._explain_links(path),
             open_parent_beneath(other.fd, path) as (its_parent, name),
@@ -117,7 +117,7 @@ class LocalDirectory:
         self._unsynced.update(parents)
 
     def _make_parents(self, parts: list[str]) -> list[str]:
-        """Make a directory and its parents; the paths of all of them."""
+        """Create a directory and its parents; return the paths of all of them."""
         paths: list[str] = []
         for part in parts:
             paths.append(f"{paths[-1]}/{part}" if paths else part)
@@ -125,7 +125,7 @@ class LocalDirectory:
                 with open_parent_beneath(self.fd, paths[-1]) as (parent, name):
                     os.mkdir(name, dir_fd=parent)
             except FileExistsError:
-                pass  # another writer of the same save was here first
+                pass  # another writer of the same save created it first
         return paths
 
     def write_atomic(self, path: str, data: bytes, *, durable: bool = False) -> None:
@@ -134,7 +134,7 @@ class LocalDirectory:
         try:
             try:
                 written = 0
-                while written < len(data):  # of a short write the next one says why
+                while written < len(data):  # after a short write, the next one raises the cause
                     written += os.write(fd, data[written:])
                 if durable:
                     os.fsync(fd)
@@ -154,7 +154,7 @@ class LocalDirectory:
 
     @contextlib.contextmanager
     def _explain_links(self, path: str) -> Iterator[None]:
-        """Raise a `NotAFileError` that names the link where one is on the way to a file."""
+        """Convert NotADirectoryError to a `NotAFileError` that names the symbolic link on the way to a file."""
         try:
             yield
         except NotADirectoryError as error:
@@ -182,13 +182,13 @@ class LocalDirectory:
         )
 
     def sync(self) -> None:
-        touched, self._unsynced = self._unsynced, {""}  # what is made meanwhile is for the next call
+        touched, self._unsynced = self._unsynced, {""}  # directories created meanwhile are synced by the next call
         by_depth: dict[int, list[str]] = {}
         for name in touched:
             by_depth.setdefault(len(name.split("/")) if name else 0, []).append(name)
         try:
             for _, names in sorted(by_depth.items(), reverse=True):  # children before parents
-                # Several at a time: each waits for the disk, which makes many of them durable in one go.
+                # In parallel: each thread waits for the disk, which commits many directories at once.
                 workers = min(get_worker_count(SYNC_THREADS, 3), len(names))
                 run_tasks(sorted(names), self._sync_one, workers=workers, buffer_bytes=0, name="xla_ckpt-sync")
         except BaseException:
@@ -208,7 +208,7 @@ class LocalDirectory:
         except OSError as error:
             logger.debug("%s does not say how much is free: %s", self.path, error)
             return None
-        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems report 0 of 0
 
     def is_at(self, name: str) -> bool:
         path = os.path.join(os.path.dirname(self.path), name)
@@ -218,16 +218,21 @@ class LocalDirectory:
             return False
 
     def lock(self, how: int) -> None:
-        """Lock it until it is closed; raises `BlockingIOError` where somebody else has."""
+        """Lock the directory until it is closed, without blocking.
+
+        Raises:
+            BlockingIOError: Another descriptor holds a conflicting lock.
+            OSError: The file system does not support locks.
+        """
         fcntl.flock(self.fd, how | fcntl.LOCK_NB)
         self._lock_owner_pid = os.getpid()
 
     def close(self) -> None:
-        # Files that were opened in it, and are not closed yet, share the descriptor.
+        # Readers of files in this directory that are still open share the descriptor.
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None and self._lock_owner_pid == os.getpid():
-            # A process that was forked meanwhile, such as a data loader's worker, has a copy of the descriptor.
-            # It would keep the lock as long as it runs, and retention would leave the directory alone.
+            # A process forked in the meantime, such as a data loader worker, has a copy of the descriptor. It would
+            # hold the lock until it exits, and retention would skip the directory.
             try:
                 fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
             except OSError as error:
@@ -235,33 +240,33 @@ class LocalDirectory:
 
 
 UNLOCKED_IDLE_SECONDS = 3600.0
-"""Seconds without a change after which a directory counts as unused, where the file system has no locks.
+"""Seconds without a modification after which a directory counts as unused on a file system without locks.
 
-A save that is alive writes, or waits for other ranks, and that for no longer than its timeout: half an hour unless the
-caller says otherwise. As much again is left for clocks that differ. A load seldom takes so long.
+A running save writes, or waits for other ranks for at most its timeout (half an hour by default). The other half hour
+allows for clock skew. Loads seldom take that long.
 """
 
 REOPEN_ATTEMPTS = 8
-"""How often a directory is opened again that was moved when it got its lock.
+"""Maximum number of times that a directory is opened again because it was moved before it was locked.
 
-A file system whose numbers of files change would have it opened for ever.
+Bounded because a file system with unstable inode numbers would repeat this forever.
 """
 
 LOCK_ATTEMPTS = 50
-"""How often it is tried to mark a directory as being in use, a millisecond apart."""
+"""Number of attempts to lock a directory, one millisecond apart."""
 
 REMOVE_ATTEMPTS = 3
-"""How often it is tried to remove a directory that somebody still writes to."""
+"""Number of attempts to remove a directory that another process still writes to."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-"""Arguments of Linux's `renameat2`, which python has no function for."""
+"""Arguments of Linux's `renameat2`, which the Python standard library does not expose."""
 
 
 class LocalStore:
-    """A root directory of a file system. Locks are `flock`s on the directories in it."""
+    """A root directory of a file system. Locks are `flock` locks on the directories in it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -271,7 +276,7 @@ class LocalStore:
 
     @property
     def file_system(self) -> LocalStore:
-        """Itself."""
+        """This store."""
         return self
 
     object_store = None
@@ -284,7 +289,7 @@ class LocalStore:
         return status.st_dev, status.st_ino
 
     def snapshot_view(self) -> LocalStore:
-        """Itself."""
+        """Return this store."""
         return self
 
     def resolve_address(self, name: str) -> str:
@@ -295,7 +300,7 @@ class LocalStore:
         return os.path.join(self.path, path) if path else self.path
 
     def _stat(self, path: str) -> os.stat_result:
-        """What has a path, which may be a link if it is the root itself."""
+        """Return the status of a path, following a link only for the root itself."""
         with open_parent_beneath(self.path, path) as (parent, name):
             return os.stat(name, dir_fd=parent, follow_symlinks=not path)
 
@@ -309,7 +314,7 @@ class LocalStore:
         except (FileExistsError, NotADirectoryError) as error:
             hint = "A file has this name, or lies on the way to it: pass the path of a directory."
             raise StorageError.of(error, "making the root directory", path=self.path, hint=hint) from error
-        for parent in new:  # a loss of power would take the new directories, with all that is durable in them
+        for parent in new:  # otherwise a power loss could remove the new directories with all durable data in them
             LocalStore(parent).sync()
         if not os.access(self.path, os.W_OK | os.X_OK):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
@@ -326,7 +331,7 @@ class LocalStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            # A file, or a link, lies where a directory of a checkpoint may lie.
+            # A file or a link is located where a checkpoint may have a directory.
             if not path or error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
                 raise
             return []
@@ -358,7 +363,7 @@ class LocalStore:
             with open_parent_beneath(self.path, path) as (parent, name):
                 return os.stat(name, dir_fd=parent).st_mtime_ns
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link that leads to itself is no file
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # ELOOP: a link to itself
                 return None
             raise
 
@@ -369,7 +374,7 @@ class LocalStore:
         for _ in range(REOPEN_ATTEMPTS):
             if directory.is_at(directory.name):
                 break
-            # Between its opening and its lock it was moved, perhaps to be removed, and nobody saw that it is read.
+            # It was moved between open and lock, perhaps to be removed by a process that did not see the lock.
             directory.close()
             directory = self._open_locked(name, links, write)
         return directory
@@ -380,7 +385,7 @@ class LocalStore:
         return directory
 
     def make_directory(self, name: str) -> LocalDirectory:
-        # Between its making and its lock, a job that cleans up may take the directory for one that nobody uses.
+        # Between mkdir and lock, a job that cleans up may remove the directory as unused.
         while True:
             with open_parent_beneath(self.path, name) as (parent, last):
                 os.mkdir(last, dir_fd=parent)
@@ -402,7 +407,7 @@ class LocalStore:
         return locked if isinstance(locked, bool) else self._may_be_in_use(name, locked)
 
     def _is_locked(self, name: str) -> bool | OSError:
-        """Whether somebody has marked a directory as being read or written; or why that cannot be found out."""
+        """Return True if a process has locked a directory, or the error that prevents the check."""
         try:
             directory = LocalDirectory(self.path, subpath=name)
         except (FileNotFoundError, NotADirectoryError):
@@ -413,14 +418,14 @@ class LocalStore:
             directory.lock(fcntl.LOCK_EX)
         except BlockingIOError:
             return True
-        except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
+        except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system supports locks
             return error
         finally:
             directory.close()
         return False
 
     def _may_be_in_use(self, name: str, error: OSError) -> bool:
-        """Whether somebody may use a directory, where that error is all that its lock says."""
+        """Return True if a directory whose lock state is unknown because of `error` was modified recently."""
         _warn_lock_unknown(self._get_path(name), error)
         return _is_recently_modified(self._get_path(name))
 
@@ -438,7 +443,7 @@ class LocalStore:
         if _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
             return True
         code = ctypes.get_errno()
-        if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or the file system cannot
+        if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # unsupported by the kernel or the file system
             return False
         raise OSError(code, os.strerror(code), self._get_path(one), None, self._get_path(other))
 
@@ -453,7 +458,7 @@ class LocalStore:
                     return
                 except OSError as error:
                     # Another process that has the directory open, such as one whose lease was taken over, may write to
-                    # it meanwhile: then a file is new, or one that was listed has another name.
+                    # it meanwhile: then there is a new file, or a listed file has been renamed.
                     gone_on = error.errno in (errno.ENOENT, errno.ENOTEMPTY) and directory.is_at(directory.name)
                     if not gone_on or not left:
                         raise
@@ -461,8 +466,8 @@ class LocalStore:
     def remove_unused(self, name: str) -> bool:
         with contextlib.closing(LocalDirectory(self.path, subpath=name)) as directory:
             try:
-                # Kept until it is removed: what is removed goes by its name, and without the lock another program could
-                # remove it first and fill a new directory of that name.
+                # Hold the lock until the directory is removed. Removal is by name: without the lock, another program
+                # could remove it first and create a new directory with that name.
                 directory.lock(fcntl.LOCK_EX)
             except BlockingIOError:
                 return False
@@ -494,11 +499,11 @@ def _lock_with_retries(directory: LocalDirectory, how: int) -> None:
         try:
             directory.lock(how)
         except BlockingIOError:
-            # Who asks whether a directory is in use holds it for that instant. Without another try it would be unmarked
-            # from then on, and be removed while it is written or read.
+            # `is_in_use` holds the lock for an instant. Without another attempt the directory would stay unmarked, and
+            # could be removed while it is written or read.
             time.sleep(0.001)
         except OSError as error:
-            # Where there are no locks, `is_in_use` goes by the age of a directory.
+            # Without locks, `is_in_use` uses the age of a directory.
             logger.debug("%s is not marked as being in use: %s", directory.path, error)
             return
         else:
@@ -507,7 +512,7 @@ def _lock_with_retries(directory: LocalDirectory, how: int) -> None:
 
 
 def _is_recently_modified(path: str) -> bool:
-    """Whether something in a directory has changed in the last `UNLOCKED_IDLE_SECONDS` seconds."""
+    """Return True if anything in a directory was modified in the last `UNLOCKED_IDLE_SECONDS` seconds."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -517,13 +522,13 @@ def _is_recently_modified(path: str) -> bool:
         places = (os.path.join(at, name) for at, _, files in os.walk(path, onerror=fail) for name in ("", *files))
         return any(os.lstat(place).st_mtime > since for place in places)
     except OSError as error:
-        # A file that has vanished meanwhile means that somebody is at work there.
+        # A file that has vanished in the meantime means that another process is active there.
         logger.debug("%s is left alone: %s", path, error)
         return True
 
 
 _WARNED_ERRNOS: set[int | None] = set()
-"""Numbers of the errors that `_warn_lock_unknown` has told of."""
+"""Error numbers that `_warn_lock_unknown` has already logged."""
 
 
 def _warn_lock_unknown(path: str, error: OSError) -> None:

@@ -1,8 +1,8 @@
 """Local files: direct I/O (O_DIRECT), page-cache probes, and a limit on open descriptors.
 
-Large files bypass the page cache, which on these paths costs more than the disk. Paths are resolved beneath an open
-directory without following links. Idle files are closed, least recently used first, when the process runs short of
-descriptors, and reopened on the next read.
+Large files bypass the page cache, which costs more than the disk for large sequential transfers. Paths are resolved
+beneath an open directory without following links. Idle files are closed, least recently used first, when the process
+runs short of descriptors, and reopened on the next read.
 """
 
 from __future__ import annotations
@@ -28,47 +28,49 @@ from xla_ckpt.storage.base import BLOCK_BYTES
 from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
 
 IDLE_DIVISOR = 8
-"""One part in so many of the descriptors that the process may have is for files that nobody reads at the moment. Each
-takes up to three: one more reads around the page cache, and one belongs to a mapping."""
+"""Fraction of the descriptor limit (1 / `IDLE_DIVISOR`) available to idle files. Each file uses up to three
+descriptors: its own, one for direct I/O, and one for a memory mapping.
+"""
 
 MIN_IDLE_FILES = 4
-"""So many files stay open whatever the limit is."""
+"""Number of idle files that stay open regardless of the limit."""
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 class Suspendable(Protocol):
-    """A file that can be closed while nobody reads it."""
+    """A file that can be closed while it is not being read."""
 
     def suspend(self) -> None:
-        """Close it, unless somebody has begun to read it."""
+        """Close the file unless a read has started."""
 
 
 class IdleFiles:
-    """The files of this process that are open and that nobody reads."""
+    """The open files of this process that are not being read, in least recently used order."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._files: OrderedDict[Suspendable, None] = OrderedDict()
 
     def reset_after_fork(self) -> None:
-        """Forget all of them in a forked process. They stay open: a thread of the parent may hold the lock of one."""
+        """Drop all files in a forked process without closing them: a thread of the parent may hold the lock of one."""
         self._files.clear()
 
     def add(self, file: Suspendable) -> None:
-        """Keep a file that nobody reads any more, as the one that was read last."""
+        """Add a file as the most recently used one."""
         with self._lock:
             self._files[file] = None
 
     def discard(self, file: Suspendable) -> None:
-        """Leave a file alone: it is being read, or closed."""
+        """Remove a file that is being read or was closed."""
         with self._lock:
             self._files.pop(file, None)
 
     def suspend(self, limit: int | None = None) -> bool:
-        """Close those that were read longest ago until there are `limit`; whether any was closed.
+        """Close the least recently used files until at most `limit` are open. Return True if any was closed.
 
-        By default so many stay open as the limit of the process allows. No lock of a file may be held.
+        By default the limit derives from the descriptor limit of the process. The caller must not hold the lock of a
+        file.
         """
         limit = _get_idle_limit() if limit is None else limit
         closed = False
@@ -86,12 +88,16 @@ IDLE_FILES = register_fork_reset(IdleFiles(), IdleFiles.reset_after_fork)
 
 
 def _get_idle_limit() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # each time: a program may lower it
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # read on each call, because the program may lower it
     return max(soft // IDLE_DIVISOR, MIN_IDLE_FILES) if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 def open_descriptor(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-    """As `os.open`, which makes room for it where this process has too many files open."""
+    """Open a descriptor like `os.open`; if this process has too many open files, close idle ones and retry.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
     try:
         return os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     except OSError as error:
@@ -101,7 +107,7 @@ def open_descriptor(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | N
 
 
 class SharedDescriptor:
-    """A descriptor that several objects share. The last one that forgets it closes it."""
+    """A descriptor shared by several objects, closed when the last reference is dropped."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -111,26 +117,28 @@ class SharedDescriptor:
 
 
 DIRECT_IO_MIN_BYTES = 1 << 20
-"""Files from this size on are written around the page cache, and read around it if they are not in it."""
+"""Size (bytes) from which files are written with direct I/O, and read with it unless they are cached."""
 
 CACHE_PROBE_BYTES = 256 * 1024
-"""What is looked at of a range to know whether it is in the page cache: to ask about each page takes as long as half of
-the copy out of it, and the kernel takes in and gives up neighbours together."""
+"""Bytes of a range that are probed to find out if it is in the page cache.
+
+Probing every page takes half as long as copying it, and the kernel loads and evicts neighboring pages together.
+"""
 
 CACHED_READS_VARIABLE = "XLA_CKPT_CACHED_READS"
-"""Environment variable: ``1`` has all reads go through the page cache.
+"""Environment variable: ``1`` makes all reads use the page cache.
 
-That is better where many processes of a machine load the same files and are not one job.
+This is faster if many processes of a machine that are not one job load the same files.
 """
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_encodable(path: str) -> None:
-    """Refuse a path that the operating system cannot be given.
+    """Raise an error for a path that cannot be passed to the operating system.
 
     Raises:
-        UsageError: It has characters that the encoding of the file system lacks, or the character NUL.
+        UsageError: The path contains NUL, or characters that the file system encoding does not support.
     """
     if "\0" in path:
         raise UsageError("a name contains the character NUL", expected="a name without it", found=ascii(path))
@@ -150,19 +158,19 @@ _TRAVERSE_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @contextmanager
 def open_parent_beneath(directory: int | str, path: str) -> Iterator[tuple[int | None, str]]:
-    """Yield a descriptor of the directory in which a path ends, and the last name of the path, for calls with dir_fd=.
+    """Yield a descriptor of the parent directory of a path, and the last name of the path, for calls with `dir_fd=`.
 
-    No link on the way is followed, so that nothing outside of the directory is reached; what a caller does with the
-    last name must not follow one either.
+    No symbolic link on the way is followed, so that nothing outside the directory is reached. The caller must not
+    follow a link at the last name either.
 
     Args:
-        directory: The descriptor or the path of the directory in which the path begins; "" is the directory itself.
-        path: Names with ``/``.
+        directory: Descriptor or path of the directory at which the path begins; "" is the directory itself.
+        path: Names separated by ``/``.
 
     Raises:
-        NotADirectoryError: A link, or a file, is on the way.
-        UsageError: The path has characters that the encoding of the file system lacks, or the character NUL.
-        OSError: The storage refused; FileNotFoundError if a directory is not there.
+        NotADirectoryError: A component is a link or a file.
+        UsageError: The path contains NUL, or characters that the file system encoding does not support.
+        OSError: The storage failed; FileNotFoundError if a directory does not exist.
     """
     check_encodable(path)
     *parents, name = path.split("/")
@@ -179,14 +187,14 @@ def open_parent_beneath(directory: int | str, path: str) -> Iterator[tuple[int |
             opened.append(open_descriptor(parent, _TRAVERSE_FLAGS, dir_fd=opened[-1] if opened else start))
         yield opened[-1] if opened else start, name
     finally:
-        while opened:  # each is forgotten first: an interrupted close would be done again, to another file by then
+        while opened:  # pop first: repeating an interrupted close could close a different file
             os.close(opened.pop())
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Reserve the blocks of a file where the file system can: a full disk is found out before anything is written.
+    """Reserve the blocks of a file if the file system can, so that a full disk is detected before anything is written.
 
-    (Not `os.posix_fallocate`, which writes every block by hand where the file system cannot.)
+    `os.posix_fallocate` is not used, because it writes every block if the file system does not support it.
     """
     if size and hasattr(_libc, "fallocate"):
         failed = _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size))
@@ -196,7 +204,7 @@ def _allocate(fd: int, size: int) -> None:
 
 
 class LocalFileWriter:
-    """A file being written, through O_DIRECT or the page cache."""
+    """A file being written, with O_DIRECT or through the page cache."""
 
     def __init__(self, directory: int, path: str, size: int) -> None:
         self._size = size
@@ -216,10 +224,10 @@ class LocalFileWriter:
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
         except OSError:
-            self.direct = False  # tmpfs and others have no direct I/O: the page cache it is
+            self.direct = False  # tmpfs and others do not support direct I/O
 
     direct = False
-    """Whether writes go around the page cache."""
+    """True if writes bypass the page cache."""
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
         while nbytes > 0:
@@ -227,11 +235,11 @@ class LocalFileWriter:
             try:
                 done = os.pwrite(self._fd, buffer[:wanted], offset)
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:  # refused only now: some network file systems do
+                if error.errno == errno.EINVAL and self.direct:  # some network file systems only fail here
                     self._set_direct(False)
                     continue
                 raise
-            if done % BLOCK_BYTES and done < nbytes:  # a short write off the grid cannot go on with O_DIRECT
+            if done % BLOCK_BYTES and done < nbytes:  # after an unaligned short write, O_DIRECT cannot continue
                 self._set_direct(False)
             buffer, nbytes, offset = buffer[done:], nbytes - done, offset + done
 
@@ -255,15 +263,16 @@ class LocalFileWriter:
 
 
 def open_regular_file(directory: int | str, path: str, *, links: bool = False) -> tuple[int, os.stat_result]:
-    """A descriptor that reads a file, and the status of the file. All files of checkpoints are opened here.
+    """Open a regular file for reading; return its descriptor and its status. All files of checkpoints are opened here.
 
-    With `list_segments` it may be a link to a file elsewhere. No link on the way to it is followed.
+    With `links=True` the file may be a symbolic link. Links to parent directories are never followed.
 
     Raises:
-        NotAFileError: It is a pipe, a device, a directory or a link.
-        OSError: The storage refused; FileNotFoundError if there is none, NotADirectoryError as `open_parent_beneath`.
+        NotAFileError: The path is a pipe, a device, a directory or a link.
+        OSError: The storage failed; FileNotFoundError if the file does not exist, NotADirectoryError as in
+            `open_parent_beneath`.
     """
-    # A pipe would block the opening until somebody writes to it.
+    # Without O_NONBLOCK, opening a pipe would block until a process writes to it.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     with open_parent_beneath(directory, path) as (parent, name):
         try:
@@ -280,7 +289,7 @@ def open_regular_file(directory: int | str, path: str, *, links: bool = False) -
 
 
 def make_not_a_file_error(path: str, kind: str) -> NotAFileError:
-    """The error for what a checkpoint cannot have in the place of a file."""
+    """Return the error for an object that is not a regular file."""
     return NotAFileError(
         "not a regular file: it is not read",
         file=path,
@@ -290,19 +299,19 @@ def make_not_a_file_error(path: str, kind: str) -> NotAFileError:
 
 
 class LocalFileReader:
-    """A file being read. It need not stay open between two reads: see `xla_ckpt.storage.local_file`."""
+    """A file being read, which may be closed between reads: see `xla_ckpt.storage.local_file`."""
 
     def __init__(self, directory: SharedDescriptor, path: str, *, links: bool = False) -> None:
         self._directory: SharedDescriptor | None = directory
-        """Where it is opened again; None when it is closed."""
+        """Directory used to reopen the file; None if the reader is closed."""
         self._path = path
         self._links = links
         self._lock = threading.Lock()
         self._readers = 0
         self._fd = -1
-        """Its descriptor; -1 while it is not open."""
+        """Descriptor of the file; -1 while it is suspended."""
         self._direct_fd: int | None = None
-        """Descriptor for reads around the page cache; -1 where there is none."""
+        """Descriptor for direct I/O; None if not opened yet, -1 if unavailable."""
         self._pages: npt.NDArray[np.uint8] | None = None
         self._fd, status = open_regular_file(directory.fd, path, links=links)
         self._version = _get_file_version(status)
@@ -312,11 +321,11 @@ class LocalFileReader:
 
     @contextmanager
     def _hold_open(self) -> Iterator[int]:
-        """Its descriptor, which stays open meanwhile.
+        """Yield the descriptor of the file and keep it open within the context.
 
         Raises:
-            ChangedTagError: It is another file than it was.
-            FileNotFoundError: It is gone.
+            ChangedTagError: The file was replaced while it was suspended.
+            FileNotFoundError: The file was deleted while it was suspended.
         """
         with self._lock:
             if self._fd < 0:
@@ -344,7 +353,7 @@ class LocalFileReader:
         self._fd = fd
 
     def suspend(self) -> None:
-        """Close the file until it is read again, unless somebody reads it."""
+        """Close the file until the next read, unless it is being read."""
         with self._lock:
             if not self._readers:
                 self._release()
@@ -371,7 +380,7 @@ class LocalFileReader:
         step = len(scratch) // BLOCK_BYTES * BLOCK_BYTES
         done = 0
         while done < len(buffer):
-            # Both ends of what is wanted may lie inside of a block, which is read whole.
+            # The range may begin and end within a block, and complete blocks are read.
             at = offset + done
             skip = at % BLOCK_BYTES
             wanted = min(step, -(-(skip + len(buffer) - done) // BLOCK_BYTES) * BLOCK_BYTES)
@@ -380,7 +389,7 @@ class LocalFileReader:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                got = 0  # blocks of another size than ours, or a file system that refuses only now
+                got = 0  # a different block size, or a file system that only fails here
             if got <= 0:
                 return done + self.read_into(buffer[done:], at)
             got = min(got, len(buffer) - done)
@@ -389,19 +398,19 @@ class LocalFileReader:
         return done
 
     def _is_mostly_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether more than half of the beginning of a range of the file lies in the page cache."""
-        # Not by a read with RWF_NOWAIT: it begins to read ahead, and the disk would read everything twice.
+        """Return True if more than half of the beginning of a range is in the page cache."""
+        # Not with RWF_NOWAIT reads: they trigger readahead, so the disk would read everything twice.
         assert self._pages is not None
         first = offset // mmap.PAGESIZE
         last = -(-min(offset + min(nbytes, CACHE_PROBE_BYTES), self.size) // mmap.PAGESIZE)
         cached = (ctypes.c_ubyte * max(last - first, 0))()
         begin = self._pages.ctypes.data + first * mmap.PAGESIZE
         if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(cached) * mmap.PAGESIZE), cached):
-            return True  # unknown: a read through the page cache is never wrong
+            return True  # unknown: a read through the page cache always works
         return int(np.count_nonzero(np.frombuffer(memoryview(cached), np.uint8) & 1)) * 2 > len(cached)
 
     def _get_direct_fd(self) -> int:
-        """A descriptor of the same file that goes around the page cache; -1 where that is impossible or unwanted."""
+        """Return a descriptor of the file for direct I/O, or -1 if that is impossible or disabled."""
         with self._lock:
             if self._direct_fd is None:
                 self._direct_fd = -1
@@ -411,12 +420,12 @@ class LocalFileReader:
 
     def _open_direct(self) -> None:
         try:
-            # Nothing is read through the mapping: it is what the system is asked about.
+            # The mapping is only passed to mincore, never read.
             self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ), np.uint8)
-            # Not by its name, which another file may have by now.
+            # Not by name, which may refer to another file by now.
             self._direct_fd = open_descriptor(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT)
         except (OSError, ValueError, AttributeError):
-            self._pages = None  # tmpfs and others have no direct I/O, some systems no /proc
+            self._pages = None  # tmpfs and others lack direct I/O, some systems lack /proc
 
     def close(self) -> None:
         IDLE_FILES.discard(self)
@@ -432,5 +441,5 @@ class LocalFileReader:
 
 
 def _get_file_version(status: os.stat_result) -> tuple[int, ...]:
-    """What tells a file from one that took its name later: a number is given anew when its file is gone."""
+    """Return values that distinguish a file from a later one with its name, since inode numbers are reused."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

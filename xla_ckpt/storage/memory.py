@@ -20,20 +20,18 @@ from xla_ckpt.storage.process_state import fork_safe_rlock
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """A file. Whoever writes it anew makes another one: who reads the old one keeps it."""
+    """An immutable file. Overwriting it creates a new object, and readers of the old one keep it."""
 
     data: bytes
     meta: dict[str, Any]
-    """Its name, its size, and when it was written, as obstore gives them."""
+    """Name, size and modification time, as obstore returns them."""
 
     version: dict[str, str]
-    """Unlike that of any other one."""
+    """Unique version."""
 
 
 class MemoryFiles(MutableMapping[str, bytes]):
-    """Files by their full names, such as ``root/tag/file``, and the answers of
-    `storage.remote_client.ObjectStoreClient`.
-    """
+    """Files by full name, such as ``root/tag/file``, with the methods of `storage.remote_client.ObjectStoreClient`."""
 
     costs = LOCAL_DISK_COSTS
 
@@ -41,7 +39,7 @@ class MemoryFiles(MutableMapping[str, bytes]):
         self._lock = fork_safe_rlock()
         self._files: dict[str, MemoryFile] = {}
         self._names: list[str] = []
-        """All names, sorted: those below one lie side by side."""
+        """All names, sorted, so that names with a common prefix are adjacent."""
 
         self._versions = itertools.count(1)
 
@@ -100,7 +98,7 @@ class MemoryFiles(MutableMapping[str, bytes]):
         return bool(self.list_keys(prefix))
 
     def check_conditional_writes(self, prefix: str) -> None:
-        """Nothing: they are kept."""
+        """Do nothing: conditional writes are enforced."""
 
     def __getitem__(self, name: str) -> bytes:
         return self._files[name].data
@@ -125,4 +123,4 @@ class MemoryFiles(MutableMapping[str, bytes]):
 
 
 MEMORY_FILES = MemoryFiles()
-"""What this process keeps at ``memory://``."""
+"""Files stored at ``memory://`` in this process."""

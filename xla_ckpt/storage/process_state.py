@@ -1,4 +1,4 @@
-"""Process-wide state, and how it is reset in a forked child.
+"""Process-wide state and its reset in forked children.
 
 A forked child has one thread and a copy of all locks, queues and caches. Register process-wide objects with
 `register_fork_reset`, and create locks with `fork_safe_lock`: one hook resets all of them after a fork.
@@ -16,39 +16,39 @@ T = TypeVar("T")
 
 
 class ProcessState:
-    """The state of one process."""
+    """Locks and objects of a process that are reset after a fork."""
 
     def __init__(self) -> None:
         self._locks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._resets: list[Callable[[], object]] = []
 
     def create_lock(self) -> threading.Lock:
-        """Return a new lock, which is free in a forked process, whichever thread held it."""
+        """Return a new lock, which is released in a forked child even if a thread of the parent held it."""
         lock = threading.Lock()
         self._locks.add(lock)
         return lock
 
     def create_rlock(self) -> threading.RLock:
-        """Return a new lock that its thread may take again, which is free in a forked process."""
+        """Return a new reentrant lock, which is released in a forked child."""
         lock = threading.RLock()
         self._locks.add(lock)
         return lock
 
     def register(self, value: T, reset: Callable[[T], object]) -> T:
-        """Return `value`, on which `reset` is called in each forked process."""
+        """Return `value`, after registering `reset` to be called with it in each forked child."""
         self._resets.append(lambda: reset(value))
         return value
 
     def reset_after_fork(self) -> None:
-        """In a forked process: free the locks, then reset the state."""
+        """Release the locks and reset the state in a forked child."""
         for lock in list(self._locks):
-            lock._at_fork_reinit()  # as `logging` and `threading` do with theirs
+            lock._at_fork_reinit()  # as `logging` and `threading` do with their locks
         for reset in self._resets:
             reset()
 
 
 PROCESS_STATE = ProcessState()
-"""The state of this process."""
+"""State of this process."""
 
 fork_safe_lock = PROCESS_STATE.create_lock
 fork_safe_rlock = PROCESS_STATE.create_rlock

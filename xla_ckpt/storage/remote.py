@@ -1,7 +1,7 @@
 """Object-store backend: directories as key prefixes, multipart uploads and conditional records.
 
-Objects appear when their upload completes. Small files are one request; large ones are sent in concurrent parts.
-Readers can take a view (`snapshot_view`) that lists keys once.
+Objects appear when their upload completes. Small files take one request; large ones are sent in concurrent parts.
+Readers can use a view (`snapshot_view`) that caches listings.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class ObjectKeys:
-    """The names in one root.
+    """Mapping from names in a root to keys of the object store.
 
     Args:
-        path: The address of the root, as users call it.
-        key: The full name of the root itself; empty if it is all of the store.
+        path: Address of the root, as users write it.
+        key: Key prefix of the root without a trailing slash; empty if the root is the entire bucket.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -39,11 +39,11 @@ class ObjectKeys:
         self._key = key
 
     def resolve_address(self, name: str) -> str:
-        """What users call something in the root."""
+        """Return the address of a name in the root."""
         return f"{self.path}/{name}"
 
     def get_key(self, path: str) -> str:
-        """The full name of a file, or of the root itself (path "").
+        """Return the key of a file, or of the root itself if `path` is empty.
 
         >>> ObjectKeys("s3://bucket/run", "run").get_key("a/b"), ObjectKeys("s3://bucket", "").get_key("a")
         ('run/a/b', 'a')
@@ -51,7 +51,7 @@ class ObjectKeys:
         return "/".join(filter(None, (self._key, path)))
 
     def get_prefix(self, path: str) -> str:
-        """How the full names begin of all that lies in a directory of the root.
+        """Return the prefix of all keys in a directory of the root.
 
         >>> ObjectKeys("s3://bucket/run", "run").get_prefix(""), ObjectKeys("s3://bucket", "").get_prefix("")
         ('run/', '')
@@ -63,60 +63,64 @@ class ObjectKeys:
 MIB = 1024 * 1024
 
 MIN_PART_BYTES = 16 * MIB
-"""Bytes of a part of a large file, at least."""
+"""Minimum size (bytes) of a part of a large file."""
 
 MAX_PARTS = 1000
-"""Parts of a file, at most: parts grow with it. S3 takes 10,000."""
+"""Maximum number of parts of a file; larger files have larger parts. S3 allows 10,000."""
 
 CONCURRENT_PARTS = 4
-"""Parts of one file that are on their way at a time."""
+"""Number of parts of one file that are sent concurrently."""
 
 SPOOL_BYTES = 64 * MIB
-"""A file that is not written in the order of its bytes is kept in memory up to this size, then in a temporary file."""
+"""Size (bytes) up to which a file that is not written sequentially is kept in memory; larger ones use a temporary
+file.
+"""
 
 FIRST_READ_BYTES = 1 * MIB
-"""Bytes that are read at once of a file whose size is not known: all of most manifests."""
+"""Bytes read by the first request for a file of unknown size, enough for most manifests."""
 
 DELETE_BATCH = 1000
-"""Names in one request that deletes files."""
+"""Number of keys in one delete request."""
 
 MAX_LISTED = 10_000
-"""Files of one directory that a reader lists at most before it asks for single ones."""
+"""Maximum number of files of one directory that are listed before falling back to a request per file."""
 
 MAX_LISTED_DEPTH = 2
-"""A list of files begins at a directory in a root, or in such a directory: deeper ones are parts of a tag."""
+"""Maximum depth, below the root, of directories at which a listing begins. Deeper ones are parts of a tag."""
 
 
 class KeyListing:
-    """Parts of the sorted list of all files below a root, for readers who ask many things about the same directories.
+    """Cached parts of the sorted list of all keys below a root, for several queries about the same directories.
 
-    A part begins at the directory that is asked about. Its last page goes on into the next directories, so that small
-    ones share a request.
+    A part begins at the queried directory. Its last page continues into the following directories, so that small
+    directories share a request.
 
     Args:
-        client: The bucket.
-        prefix: The beginning of the names of all files of the root.
+        client: Client of the bucket.
+        prefix: Prefix of all keys of the root.
     """
 
     def __init__(self, client: ObjectStoreClient | MemoryFiles, prefix: str) -> None:
         self._client, self._prefix = client, prefix
         self._parts: list[tuple[str, str | None, list[str], list[Any]]] = []
-        """All names after the first one and up to the second one (None: all others), and what is stored of each."""
+        """Ranges of listed keys: (exclusive start, inclusive end or None if unbounded, keys, metadata)."""
 
         self._listed_directories: set[str] = set()
 
     def get_files_below(self, key: str) -> Sequence[Any] | None:
-        """Return what is stored of all files below a directory, or None if only a request can tell."""
+        """Return the metadata of all files below a directory, or None if a request is needed."""
         return self._find_range(key, f"{key}/", f"{key}0")  # "0" follows "/"
 
     def get_file(self, key: str) -> Sequence[Any] | None:
-        """Return what is stored of a file, nothing if there is no such file, or None if only a request can tell."""
+        """Return the metadata of a file in a sequence, an empty sequence if it does not exist, or None if a request
+        is needed.
+        """
         found = self._find_range(key.rpartition("/")[0], key, f"{key}\0")
-        # An empty file may be the mark of a directory, whose name ends with a slash that obstore leaves out.
+        # An empty object may be a directory marker, whose key ends with a slash that obstore strips.
         return None if found is None or any(meta["size"] == 0 for meta in found) else found
 
     def is_known_absent(self, key: str) -> bool:
-        """Return whether what is listed already shows that there is no such file."""
+        """Return True if the cached listings show that the file does not exist."""
         return self._find_known(key, f"{key}\0") == []
 
     def _find_range(self, directory: str, first: str, end: str) -> Sequence[Any] | None:
@@ -155,14 +159,14 @@ class KeyListing:
 
 
 class RemoteFileReader:
-    """A file being read. All of its bytes are those of one version: a file that was replaced meanwhile is refused.
+    """A file being read. All bytes come from one version: if the file is replaced meanwhile, reads raise an error.
 
     Args:
-        client: The bucket.
-        key: Its full name there.
-        size: Its bytes, where the caller knows them; else the first use asks for them.
-        versions: By full name, those that files of its directory had in the first answer: one that is opened again is
-            the same file.
+        client: Client of the bucket.
+        key: Key of the file.
+        size: Size (bytes) if known; otherwise the first use requests it.
+        versions: Versions of the files of the directory, by key, from their first responses. Shared by all readers of
+            the directory, so that a file that is opened again must have the same version.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class RemoteFileReader:
     ) -> None:
         self._client, self._key, self._size, self._versions = client, key, size, versions
         self._start = memoryview(b"")
-        """The beginning of the file, as far as it came with its size."""
+        """Beginning of the file, as far as it was received with its size."""
 
     @property
     def _version(self) -> str | None:
@@ -183,16 +187,18 @@ class RemoteFileReader:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Size of the file (bytes)."""
         if self._size is None:
             self.fetch_start()
         assert self._size is not None, "a file that is there has a size"
         return self._size
 
     def fetch_start(self) -> None:
-        """Ask for its size and version. FileNotFoundError if there is none.
+        """Request the size, the version, and the beginning of the file, which suffices for small files and headers.
 
-        The answer has the beginning of the file, too: who does not know the size reads a small file, or a header.
+        Raises:
+            FileNotFoundError: The file does not exist.
+            OSError: The storage failed, or the file was replaced.
         """
         self._start, self._size, self._version = self._client.read(self._key, 0, FIRST_READ_BYTES, None)
 
@@ -212,11 +218,11 @@ class RemoteFileReader:
         return self.read_into(buffer, offset)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: no resource is held."""
 
 
 class SpooledFileWriter:
-    """A file whose bytes come in any order: kept here until `commit` sends it."""
+    """A file written in any order, spooled locally until `commit` uploads it."""
 
     def __init__(self, send: Callable[[Any], None], size: int) -> None:
         self._send, self._size = send, size
@@ -236,7 +242,7 @@ class SpooledFileWriter:
 
     def commit(self) -> None:
         if self._file.seek(0, 2) < self._size:
-            self.patch(bytes(1), self._size - 1)  # nobody has written its last bytes, which are zeros then
+            self.patch(bytes(1), self._size - 1)  # unwritten bytes at the end are zeros
         self._file.seek(0)
         try:
             self._send(self._file)
@@ -248,12 +254,12 @@ class SpooledFileWriter:
 
 
 class RemoteDirectory:
-    """The files whose names begin alike.
+    """The files with a common key prefix.
 
     Args:
-        client: The bucket.
-        prefix: The beginning of their names, with a slash at its end unless it is empty.
-        name: What its user calls it.
+        client: Client of the bucket.
+        prefix: Key prefix, with a trailing slash unless it is empty.
+        name: Name of the directory, as its user knows it.
     """
 
     def __init__(self, client: ObjectStoreClient | MemoryFiles, prefix: str, name: str) -> None:
@@ -281,7 +287,7 @@ class RemoteDirectory:
         )
 
     def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
-        # A part may be on its way while the next chunk is made in the memory of this one: so each is copied.
+        # Copy each chunk, because a part may still be in flight while the next chunk is written to the same memory.
         parts = map(bytes, chunks)
         if size <= MIN_PART_BYTES:
             self._client.send(self._get_key(path), b"".join(parts), compute_part_bytes(size), 1)
@@ -289,7 +295,7 @@ class RemoteDirectory:
             self._client.send(self._get_key(path), parts, compute_part_bytes(size), CONCURRENT_PARTS)
 
     def make_directory(self, path: str) -> None:
-        """Nothing: a directory is there when a file is."""
+        """Do nothing: a directory exists as soon as it contains a file."""
 
     def open(self, path: str, size: int | None = None) -> RemoteFileReader:
         source = RemoteFileReader(self._client, self._get_key(path), size, self._versions)
@@ -305,7 +311,7 @@ class RemoteDirectory:
         return [key[len(self._prefix) :] for key in self._client.list_keys(self._get_key(""))]
 
     def sync(self) -> None:
-        """Nothing: what was sent is durable."""
+        """Do nothing: uploaded files are durable."""
 
     def get_free_bytes(self) -> int | None:
         return None
@@ -318,7 +324,7 @@ class RemoteDirectory:
 
 
 def compute_part_bytes(size: int) -> int:
-    """Bytes of the parts of a file.
+    """Return the part size (bytes) for a file of `size` bytes.
 
     >>> compute_part_bytes(1000), compute_part_bytes(100 * 2**30) // MIB
     (16777216, 103)
@@ -330,11 +336,11 @@ class RemoteStore(ObjectKeys):
     """A root in a bucket.
 
     Args:
-        path: Its address, such as ``s3://bucket/runs/7b``.
-        files: What keeps its files, if it is in memory.
+        path: Address of the root, such as ``s3://bucket/runs/7b``.
+        files: In-memory files that replace a bucket, for ``memory://``.
 
     Raises:
-        UsageError: obstore is not installed, or the address names no bucket.
+        UsageError: obstore is not installed, or the address contains no bucket name.
     """
 
     file_system = None
@@ -344,9 +350,9 @@ class RemoteStore(ObjectKeys):
         bucket, _, key = location.partition("/") if files is None else ("", "", location)
         super().__init__(path, key)
         self._cache: dict[str, Any] | None = None
-        """What was read of records and of the names in the root, by its name; None where nothing is kept."""
+        """Cached records and names of a view, by name ("" for the names in the root); None outside a view."""
         self._listing: KeyListing | None = None
-        """What a look has listed of the files below the root."""
+        """Cached listings of a view; None outside a view."""
 
         self._client: ObjectStoreClient | MemoryFiles = get_client(scheme, bucket) if files is None else files
         self._bucket = scheme, bucket
@@ -367,7 +373,7 @@ class RemoteStore(ObjectKeys):
         self._cache, self._listing = {}, KeyListing(self._client, self.get_prefix(""))
 
     def _read_cached(self, name: str, read: Callable[[], Any]) -> Any:
-        """What `read` gives; that of its first call, in a look."""
+        """Return `read()`; in a view, return the result of its first call."""
         if self._cache is None:
             return read()
         if name not in self._cache:
@@ -381,17 +387,15 @@ class RemoteStore(ObjectKeys):
         return BucketLocation(scheme, bucket, self.get_prefix(name), **about)
 
     def prepare(self) -> bool:
-        """Nothing: the first save finds out, on its own thread, what the store does (see
-        `check_conditional_writes`).
-        """
+        """Return False: the first save checks the store on its own thread (see `check_conditional_writes`)."""
         return False
 
     def check_conditional_writes(self) -> None:
-        """Find out whether the store replaces a record only on its condition.
+        """Check that the store enforces conditional writes of records.
 
         Raises:
-            UsageError: It does not: two jobs would overwrite what the other one has committed.
-            OSError: It refused.
+            UsageError: Conditional writes are ignored, so two jobs would overwrite each other's commits.
+            OSError: The storage failed.
         """
         self._client.check_conditional_writes(self.get_prefix(""))
 
@@ -406,11 +410,17 @@ class RemoteStore(ObjectKeys):
         return list(names)
 
     def _get_listed(self, path: str) -> Sequence[Any] | None:
-        """What this look has listed below a directory; None if a request has to find it out."""
+        """Return the metadata of all files below a directory from the cached listing, or None if a request is
+        needed.
+        """
         return None if self._listing is None or not path else self._listing.get_files_below(self.get_key(path))
 
     def _get_metadata(self, path: str) -> Any:
-        """What is stored of a file: FileNotFoundError if there is none."""
+        """Return the metadata of a file.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+        """
         key = self.get_key(path)
         found = None if self._listing is None else self._listing.get_file(key)
         if found is None:
@@ -455,7 +465,7 @@ class RemoteStore(ObjectKeys):
         return RemoteDirectory(self._client, self.get_prefix(name), name)
 
     def remove(self, name: str) -> None:
-        # A store without a request for many files ends at the first that is not there: only such names are told as are.
+        # A store without batch deletes stops at the first missing key, so only existing keys are passed.
         keys = self._client.list_keys(self.get_prefix(name)) or [self.get_key(name)]
         for at in range(0, len(keys), DELETE_BATCH):
             self._client.delete(keys[at : at + DELETE_BATCH])
@@ -472,9 +482,9 @@ class RemoteStore(ObjectKeys):
         return data, json.dumps(version)
 
     def write_record(self, name: str, data: bytes, version: str | None) -> str:
-        # S3 calls equal bytes an equal version, so every record has something in it that no other one has.
+        # S3 assigns equal versions to equal bytes, so every record contains a unique value.
         if self._cache is not None:
-            self._clear_cache()  # it is another one then, or was before
+            self._clear_cache()  # the cached record is outdated
         return json.dumps(
             self._client.put_if_match(self.get_key(name), data, None if version is None else json.loads(version))
         )

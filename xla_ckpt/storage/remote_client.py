@@ -48,7 +48,7 @@ _MEANINGS = {
         errno.EACCES,
         "the access key is not known there: look at it, and at the endpoint",
     ),
-    "AuthenticationFailed": (errno.EACCES, _BAD_CREDENTIALS),  # of Azure's
+    "AuthenticationFailed": (errno.EACCES, _BAD_CREDENTIALS),  # an Azure code
     "AuthorizationFailure": (errno.EACCES, _BAD_CREDENTIALS),
     "SignatureDoesNotMatch": (errno.EACCES, "the secret key does not fit to the access key: set both anew"),
     "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones, and start again"),
@@ -60,7 +60,7 @@ _MEANINGS = {
     "QuotaExceeded": (errno.ENOSPC, "the quota of the bucket is used up"),
     "SlowDown": (errno.EBUSY, "the store had too many requests, for longer than they were repeated"),
 }
-"""What the codes of stores mean: an error number, and words."""
+"""Error codes of stores -> (errno, message)."""
 
 _REQUIRED_PERMISSIONS = {
     "list": "list what lies there (on S3: s3:ListBucket)",
@@ -68,20 +68,20 @@ _REQUIRED_PERMISSIONS = {
     "PUT": "write there (on S3: s3:PutObject)",
     "DELETE": "delete there (on S3: s3:DeleteObject)",
 }
-"""What a user may not do whose request is refused."""
+"""Request kind -> the permission that a rejected request lacks."""
 
 _NO_CREDENTIALS = "no credentials were found, and this machine has no role. " + ". ".join(
     f"For {scheme.name}://: {scheme.credentials_hint}" for scheme in SCHEMES.values()
 )
 
 _ROLE_PATHS = [path for scheme in SCHEMES.values() for path in scheme.role_paths]
-"""Where the providers' machines have the credentials of their roles."""
+"""Paths at which cloud machines serve the credentials of their roles."""
 
 NOT_A_STORE = "what answers there is no object store: look at the endpoint (for s3://, AWS_ENDPOINT_URL)"
 
 
 def translate_error(error: BaseException, key: str) -> OSError:
-    """The OSError that an error of obstore means.
+    """Return the OSError that corresponds to an error of obstore.
 
     >>> translate_error(FileNotFoundError("Object at location a not found"), "a")
     FileNotFoundError(2, 'there is no such file')
@@ -109,12 +109,12 @@ def translate_error(error: BaseException, key: str) -> OSError:
 
 
 def get_error_text(error: BaseException) -> str:
-    """What an error of obstore says. Behind its first lines it repeats them in another form, with bodies escaped."""
+    """Return the message of an obstore error, without the debug output that repeats it with escaped bodies."""
     return str(error).partition("Debug source:")[0].rstrip()
 
 
 def _match_error_text(text: str, method: str, url: str, code: str) -> tuple[int, str]:
-    """What an answer means that has no code of a store."""
+    """Return (errno, message) for a response without an error code of a store, or (0, "") if unknown."""
     if any(place in url for place in _ROLE_PATHS):
         return errno.EACCES, _NO_CREDENTIALS
     if "performing token request" in text and _STATUS.search(text):
@@ -128,7 +128,7 @@ def _match_error_text(text: str, method: str, url: str, code: str) -> tuple[int,
         return errno.EHOSTUNREACH, f"{endpoint} does not answer{after}: look at the endpoint and the network"
     if "non-partial response" in text:
         return errno.EPROTO, "the server sends all of a file where a part is asked for, so that it cannot be read from"
-    # Who has no such file says so with a code. A HEAD has no room for one.
+    # A real store returns an error code if a file does not exist, except for HEAD, whose response has no body.
     strange = "Header missing from response" in text or "invalid DeleteObjects response" in text
     if strange or (not code and method != "HEAD" and _NOT_FOUND_BODY.search(text)):
         return errno.EPROTO, NOT_A_STORE
@@ -136,7 +136,7 @@ def _match_error_text(text: str, method: str, url: str, code: str) -> tuple[int,
 
 
 def _find_needed_permission(text: str, method: str, url: str) -> str:
-    """Which of `_REQUIRED_PERMISSIONS` a request was about."""
+    """Return the key of `_REQUIRED_PERMISSIONS` for a request."""
     if "list-type=" in url or "comp=list" in url or "performing list request" in text:
         return "list"
     if method == "DELETE" or "?delete" in url or "DeleteObjects" in text:
@@ -147,29 +147,29 @@ def _find_needed_permission(text: str, method: str, url: str) -> str:
 CONNECT_TIMEOUT = "5s"
 
 READ_TIMEOUT = "15s"
-"""How long a store may take for the first byte of an answer, and between two of them. A store takes milliseconds."""
+"""Timeout for the first byte of a response and between two reads. Stores typically respond in milliseconds."""
 
 PART_TIMEOUT = "120s"
-"""For one request that sends a part of a file, or copies one. At 140 kB/s a part of 16 MiB comes through."""
+"""Timeout of one request that uploads or copies a part of a file. A part of 16 MiB completes at 140 kB/s."""
 
 RETRY_TIMEOUT = datetime.timedelta(seconds=30)
-"""How long what fails in passing is repeated.
+"""Period for which transient failures are retried.
 
-With `CONNECT_TIMEOUT` and `READ_TIMEOUT` that makes at most 50 seconds for a request. So long a load takes to fail
-whose store does not answer, and a save, which asks once more to clean up, twice as long.
+With `CONNECT_TIMEOUT` and `READ_TIMEOUT`, a request takes at most 50 seconds. A load from an unreachable store fails
+after this time, and a save, which sends another request to clean up, after twice this time.
 """
 
 MAX_RETRIES = 1000
-"""How often it is repeated: until the time is over."""
+"""Maximum number of retries, large enough that only `RETRY_TIMEOUT` matters."""
 
 LIST_PAGE_SIZE = 1000
-"""Names in one answer that lists files, at most: S3's answers have as many."""
+"""Maximum number of keys in one list response, as in S3."""
 
 TRUNCATED_RETRIES = 3
-"""How often it is asked again, at once, where an answer broke off."""
+"""Number of immediate retries if a response is truncated."""
 
 BACKOFF = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
-"""The first pause between two tries, and the longest one, which adds to `RETRY_TIMEOUT`."""
+"""First and longest pause between retries. The longest one adds to `RETRY_TIMEOUT`."""
 
 READ_COSTS = ReadCosts(
     batch_bytes=16 * 1024 * 1024,
@@ -179,10 +179,10 @@ READ_COSTS = ReadCosts(
     concurrent_reads=32,
     is_cached=False,
 )
-"""A request takes some 25 ms before its first byte, in which 2 MiB come through another one."""
+"""Read costs of object stores. A request takes about 25 ms to its first byte; another one transfers 2 MiB meanwhile."""
 
 PROBE_FILE = ".probe"
-"""A small file in each root by which it is found out whether conditions of requests are kept."""
+"""Small file in each root that is used to check that conditional writes are enforced."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -191,7 +191,7 @@ P = ParamSpec("P")
 def _translate_errors(
     method: Callable[Concatenate[ObjectStoreClient, P], T],
 ) -> Callable[Concatenate[ObjectStoreClient, P], T]:
-    """A method that asks obstore, whose errors become those that they mean. Its first argument names the file."""
+    """Wrap a method that calls obstore, translating its errors. The first argument of the method is the key or keys."""
 
     @functools.wraps(method)
     def ask(client: ObjectStoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -201,10 +201,10 @@ def _translate_errors(
         try:
             return method(client, *args, **kwargs)
         except (exceptions.BaseError, FileNotFoundError) as error:
-            cause = type(error)(get_error_text(error))  # whoever reads the traceback sees it
+            cause = type(error)(get_error_text(error))  # shown in the traceback
             raise translate_error(cause, _get_first_key(args)) from cause
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of PyO3: no module has it by name
+            if type(error).__name__ != "PanicException":  # PyO3 does not export the class
                 raise
             raise OSError(errno.EIO, f"obstore has panicked: {error}", _get_first_key(args)) from error
 
@@ -212,17 +212,17 @@ def _translate_errors(
 
 
 def _get_first_key(args: Sequence[Any]) -> str:
-    """The file that a request is about, the first of several."""
+    """Return the key, or the first of several keys, of a request."""
     return args[0] if isinstance(args[0], str) else args[0][0]
 
 
 def _allow_interrupts(
     method: Callable[Concatenate[ObjectStoreClient, P], T],
 ) -> Callable[Concatenate[ObjectStoreClient, P], T]:
-    """A method that only asks, so that nothing depends on it any more when its caller was interrupted.
+    """Wrap an idempotent method so that signal handlers can interrupt a call from the main thread.
 
-    obstore does not look for signals while it waits. So another thread asks when the caller is the main one, in which
-    their handlers run: Ctrl-C comes through at once. What was asked for may be done all the same.
+    obstore does not check for signals while it waits, so a call from the main thread, where handlers run, is made on
+    another thread, and Ctrl-C takes effect immediately. The operation may complete after an interruption.
     """
     asked = _translate_errors(method)
 
@@ -233,7 +233,7 @@ def _allow_interrupts(
         answer = Future[T]()
         call = functools.partial(asked, client, *args, **kwargs)
         if start_thread(functools.partial(answer.run, call), "object store") is None:
-            return call()  # handlers wait: there is no thread that could ask
+            return call()  # no thread available: handlers are delayed
         return answer.result()
 
     return ask
@@ -242,9 +242,9 @@ def _allow_interrupts(
 def _retry_truncated(
     method: Callable[Concatenate[ObjectStoreClient, P], T],
 ) -> Callable[Concatenate[ObjectStoreClient, P], T]:
-    """A method that reads, which asks again if its answer breaks off.
+    """Wrap a read method to retry truncated responses.
 
-    obstore asks again for the rest of a file, and not where a list breaks off, or the answer that a file is not there.
+    obstore itself retries the body of a file, but not a truncated list or a truncated "not found" response.
     """
 
     @functools.wraps(method)
@@ -262,7 +262,7 @@ def _retry_truncated(
 
 @dataclass
 class _ProcessUse:
-    """Whether a process has used obstore, whose threads and connections are not there in one that is forked from it."""
+    """Use of obstore by this process and its parents. Its threads and connections do not survive a fork."""
 
     by_this_process: bool = False
     by_parent: bool = False
@@ -275,7 +275,11 @@ _PROCESS_USE = register_fork_reset(_ProcessUse(), _ProcessUse.reset_after_fork)
 
 
 def _check_not_forked() -> None:
-    """Refuse the use of obstore in a forked process, where it would wait for its threads for ever."""
+    """Raise an error if obstore is used in a forked process, where it would wait for its threads forever.
+
+    Raises:
+        UsageError: The parent process has used obstore.
+    """
     _PROCESS_USE.by_this_process = True
     if _PROCESS_USE.by_parent:
         raise UsageError(
@@ -285,10 +289,15 @@ def _check_not_forked() -> None:
 
 
 class ObjectStoreClient:
-    """The files of a bucket, by their full names.
+    """Client of a bucket, whose files are addressed by key.
 
-    Methods raise FileNotFoundError for a file that is not there, PermissionError, and other OSErrors for what else the
-    store refuses or does not answer. Where one raises, what it does may be done all the same: answers get lost.
+    Methods raise FileNotFoundError if a file does not exist, PermissionError if access is denied, and OSError if the
+    store fails or does not respond. An operation that raises an error may still have succeeded, because responses can
+    be lost.
+
+    Args:
+        quick: obstore client with a read timeout.
+        patient: obstore client for uploads and copies, without a read timeout.
     """
 
     costs = READ_COSTS
@@ -299,14 +308,15 @@ class ObjectStoreClient:
 
     @_allow_interrupts
     def get_metadata(self, key: str) -> ObjectMeta:
-        """Size, version and time of a file."""
+        """Return the size, version and modification time of a file."""
         return self._quick.head(key)
 
     @_allow_interrupts
     def read(self, key: str, offset: int, nbytes: int, version: str | None) -> tuple[memoryview, int, str | None]:
-        """Some bytes of a file, its size, and its version. With `version` it must have that one.
+        """Return (bytes, file size, version) of a range of a file, which must have `version` if given.
 
-        Bytes are fewer where it ends. If it ends before them, its size is at most the offset.
+        Fewer bytes are returned at the end of the file. If the range begins after the end, the returned size is only an
+        upper bound, the offset.
         """
         options: dict[str, Any] = {"range": (offset, offset + nbytes)}
         if version is not None:
@@ -323,25 +333,25 @@ class ObjectStoreClient:
     @_allow_interrupts
     @_retry_truncated
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
-        """All of a small file, and what it takes to replace this version of it."""
+        """Return the contents of a small file and the version needed to replace it."""
         answer = self._quick.get(key)
         version = _get_version(answer.meta)
-        if not version:  # a web page, for instance, which is not to be taken for a damaged file
+        if not version:  # for example a web page, which must not be treated as a corrupt file
             raise OSError(errno.EPROTO, NOT_A_STORE, key)
         return bytes(answer.bytes()), version
 
     @_translate_errors
     def send(self, key: str, data: Any, part_bytes: int, parts_at_once: int) -> None:
-        """Write a file: from bytes, from a file, or from an iterator of bytes, which comes in parts."""
+        """Write a file from bytes, a file object, or an iterator of bytes. Large files are sent in parts."""
         self._patient.put(key, data, chunk_size=part_bytes, max_concurrency=parts_at_once)
 
     @_allow_interrupts
     def put_if_match(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
-        """Write a small file if it has this version; with None, if there is none. The version that it has then.
+        """Write a small file if it has this version; with None, if it does not exist. Return its new version.
 
         Raises:
-            Changed: It has another one, or there is one, or none. The store says so of a write of its own, too, that it
-                has done and whose answer got lost.
+            VersionConflict: The file has a different version, exists, or does not exist. Also raised if this write
+                succeeded but its response was lost, so that it was sent again.
         """
         from obstore import exceptions
 
@@ -357,12 +367,12 @@ class ObjectStoreClient:
 
     @_translate_errors
     def copy(self, source: str, target: str) -> None:
-        """Have a file under a second name."""
+        """Copy a file to another key."""
         self._patient.copy(source, target)
 
     @_allow_interrupts
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete files, as far as they are there."""
+        """Delete files, ignoring missing ones."""
         try:
             self._quick.delete(keys)
         except FileNotFoundError as error:
@@ -372,7 +382,7 @@ class ObjectStoreClient:
     @_allow_interrupts
     @_retry_truncated
     def list_names(self, prefix: str) -> list[str]:
-        """What lies directly below a prefix, sorted."""
+        """Return the names directly below a prefix, sorted."""
         answer = self._quick.list_with_delimiter(prefix or None)
         keys = [*answer["common_prefixes"], *(meta["path"] for meta in answer["objects"])]
         return sorted(key.rstrip("/").rpartition("/")[2] for key in keys)
@@ -380,35 +390,36 @@ class ObjectStoreClient:
     @_allow_interrupts
     @_retry_truncated
     def list_metadata(self, prefix: str) -> list[ObjectMeta]:
-        """All files below a prefix."""
+        """Return the metadata of all files below a prefix."""
         return [meta for some in self._quick.list(prefix or None) for meta in some]
 
     @_allow_interrupts
     @_retry_truncated
     def list_page(self, prefix: str, after: str) -> tuple[Sequence[ObjectMeta], bool]:
-        """Return the first files below a prefix whose names come after another one, and whether these are all."""
+        """Return the metadata of the first files below a prefix with keys after `after`, and True if these are all."""
         page = next(iter(self._quick.list(prefix or None, offset=after, chunk_size=LIST_PAGE_SIZE)), ())
         return page, len(page) < LIST_PAGE_SIZE
 
     def list_keys(self, prefix: str) -> list[str]:
-        """The full names of all files below a prefix, sorted."""
+        """Return the keys of all files below a prefix, sorted."""
         return sorted(meta["path"] for meta in self.list_metadata(prefix))
 
     @_allow_interrupts
     @_retry_truncated
     def is_any_below(self, prefix: str) -> bool:
-        """Whether there is a file below a prefix."""
+        """Return True if there is a file below a prefix."""
         return any(some for some in self._quick.list(prefix or None, chunk_size=1))
 
     def check_conditional_writes(self, prefix: str) -> None:
-        """Find out, once for each prefix, whether the store replaces a file only on its condition.
+        """Check, once per prefix, that the store enforces conditional writes.
 
-        Some servers ignore the condition, and some write where it names a file that is not there. The file by which
-        they are tried stays: one that each job makes and deletes would be left by those that are killed meanwhile, or
-        that may not delete.
+        Some servers ignore the condition, and some write even if it refers to a missing file. The probe file is kept,
+        because a job that creates and deletes one would leave it behind if the job is killed or lacks the permission to
+        delete.
 
         Raises:
-            UsageError: It does not.
+            UsageError: The store does not enforce them.
+            OSError: The storage failed.
         """
         if prefix in self._checked:
             return
@@ -418,7 +429,7 @@ class ObjectStoreClient:
         old = self.read_version(key)[1]
         if self._try_write(key, old) and self._try_write(
             key, old
-        ):  # else another job has come before, which is as good
+        ):  # otherwise another job has written it, which is equally good
             raise _make_ignored_condition_error("replaced another version of a file")
         if self._try_write(absent, old):
             self.delete([absent])
@@ -443,23 +454,24 @@ def _make_ignored_condition_error(what: str) -> UsageError:
 
 
 def _get_version(meta: ObjectMeta | PutResult) -> dict[str, str]:
-    """What tells the versions of a file apart: an entity tag, and on Google's servers a generation."""
+    """Return the values that identify a version of a file: an entity tag, and a generation on Google Cloud Storage."""
     return {name: value for name in ("e_tag", "version") if (value := meta.get(name))}  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=32)
 def get_client(scheme: str, bucket: str) -> ObjectStoreClient:
-    """The client of a bucket. All roots in it share their connections.
+    """Return the client of a bucket. All roots in a bucket share its connections.
 
     Raises:
-        UsageError: obstore is not installed (`MissingPackageError`), or the address names no bucket.
+        UsageError: obstore is not installed (`MissingPackageError`), the address contains no bucket name, or the
+            settings in the environment are invalid.
     """
     of_scheme = SCHEMES[scheme]
     if not bucket:
         raise UsageError("the address names no bucket", expected=of_scheme.example, found=f"{scheme}://")
     with wrap_missing_packages(f"{scheme}://"):
         from obstore import exceptions, store
-    _check_not_forked()  # before the store is made, which may begin a thread
+    _check_not_forked()  # before the client is created, which may start a thread
     kind = getattr(store, of_scheme.obstore_class)
     options = of_scheme.get_client_options()
     plain = of_scheme.is_http_allowed(options)

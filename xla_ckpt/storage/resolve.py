@@ -15,11 +15,11 @@ from xla_ckpt.storage.schemes import SCHEMES
 PathLike = str | os.PathLike[str]
 
 _COLLAPSED_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
-"""What pathlib makes of the beginning of an address such as ``s3://bucket``."""
+"""Pattern of an address such as ``s3://bucket`` after pathlib has collapsed its slashes."""
 
 
 def _open_object_store(path: str) -> Store:
-    from xla_ckpt.storage.remote import RemoteStore  # who has no bucket needs no obstore
+    from xla_ckpt.storage.remote import RemoteStore  # deferred, because obstore is only needed for buckets
 
     if not path.startswith("memory:"):
         return RemoteStore(path)
@@ -29,16 +29,16 @@ def _open_object_store(path: str) -> Store:
 
 
 def _is_known_scheme(scheme: str) -> bool:
-    """Whether there is a store for addresses ``scheme://...``; a path without a scheme is one of a file system."""
+    """Return True if there is a store for addresses ``scheme://...``. A path without a scheme is a local path."""
     return scheme in SCHEMES or scheme == "memory"
 
 
 def open_store(path: PathLike) -> Store:
-    """The root that a caller names: a path of a file system, or an address such as ``s3://bucket/runs``.
+    """Return the store for a local path or an address such as ``s3://bucket/runs``.
 
     Raises:
-        UsageError: No storage of this library answers to such an address. (Without this check a local directory of
-            that name would be made.)
+        UsageError: The address has an unsupported scheme. (Without this check, a local directory with that name would
+            be created.)
 
     >>> open_store("memory://a").path
     'memory://a'
@@ -48,11 +48,11 @@ def open_store(path: PathLike) -> Store:
 
 
 def normalize_path(path: PathLike) -> str:
-    """The path of a root directory in its full form: two callers who mean the same one have equal strings.
+    """Return the absolute form of a path or address. Equal roots have equal results.
 
     Raises:
         UsageError: As `open_store`.
-        StorageError: The path is relative, and the directory that the program works in was removed.
+        StorageError: The path is relative and the working directory was removed.
     """
     try:
         text = os.fspath(path)
@@ -81,7 +81,7 @@ def normalize_path(path: PathLike) -> str:
             hint=f"A directory that has this name is {'./' + text!r}, as a str.",
         )
     if text.split("/")[0] == "~":
-        # Checkpoints in a directory of that name, wherever the program ran, are not found again.
+        # Otherwise a directory named "~" would be created in the working directory, and not be found from another one.
         raise UsageError(
             "only a shell takes ~ for the home directory",
             expected="the full path of a directory",
@@ -100,17 +100,17 @@ def normalize_path(path: PathLike) -> str:
             found=text,
             hint="S3 stands for all servers that speak as it does: AWS_ENDPOINT_URL names theirs.",
         )
-    if location.startswith("/") and scheme != "memory":  # else the name of a folder would be that of the bucket
+    if location.startswith("/") and scheme != "memory":  # otherwise the name of a folder would become the bucket
         raise UsageError("the address names no bucket", expected=SCHEMES[scheme].example, found=text)
     return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
 
 
 def make_absolute(path: str) -> str:
-    """Return the full path of a file or directory.
+    """Return the absolute path of a file or directory.
 
     Raises:
-        StorageError: The path is relative, and the directory that the program works in was removed.
-        UsageError: The path has characters that the encoding of the file system lacks, or the character NUL.
+        StorageError: The path is relative and the working directory was removed.
+        UsageError: The path contains NUL, or characters that the file system encoding does not support.
     """
     check_encodable(path)
     with wrap_os_errors("asking which directory the program works in", path=path):
@@ -118,20 +118,20 @@ def make_absolute(path: str) -> str:
 
 
 def _parse_file_url(text: str, location: str) -> str:
-    """The path that ``file://`` stands before."""
+    """Return the local path of a ``file://`` address."""
     if not location.startswith("/"):
         raise UsageError("a path behind file:// is that of this machine", expected="file:///path", found=text)
     return unquote(location)
 
 
 def open_parent(path: PathLike) -> tuple[Store, str]:
-    """The store in which a directory or a file lies, and its name there.
+    """Return the store that contains a directory or a file, and its name in that store.
 
-    A path that is a link stands for the directory that it leads to: who replaces that must not replace the link. A link
-    to a file stands for itself, since the name says what is in the file.
+    A path that is a symbolic link to a directory stands for its target, because replacing the directory must not
+    replace the link. A link to a file stands for itself, since the name determines the contents of the file.
 
     Raises:
-        UsageError: As `open_store`.
+        UsageError: As `open_store`, or the path has no parent.
     """
     full = normalize_path(path)
     if "://" not in full and os.path.islink(full) and not os.path.isfile(full):
@@ -143,7 +143,7 @@ def open_parent(path: PathLike) -> tuple[Store, str]:
 
 
 def open_working_directory() -> LocalStore | None:
-    """Return the directory in which this process works, or None if it was removed."""
+    """Return the store of the working directory, or None if it was removed."""
     try:
         return LocalStore(os.getcwd())
     except FileNotFoundError:
@@ -151,11 +151,11 @@ def open_working_directory() -> LocalStore | None:
 
 
 def is_working_directory(path: PathLike) -> bool:
-    """Whether a path is that of the directory in which this process works, which would not follow an exchange."""
+    """Return True if a path is the working directory of this process, which would not follow an exchange of names."""
     here, full = open_working_directory(), normalize_path(path)
     return here is not None and "://" not in full and os.path.realpath(full) == here.resolve_address("")
 
 
 def is_same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:
-    """Whether two names in two stores are the same directory, links followed."""
+    """Return True if two names in two stores refer to the same directory, after resolving links."""
     return one.resolve_address(name) == other.resolve_address(its_name)

@@ -1,7 +1,7 @@
 """Table of object stores (s3, gs, az) and their settings from the environment.
 
-To add a store, add an entry. Class and variable names are those of obstore (https://developmentseed.org/obstore). A
-new entry needs a test against a server, and its rows in docs/object-stores.md.
+To add a store, add an entry. Class and variable names are from obstore (https://developmentseed.org/obstore). A new
+entry needs a test against a server, and its rows in docs/object-stores.md.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ def _get_no_options() -> dict[str, Any]:
 
 
 def _get_endpoint() -> dict[str, Any]:
-    """Where the servers of S3 are, as far as the environment says it."""
+    """Return the S3 endpoint and region from the environment.
+
+    Raises:
+        UsageError: The endpoint is not a URL.
+    """
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         if not endpoint.startswith(("http://", "https://")):
-            # obstore panics
+            # obstore would panic
             raise UsageError(
                 "the endpoint in the environment is no address",
                 expected=f"http://{endpoint} or https://{endpoint}",
@@ -38,7 +42,7 @@ def _get_endpoint() -> dict[str, Any]:
 
 
 def _check_one_server() -> dict[str, Any]:
-    """Refuse a read by tensorstore from another server of ``gs://`` than that whose files are listed."""
+    """Raise a UsageError if tensorstore would read ``gs://`` from a different server than this library."""
     here, there = os.environ.get("GOOGLE_BASE_URL", ""), os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
     if here.rstrip("/") != there.rstrip("/"):
         raise UsageError(
@@ -58,7 +62,11 @@ def _get_endpoint_and_profile() -> dict[str, Any]:
 
 
 def _get_profile_credentials() -> Any:
-    """Credentials as boto3 finds them, where the environment names a profile, or nothing but a file has them."""
+    """Return a boto3 credential provider if a profile or a credentials file is configured, otherwise None.
+
+    Raises:
+        UsageError: boto3 is not installed, or finds no credentials.
+    """
     env = os.environ
     file = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
     if any(env.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")):
@@ -77,7 +85,7 @@ def _get_profile_credentials() -> Any:
         ) from error
     try:
         return Boto3CredentialProvider()
-    except (BotoCoreError, ValueError) as error:  # ValueError: it has found none
+    except (BotoCoreError, ValueError) as error:  # ValueError: boto3 found no credentials
         raise UsageError(
             "boto3 finds no credentials for s3://",
             found=f"{place}: {error}",
@@ -87,55 +95,55 @@ def _get_profile_credentials() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One kind of object store."""
+    """A type of object store."""
 
     name: str
     example: str
-    """A root in it, as documents and errors show it."""
+    """Example address of a root, for documents and errors."""
 
     description: str
-    """What documents call it."""
+    """Name of the store in documents."""
 
     obstore_class: str
-    """The class of ``obstore.description`` that asks it."""
+    """Class of ``obstore.store``."""
 
     allow_http_variable: str
-    """The environment variable that permits requests without TLS."""
+    """Environment variable that allows requests without TLS."""
 
     credentials_hint: str
-    """What to set where no credentials are found, as a clause."""
+    """Clause that describes which variables to set if no credentials are found."""
 
     role_paths: tuple[str, ...]
-    """Paths at which its provider's machines have the credentials of their roles."""
+    """Paths at which the provider's machines serve the credentials of their roles."""
 
     get_client_options: Callable[[], dict[str, Any]] = _get_no_options
-    """Where the servers are, and who asks them, as options of obstore's, as far as it does not find them itself.
+    """Return the options for obstore that it does not find itself, such as the endpoint and a credential provider.
 
-    Raises a `UsageError` if what the environment says makes no sense, or there are no such credentials.
+    Raises a `UsageError` if the environment is invalid or the credentials are missing.
     """
 
     get_server_options: Callable[[], dict[str, Any]] = _get_no_options
-    """``endpoint`` and ``region``, as far as the environment says them: for a library that asks the servers itself.
+    """Return the ``endpoint`` and ``region`` set in the environment, for libraries that send requests themselves.
 
-    Raises a `UsageError` if what the environment says makes no sense.
+    Raises a `UsageError` if the environment is invalid.
     """
 
     tensorstore_driver: str = ""
-    """What tensorstore calls it; empty if tensorstore does not read it."""
+    """Name of the tensorstore driver; empty if unsupported."""
 
     missing_settings: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
-    """What obstore says where the environment lacks something -> (problem, what is expected, what to do)."""
+    """Substring of an obstore error about a missing setting -> (problem, expected, hint)."""
 
     def is_http_allowed(self, settings: Mapping[str, Any]) -> bool:
-        """Whether requests may go without TLS.
+        """Return True if requests may be sent without TLS.
 
-        A test server on this machine speaks none. Who asks any other one without it says so.
+        An ``http:`` endpoint, such as a local test server, implies it. Otherwise `allow_http_variable` must be set.
         """
         allowed = os.environ.get(self.allow_http_variable, "").lower() == "true"
         return allowed or settings.get("endpoint", "").startswith("http:")
 
     def make_settings_error(self, bucket: str, message: str) -> UsageError:
-        """The error for settings that obstore refuses, of which `message` is its own."""
+        """Return the error for settings that obstore rejects with `message`."""
         for sign, (problem, expected, hint) in self.missing_settings.items():
             if sign in message:
                 return UsageError(problem, expected=expected, found=f"{self.name}://{bucket}", hint=hint)
@@ -193,4 +201,4 @@ _SCHEMES = (
 )
 
 SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
-"""By the name that stands before ``://`` in an address."""
+"""Scheme name, which precedes ``://`` in an address -> `Scheme`."""

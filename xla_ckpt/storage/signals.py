@@ -1,7 +1,7 @@
 """Critical sections that defer Python signal handlers.
 
-Handlers run only in the main thread and may raise between any two instructions. Within `defer_signals` they are
-queued, and run when the block ends.
+Handlers run only in the main thread and may raise between any two instructions. Within `defer_signals` they are queued,
+and run when the block ends.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from xla_ckpt.storage.process_state import register_fork_reset
 
 _SIGNALS = tuple(int(number) for number in signal.valid_signals())
-"""Asked for once: each time would be 0.2 ms of the 2 ms that the caller of an asynchronous save waits."""
+"""Cached, because each call takes 0.2 ms of the 2 ms for which an asynchronous save blocks its caller."""
 
 
 class DeferSignals:
-    """A context in which, from `begin` on, signal handlers of the program wait for its end.
+    """A context manager that queues the signal handlers of the program from `begin` until it exits.
 
-    They run then, and what they raise is raised from the context. Whatever is done in it is short and bounded: a person
-    who presses Ctrl-C waits for it.
+    The handlers run at exit, and their exceptions propagate from the context. Keep the block short and bounded, because
+    Ctrl-C only takes effect at its end.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
         self._early_error: BaseException | None = None
-        """What a handler raised while it was about to be replaced."""
+        """Exception raised by a handler while it was being replaced."""
         self._is_active = False
         self._thread = threading.get_ident()
 
@@ -38,7 +38,7 @@ class DeferSignals:
         return self
 
     def begin(self) -> None:
-        """Let handlers wait from now on."""
+        """Start queueing signal handlers."""
         ready = False
         while not ready:
             try:
@@ -47,33 +47,33 @@ class DeferSignals:
                     self._is_active = True
                     self._install_handlers()
                 ready = True
-            except ValueError:  # this interpreter may not set handlers, and so none of its own disturbs it
+            except ValueError:  # this interpreter cannot set handlers, so none of its own can interrupt
                 ready = True
             except BaseException as raised:
-                # Nobody has begun yet what is to be done whole, and who ends something has to come to its end.
+                # Deferred, because the critical section has not started, and a cleanup must still run to its end.
                 self._early_error = raised
 
     def _install_handlers(self) -> None:
         for number in _SIGNALS:
             handler = signal.getsignal(number)
-            # Neither the system's own action, nor a handler that is not python's, nor this one.
+            # Skip the default action, handlers that are not Python's, and this one.
             if callable(handler) and handler != self._receive:
                 self._handlers[number] = handler
                 signal.signal(number, self._receive)
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_active:  # what came meanwhile waits for the end of the context around this one
+        if not self._is_active:  # an outer context delivers queued signals
             return
-        _outermost.clear()  # handlers that run now may begin one of their own
-        with contextlib.ExitStack() as ending:  # each of these is done, although another one raises
+        _outermost.clear()  # handlers that run now may begin a context of their own
+        with contextlib.ExitStack() as ending:  # each callback runs even if another one raises
             for number, handler in self._handlers.items():
                 if signal.getsignal(number) == self._receive:
                     ending.callback(signal.signal, number, handler)
             ending.callback(self._deliver)
-            self._is_active = False  # a handler that is not given back yet passes on from here what it receives
+            self._is_active = False  # a handler that is not restored yet forwards its signals
 
     def end_after_fork(self) -> None:
-        """In a process that another thread has forked: no block is left whose end handlers could wait for."""
+        """End the context in a process forked by another thread, in which the block itself will never end."""
         if self._thread != threading.get_ident():
             self._pending.clear()  # the parent handles them
             self.__exit__()
@@ -102,20 +102,20 @@ def _reset_after_fork(contexts: list[DeferSignals]) -> None:
 
 
 _outermost: list[DeferSignals] = register_fork_reset([], _reset_after_fork)
-"""The context in which handlers wait now. It is costly to begin one (0.1 ms), and those within it need no more."""
+"""The context that defers signals now. Starting one takes 0.1 ms; nested ones reuse it."""
 
 
 def is_from_signal_handler(error: BaseException) -> bool:
-    """Return whether an exception, met on this thread, may be one of a signal handler, which its program must get.
+    """Return True if an exception caught on this thread may come from a signal handler, so that it must be propagated.
 
-    Handlers run in the main thread. What else is no `Exception` is raised by the code that runs: a panic of an
-    extension module, or an exit.
+    Handlers run in the main thread. On other threads, exceptions that are not an `Exception` come from the running
+    code, for example a panic of an extension module or an exit.
     """
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 def defer_signals() -> DeferSignals:
-    """A context in which signal handlers of the program wait."""
+    """Return a started context that defers signal handlers."""
     context = DeferSignals()
     context.begin()
     return context

@@ -1,8 +1,8 @@
 """Signal-safe synchronization: condition (`Notifier`), event (`Latch`) and future (`Future`).
 
-If a signal handler raises inside `threading.Condition` or `threading.Event`, their inner lock is never released.
-Here each waiter blocks on a lock of its own in one C call and polls its condition a few times a second, so an
-interruption loses at most one wake-up.
+If a signal handler raises inside `threading.Condition` or `threading.Event`, their inner lock is never released. Here
+each waiter blocks on its own lock in one C call and polls its condition a few times a second, so an interruption loses
+at most one wake-up.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 SIGNAL_POLL_SECONDS = 0.2
-"""Longest wait of the main thread without a look for signals (s).
+"""Maximum time that the main thread waits without checking for signals (s).
 
-Python sees a signal between two instructions. If the system has delivered it to another thread, or just before the
-main thread begins to wait, nothing wakes that thread.
+Python handles a signal between two instructions. If the system delivers it to another thread, or just before the main
+thread begins to wait, nothing wakes the main thread.
 """
 
 POLL_SECONDS = 2.0
-"""Longest wait of other threads without a look at their condition (s): a wake-up may be lost."""
+"""Maximum time that other threads wait without checking their condition (s), since a wake-up may be lost."""
 
 
 class Notifier:
-    """Wakes threads that wait for a condition."""
+    """A condition variable that wakes threads waiting for a predicate."""
 
     def __init__(self) -> None:
         self._waiters: deque[threading.Lock] = deque()
 
     def notify(self) -> None:
-        """Have all waiting threads check their conditions. Call it after the change."""
+        """Wake all waiting threads to check their conditions. Call it after the change."""
         while True:
             try:
                 waiting = self._waiters.popleft()
@@ -42,7 +42,7 @@ class Notifier:
             waiting.release()
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until a condition holds, at most `timeout` seconds; return whether it does."""
+        """Wait until a condition holds, at most `timeout` seconds (None: no limit); return True if it holds."""
         end = None if timeout is None else time.monotonic() + timeout
         most = SIGNAL_POLL_SECONDS if threading.current_thread() is threading.main_thread() else POLL_SECONDS
         while not condition():
@@ -53,7 +53,7 @@ class Notifier:
             mine.acquire()
             self._waiters.append(mine)
             try:
-                if condition():  # it may have changed before `mine` was there to be released
+                if condition():  # it may have changed before `mine` was registered
                     return True
                 mine.acquire(timeout=left)
             finally:
@@ -65,34 +65,34 @@ class Notifier:
 
 
 class Latch:
-    """Is set once, and stays so."""
+    """An event that is set once and stays set."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._changed = Notifier()
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return True if the latch is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set it, and let all waiting threads go on."""
+        """Set the latch and wake all waiting threads."""
         self._is_set = True
         self._changed.notify()
 
     def wait(self, timeout: float | None = None, *, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until it is set, at most `timeout` seconds; return whether it is.
+        """Wait until the latch is set, at most `timeout` seconds; return True if it is.
 
         Args:
-            timeout: Seconds; None waits for as long as it takes.
-            unless: Returns whether nothing can set it any more, which ends the wait.
+            timeout: Seconds; None waits without a limit.
+            unless: Return True to stop waiting, because nothing can set the latch any more.
         """
         self._changed.wait_for(lambda: self._is_set or unless(), timeout)
         return self._is_set
 
 
 class Future(Generic[T]):
-    """What a call returns or raises on another thread."""
+    """The result or exception of a call on another thread."""
 
     def __init__(self) -> None:
         self._done = Latch()
@@ -100,21 +100,21 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, call: Callable[[], T]) -> None:
-        """Make the call. Whatever it raises is raised by `result`."""
+        """Make the call and store its result or exception for `result`."""
         try:
             self._value.append(call())
         except BaseException as error:
-            # Nobody else hears of it, and the thread that waits would do so for ever.
+            # Stored, because otherwise the waiting thread would wait forever.
             self._error = error
         finally:
             self._done.set()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the call, and return what it returned.
+        """Wait for the call and return its result.
 
         Raises:
-            TimeoutError: It has not ended in `timeout` seconds.
-            BaseException: What it raised.
+            TimeoutError: The call has not ended within `timeout` seconds.
+            BaseException: The exception of the call.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"no answer within {timeout} s")
@@ -123,4 +123,4 @@ class Future(Generic[T]):
                 raise self._error
             return self._value[0]
         finally:
-            del self  # or the error's traceback would keep it, and the error with it
+            del self  # otherwise the traceback would keep this frame, and the error, alive

@@ -17,34 +17,34 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """A process, and the machine on which it runs."""
+    """A process and its machine."""
 
     token: str
-    """Unlike that of any other process, except those that it forks later."""
+    """Unique id of the process, inherited by processes that it forks later."""
 
     host: str
-    """Unlike that of any other machine, and of this one before it was started: containers of a machine have one."""
+    """Boot id of the machine, shared by its containers."""
 
     node: str
-    """Name of the machine, for people."""
+    """Host name, for display."""
 
     pid: int
     started: int
-    """When it was started, in the system's own units: process ids are used again. 0 if nobody says."""
+    """Start time in clock ticks since boot, because process ids are reused; 0 if unknown."""
 
     user: str
     program: str
-    """What it runs."""
+    """Command line of the process."""
 
 
 @functools.cache
 def _get_token() -> str:
-    # Made when it is first asked for: the processes of a program that forks after its imports are not one job.
+    # Created on first use: processes that a program forks after importing this module are not one job.
     return uuid.uuid4().hex
 
 
 def get_process_identity() -> ProcessIdentity:
-    """The process that asks."""
+    """Return the identity of this process."""
     pid = os.getpid()
     return ProcessIdentity(
         token=_get_token(),
@@ -58,19 +58,19 @@ def get_process_identity() -> ProcessIdentity:
 
 
 def is_related(pid: int, started: int) -> bool:
-    """Whether a process of this machine is an ancestor or a descendant of this one.
+    """Return True if a process of this machine is an ancestor or a descendant of this one.
 
     >>> is_related(os.getppid(), _read_process_stat(os.getppid())[1])
     True
     """
     me = os.getpid()
     if not started or _read_process_stat(pid)[1] != started:
-        return False  # it has ended, or cannot be seen from this container
+        return False  # it has exited, or is not visible in this container
     return pid in _iterate_ancestors(me) or me in _iterate_ancestors(pid)
 
 
 def get_env(name: str) -> str:
-    """What an environment variable says, or nothing."""
+    """Return the value of an environment variable, or an empty string."""
     return os.environ.get(name, "")
 
 
@@ -79,28 +79,28 @@ def _get_host() -> str:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read(64).strip()
     except OSError:
-        return platform.node()  # not Linux, or a sandbox that hides it
+        return platform.node()  # not Linux, or a sandbox that hides the file
 
 
 def _get_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return str(os.getuid())  # containers run under numbers that have no name
+        return str(os.getuid())  # containers run as user ids without a name
 
 
 def _iterate_ancestors(pid: int) -> Iterator[int]:
-    """The processes above one; those that cannot be seen from here end it."""
+    """Yield a process id and those of its ancestors, as far as they are visible."""
     while pid > 0:
         yield pid
         pid = _read_process_stat(pid)[0]
 
 
 def _read_process_stat(pid: int) -> tuple[int, int]:
-    """(id of the parent, time of the start) of a process; (0, 0) if there is none, or nobody says."""
+    """Return (parent id, start time) of a process, or (0, 0) if it does not exist or is not visible."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read(4096).rpartition(b")")[2].split()  # the name before it may contain anything
+            fields = file.read(4096).rpartition(b")")[2].split()  # the name may contain anything
         return int(fields[1]), int(fields[19])
     except (OSError, IndexError, ValueError):
         return 0, 0
@@ -112,7 +112,7 @@ _OCTAL_ESCAPE = re.compile(r"\\(\d{3})")
 
 
 def get_file_system_type(path: str) -> str | None:
-    """``ext4`` or ``nfs4``, for instance; None where the system has no list of what is mounted.
+    """Return the type of a file system, such as ``ext4`` or ``nfs4``, or None if the system has no list of mounts.
 
     >>> get_file_system_type("/proc")
     'proc'
@@ -125,7 +125,7 @@ def get_file_system_type(path: str) -> str | None:
 
 
 def _parse_file_system_type(mounts: str, path: str) -> str | None:
-    r"""The kind in a list of mounts (proc_pid_mounts(5)): of the longest place above a path, and of these the last.
+    r"""Return the type of the last mount with the longest mount point above a path (format: proc_pid_mounts(5)).
 
     >>> mounts = "a / ext4 rw 0 0\nb /mnt/my\\040disk nfs4 rw 0 0\nc /mnt tmpfs rw 0 0\n"
     >>> _parse_file_system_type(mounts, "/mnt/my disk/runs")

@@ -1,7 +1,7 @@
-"""Background threads: start one, a worker with a task queue, and a thread pool over a list of tasks.
+"""Background threads: start a thread, a worker with a task queue, and a thread pool over a list of tasks.
 
-All of them work without a new thread if the system refuses one: the caller then does the tasks itself. `Worker`
-runs tasks in order and becomes idle whatever they raise. `run_tasks` gives each thread an aligned buffer.
+All of them work without a new thread if the system cannot start one: the caller then runs the tasks itself. `Worker`
+runs tasks in order and becomes idle even if they raise. `run_tasks` gives each thread an aligned buffer.
 `register_shutdown` registers a function that runs before the interpreter joins threads.
 """
 
@@ -19,41 +19,41 @@ from xla_ckpt.storage.process_state import fork_safe_lock
 from xla_ckpt.storage.signals import defer_signals, is_from_signal_handler
 from xla_ckpt.storage.synchronization import Notifier
 
-# Saves need thread pools, and the interpreter closes those before it joins threads or runs atexit functions; only this
-# hook, the one that concurrent.futures itself uses, runs before.
+# Saves need thread pools, which the interpreter shuts down before it joins threads or runs atexit functions. Only this
+# hook, which concurrent.futures uses too, runs earlier.
 register_shutdown: Callable[[Callable[[], object]], object] = getattr(threading, "_register_atexit", atexit.register)
-"""Register a function that the interpreter calls at its end, while there are threads; the last one first.
+"""Register a function that the interpreter calls at exit while threads still run, in reverse order of registration.
 
-RuntimeError if `is_interpreter_ending`.
+Raises RuntimeError if `is_interpreter_ending`.
 """
 
 
 def is_interpreter_ending() -> bool:
-    """Return whether the main thread has ended: nothing may wait for a thread that starts now.
+    """Return True if the main thread has ended, so that nothing may wait for a new thread.
 
-    So it is in functions of `atexit`, and in threads that outlive the main one.
+    This is the case in `atexit` functions, and in threads that outlive the main thread.
     """
     return bool(getattr(threading, "_SHUTTING_DOWN", False))
 
 
 def is_thread_running(thread: threading.Thread) -> bool:
-    """Return whether a thread runs in this process.
+    """Return True if a thread is running in this process.
 
-    A signal handler that raises within `threading.Thread.is_alive` makes Python 3.11 and 3.12 take a running thread for
-    an ended one, for good.
+    A signal handler that raises within `threading.Thread.is_alive` makes Python 3.11 and 3.12 permanently treat a
+    running thread as ended.
     """
     return thread in threading.enumerate()
 
 
 def start_thread(work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread | None:
-    """Start a thread; None if there is none to be had. Then its work has to be done without it.
+    """Start a thread and return it, or None if no thread can be started; the caller must then do the work itself.
 
-    So it is where the system refuses further threads, and in Python 3.12 from the end of the main thread on. A save in
-    flight would fail then, and the program would have ended well.
+    This happens if the system has reached its thread limit, and in Python 3.12 after the main thread has ended.
+    Otherwise a save in flight would fail then, although the program exits normally.
     """
     thread = threading.Thread(target=work, name=name, daemon=daemon)
     try:
-        with defer_signals():  # a start that is interrupted does not say whether the thread runs
+        with defer_signals():  # an interrupted start does not show if the thread runs
             thread.start()
     except RuntimeError:
         return None
@@ -65,28 +65,28 @@ ErrorHandler = Callable[[BaseException], object]
 
 
 class Worker:
-    """Does tasks on a thread of its own. Safe for several threads.
+    """A background thread that runs queued tasks in order. Thread-safe.
 
-    It becomes idle whatever a task raises, an exit or a panic of an extension module included, and a thread that waits
-    for it goes on if its thread is gone: in a forked process, for instance.
+    It becomes idle even if a task raises, including an exit or a panic of an extension module. A thread that waits for
+    it continues if the worker's thread is gone, for example in a forked process.
 
     Args:
-        name: Of the thread.
-        daemon: Whether the interpreter may end while the thread runs.
+        name: Name of the thread.
+        daemon: True if the interpreter may exit while the thread runs.
     """
 
     def __init__(self, name: str, *, daemon: bool) -> None:
         self._name, self._daemon = name, daemon
         self._lock = fork_safe_lock()
         self._busy = fork_safe_lock()
-        """Held while tasks are done, by a thread of its own or by one that waits for them."""
+        """Held while tasks run, on the worker's thread or on a thread that waits for it."""
         self._changed = Notifier()
         self._tasks: deque[tuple[WorkerTask, ErrorHandler]] = deque()
         self._thread: threading.Thread | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread does tasks now."""
+        """True if a thread is running tasks."""
         return self._has_thread or self._busy.locked()
 
     @property
@@ -96,19 +96,19 @@ class Worker:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its thread is gone in the midst of a task: it is that of the process which forked this one."""
+        """True if its thread disappeared during a task, because it belongs to the parent of this forked process."""
         return self._thread is not None and not self.is_running
 
     def submit(self, task: WorkerTask, on_error: ErrorHandler, *, once: bool = False) -> bool:
-        """Have a task done in the background, after those before it.
+        """Queue a task to run in the background.
 
         Args:
-            task: Is called.
-            on_error: Is called with whatever it raises.
-            once: Whether to leave it out if it is waiting to be done already.
+            task: Function to call.
+            on_error: Function that is called with the exception if the task raises one.
+            once: If True, skip the task if it is already queued.
 
         Returns:
-            Whether a thread does it. If none is to be had, the task stays until the next one is submitted, or until
+            True if a thread runs it. If no thread can be started, the task stays queued until the next call or
             `run_here`.
         """
         with defer_signals(), self._lock:
@@ -119,24 +119,24 @@ class Worker:
             return self._thread is not None
 
     def notify(self) -> None:
-        """Have waiting threads look whether they have waited long enough."""
+        """Wake waiting threads to check their conditions."""
         self._changed.notify()
 
     def wait(self, until: Callable[[], bool] = lambda: False, timeout: float | None = None) -> bool:
-        """Wait until no thread does tasks any more, or `until` returns True; False after `timeout` seconds."""
+        """Wait until no thread runs tasks, or `until` returns True. Return False after `timeout` seconds."""
         return self._changed.wait_for(lambda: until() or not self.is_running, timeout)
 
     def run_here(self) -> None:
-        """Do the tasks on this thread that no other one does.
+        """Run the queued tasks on the calling thread if no worker thread is running.
 
         Raises:
-            BaseException: What a signal handler raised meanwhile.
+            BaseException: An exception raised by a signal handler.
         """
         if not self._has_thread:
             self._run_tasks()
 
     def clear(self) -> None:
-        """Drop the tasks that have not begun."""
+        """Drop the queued tasks that have not started."""
         with self._lock:
             self._tasks.clear()
 
@@ -151,7 +151,7 @@ class Worker:
                         failed(error)
                         if is_from_signal_handler(error):
                             raise
-                    del task, failed, next_  # they are held no longer than they are needed
+                    del task, failed, next_  # drop references before waiting for the next task
         finally:
             with self._lock:
                 if self._thread is threading.current_thread():
@@ -162,7 +162,7 @@ class Worker:
         with self._lock:
             if self._tasks:
                 return self._tasks.popleft()
-            self._thread = None  # under the lock: the next task starts a thread
+            self._thread = None  # under the lock, so that the next task starts a thread
             return None
 
 
@@ -170,23 +170,25 @@ Task = TypeVar("Task")
 
 
 READ_THREADS = 8
-"""Threads that read, also on a machine with fewer cores: a disk is fast only with several reads waiting for it."""
+"""Number of reading threads, even on machines with fewer cores: a disk is only fast with several pending reads."""
 
 
 def get_worker_count(wanted: int, minimum: int) -> int:
-    """How many of the `wanted` threads this machine has a use for.
+    """Return the number of threads to use, at most `wanted`, on this machine.
 
-    I/O threads wait, so `minimum` a few run whatever the number of cores; more than there are cores only fight over
-    page tables and locks.
+    I/O threads mostly wait, so `minimum` threads run regardless of the number of cores. More threads than cores would
+    contend for page tables and locks.
     """
     return max(1, min(wanted, max(minimum, os.cpu_count() or 1)))
 
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
-"""Bytes of a huge page. From this size on memory comes in mappings of its own, of huge pages where there are any."""
+"""Size of a huge page (bytes). Allocations of at least this size get their own mapping, with huge pages if
+available.
+"""
 
 WORKER_BUFFER_BYTES = 8 * 1024 * 1024
-"""Default buffer of one worker: large enough to keep a disk busy, small enough to have several."""
+"""Default buffer size of one worker (bytes): large enough to keep a disk busy, small enough to have several."""
 
 
 def run_tasks(
@@ -197,12 +199,11 @@ def run_tasks(
     buffer_bytes: int = WORKER_BUFFER_BYTES,
     name: str,
 ) -> None:
-    """Call `work(task, buffer)` for every task, on up to `workers` threads (the calling one among them).
+    """Call `work(task, buffer)` for every task, on up to `workers` threads including the calling one.
 
-    Where no more threads are to be had, those that run do all of it.
-
-    Buffers are page-aligned. The first error stops the crew after the tasks in hand, and is raised here; so does an
-    exception of a signal handler. No thread of it runs any more when this has returned or raised.
+    If fewer threads can be started, those do all tasks. Buffers are page-aligned, with `buffer_bytes` bytes. After the
+    first error, or an exception of a signal handler, the threads finish their current tasks and the error is raised. No
+    thread is running when this function returns or raises.
     """
     lock = threading.Lock()
     todo: Iterator[Task] = iter(tasks)
@@ -219,7 +220,7 @@ def run_tasks(
                         return
                     work(task, view)
         except BaseException as error:
-            # Raised below, by the thread that the caller sees.
+            # Raised below, on the calling thread.
             errors.append(error)
         finally:
             _close_buffer(buffer)
@@ -246,20 +247,20 @@ def run_tasks(
 
 
 def _map_buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory, of huge pages where the system has them and it is large enough for one.
+    """Return page-aligned memory, with huge pages if available and `nbytes` is at least one.
 
-    A request to a disk may have a few hundred pieces of memory. Of ordinary pages that is about 1 MiB: then the kernel
-    sends a dozen requests for a buffer, from a thread of its own that goes before all of the program's, and each one
-    ends in an interrupt, on a core that the program computes on (docs/measured/profiles.md).
+    A disk request is limited to a few hundred memory segments, about 1 MiB of ordinary pages. The kernel then sends a
+    dozen requests per buffer, from a thread that preempts the program's threads, and each one ends in an interrupt on a
+    core that the program computes on (docs/measured/profiles.md).
     """
-    # The kernel aligns a mapping to huge pages if its length is a multiple of theirs.
+    # The kernel aligns a mapping to huge pages if its length is a multiple of their size.
     whole = nbytes if nbytes < HUGE_PAGE_BYTES else -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             buffer.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
-            pass  # a kernel without huge pages: ordinary ones do
+            pass  # a kernel without huge pages
     return buffer
 
 
@@ -267,4 +268,4 @@ def _close_buffer(buffer: mmap.mmap) -> None:
     try:
         buffer.close()
     except BufferError:
-        pass  # an error's traceback still holds a slice of it; it goes when that does
+        pass  # the traceback of an error still holds a slice, which keeps the mapping until it is freed

@@ -1,4 +1,4 @@
-"""Where to write a trace: the file or directory given by the caller or by `XLA_CKPT_TRACE`."""
+"""Path at which a trace is written: the file or directory given by the caller or by `XLA_CKPT_TRACE`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.resolve import PathLike, make_absolute
 
 TRACE_VARIABLE = "XLA_CKPT_TRACE"
-"""Environment variable that names a directory: each call of each rank that names no other place leaves a file there."""
+"""Environment variable with a directory to which each call of each rank writes a trace, unless the caller gives a
+path.
+"""
 
 MAX_TAG_CHARS = 100
-"""Characters of a tag in the name of a file, at most: names of files end at 255 bytes."""
+"""Maximum number of characters of a tag in a file name, because file names are limited to 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """The place of the trace of one call."""
+    """Path of the trace of one call."""
 
     path: str
     is_directory: bool
-    """Whether it is a directory, in which each call has a file of its own."""
+    """True if `path` is a directory, in which each call creates a file."""
 
     def write(self, data: bytes, *, operation: str, tag: str | None, rank: int, world_size: int) -> str:
-        """Write a trace; the path of the file.
+        """Write a trace and return the path of the file.
 
-        In a directory the name has what was done, the tag and the rank, and a number if there is such a file. A file of
-        a rank of a job has the rank before its ending. A file that the caller named is replaced.
+        In a directory, the file name contains the operation, the tag and the rank, and a number if the file exists. For
+        a file path, the rank is inserted before the suffix if the job has several ranks, and an existing file is
+        replaced.
 
         Raises:
-            OSError: The storage refused.
+            OSError: The storage failed.
         """
         if self.is_directory:
             return self._write_new(data, f"{operation}-{_sanitize_tag(tag)}-rank{rank}")
@@ -56,11 +59,11 @@ class TraceFile:
 
 
 def resolve_trace_file(trace: PathLike | None) -> TraceFile | None:
-    """Where the trace of a call goes: what the caller gives, else what the environment says, else nowhere.
+    """Return the path of the trace of a call: from the caller, otherwise from the environment, otherwise None.
 
     Raises:
-        UsageError: What the caller gives is no path.
-        StorageError: It is relative, and the directory that the program works in was removed.
+        UsageError: `trace` is not a path.
+        StorageError: The path is relative and the working directory was removed.
     """
     if trace is None:
         named = os.environ.get(TRACE_VARIABLE)
@@ -72,7 +75,7 @@ def resolve_trace_file(trace: PathLike | None) -> TraceFile | None:
 
 
 def _sanitize_tag(tag: str | None) -> str:
-    """A tag as a part of a name: a tag that is refused may have any characters.
+    """Return a tag as part of a file name, replacing other characters, because an invalid tag may contain any.
 
     >>> _sanitize_tag("step_10"), _sanitize_tag("../a b"), _sanitize_tag(None)
     ('step_10', '.._a_b', 'newest')
