@@ -19,9 +19,9 @@ Answer = TypeVar("Answer")
 def as_checkpoint_error(
     error: BaseException, operation: str, rank: int, error_type: type[CheckpointError] = SaveError, **facts: Any
 ) -> CheckpointError:
-    """Any exception as an error of ours that can travel; the original stays its cause.
+    """Return any exception as a `CheckpointError`, which can be sent to other ranks, with the original as its cause.
 
-    `error_type` is what an exception becomes that is no error of ours, and none of the operating system.
+    `error_type` is used for exceptions that are neither a `CheckpointError` nor an OSError.
     """
     if isinstance(error, CheckpointError):
         problem = error
@@ -36,9 +36,14 @@ def as_checkpoint_error(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(exchange: Exchange, action: str) -> Iterator[None]:
-    """A block that all ranks run: if it raises anywhere, the same error is raised everywhere (the lowest rank's).
+    """Run a block on all ranks. If it raises on any rank, raise the error of the lowest such rank on all ranks.
 
-    Rank 0 hears all and tells all: two messages a rank. `action` names the action in messages and keys.
+    Rank 0 receives all results and publishes the verdict: two messages per rank. `action` names the block in messages
+    and keys.
+
+    Raises:
+        CheckpointError: The block failed on a rank.
+        RankFailedError: A rank did not publish its result in time.
     """
     if exchange.size == 1:
         yield
@@ -47,7 +52,7 @@ def raise_on_all_ranks(exchange: Exchange, action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Told to all ranks, and raised below on all of them.
+        # Published to all ranks, and raised below on all of them.
         own_error = as_checkpoint_error(error, action, exchange.rank, exchange.error_type)
     exchange.publish(f"{action}/{exchange.rank}", error=own_error)
     verdict = f"{action}/verdict"
@@ -55,7 +60,7 @@ def raise_on_all_ranks(exchange: Exchange, action: str) -> Iterator[None]:
         first = _find_first_error(exchange, action)
         decision = exchange.publish_once(verdict, None if first is None else first.to_json())
     elif isinstance(own_error, RankFailedError) and own_error.rank == 0:
-        # The verdict is rank 0's to give, and this rank has waited for it as long as it may: not once more.
+        # Only rank 0 publishes the verdict, and this rank has already waited for it for the full timeout.
         decision = exchange.publish_once(verdict, own_error.to_json())
     else:
         decision = exchange.receive_or_publish(verdict, 0, lambda lost: lost.to_json())
@@ -64,19 +69,19 @@ def raise_on_all_ranks(exchange: Exchange, action: str) -> Iterator[None]:
 
 
 def raise_agreed_error(verdict: CheckpointError, own_error: CheckpointError | None) -> NoReturn:
-    """Raise the error that all ranks raise: as the one that this rank has met, if it is that, with its traceback."""
+    """Raise the error that all ranks raise, with the original traceback if it occurred on this rank."""
     if own_error is not None and own_error.rank == verdict.rank:
         raise own_error from own_error.__cause__
     if own_error is not None and own_error.to_json() | {"rank": verdict.rank} == verdict.to_json():
-        raise verdict from None  # this rank has met the same: a traceback would show it twice
+        raise verdict from None  # this rank has the same error: a chained traceback would show it twice
     raise verdict
 
 
 class LatePeerLoss:
-    """A rank that is lost when this one needs the others no more: this one does its part all the same.
+    """The loss of a rank at a point where this rank no longer depends on others, so that it still completes its part.
 
     Attributes:
-        error: That a rank was lost; None if none was.
+        error: The error of the lost rank; None if no rank was lost.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -85,10 +90,9 @@ class LatePeerLoss:
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self, action: str) -> Iterator[None]:
-        """As `raise_on_all_ranks`, but that another rank is lost is kept, and not raised, if this one has done its
-        part.
+        """Run a block like `raise_on_all_ranks`, but store the loss of another rank if the block succeeded here.
 
-        Later blocks are this rank's own business: nobody waits for that rank once more.
+        After a loss, later blocks run on this rank only, so that it does not wait for the lost rank again.
         """
         if self.error is not None:
             yield
@@ -113,14 +117,14 @@ def _find_first_error(exchange: Exchange, action: str) -> CheckpointError | None
 
 
 def broadcast_from_leader(exchange: Exchange, key: str, compute: Callable[[], Answer]) -> Answer:
-    """What rank 0 finds; it is told to all, and so is an error that it meets."""
+    """Return the result of `compute` on rank 0, on all ranks. An error on rank 0 is raised on all ranks."""
     if exchange.size == 1:
         return compute()
     if exchange.rank == 0:
         try:
             exchange.publish(key, compute())
         except Exception as error:
-            # The others wait for it.
+            # The other ranks wait for it.
             exchange.publish(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
     answer: Answer = exchange.receive(key, 0)
     return answer
@@ -129,7 +133,7 @@ def broadcast_from_leader(exchange: Exchange, key: str, compute: Callable[[], An
 def gather_and_combine(
     exchange: Exchange, name: str, own_value: Any, combine: Callable[[list[Any]], Any], ranks: Sequence[int]
 ) -> Any:
-    """What rank 0 makes, by `combine`, of what some ranks say, in their order; it is told to all."""
+    """Gather a value from `ranks` on rank 0, in their order, and return `combine(values)` on all ranks."""
     if exchange.size == 1:
         return combine([own_value])
     if exchange.rank in ranks:

@@ -1,8 +1,8 @@
 """Cooperative reads of replicated data: each rank reads a part and sends it to the others.
 
-Implements `replica_read="share"`. Ranks publish which regions they need, `plan.shared_reads` assigns the reads, and
-the bytes are broadcast or sent point to point in gloo process groups of their own. No other module moves array
-bytes between ranks.
+Implements `replica_read="share"`. Ranks publish the regions that they need, `plan.shared_reads` assigns the reads, and
+the bytes are broadcast or sent point to point in dedicated gloo process groups. No other module transfers array bytes
+between ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xla_ckpt.distributed.exchange import Exchange
 
 
 class TorchCooperativeReader:
-    """Reading together, as `xla_ckpt.loading.restore` asks for it."""
+    """The `torch.distributed` implementation of the cooperative reader of `xla_ckpt.loading.restore`."""
 
     def agree(self, exchange: Exchange, wants: Sequence[ReadRequest]) -> ReadShare:
         own = [(want.leaf, want.box.start, want.box.stop) for want in wants]
@@ -75,7 +75,7 @@ def _exchange_leaf(
     itemsize: int,
     group: Any,
 ) -> None:
-    """Exchange one leaf: every member sends to each other one the part of its rows that the other one wants."""
+    """Exchange one leaf: each member sends every other member the part of its rows that the other needs."""
     pending = _send_rows(share, mixed, slots, read, itemsize, group)
     _receive_rows(share, mixed, slots, itemsize, group)
     for work, _ in pending:
@@ -90,9 +90,10 @@ def _send_rows(
     itemsize: int,
     group: Any,
 ) -> list[tuple[Any, Any]]:
-    """Send what this rank read, and copy its own part. (Work, data) of what is on its way: data must be kept so long.
+    """Send the rows that this rank read, and copy its own part. Return the pending (work, data) pairs.
 
-    Nothing waits here: if all members sent first and waited, nobody would receive.
+    The caller must keep `data` until the work completes. This function does not wait: if all members waited after
+    sending, none would receive.
     """
     distributed: Any = torch.distributed
     pending: list[tuple[Any, Any]] = []
@@ -116,7 +117,7 @@ def _send_rows(
 def _receive_rows(
     share: ReadShare, mixed: OverlappingReads, slots: Sequence[memoryview], itemsize: int, group: Any
 ) -> None:
-    """Receive what other members read of the boxes that this rank wants. The tag of a message is the box's number."""
+    """Receive the parts of this rank's boxes that other members read. The message tag is the index of the box."""
     distributed: Any = torch.distributed
     own_boxes = [(tag, box) for tag, (box, ranks) in enumerate(mixed.boxes) if share.rank in ranks]
     for reader in mixed.members:
@@ -131,14 +132,14 @@ def _receive_rows(
 
 
 def _extract_part(memory: memoryview, box: Box, part: Box, itemsize: int) -> Any:
-    """The bytes of a part of what a buffer holds, as a contiguous array."""
+    """Return the bytes of a part of a buffer as a contiguous array."""
     array = np.frombuffer(memory, np.uint8).reshape(*box.shape, itemsize)
     chosen = array[part.relative_to(box).slices]
     return np.ascontiguousarray(chosen).reshape(-1)
 
 
 def _get_rows_view(memory: memoryview, box: Box, part: Box, itemsize: int) -> memoryview:
-    """The memory of whole rows of a box."""
+    """Return the memory of complete rows of a box."""
     where = compute_runs(part, box, itemsize)
     assert where.is_contiguous
     return memory[where.offset : where.offset + where.run_bytes]

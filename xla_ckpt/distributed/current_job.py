@@ -1,9 +1,10 @@
 """The job of the current process: its rank, peers, communicator and mesh.
 
-The peers are those of torch.distributed or else of jax.distributed, whichever the program has initialized for more
-than one process; neither is imported to find out. `JaxCommunicator` wraps the key-value store of jax's coordination
-service, for which jax has no public API: it uses the same part of `jax._src.distributed` as orbax. The client of
-torch's store is in `torch_store`, which imports torch. `get_current_job` returns the `Job` of one save or load.
+The peers are the processes of torch.distributed, otherwise of jax.distributed, if the program has initialized it for
+more than one process; neither is imported for the check. `JaxCommunicator` wraps the key-value store of JAX's
+coordination service, for which JAX has no public API: it uses the same part of `jax._src.distributed` as orbax. The
+client of the torch store is in `torch_store`, which imports torch. `get_current_job` returns the `Job` of one save or
+load.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from xla_ckpt.errors import UsageError, annotate_errors
 from xla_ckpt.storage.process_state import register_fork_reset
 
 WAIT_SLICE_SECONDS = 1.0
-"""Seconds of one wait inside of jax, which hears no signal meanwhile: a longer wait consists of several."""
+"""Maximum time of one blocking call in JAX, during which no signal is handled (s). Longer waits consist of several
+calls.
+"""
 
 
 def _encode_key(name: str) -> str:
-    """The name of a key. To the service a slash begins a folder, and to delete a key is to delete the folder, too."""
+    """Return the encoded name of a key. In the service, a slash separates folders, and deleting a key deletes the
+    folder.
+    """
     return f"xla_ckpt/{name.replace('/', '|')}"
 
 
 class JaxCommunicator:
-    """A process's view of the coordination service. Safe for several threads, as jax's client is."""
+    """A rank's client of the JAX coordination service. Thread-safe, as the JAX client is."""
 
     def __init__(self, state: Any) -> None:
         self.client: Any = state.client
@@ -88,7 +93,7 @@ def _call_service(call: Callable[[], object]) -> None:
 
 
 def _has_status(error: RuntimeError, status: str) -> bool:
-    """Whether an error of jax's client has a status, with which its text begins."""
+    """Return True if an error of the JAX client has a status, which is the prefix of its message."""
     return str(error).startswith(status)
 
 
@@ -96,35 +101,35 @@ _jax_communicator: list[JaxCommunicator] = register_fork_reset([], list.clear)
 
 
 def get_jax_communicator(state: Any) -> JaxCommunicator:
-    """The communicator of the current coordination service: a later one gets a new one."""
+    """Return the communicator of the current coordination service; a new service gets a new communicator."""
     if not _jax_communicator or _jax_communicator[0].client is not state.client:
         _jax_communicator[:] = [JaxCommunicator(state)]
     return _jax_communicator[0]
 
 
 def _get_torch_distributed() -> Any:
-    """torch.distributed, if the program has initialised it; else None."""
+    """Return torch.distributed if the program has initialized it, otherwise None."""
     distributed: Any = sys.modules.get("torch.distributed")
     usable = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if usable else None
 
 
 def _get_jax_state() -> Any:
-    """What jax.distributed knows of this process, if the program has initialised it for several; else None."""
+    """Return the jax.distributed state if the program has initialized it for several processes, otherwise None."""
     distributed: Any = sys.modules.get("jax._src.distributed")
     state = getattr(distributed, "global_state", None)
     return state if state is not None and state.client is not None and state.num_processes > 1 else None
 
 
 def _count_jax_processes() -> int:
-    """Processes that jax's devices are in, as far as it has looked for devices in this process; else 1."""
+    """Return the number of JAX processes if JAX backends are initialized in this process, otherwise 1."""
     bridge: Any = sys.modules.get("jax._src.xla_bridge")
     looked = bridge is not None and bridge.backends_are_initialized()
     return int(bridge.process_count()) if looked else 1
 
 
 def get_communicator() -> Communicator | None:
-    """What this process meets the others through; None if it is alone."""
+    """Return the communicator of the job, or None if the job consists of this process."""
     group = _get_torch_distributed()
     if group is not None and group.get_world_size() > 1:
         from xla_ckpt.distributed import torch_store
@@ -138,7 +143,9 @@ def get_communicator() -> Communicator | None:
 
 
 def is_leader() -> bool:
-    """Whether this process is rank 0 of its job, or alone; before it has joined the others, what the launcher says."""
+    """Return True if this process is rank 0 of its job. Uses the launcher's RANK before a process group is
+    initialized.
+    """
     group, service = _get_torch_distributed(), _get_jax_state()
     if group is not None:
         return bool(group.get_rank() == 0)
@@ -148,10 +155,10 @@ def is_leader() -> bool:
 
 
 def check_cooperative_reads() -> None:
-    """Refuse to send array bytes between ranks where no library is there for it.
+    """Raise an error if no library can send array bytes between the ranks of this job.
 
     Raises:
-        UsageError: The ranks are jax's.
+        UsageError: The ranks communicate through jax.distributed.
     """
     group = _get_torch_distributed()
     if (group is None or group.get_world_size() == 1) and _get_jax_state() is not None:
@@ -163,19 +170,19 @@ def check_cooperative_reads() -> None:
 
 
 def check_peers_reachable() -> None:
-    """Refuse to save or load as a rank that cannot meet the other ranks of its job.
+    """Raise an error if this process belongs to a job with other ranks but cannot communicate with them.
 
-    It would take itself for the whole job: each rank writes the same tag, and the last one to commit wins.
+    Otherwise each rank would act as a single-process job and write the same tag, and the last commit would win.
 
     Raises:
-        UsageError: XLA, jax or the launcher knows of other ranks, and neither torch.distributed nor jax.distributed is
-            there to meet them through; or the ranks are threads.
+        UsageError: XLA, JAX or the launcher reports other ranks, but neither torch.distributed nor jax.distributed is
+            initialized; or the ranks are threads.
     """
     group = _get_torch_distributed()
     members = group.get_world_size() if group is not None else 1
     processes, devices = _count_xla_ranks()
-    # torch_xla.launch runs a rank on a thread of its own, and its process group counts those ranks. Without either of
-    # these signs the main thread saves for all devices of its process.
+    # torch_xla.launch runs each rank on its own thread, and its process group counts these ranks. Without either of
+    # these signs, the main thread saves for all devices of its process.
     if devices > processes and (threading.current_thread() is not threading.main_thread() or members == devices):
         raise UsageError(
             "torch_xla runs the ranks of this job as threads",
@@ -210,8 +217,9 @@ def check_peers_reachable() -> None:
             "its environment.",
         )
     if "xla" in str(group.get_backend()):
-        # init_method="xla://" counts the devices of this process' XLA client, which on the CPU knows no other process.
-        # A group of one that the program made itself is not refused: it says that this process works alone.
+        # init_method="xla://" counts the devices of this process's XLA client, which on CPU does not see other
+        # processes. A group of size one that the program created itself is accepted: it declares that this process
+        # works independently.
         raise UsageError(
             f"this process is one of {launched} (WORLD_SIZE), and the process group that XLA made has 1 rank",
             expected=f"a process group of {launched} ranks",
@@ -220,15 +228,15 @@ def check_peers_reachable() -> None:
 
 
 def _count_xla_ranks() -> tuple[int, int]:
-    """Processes and devices that take part in XLA's job, as far as XLA runs in this process; 1 and 1 otherwise.
+    """Return the number of processes and of device ranks in the XLA job; (1, 1) if XLA is not initialized here.
 
-    Devices are counted where each of them is a rank: not under SPMD, where a process is one.
+    Devices are counted if each of them is a rank. Under SPMD, each process is one rank.
     """
     runtime: Any = sys.modules.get("torch_xla.runtime")
     xla: Any = sys.modules.get("torch_xla")
     if runtime is None or xla is None or not xla._XLAC._xla_runtime_is_initialized():
         return 1, 1
-    # torch_xla.runtime.world_size() is not asked: it keeps its first answer, and init_process_group may come later.
+    # Not torch_xla.runtime.world_size(): it caches its first result, and init_process_group may be called later.
     devices = 1 if runtime.is_spmd() else xla._XLAC._xla_get_replication_devices_count()
     return int(runtime.process_count()), max(int(devices), 1)
 
@@ -237,18 +245,18 @@ _IN_PROCESS = InProcessCommunicator()
 
 
 def create_single_rank_job(timeout: float) -> Job:
-    """A job of this process alone, for a load in which its peers take no part.
+    """Return a job that consists of this process, for a load in which its peers do not participate.
 
-    Its rounds are its own: those of the process are numbered as those of the other ranks.
+    It has its own exchange sequence, because the exchanges of the process are numbered in step with the other ranks.
     """
     rounds = ExchangeSequence(_IN_PROCESS)
     return Job(rounds.begin("load", timeout), RankInfo(0, 1, Mesh()), rounds)
 
 
 class JobOverride(threading.local):
-    """The job in which the saves and loads of this thread take part, if it is given: whatever process this is.
+    """Thread-local override of the current job.
 
-    Tests play the ranks of a job with it, each in a thread of one process. Programs have no use for it.
+    Used by tests that simulate the ranks of a job with threads of one process. Not intended for programs.
     """
 
     job: Job | None = None
@@ -258,10 +266,10 @@ JOB_OVERRIDE = JobOverride()
 
 
 def get_world_size(root: str) -> int:
-    """Return the number of ranks of this process's job, without beginning a call.
+    """Return the number of ranks of this process's job without starting a call.
 
     Raises:
-        UsageError: This rank cannot meet the others.
+        UsageError: This rank cannot communicate with the others.
     """
     with annotate_errors(path=root):
         check_peers_reachable()
@@ -269,12 +277,19 @@ def get_world_size(root: str) -> int:
 
 
 def get_current_job(root: str, mesh: Mesh | str | None, *, operation: str, timeout: float = DEFAULT_TIMEOUT) -> Job:
-    """The job of this process, for one save or load of `root`.
+    """Return the job of this process for one save or load of `root`.
 
-    All ranks make the same calls in the same order; that is how they find each other's messages.
+    All ranks must make the same calls in the same order, so that their messages match.
+
+    Args:
+        root: Root of the checkpoints, for error messages.
+        mesh: Device mesh; by default the mesh of the training library, otherwise pure data parallelism.
+        operation: Name of the call, such as ``save`` or ``load``.
+        timeout: Seconds that a rank waits for another.
 
     Raises:
-        UsageError: `mesh` does not fit to the number of processes, or this rank cannot meet the others.
+        UsageError: `mesh` does not match the number of processes, `timeout` is not positive, or this rank cannot
+            communicate with the others.
     """
     if JOB_OVERRIDE.job is not None:
         return JOB_OVERRIDE.job

@@ -1,10 +1,9 @@
 """Messages between ranks over a key-value store: send, receive, timeouts and the outcome of a call.
 
 Ranks never use a collective, because one on a background thread would interleave with those of the training loop. A
-`Communicator` is one rank's view of the job's store (in-process here; `torch_store` and `current_job` have the
-others). An `Exchange` is one call of all ranks on keys of its own: ranks publish values or errors, receive them
-before a deadline, and record one outcome that all of them raise or return. `Message` classes are sent as JSON,
-field by field.
+`Communicator` is one rank's client of the job's store (in-process here; `torch_store` and `current_job` contain the
+others). An `Exchange` is one call of all ranks with its own keys: ranks publish values or errors, receive them before a
+deadline, and record one outcome that all of them raise or return. `Message` classes are sent as JSON, field by field.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from xla_ckpt.storage.synchronization import Notifier
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank tells another. Each message is a frozen dataclass that extends this one.
+    """Base class of messages between ranks, which are frozen dataclasses.
 
-    A field holds plain JSON; or a value of a class with `to_json` and `from_json`, another message for instance; or an
-    error; or a tuple of such values. Each may be None where its annotation says so.
+    A field contains plain JSON, a value of a class with `to_json` and `from_json` (such as another message), an error,
+    or a tuple of such values. It may be None if its annotation allows it.
     """
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, for the way to another rank: field -> value."""
+        """Return the message as JSON: field -> value."""
         return {field.name: _encode_field(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> Self:
-        """The message that `to_json` described.
+        """Return the message encoded by `to_json`.
 
         Raises:
-            TypeError: It is of another class, which has other fields.
+            TypeError: The JSON has the fields of a different class.
         """
-        kinds = _get_field_types(cls)  # type: ignore[arg-type]  # mypy takes a class for something that cannot be hashed
+        kinds = _get_field_types(cls)  # type: ignore[arg-type]  # mypy considers the class unhashable
         return cls(**{name: _decode_field(kinds.get(name), value) for name, value in json.items()})
 
 
@@ -59,7 +58,7 @@ def _encode_field(value: Any) -> Any:
 
 
 def _decode_field(annotation: Any, json: Any) -> Any:
-    """The value of a field, whose annotation is `annotation`."""
+    """Return the value of a field with this annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         if json is None:
             return None
@@ -75,37 +74,41 @@ def _decode_field(annotation: Any, json: Any) -> Any:
 
 
 class Communicator(Protocol):
-    """A rank's view of the job's key-value store. Each request takes at most about `timeout` seconds.
+    """A rank's client of the job's key-value store. Each request takes at most about `timeout` seconds.
 
-    ConnectionError if the store does not answer in that time, or is gone.
+    Methods raise ConnectionError if the store is unreachable or does not respond in that time.
     """
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of ranks."""
 
     def put(self, key: str, value: bytes, timeout: float, /) -> None:
-        """Make `value` visible to all ranks."""
+        """Set the value of `key`, visible to all ranks."""
 
     def put_if_absent(self, key: str, value: bytes, timeout: float, /) -> bytes:
-        """Make `value`, which is ASCII, visible to all ranks if nobody has put this key; what is there then."""
+        """Set the value of `key`, an ASCII value, unless it is set. Return the stored value."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """The value of `key`, waiting for it at most `timeout` seconds; TimeoutError if it does not come."""
+        """Return the value of `key`, waiting for it at most `timeout` seconds.
+
+        Raises:
+            TimeoutError: The key was not set in time.
+        """
 
     def has(self, keys: Sequence[str], timeout: float, /) -> bool:
-        """Whether all these keys are there, now."""
+        """Return True if all keys are set."""
 
     def delete(self, key: str, timeout: float, /) -> None:
-        """Remove a key that nobody will ask for again."""
+        """Delete a key that no rank will request again."""
 
 
 class InProcessCommunicator:
-    """The communicator of a process on its own (and, shared by threads as different ranks, of tests)."""
+    """The communicator of a single-process job; in tests, shared by threads that act as different ranks."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class InProcessCommunicator:
         self._changed = changed or Notifier()
 
     def create_peer(self, rank: int) -> InProcessCommunicator:
-        """Another rank on the same board."""
+        """Return the communicator of another rank with the same store."""
         return InProcessCommunicator(rank, self.size, self._values, self._changed)
 
     def put(self, key: str, value: bytes, _timeout: float = 0) -> None:
@@ -148,20 +151,20 @@ logger = get_logger(__name__)
 Value = TypeVar("Value")
 
 LEADER_TIMEOUT_FRACTION = 0.8
-"""The part of the timeout for which rank 0 waits for the others. Its verdict comes before they give up on it."""
+"""Fraction of the timeout for which rank 0 waits for the others, so that its verdict arrives before they time out."""
 
 WARN_AFTER_SECONDS = 30.0
-"""Seconds after which a wait for another rank is told of."""
+"""Seconds after which a wait for another rank is logged."""
 
 OUTCOME_KEY = "fate"
-"""The key of how a round ends: the error of the rank that first gave up, or that rank 0 commits. It is put once."""
+"""Key of the outcome of an exchange: the error of the first rank that gave up, or the commit by rank 0. Set once."""
 
 COMPRESS_BYTES = 4096
-"""Messages from this length on travel compressed."""
+"""Messages of at least this length (bytes) are compressed."""
 
 
 def _pack_message(message: Any) -> bytes:
-    """A message as bytes. Long ones are compressed: records are full of repetition, and rank 0 hears thousands."""
+    """Return a message as bytes. Long messages are compressed: they are repetitive, and rank 0 receives thousands."""
     text = json.dumps(message).encode()
     return b"z" + zlib.compress(text, 1) if len(text) > COMPRESS_BYTES else text
 
@@ -171,7 +174,7 @@ def _unpack_message(data: bytes) -> Any:
 
 
 class Deadline:
-    """A span of time for several waits together."""
+    """A time limit shared by several waits."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -179,19 +182,19 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left, at least a thousandth."""
+        """Remaining time (s), at least a millisecond."""
         return max(self._end - time.monotonic(), 0.001)
 
 
 class _PeerTimeoutError(Exception):
-    """A rank did not answer in time."""
+    """A rank did not publish a value in time."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         super().__init__(rank, seconds)
         self.rank, self.seconds = rank, seconds
 
     def as_failure(self) -> RankFailedError:
-        """What a call raises for it, if no other rank has told another cause before."""
+        """Return the error that the call raises, unless another rank has already decided the outcome."""
         return RankFailedError(
             f"rank {self.rank} did not answer within {self.seconds:g} s",
             rank=self.rank,
@@ -201,13 +204,14 @@ class _PeerTimeoutError(Exception):
 
 
 class Exchange:
-    """One exchange between all ranks (a save, a load), on keys of its own.
+    """One exchange of messages between all ranks (for a save or a load) with its own keys.
 
     Args:
-        communicator: The job's store.
-        name: The same on all ranks, and of no other round.
-        timeout: Seconds that this rank waits for another one, once it has nothing to do itself.
-        failure: What an exception in it becomes that is no error of ours.
+        communicator: Client of the job's store.
+        name: Unique name of the exchange, equal on all ranks.
+        timeout: Seconds that this rank waits for another rank once it has no work itself.
+        error_type: Type of error that exceptions are converted to if they are neither a `CheckpointError` nor an
+            OSError.
     """
 
     def __init__(
@@ -216,36 +220,41 @@ class Exchange:
         self.communicator = communicator
         self.name = name
         self.outer_name = name
-        """The name of the round that this one is inside of, or its own."""
+        """Name of the outermost enclosing exchange, or of this one."""
         self.number = 0
-        """How many calls of all ranks came before this one, and itself; 0 for what is no call."""
+        """Number of this call among all calls of all ranks, from 1; 0 if it is not a call."""
         self.timeout = timeout
         self.error_type = error_type
         self.published_keys: list[str] = []
-        """The keys that this rank has put."""
+        """Keys that this rank has set."""
         self.on_wait: Callable[[int, float], None] | None = None
-        """Called after each wait: with the rank that was waited for, and the begin (s of `time.perf_counter`)."""
+        """Called after each wait with the awaited rank and the start time (s of `time.perf_counter`)."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
         return self.communicator.rank
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of ranks."""
         return self.communicator.size
 
     def publish(self, key: str, value: Any = None, error: CheckpointError | None = None) -> None:
-        """Publish a value, or an error in its place."""
+        """Publish a value, or an error in its place.
+
+        Raises:
+            RankFailedError: The store is unreachable.
+        """
         message = {"error": error.to_json()} if error is not None else {"value": value}
         self.published_keys.append(f"{self.name}/{key}")
         self._call_store(lambda: self.communicator.put(f"{self.name}/{key}", _pack_message(message), self.timeout))
 
     def decide_outcome(self, error: CheckpointError | None = None) -> CheckpointError | None:
-        """Decide for all ranks how this round ends; the first word counts.
+        """Decide the outcome of this exchange for all ranks; the first decision counts.
 
-        A rank that gives up says its error, and rank 0 says None when it begins to commit: never do both count.
+        A rank that gives up publishes its error, and rank 0 publishes None when it begins to commit: never do both
+        count.
 
         Returns:
             The error that all ranks raise, or None if rank 0 has begun to commit.
@@ -254,11 +263,15 @@ class Exchange:
         try:
             first = self._put_once(f"{self.outer_name}/{OUTCOME_KEY}", said)
         except RankFailedError as gone:
-            return error or gone  # the store is gone: there is no word of others that this rank could repeat
+            return error or gone  # the store is unreachable, so the decision of other ranks is unknown
         return error if first == said else None if first is None else from_json(first)
 
     def publish_once(self, key: str, value: Any) -> Any:
-        """Publish a value, unless somebody has published something under this key before; what is there now."""
+        """Publish a value unless one is published under this key; return the published value.
+
+        Raises:
+            RankFailedError: The store is unreachable.
+        """
         return self._put_once(f"{self.name}/{key}", value)
 
     def _put_once(self, key: str, value: Any) -> Any:
@@ -269,20 +282,20 @@ class Exchange:
         ]
 
     def is_published(self, key: str) -> bool:
-        """Whether anybody has published this."""
+        """Return True if any rank has published this key."""
         return self._call_store(lambda: self.communicator.has([f"{self.name}/{key}"], self.timeout))
 
     def has_published(self, key: str) -> bool:
-        """Whether this rank has published this."""
+        """Return True if this rank has published this key."""
         return f"{self.name}/{key}" in self.published_keys
 
     def receive(self, key: str, source_rank: int, deadline: Deadline | None = None) -> Any:
-        """The value that rank `source_rank` published; waits until the deadline, by default for the timeout.
+        """Return the value published by rank `source_rank`, waiting until the deadline (default: for the timeout).
 
         Raises:
-            CheckpointError: The error that it published instead.
-            RankFailedError: It published nothing in time. All ranks that give up in this round raise the error of the
-                first one: they would name different ranks otherwise, each the one that it happened to wait for.
+            CheckpointError: The error that the rank published instead.
+            RankFailedError: The rank published nothing in time. All ranks that give up in this exchange raise the error
+                of the first one; otherwise each would name the rank that it happened to wait for.
         """
         try:
             return self._receive(key, source_rank, deadline)
@@ -291,19 +304,22 @@ class Exchange:
             raise self.decide_outcome(lost) or lost from None
 
     def receive_each(self, key: str, ranks: Iterable[int]) -> Iterator[Any]:
-        """What ranks publish under this key and their number, one after the other.
+        """Yield the values that ranks publish under this key and their rank, in order.
 
-        All of them together have `LEADER_TIMEOUT_FRACTION` of the timeout. Errors are those of `receive`.
+        All of them share `LEADER_TIMEOUT_FRACTION` of the timeout.
+
+        Raises:
+            CheckpointError: As `receive`.
         """
         deadline = Deadline(self.timeout * LEADER_TIMEOUT_FRACTION)
         for rank in ranks:
             yield self.receive(f"{key}/{rank}", rank, deadline)
 
     def receive_or_publish(self, key: str, source_rank: int, make_value: Callable[[RankFailedError], Any]) -> Any:
-        """The value that rank `source_rank` settles; if it does not in time, `make_value` says what this rank settles
-        for it.
+        """Return the value that rank `source_rank` publishes once; on timeout, publish `make_value(error)` in its
+        place.
 
-        All ranks hear the same then, also where rank `source_rank` comes too late for one of them only.
+        All ranks then receive the same value, even if the value of `source_rank` is late for only one of them.
         """
         try:
             return self._receive(key, source_rank, None)
@@ -312,7 +328,7 @@ class Exchange:
             try:
                 return self.publish_once(key, value)
             except RankFailedError:
-                return value  # the store does not answer, either
+                return value  # the store is unreachable too
 
     def _receive(self, key: str, source_rank: int, deadline: Deadline | None) -> Any:
         began = time.perf_counter()
@@ -330,9 +346,10 @@ class Exchange:
         return message["value"]
 
     def _wait_for_key(self, key: str, source_rank: int, seconds: float) -> bytes:
-        """Take a key. A wait that gets long is told of: a rank that never makes the call hangs all others till then.
+        """Wait for a key. A long wait is logged, because a rank that never makes the call blocks all others until the
+        timeout.
 
-        It ends if a rank has said meanwhile that it gives up: that one may have been interrupted, and does not come.
+        Raises the error of a rank that has given up in the meantime, since that rank may have been interrupted.
         """
         warned = False
         while seconds > WARN_AFTER_SECONDS:
@@ -367,35 +384,35 @@ class Exchange:
             ) from error
 
     def create_nested(self, name: str) -> Exchange:
-        """A round inside of this one."""
+        """Return an exchange nested in this one."""
         inner = Exchange(self.communicator, f"{self.name}/{name}", self.timeout, self.error_type)
         inner.published_keys, inner.on_wait, inner.outer_name = self.published_keys, self.on_wait, self.outer_name
         return inner
 
     def close(self) -> None:
-        """Tell the others that this rank has heard all that it wants to hear in this round."""
+        """Announce that this rank has received everything that it needs from this exchange."""
         if self.size > 1:
             self.publish(f"closed/{self.rank}")
 
     def is_closed(self) -> bool:
-        """Whether all ranks have closed this round."""
+        """Return True if all ranks have closed this exchange."""
         keys = [f"{self.name}/closed/{rank}" for rank in range(self.size)]
         return self._call_store(lambda: self.communicator.has(keys, self.timeout))
 
     def wait_closed(self, deadline: Deadline) -> None:
-        """Wait until all ranks have closed it.
+        """Wait until all ranks have closed this exchange.
 
         Raises:
-            RankFailedError: One of them has not in time.
+            RankFailedError: A rank did not close it in time.
         """
         for rank in range(self.size):
             try:
                 self._receive(f"closed/{rank}", rank, deadline)
             except _PeerTimeoutError as error:
-                raise error.as_failure() from None  # how the round ended was decided before
+                raise error.as_failure() from None  # the outcome of the exchange is already decided
 
     def delete_published(self) -> None:
-        """Remove what this rank has put. Nobody may ask for it again."""
+        """Delete the keys that this rank has set. No rank may request them again."""
         for key in self.published_keys:
             self._call_store(lambda key=key: self.communicator.delete(key, self.timeout))  # type: ignore[misc]
         self.published_keys.clear()

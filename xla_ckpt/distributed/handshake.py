@@ -1,8 +1,7 @@
 """Handshake at the start of a call: all ranks must make the same call before anything happens.
 
 Each rank publishes its `CallSignature` and prepared value; rank 0 compares them and publishes the verdict.
-`CallMismatches` detects a rank that has skipped calls, so that it catches up with the others instead of
-deadlocking.
+`CallMismatches` detects a rank that has skipped calls, so that it catches up with the others instead of deadlocking.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ _DIFFERENT_CALLS_HINT = (
     "already, each with such an error, and the next call that all of them make works."
 )
 _EXIT_OPERATION = "the end of the process"
-"""In the place of a call: the rank makes none any more."""
+"""Operation of a pseudo-call that announces the exit of a rank."""
 
 _HANDSHAKE_KEY, _VERDICT_KEY = "opening", "opening/verdict"
 
 
 @dataclass(frozen=True, slots=True)
 class CallSignature(Message):
-    """A call that a rank makes, as far as all ranks have to make the same."""
+    """The parts of a call that must be equal on all ranks."""
 
     operation: str
-    """What the program called: ``save``, for instance."""
+    """Name of the called function, such as ``save``."""
 
     path: str = ""
     tag: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
-    """Other argument -> its value, as text."""
+    """Other arguments -> their values, as text."""
 
     @classmethod
     def create(cls, operation: str, path: str = "", tag: str | None = None, **options: object) -> CallSignature:
-        """The call with these arguments."""
+        """Return the signature of a call with these arguments."""
         return cls(operation, path, tag, {name: repr(value) for name, value in options.items()})
 
     def __str__(self) -> str:
@@ -56,25 +55,25 @@ class CallSignature(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake(Message):
-    """What a rank says of a call when it begins, and what rank 0 says for all in the end."""
+    """The message of a rank at the start of a call, and the verdict of rank 0."""
 
     call: CallSignature
     value: Any = None
-    """JSON; beside the error of ranks that make different calls, these calls, rank by rank."""
+    """JSON value. With an error about different calls: the calls of all ranks, by rank."""
 
     error: CheckpointError | None = None
 
     @property
     def exit_error(self) -> CheckpointError | None:
-        """The error of all calls from this one on, if a rank has ended that this one waits for."""
+        """The error of all calls from now on, if a rank has exited that this call waits for; otherwise None."""
         return self.error if self.call.operation == _EXIT_OPERATION else None
 
 
 def announce_exit(exchange: Exchange) -> None:
-    """Say that the process of this rank ends, in the round of a call that others may make.
+    """Announce the exit of this rank's process in the exchange of a call that other ranks may make.
 
     Raises:
-        RankFailedError: The store is gone.
+        RankFailedError: The store is unreachable.
     """
     error = RankFailedError(
         f"rank {exchange.rank} has ended, and this call waits for it",
@@ -90,20 +89,20 @@ def announce_exit(exchange: Exchange) -> None:
 
 
 def prepare_handshake(exchange: Exchange, call: CallSignature, prepare: Callable[[], Any]) -> Handshake:
-    """What this rank has to say of its call, once `prepare` has run, whose value is JSON."""
+    """Return the handshake of this rank after running `prepare`, whose result must be JSON."""
     try:
         return Handshake(call=call, value=prepare())
     except Exception as error:
-        # Told to all ranks, and raised on all of them.
+        # Published to all ranks, and raised on all of them.
         return Handshake(
             call=call, error=as_checkpoint_error(error, call.operation, exchange.rank, exchange.error_type)
         )
 
 
 def exchange_handshakes(exchange: Exchange, handshake: Handshake, combine: Callable[[list[Any]], Any]) -> Handshake:
-    """Say a word, and hear what rank 0 says of those of all ranks: an error, or what `combine` makes of their values.
+    """Publish a handshake and return the verdict of rank 0: an error, or `combine` applied to the values of all ranks.
 
-    A rank that waits for rank 0 in vain says the error itself. The first to do so counts, for all ranks.
+    A rank whose wait for rank 0 times out publishes the error itself. The first verdict counts on all ranks.
     """
     exchange.publish(f"{_HANDSHAKE_KEY}/{exchange.rank}", handshake.to_json())
 
@@ -138,30 +137,32 @@ def _decide_verdict(exchange: Exchange, handshake: Handshake, combine: Callable[
 
 
 def _make_failure(call: CallSignature, error: CheckpointError) -> Handshake:
-    """The verdict that a call has failed. It says all that all ranks say: one with another call may not add to it."""
+    """Return the verdict that a call has failed. It is complete, because a rank with another call must not add to
+    it.
+    """
     return Handshake(call=call, error=error.at(path=call.path or None, tag=call.tag))
 
 
 class CallMismatches:
-    """The calls of all ranks in the latest rounds if they differed, by which a rank finds out that it is behind.
+    """The latest calls of all ranks that differed, from which a rank detects that it is behind. Thread-safe.
 
-    A rank that has left calls out comes to the next one sooner than the others. They come to that one later, when it
-    has failed already, in the same round as theirs, and its caller goes on. So they leave it out, without a round: then
-    all of them are in the same round with the same call again. Of two ranks only one is behind the other: the first to
-    claim it. Safe for several threads.
+    A rank that has skipped calls reaches its next call before the others. When they make that call, it has already
+    failed, in the exchange in which they made a different one, and the caller of the first rank has continued. So the
+    others skip it without an exchange, and all ranks make the same call in the same exchange again. Of two ranks only
+    one can be behind the other: the first that claims it.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
         self._calls: dict[int, list[CallSignature]] = {}
-        """Number of a round -> the calls, rank by rank."""
+        """Number of an exchange -> the calls, by rank."""
         self._skipped: list[tuple[int, CallSignature]] = []
-        """The calls that this rank has left out since, with the number of the round before each."""
+        """Calls that this rank has skipped since, with the number of the preceding exchange."""
         self._error: CheckpointError | None = None
 
     def add(self, number: int, calls: list[CallSignature], error: CheckpointError) -> None:
-        """Note the calls of a round that differed. Those that differ in options alone are as far as each other."""
+        """Record the calls of an exchange in which they differed. Ranks that only differ in options are in step."""
         if len({(call.operation, call.path, call.tag) for call in calls}) == 1:
             self.clear(number)
             return
@@ -169,7 +170,7 @@ class CallMismatches:
             self._calls[number], self._error = calls, error
 
     def clear(self, number: int) -> None:
-        """Forget all rounds before this one, in which the ranks were as far as each other."""
+        """Drop all exchanges up to this one, in which the ranks were in step."""
         with self._lock:
             self._calls = {other: calls for other, calls in self._calls.items() if other > number}
             self._skipped = [(other, call) for other, call in self._skipped if other > number]
@@ -177,7 +178,7 @@ class CallMismatches:
     def find_skip_error(
         self, number: int, call: CallSignature, claim_behind: Callable[[int, int], bool]
     ) -> CheckpointError | None:
-        """Return the error of a call that this rank leaves out because others have made it; None if it makes it.
+        """Return the error of a call that this rank skips because others have made it, or None if it makes the call.
 
         >>> a, b, c = (CallSignature.create("save", "/root", tag) for tag in "abc")
         >>> behind, ahead = CallMismatches(0), CallMismatches(1)
@@ -189,10 +190,10 @@ class CallMismatches:
         [None, None]
 
         Args:
-            number: The number of the round that it would have.
+            number: Number of the exchange that the call would have.
             call: The call.
-            claim_behind: Given the first of the rounds and another rank: claims that this rank is behind the other one;
-                whether that one has not claimed the opposite.
+            claim_behind: Called with the number of the first mismatch and another rank to claim that this rank is
+                behind that rank. Returns False if the other rank has already claimed the opposite.
         """
         with self._lock:
             rounds = sorted(self._calls)
@@ -211,7 +212,7 @@ class CallMismatches:
 
 
 def _count_caught_up(own: Sequence[CallSignature], other: Sequence[CallSignature]) -> int:
-    """Return how many of another rank's calls this one has made later, too, of those that it begins with.
+    """Return the number of another rank's first calls that this rank has made later.
 
     >>> a, b, c = (CallSignature.create("save", "/root", tag) for tag in "abc")
     >>> _count_caught_up([a, b], [b, c]), _count_caught_up([b, c], [a, b])
@@ -224,12 +225,12 @@ def _count_caught_up(own: Sequence[CallSignature], other: Sequence[CallSignature
 
 
 def is_skipped_call(call: CallSignature, verdict: Handshake) -> bool:
-    """Whether a verdict is about another call, which this rank has left out, and for which the others gave it up."""
+    """Return True if a verdict is about another call that this rank has skipped and the others have given up."""
     return isinstance(verdict.error, RankFailedError) and verdict.exit_error is None and verdict.call != call
 
 
 def find_call_mismatch(calls: Sequence[CallSignature]) -> UsageError | None:
-    """The error for ranks that make different calls; None if they make the same.
+    """Return the error for ranks that make different calls, or None if all calls are equal.
 
     >>> a, b = CallSignature.create("save", "/root", "a"), CallSignature.create("save", "/root", "b")
     >>> find_call_mismatch([a, a])
@@ -243,7 +244,7 @@ def find_call_mismatch(calls: Sequence[CallSignature]) -> UsageError | None:
         return None
     alike = all(
         call.operation == calls[0].operation for call in calls
-    )  # else their options have other names, and say no more
+    )  # options of different functions are not comparable
     names = {name: None for call in calls for name in call.options if alike}
     said = [[str(call) for call in calls]]
     said += [[f"{name}={call.options.get(name, 'nothing')}" for call in calls] for name in names]

@@ -1,9 +1,9 @@
 """A call of one rank in its job, and the sequence of calls that all ranks make together.
 
-The `Exchange` of a `Job` has the same number on all ranks, assigned by the process-wide `ExchangeSequence`. Each
-rank closes an exchange when it has received everything, and messages are deleted from the store once all ranks have
-closed it. `shut_down` announces the exit of this process, and keeps rank 0 alive until the other ranks have
-received its last messages. This module imports no framework: `current_job` finds the ranks.
+The `Exchange` of a `Job` has the same number on all ranks, assigned by the process-wide `ExchangeSequence`. Each rank
+closes an exchange when it has received everything, and messages are deleted from the store once all ranks have closed
+it. `shut_down` announces the exit of this process, and keeps rank 0 alive until the other ranks have received its last
+messages. This module imports no framework: `current_job` finds the ranks.
 """
 
 from __future__ import annotations
@@ -34,41 +34,43 @@ from xla_ckpt.storage.process_state import fork_safe_lock, register_fork_reset
 logger = get_logger(__name__)
 
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds that a rank waits for another before it gives up, by default."""
+"""Default time that a rank waits for another before it gives up (s)."""
 
 
 class ExchangeSequence:
-    """The rounds of one process with its peers. All of them number the rounds alike. Safe for several threads."""
+    """The exchanges of one process with its peers, numbered equally on all ranks. Thread-safe.
+
+    Args:
+        communicator: Client of the job's store.
+        last_number: Number of the last exchange of an earlier process group on the same store.
+    """
 
     def __init__(self, communicator: Communicator, last_number: int = 0) -> None:
         self.communicator = communicator
         self._lock = fork_safe_lock()
         self.last_number = last_number
-        """Number of the latest round.
-
-        The first follows `last_number`, which an earlier group on the same store reached.
-        """
+        """Number of the latest exchange."""
         self._open_exchanges: dict[str, tuple[int, Exchange]] = {}
-        """(number, round) of rounds of which something is left in the store, by name, oldest first."""
+        """Exchanges with keys left in the store, oldest first: name -> (number, exchange)."""
         self.mismatches = CallMismatches(communicator.rank)
-        """The calls of the latest rounds if they differed."""
+        """The calls of the latest exchanges in which they differed."""
         self.exit_error: CheckpointError | None = None
-        """That a rank has ended, once it is known: no call of all ranks can succeed any more."""
+        """The error of all further calls once a rank has exited; otherwise None."""
 
     def begin(self, operation: str, timeout: float) -> Exchange:
-        """The next round: the same one on all ranks that make the same calls in the same order."""
+        """Return the next exchange, which is the same on all ranks that make the same calls in the same order."""
         exchange = Exchange(self.communicator, "", timeout, LoadError if operation == "load" else SaveError)
         self._assign_number(exchange)
         return exchange
 
     def create_next(self, timeout: float) -> Exchange:
-        """The round in which the others wait for this rank, if they call it once more. It does not take part in it."""
+        """Return the exchange of the next call without participating in it."""
         return Exchange(self.communicator, f"call/{self.last_number + 1}", timeout)
 
     def skip_exchange(self, exchange: Exchange) -> None:
-        """Leave a round that is of another call, and has failed, for the next one.
+        """Replace the exchange of a different, failed call with the next one.
 
-        What this rank has said in it stays in the store: another rank may still have to pass it over.
+        The messages of this rank stay in the store, because another rank may still need them to skip the exchange too.
         """
         with self._lock:
             self._open_exchanges.pop(exchange.name, None)
@@ -80,13 +82,15 @@ class ExchangeSequence:
             self.last_number += 1
             exchange.number = self.last_number
             exchange.name = exchange.outer_name = (
-                f"call/{self.last_number}"  # whatever is called: ranks that differ have to meet
+                f"call/{self.last_number}"  # independent of the operation, so that ranks with different calls meet
             )
             if self.communicator.size > 1:
                 self._open_exchanges[exchange.name] = self.last_number, exchange
 
     def give_back(self, exchange: Exchange) -> bool:
-        """Leave the latest round for the next call, because this one is not made; whether it is still the latest."""
+        """Return the number of the latest exchange, because the call is skipped. Return True if it was still the
+        latest.
+        """
         with self._lock:
             if exchange.number != self.last_number:
                 return False
@@ -95,10 +99,11 @@ class ExchangeSequence:
             return True
 
     def claim_behind(self, timeout: float, number: int, other: int) -> bool:
-        """Claim that this rank is behind another one since a round; whether that one has not claimed the opposite.
+        """Claim that this rank is behind another one since an exchange. Return False if that rank has claimed the
+        opposite.
 
         Raises:
-            RankFailedError: The store is gone.
+            RankFailedError: The store is unreachable.
         """
         rank = self.communicator.rank
         exchange = Exchange(self.communicator, f"call/{number}", timeout)
@@ -106,10 +111,10 @@ class ExchangeSequence:
 
     @contextlib.contextmanager
     def participate(self, exchange: Exchange) -> Iterator[None]:
-        """Around all that this rank says and hears in a round: at the end it closes the round.
+        """Wrap all communication of this rank in an exchange, and close the exchange at the end.
 
-        It does so after an error, too, because the others wait for it. Only after the loss of another rank it does
-        not: the store may be gone with that rank, and nobody waits for this round any more.
+        The exchange is also closed after an error, because the other ranks wait for it. It is not closed after the
+        loss of a rank, because the store may be gone with that rank, and the other ranks no longer wait.
         """
         try:
             yield
@@ -117,7 +122,7 @@ class ExchangeSequence:
             with self._lock:
                 self._open_exchanges.pop(
                     exchange.name, None
-                )  # the lost rank never closes it, so nobody could ever tidy it
+                )  # the lost rank never closes it, so it can never be deleted
             raise
         except BaseException as error:
             if not isinstance(error, CheckpointError):
@@ -127,15 +132,15 @@ class ExchangeSequence:
         _close_exchange(exchange)
 
     def delete_finished(self, timeout: float) -> None:
-        """Remove from the store what this rank said in rounds that all ranks have closed. It does not wait for them.
+        """Delete this rank's messages of exchanges that all ranks have closed, without waiting for them.
 
         Args:
-            timeout: Seconds that a request to the store may take.
+            timeout: Timeout of a request to the store (s).
 
         Raises:
-            RankFailedError: The store is gone.
+            RankFailedError: The store is unreachable.
         """
-        with self._lock:  # released before the store is asked: who begins a round must not wait for the store
+        with self._lock:  # released before requests to the store, so that starting an exchange never waits for them
             rounds = list(self._open_exchanges.values())
         settled = self._find_last_closed(rounds, timeout) if rounds else 0
         for number, exchange in rounds:
@@ -145,9 +150,9 @@ class ExchangeSequence:
                     self._open_exchanges.pop(exchange.name, None)
 
     def _find_last_closed(self, exchanges: Sequence[tuple[int, Exchange]], timeout: float) -> int:
-        """The latest round up to which all ranks have closed all rounds; 0 if there is none.
+        """Return the number of the last exchange up to which all ranks have closed all exchanges, or 0.
 
-        Rank 0 finds out for all, so that the store is not asked by every rank about every other.
+        Rank 0 publishes it, so that not every rank queries the store about every other.
         """
         books = Exchange(self.communicator, "rounds", timeout)
         if books.rank != 0:
@@ -155,16 +160,16 @@ class ExchangeSequence:
         settled = 0
         for number, exchange in exchanges:
             if not exchange.is_closed():
-                break  # a later round may be closed already: its messages wait for those of this one
+                break  # a later exchange may be closed already, but messages are deleted in order
             settled = number
         if settled:
-            books.publish("settled", settled)  # written over again and again, and never removed
+            books.publish("settled", settled)  # overwritten each time, and never deleted
         return settled
 
     def wait_for_peers(self, seconds: float) -> None:
-        """On rank 0: wait until all ranks have closed all rounds, at most so many seconds.
+        """On rank 0, wait until all ranks have closed all exchanges, at most `seconds` seconds.
 
-        Without a launcher the store lives in the process of rank 0, and ends with it.
+        Without a launcher, the process of rank 0 hosts the store, which ends with it.
         """
         if self.communicator.rank != 0:
             return
@@ -179,7 +184,7 @@ class ExchangeSequence:
 
 
 def _report_interruption(exchange: Exchange, error: BaseException) -> None:
-    """Tell the other ranks why this one leaves a call that all are in: a signal handler has raised, for instance."""
+    """Send the other ranks the reason why this rank leaves a call, such as an exception from a signal handler."""
     if exchange.size > 1:
         exchange.decide_outcome(
             RankFailedError(
@@ -194,38 +199,40 @@ def _close_exchange(exchange: Exchange) -> None:
     try:
         exchange.close()
     except RankFailedError as error:
-        # The call has its result, which must not be lost for this. The next call finds the store gone, and raises.
+        # The call has a result, which must not be lost. The next call finds that the store is unreachable, and raises.
         logger.warning("the end of a call could not be told to the other ranks: %s", error)
 
 
 EXIT_GRACE_SECONDS = 10.0
-"""Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""
+"""Maximum time that rank 0 waits at exit for ranks that have not received the last messages (s)."""
 
 EXIT_ANNOUNCE_SECONDS = 1.0
-"""Seconds that the store has at the exit of the program to take the word of its end: it may have ended before."""
+"""Timeout for announcing the exit of this process (s). The store may have ended before."""
 
-_sequences: list[ExchangeSequence] = register_fork_reset([], list.clear)  # a worker that a rank forks is not that rank
-"""The rounds of the current process group, if there were any. A later group gets others."""
+_sequences: list[ExchangeSequence] = register_fork_reset([], list.clear)  # a worker forked by a rank is not that rank
+"""The exchange sequence of the current process group, if any. A later group gets a new one."""
 
 
 def get_exchange_sequence(communicator: Communicator) -> ExchangeSequence:
-    """The rounds over a communicator. Their numbers go on from those of an earlier one, which used the same store."""
+    """Return the exchange sequence of a communicator. Its numbers continue after an earlier group with the same
+    store.
+    """
     if not _sequences or _sequences[0].communicator is not communicator:
-        # One number is left out: in that round a rank of the earlier group may have said that it has ended.
+        # Skip one number: a rank of the earlier group may have announced its exit in that exchange.
         _sequences[:] = [ExchangeSequence(communicator, _sequences[0].last_number + 1 if _sequences else 0)]
     return _sequences[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call of one process, among the same calls of its peers."""
+    """One call of one rank in its job."""
 
     exchange: Exchange
     placement: RankInfo
     sequence: ExchangeSequence
 
     def participate(self) -> AbstractContextManager[None]:
-        """A context around everything that this rank says and hears in its call."""
+        """Return a context for all communication of this rank in its call."""
         return self.sequence.participate(self.exchange)
 
     def begin_call(
@@ -234,22 +241,21 @@ class Job:
         prepare: Callable[[], Any] = lambda: None,
         combine: Callable[[list[Any]], Any] = lambda _: None,
     ) -> Any:
-        """Begin a call together with all ranks: each says which call it makes, and nothing is done before all have.
+        """Begin a call on all ranks: exchange signatures, so that nothing is done before all ranks have joined.
 
-        A rank that has left calls out which the others gave up takes part in the next one: it comes later to fewer
-        rounds than they, and goes on to the one that they are in.
+        A rank that has skipped calls, which the others gave up, joins the exchange that they are in.
 
         Args:
-            call: What this rank was called for, as far as all ranks have to be called for the same.
-            prepare: What may fail on a rank, and has to be done before. It returns JSON.
-            combine: What rank 0 makes of all that the ranks have prepared. It returns JSON, too.
+            call: Signature of the call, which must be equal on all ranks.
+            prepare: Function that runs before the exchange, may fail, and returns JSON.
+            combine: Function that rank 0 applies to the prepared values of all ranks. It returns JSON.
 
         Returns:
-            What `combine` has returned, on all ranks.
+            The result of `combine`, on all ranks.
 
         Raises:
-            CheckpointError: What `prepare` raised on the lowest rank that failed; the same on all ranks.
-            RankFailedError: A rank did not come in time.
+            CheckpointError: The error of `prepare` on the lowest rank that failed; the same on all ranks.
+            RankFailedError: A rank did not join in time.
             UsageError: The ranks make different calls.
         """
         if self.exchange.size == 1:
@@ -274,15 +280,15 @@ class Job:
         return verdict.value
 
     def skip_if_behind(self, call: CallSignature, earlier: CheckpointError | None = None) -> None:
-        """Refuse a call that the other ranks have made before, while this one made another. It takes no round.
+        """Raise an error for a call that the other ranks made earlier, while this rank made another. Uses no exchange.
 
         Args:
-            call: What this rank was called for.
-            earlier: What is raised then instead.
+            call: Signature of the call.
+            earlier: Error to raise instead, if given.
 
         Raises:
-            UsageError: It is such a call. The next call of all ranks is the same one.
-            RankFailedError: The store is gone.
+            UsageError: The call is skipped. The next call is the same on all ranks.
+            RankFailedError: The store is unreachable.
         """
         number = self.exchange.number
         error = self.sequence.mismatches.find_skip_error(
@@ -292,27 +298,29 @@ class Job:
             raise earlier or error
 
     def resolve_progress(self, progress: bool | None) -> bool | None:
-        """Whether this rank may show a progress bar."""
+        """Return `progress` on rank 0, and False on other ranks, which show no progress bar."""
         return progress if self.exchange.rank == 0 else False
 
 
 def _copy_for_call(error: CheckpointError, call: CallSignature) -> CheckpointError:
-    """The same error, of one of the calls that it is the error of."""
+    """Return a copy of an error for another call that it applies to."""
     return from_json(error.to_json()).at(path=call.path or None, tag=call.tag)
 
 
 def has_launcher_store() -> bool:
-    """Whether the job's store is in the launcher's process: else it is in that of rank 0, and ends with it."""
+    """Return True if the launcher's process hosts the job's store. Otherwise rank 0 hosts it, and it ends with rank
+    0.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def shut_down(communicator: Communicator | None) -> None:
-    """At the end of the program: tell the other ranks of it, and wait for those that have to hear of its last calls.
+    """Announce the exit of this process to the other ranks, and wait for ranks that need the last messages.
 
-    They hear through the store, and where there is no launcher, rank 0's process holds it.
+    Without a launcher the store is in the process of rank 0, so rank 0 must not exit before they are received.
 
     Args:
-        communicator: What this process would meet the others through if it made its first call now.
+        communicator: Communicator to use if this process has not made a call yet.
     """
     if not _sequences and communicator is not None:
         get_exchange_sequence(communicator)
@@ -320,7 +328,7 @@ def shut_down(communicator: Communicator | None) -> None:
         try:
             announce_exit(rounds.create_next(EXIT_ANNOUNCE_SECONDS))
         except (RankFailedError, RuntimeError) as error:
-            # The store was in another process, which has ended; or Python starts no thread any more to reach it by.
+            # The process with the store has exited, or Python cannot start the thread that would connect to it.
             logger.debug("the end of this process could not be told to other ranks: %s", error)
     if not has_launcher_store():
         for rounds in _sequences:

@@ -1,4 +1,4 @@
-"""Find the device mesh of the training library: neuronx-distributed's, or that of a registered source."""
+"""Find the device mesh of the training library: neuronx-distributed, or a registered source."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import check_arguments
 
 NXD_PARALLEL_STATE = "neuronx_distributed.parallel_layers.parallel_state"
-"""neuronx-distributed's module, which is asked if the program has imported it."""
+"""neuronx-distributed module that is queried if the program has imported it."""
 
 _sources: list[Callable[[], Mesh | None]] = []
 
 
 @check_arguments
 def add_mesh_source(source: Callable[[], Mesh | None]) -> None:
-    """Have saves and loads without a ``mesh=`` ask a training library how it has arranged the ranks.
+    """Register a function that returns the device mesh for saves and loads without ``mesh=``.
 
-    It is asked in every such call, on every rank. Sources are asked in the order in which they were added, after
-    neuronx-distributed, and the first answer counts.
+    It is called in every such save or load, on every rank. Sources are called in the order of registration, after
+    neuronx-distributed, and the first result that is not None is used.
 
     Args:
-        source: Returns the mesh, ranks in the order that `Mesh` describes; None while nothing is set up.
+        source: Return the mesh, with ranks in the order that `Mesh` describes, or None if parallelism is not
+            initialized.
     """
     if source not in _sources:
         _sources.append(source)
 
 
 def get_current_mesh(rank: int, world_size: int) -> Mesh | None:
-    """The mesh of an initialised parallel state; None if there is none.
+    """Return the mesh of an initialized parallel state, or None.
 
     Raises:
-        UsageError: neuronx-distributed's groups are not in the rank order that this library knows.
+        UsageError: The rank order of the neuronx-distributed groups is unsupported.
     """
     state = sys.modules.get(NXD_PARALLEL_STATE)
     if state is not None and state.model_parallel_is_initialized():
@@ -69,9 +70,9 @@ def _check_rank_order(mesh: Mesh, state: Any, rank: int) -> Mesh:
 
 
 def has_adjacent_kv_replicas() -> bool:
-    """Whether neuronx-distributed has neighbouring ranks hold the same keys and values, as it does on trn2.
+    """Return True if neuronx-distributed places KV replicas on adjacent ranks, as it does on trn2.
 
-    Elsewhere they are repeated as a whole: ranks that hold the same are tp / kv_size_multiplier ranks apart.
+    Otherwise the replicas are tp / kv_size_multiplier ranks apart.
     """
     groups = getattr(sys.modules.get(NXD_PARALLEL_STATE), "_KV_SHARED_GROUP_SPMD", None)
     first = list(groups[0]) if groups else []

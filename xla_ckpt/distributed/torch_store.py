@@ -1,7 +1,7 @@
-"""Client of torch.distributed's key-value store, with timeouts that hold when its host is gone.
+"""Client of the torch.distributed key-value store, with timeouts that hold even if its host is unreachable.
 
-Each concurrent request has a connection and a thread of its own, because torch may block far beyond the timeout.
-This module imports torch, so import it only after the program has created a process group.
+Each concurrent request has its own connection and thread, because torch may block far beyond the timeout. This module
+imports torch, so import it only after the program has created a process group.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from xla_ckpt.storage.synchronization import Future
 from xla_ckpt.storage.threads import start_thread
 
 STORE_TIMEOUT_SECONDS = 30.0
-"""Seconds within which the store itself must answer, at most."""
+"""Maximum time for a response of the store (s)."""
 
 GRACE_SECONDS = 2.0
-"""Seconds that a request may take beyond its timeout: the end of a wait is a message to the store, too."""
+"""Seconds that a request may take beyond its timeout, because ending a wait also takes a message to the store."""
 
 
 class _StoreConnection:
-    """A connection to the store, with a thread of its own.
+    """A connection to the store with its own thread.
 
-    torch can wait for minutes, whatever the timeout, once the host of the store is gone or cut off: then this thread
-    is left to itself.
+    If the host of the store is unreachable, torch may block for minutes regardless of the timeout. The thread is then
+    abandoned.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -43,7 +43,12 @@ class _StoreConnection:
         self._requests.put(None)
 
     def call(self, request: Callable[[Any], Any], seconds: float) -> Any:
-        """The result of `request` on the store; TimeoutError if there is none in time."""
+        """Return the result of `request` applied to the store.
+
+        Raises:
+            TimeoutError: There was no result within `seconds` seconds.
+            Exception: Any exception raised by `request`.
+        """
         answer = Future[Any]()
         self._requests.put((request, answer))
         return answer.result(seconds)
@@ -67,22 +72,23 @@ def _serve_requests(connect: Callable[[], Any], requests: queue.SimpleQueue[_Sto
 
 
 class TorchCommunicator:
-    """A rank's view of the process group's store. Safe for several threads: each uses a connection of its own."""
+    """A rank's client of the process group's store. Thread-safe: each concurrent request uses its own connection."""
 
     def __init__(self) -> None:
         import torch.distributed.distributed_c10d as c10d
 
         self.group = torch.distributed.group.WORLD
-        """The process group that it belongs to."""
+        """Process group of this communicator."""
         self.rank: int = torch.distributed.get_rank()
         self.size: int = torch.distributed.get_world_size()
         store: Any = c10d._get_default_store()
         self._store: Any = c10d.PrefixStore("xla_ckpt", store)
-        # Who waits on a connection holds it: training's own use of the store must not wait for that.
-        self._is_failing = False  # whether the store has answered the last request by an error, or not at all
+        # Cloned for each connection: a waiting request blocks its connection, which must not delay the training
+        # program.
+        self._is_failing = False  # True if the last request failed or timed out
         self._idle_connections: list[
             _StoreConnection
-        ] = []  # connections are kept: torch asks the name server for each new one
+        ] = []  # reused, because torch resolves the host name for each new connection
 
     def _call_store(self, action: Callable[[Any], Any], seconds: float) -> Any:
         try:
@@ -95,12 +101,12 @@ class TorchCommunicator:
             self._is_failing = True
             raise
         self._is_failing = False
-        self._idle_connections.append(line)  # only now: after an error nobody knows what it still waits for
+        self._idle_connections.append(line)  # not after an error, when it may still be waiting
         return answer
 
     def _call_with_timeout(self, action: Callable[[Any], Any], timeout: float) -> Any:
-        # Who has found the store gone tells the others of it, for which torch connects anew, again and again: that must
-        # not take REACH once more.
+        # After the store has become unreachable, this rank still tries to notify the others, for which torch reconnects
+        # repeatedly. That must not take `STORE_TIMEOUT_SECONDS` again.
         seconds = GRACE_SECONDS if self._is_failing else min(timeout + GRACE_SECONDS, STORE_TIMEOUT_SECONDS)
         try:
             return self._call_store(action, seconds)
@@ -113,7 +119,7 @@ class TorchCommunicator:
         self._call_with_timeout(lambda store: store.set(key, value), timeout)
 
     def put_if_absent(self, key: str, value: bytes, timeout: float = STORE_TIMEOUT_SECONDS) -> bytes:
-        text = value.decode("ascii")  # torch takes a string here, where it takes bytes elsewhere
+        text = value.decode("ascii")  # torch requires a str here, unlike elsewhere
         return bytes(self._call_with_timeout(lambda store: store.compare_set(key, "", text), timeout))
 
     def get(self, key: str, timeout: float) -> bytes:
@@ -121,23 +127,23 @@ class TorchCommunicator:
 
         def wait(store: Any) -> bytes | None:
             try:
-                # torch cuts it to milliseconds: a wait that ended before `end` would be taken for a broken store.
+                # torch truncates it to milliseconds: a wait that ended before `end` would be treated as a broken store.
                 left = max(math.ceil((end - time.monotonic()) * 1000), 1)
                 store.wait([key], datetime.timedelta(milliseconds=left))
             except torch.distributed.DistStoreError:
                 if time.monotonic() < end:
                     raise
-                # The store has confirmed that the wait is over. The connection is kept: for a new one torch asks the
-                # name server, which takes five seconds where none answers, and others wait for what comes next.
+                # The store has confirmed the timeout. Keep the connection, because a new one requires a name lookup,
+                # which takes five seconds if the name server does not respond, while other ranks wait.
                 return None
             return bytes(store.get(key))
 
         try:
             value: bytes | None = self._call_store(wait, timeout + GRACE_SECONDS)
         except (RuntimeError, LookupError, TimeoutError) as error:
-            # Not every store of torch's has that error for a wait that ran out (LookupError, RuntimeError).
+            # Not every torch store raises DistStoreError on timeout (LookupError, RuntimeError).
             if time.monotonic() >= end:
-                # A store that works ends the wait itself.
+                # A working store ends the wait itself.
                 self._is_failing = type(error) is TimeoutError
                 raise TimeoutError(key) from error
             raise ConnectionError(str(error)) from error
@@ -156,7 +162,7 @@ _torch_communicator: list[TorchCommunicator] = register_fork_reset([], list.clea
 
 
 def get_torch_communicator() -> TorchCommunicator:
-    """The communicator of the current process group: a later group gets a new one."""
+    """Return the communicator of the current process group; a new group gets a new communicator."""
     if not _torch_communicator or _torch_communicator[0].group is not torch.distributed.group.WORLD:
         _torch_communicator[:] = [TorchCommunicator()]
     return _torch_communicator[0]
