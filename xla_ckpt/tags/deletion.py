@@ -14,17 +14,18 @@ from xla_ckpt.tags.root import Root, make_no_such_tag_error, require_tag
 
 
 def delete_tag(root: Root, tag: str, *, force: bool) -> None:
-    """Delete a tag of ours, durably. Who has it open reads on; its files go when nobody does any more.
+    """Delete a native tag durably. Open readers keep its files, which are deleted once no reader has them open.
 
     Args:
-        root: Where it is.
-        tag: Which tag.
-        force: Delete it although it is pinned, being read, or the last tag, or the last one that can be read.
+        root: Root that contains it.
+        tag: Name of the tag.
+        force: Delete it even if it is pinned, being read, the last tag, or the last readable tag.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        UsageError: It is pinned, being read, or the last one, without `force`; or a save of this tag is running.
-        StorageError: The storage refused.
+        NoCheckpointError: The tag does not exist.
+        UsageError: The tag is pinned, being read or the last one, and `force` is False; or a save of this tag is
+            running.
+        StorageError: The storage failed.
     """
     check_deletable(root, [tag], force=force)
     retire_tag(root, tag)
@@ -33,22 +34,22 @@ def delete_tag(root: Root, tag: str, *, force: bool) -> None:
 
 
 def retire_tag(root: Root, tag: str) -> None:
-    """Have a tag disappear that may be deleted, durably. Its files go with `Root.clean`.
+    """Remove a deletable tag from the root durably. `Root.clean` deletes its files.
 
     Raises:
-        NoCheckpointError: There is no such tag.
-        StorageError: The storage refused.
+        NoCheckpointError: The tag does not exist.
+        StorageError: The storage failed.
     """
     try:
         root.retire(tag)
     except FileNotFoundError:
-        raise make_no_such_tag_error(root, tag) from None  # a save's retention came first
+        raise make_no_such_tag_error(root, tag) from None  # retired by a concurrent save
     except OSError as error:
         raise StorageError.of(error, "deleting a tag", path=root.path, tag=tag) from error
 
 
 def check_deletable(root: Root, tags: Sequence[str], *, force: bool) -> None:
-    """Refuse to delete tags of ours if one of them must stay. Each is deleted by itself: this says it beforehand.
+    """Raise an error if one of these native tags must not be deleted, before the first one is deleted.
 
     Raises:
         CheckpointError: As `delete_tag`.
@@ -60,7 +61,8 @@ def check_deletable(root: Root, tags: Sequence[str], *, force: bool) -> None:
 
 
 def find_refusals(root: Root, tags: Collection[str], *, force: bool) -> dict[str, UsageError]:
-    """Why some of these tags of ours must stay. The root is listed once, and one manifest of those that stay is read.
+    """Return the errors for those of the native tags that must not be deleted. Lists the root once and reads few
+    manifests.
 
     Raises:
         CheckpointError: The root cannot be read.
@@ -80,11 +82,10 @@ def find_refusals(root: Root, tags: Collection[str], *, force: bool) -> dict[str
 
 
 def apply_retention(root: Root, retention: Retention) -> None:
-    """Delete the tags that a policy does not keep, but for those that somebody reads. One that cannot be moved is told
-    of once.
+    """Delete the tags that a policy does not keep, except those being read. A failure to move one is logged once.
 
     Raises:
-        StorageError: The storage refused to list them, or to clean up.
+        StorageError: The storage failed to list the tags or to clean up.
     """
 
     def retire_unread(tag: str) -> None:
@@ -98,12 +99,15 @@ def apply_retention(root: Root, retention: Retention) -> None:
 
 
 def make_busy_error(root: Root, tag: str) -> UsageError:
-    """The error for a tag that somebody writes."""
+    """Return the error for a tag that is being written."""
     return UsageError("a save of this tag is running", path=root.path, tag=tag, hint="Try again when it has ended.")
 
 
 def _find_refusal(root: Root, entry: TagEntry, *, is_last: bool, is_last_sound: bool) -> UsageError | None:
-    """Why a tag must stay, unless it is forced to go. `is_last_sound`: no other one can be read."""
+    """Return the error for a tag that may only be deleted with `force`, or None.
+
+    `is_last_sound` is True if no other tag can be read.
+    """
     if entry.pinned:
         problem, hint = "this tag is pinned", "Unpin it first"
     elif is_last:

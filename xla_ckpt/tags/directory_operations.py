@@ -1,8 +1,8 @@
 """Directory operations in a root: atomic replacement, trash, retirement and cleanup after killed saves.
 
-`replace_directory` exchanges a draft with the directory of its name in one step, and refuses to overwrite the
-result of a concurrent save. Retired tags move to the trash with one rename; files are removed when no reader has
-them open.
+`replace_directory` exchanges a draft with the directory that has its final name atomically, and raises an error instead
+of overwriting the result of a concurrent save. Retired tags move to the trash with one rename; files are deleted when
+no reader has them open.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ logger = get_logger(__name__)
 
 
 def clean_root(store: FileSystem, only: str | None = None) -> None:
-    """Remove what killed or replaced writers left: unfinished directories, old versions, trash.
+    """Remove leftovers of killed or replaced writers: drafts, old versions and trash. Roll back an interrupted
+    replacement.
 
-    Directories that somebody writes or reads are left alone; they go next time. Undoes a replacement that was
-    killed half-way.
+    Directories in use are skipped until the next call.
 
     Args:
         store: The root directory.
-        only: Clean up after writers of this name alone: the directory is none of tags, and what else lies in it may be
-            anybody's.
+        only: Only clean up leftovers of this name. Used if the directory is not a root of tags and may contain
+            unrelated files.
 
     Raises:
         StorageError: A link or a file has the name of the trash.
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     check_is_directory(store, TRASH_NAME)
     doomed = []
@@ -43,14 +43,14 @@ def clean_root(store: FileSystem, only: str | None = None) -> None:
         if only is not None and name != REPLACED_PREFIX + only and not is_draft(name, only):
             continue
         if not store.is_directory(name):
-            continue  # a link or a file of the program's own
+            continue  # a link or a file that does not belong to this library
         with _ignore_permission_errors(store, name):
             if name.startswith(REPLACED_PREFIX) and not store.has(target := name[len(REPLACED_PREFIX) :]):
                 logger.warning("%s: a replacement of %s was interrupted; the old version is back", store.path, target)
                 store.rename(name, target)
                 store.sync()
             elif name.startswith(REPLACED_PREFIX):
-                doomed.append(move_to_trash(store, name))  # also if it is read: the next replacement needs the name
+                doomed.append(move_to_trash(store, name))  # even if in use: the name is needed again
             elif name.startswith(DRAFT_PREFIX):
                 doomed.append(name)
     with _ignore_permission_errors(store, TRASH_NAME):
@@ -62,7 +62,7 @@ def clean_root(store: FileSystem, only: str | None = None) -> None:
 
 
 def list_leftovers(store: FileSystem) -> set[str]:
-    """What lies in a root directory for `clean_root` to look after."""
+    """Return the leftovers in a root directory that `clean_root` handles."""
     names = [n for n in store.list_names() if n.startswith((DRAFT_PREFIX, REPLACED_PREFIX))]
     return {*names, *(f"{TRASH_NAME}/{name}" for name in store.list_names(TRASH_NAME))}
 
@@ -70,8 +70,8 @@ def list_leftovers(store: FileSystem) -> set[str]:
 def _remove_expired(store: FileSystem, names: Sequence[str]) -> None:
     doomed = [name for name in names if not store.is_in_use(name)]
     if doomed:
-        # What has no files any more must not have its name again after a loss of power: a tag that was retired, or the
-        # old version of one that was replaced, which has the name of the draft since then.
+        # A directory whose files are deleted must not get its former name back after a power loss: a retired tag, or
+        # the old version of a replaced tag, which got the name of the draft.
         store.sync()
     for name in doomed:
         with _ignore_permission_errors(store, name):
@@ -80,13 +80,13 @@ def _remove_expired(store: FileSystem, names: Sequence[str]) -> None:
         with (
             _ignore_permission_errors(store, TRASH_NAME),
             contextlib.suppress(FileNotFoundError),
-        ):  # another program came first
-            # Not `remove_directory`: somebody may move a tag there at this moment, which may still be read.
+        ):  # another program was faster
+            # Not `remove_directory`: another process may move a tag there now, which may still be read.
             store.remove_empty(TRASH_NAME)
 
 
 def is_draft(name: str, target: str) -> bool:
-    """Whether a directory is, or may be, filled to become the one of a name.
+    """Return True if a directory is, or may be, a draft of a name.
 
     >>> is_draft(".new-best-1", "best"), is_draft(".new-best-of-all", "best")
     (True, False)
@@ -96,12 +96,12 @@ def is_draft(name: str, target: str) -> bool:
 
 
 _warned: set[tuple[str, str]] = set()
-"""(root directory, name) of what could not be removed, and has been told of: a save an hour tells it once."""
+"""(root directory, name) pairs for which a warning about a failed removal was logged, so that it is logged once."""
 
 
 @contextlib.contextmanager
 def _ignore_permission_errors(store: FileSystem, name: str) -> Iterator[None]:
-    """Leave what this user may not touch: another user's leftovers are no reason for a save to fail."""
+    """Ignore permission errors of the block with a warning: leftovers of another user must not fail a save."""
     try:
         yield
     except PermissionError as error:
@@ -115,10 +115,10 @@ def _warn_once(store: Store, name: str, error: Exception) -> None:
 
 
 def check_is_directory(store: FileSystem, name: str) -> None:
-    """Refuse a root in which a link, which may lead anywhere, or a file has one of this library's own names.
+    """Raise an error if a reserved name is a link, which may point anywhere, or a file.
 
     Raises:
-        StorageError: It has.
+        StorageError: The name is not a directory.
     """
     if store.has(name) and not store.is_directory(name):
         raise StorageError(
@@ -131,10 +131,10 @@ def check_is_directory(store: FileSystem, name: str) -> None:
 
 
 def move_to_trash(store: FileSystem, name: str) -> str:
-    """Move a directory away, under a name that is free there, and return that. Who reads it does not notice.
+    """Move a directory into the trash under an unused name, and return that name. Open readers are not affected.
 
     Raises:
-        OSError: The storage refused, the directory is gone, or a link or a file has the name of the trash.
+        OSError: The storage failed, the directory does not exist, or a link or a file has the name of the trash.
     """
     check_is_directory(store, TRASH_NAME)
     places = (f"{TRASH_NAME}/{name}-{n}" for n in itertools.count())
@@ -153,15 +153,15 @@ def move_to_trash(store: FileSystem, name: str) -> str:
 
 
 def find_tags_retired_by(store: FileSystem, new: TagEntry, retention: Retention | None) -> list[TagEntry]:
-    """Return the tags that are not to be kept any more when a new one has its name, oldest first.
+    """Return the tags that a policy drops when a new tag is committed, oldest first.
 
-    That the tags cannot be listed is logged, and all are kept.
+    If the tags cannot be listed, a warning is logged and all are kept.
 
     Raises:
         UsageError: The policy failed.
     """
     if retention is None:
-        return []  # a root of 10,000 tags takes a third of a second to look through
+        return []  # listing a root of 10,000 tags takes a third of a second
     try:
         entries = [entry for entry in listing.list_entries(store) if entry.tag != new.tag]
     except CheckpointError as error:
@@ -172,9 +172,9 @@ def find_tags_retired_by(store: FileSystem, new: TagEntry, retention: Retention 
 
 
 def retire_tags(store: FileSystem, doomed: Sequence[TagEntry]) -> None:
-    """Move tags to the trash, except those that somebody reads, or has pinned or saved again since they were listed.
+    """Move tags to the trash, except those that are being read, or were pinned or saved again since they were listed.
 
-    A tag that cannot be moved stays, which is logged: the tag that retires them is there.
+    If a tag cannot be moved, a warning is logged: the tag that replaces it is committed.
     """
 
     def retire_unchanged(old: TagEntry) -> None:
@@ -188,7 +188,7 @@ def retire_tags(store: FileSystem, doomed: Sequence[TagEntry]) -> None:
 
 
 def retire_each(store: Store, names: Iterable[str], retire_one: Callable[[str], object]) -> None:
-    """Retire the directories with these names. One that cannot be moved stays and is logged once; the others go."""
+    """Call `retire_one` for each name. A failure is logged once per name, and the others are still retired."""
     for name in names:
         try:
             retire_one(name)
@@ -199,18 +199,18 @@ def retire_each(store: Store, names: Iterable[str], retire_one: Callable[[str], 
 
 
 def remove_unused(store: FileSystem, name: str) -> None:
-    """Remove a directory, unless somebody writes or reads it; that it cannot be removed is logged."""
+    """Remove a directory unless it is in use. A failure is logged."""
     if store.is_directory(name):
         _remove_or_warn(store, name, store.remove_unused)
 
 
 def remove_directory(store: FileSystem, name: str) -> None:
-    """Remove a directory; that it cannot be removed is logged."""
+    """Remove a directory. A failure is logged."""
     _remove_or_warn(store, name, store.remove)
 
 
 def remove_empty_root(store: FileSystem) -> None:
-    """Remove the root directory itself, if nothing lies in it; that it cannot be removed is logged."""
+    """Remove the root directory itself if it is empty. A failure is logged."""
     _remove_or_warn(store, "", store.remove_empty)
 
 
@@ -224,24 +224,24 @@ def _remove_or_warn(store: FileSystem, name: str, remove_one: Callable[[str], ob
 
 
 def replace_directory(store: FileSystem, draft: str, name: str, replaced: Identity | None) -> str | None:
-    """Have a directory take its name, durably.
+    """Rename a directory to its final name durably, replacing an existing directory.
 
-    Where the storage cannot exchange two names in one step, the old directory stands under ``.old-<name>`` for an
-    instant, where readers look for it, too.
+    If the storage cannot exchange two names atomically, the old directory is named ``.old-<name>`` for an instant.
+    Readers look for it under both names.
 
     Args:
         store: The root directory.
-        draft: The name that the directory has.
-        name: The name that it takes.
-        replaced: What had the name when the writing began; None if nothing had.
+        draft: Current name of the directory.
+        name: Final name of the directory.
+        replaced: Identity of the directory with the final name when the write began; None if there was none.
 
     Returns:
-        The name under which the old directory stands now; None if there was none.
+        The new name of the old directory; None if there was none.
 
     Raises:
-        SaveError: Another writer has put a directory there since; it has the name.
-        OSError: The storage refused; the name has what it had before.
-        NotDurableError: The name has the new directory, and a loss of power may undo that.
+        SaveError: Another writer has replaced the directory in the meantime; its version is kept.
+        OSError: The storage failed; the name is unchanged.
+        NotDurableError: The new directory is in place, but a power loss may undo that.
     """
     check_no_concurrent_save(store, name, replaced)
     if not store.has(name):
@@ -253,14 +253,14 @@ def replace_directory(store: FileSystem, draft: str, name: str, replaced: Identi
             raise
         return None
     if store.exchange(draft, name):
-        if store.get_identity(draft) != replaced:  # another writer was faster by less than the look before
+        if store.get_identity(draft) != replaced:  # another writer was faster, after the check above
             store.exchange(draft, name)
             raise make_concurrent_save_error(store.path, name)
         sync_or_undo(store, name, lambda: store.exchange(draft, name))
         return draft
     old = REPLACED_PREFIX + name
     if store.has(old):
-        move_to_trash(store, old)  # not removed: somebody may read it
+        move_to_trash(store, old)  # not removed, because it may be read
     store.rename(name, old)
     try:
         if store.get_identity(old) != replaced:
@@ -275,18 +275,18 @@ def replace_directory(store: FileSystem, draft: str, name: str, replaced: Identi
 
 
 def _restore_replaced(store: FileSystem, old: str, name: str, error: BaseException) -> None:
-    """Give the old directory its name again, unless a third writer has taken that by now."""
+    """Rename the old directory back, unless another writer has taken its name."""
     try:
         store.rename(old, name)
     except OSError as refused:
-        raise error from refused  # readers find it under its other name, and the next save gives it back
+        raise error from refused  # readers find it under its other name, and the next save renames it back
 
 
 def check_no_concurrent_save(store: FileSystem, name: str, replaced: Identity | None) -> None:
-    """Refuse to replace what another writer has put there since this one began.
+    """Raise an error if another writer has replaced a directory since this one began.
 
     Raises:
-        SaveError: It has.
+        SaveError: The directory was replaced.
     """
     current = store.get_identity(name)
     if current is not None and current != replaced:
@@ -294,7 +294,7 @@ def check_no_concurrent_save(store: FileSystem, name: str, replaced: Identity | 
 
 
 def make_concurrent_save_error(path: str, name: str) -> SaveError:
-    """The error for what another writer has put in the place of what was there when this one began."""
+    """Return the error for a directory that another writer has replaced since this one began."""
     return SaveError(
         "another job has saved this checkpoint meanwhile",
         path=path,

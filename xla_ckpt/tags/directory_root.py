@@ -1,8 +1,8 @@
 """Checkpoint root in a file system: one directory for each tag; drafts have temporary names.
 
-Drafts are ``.new-<name>``. A `DirectoryDraft` is committed by exchanging its name with the old version, which is
-otherwise set aside as ``.old-<name>``. Retired tags are renamed into ``.trash``. Directory locks show readers and
-writers, and a lease allows one job at a time to save.
+Drafts are named ``.new-<name>``. A `DirectoryDraft` is committed by exchanging its name with the old version; without
+support for that, the old version is renamed to ``.old-<name>``. Retired tags are renamed into ``.trash``. Directory
+locks mark readers and writers, and a lease allows one job at a time to save.
 """
 
 from __future__ import annotations
@@ -63,41 +63,43 @@ logger = get_logger(__name__)
 
 
 class CommitHooks(Protocol):
-    """The tags of a root directory, in which a draft becomes one."""
+    """Callbacks from a draft to its root when it becomes a tag."""
 
     def find_tags_retired_by(self, new: TagEntry, retention: Retention | None) -> list[TagEntry]:
-        """Return the tags that are not to be kept any more when a new one is committed."""
+        """Return the tags that the retention policy drops when a new tag is committed."""
 
     def finish_commit(self, tag: str, doomed: Sequence[TagEntry], retention: Retention | None) -> None:
-        """Do what follows the commit of a tag."""
+        """Perform the tasks that follow the commit of a tag."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DirectoryDraft:
-    """A directory on its way to its name."""
+    """A directory that is being written under a temporary name."""
 
     store: FileSystem
     name: str
-    """The name that it will have."""
+    """Final name."""
 
     kind: TransactionKind
     directory: FileSystemDirectory
     previous: FileSystemDirectory | None
-    """What had the name when this was begun. It is open, so that no other directory gets its number."""
+    """Directory with the final name when the draft was created. It stays open so that its inode number is not
+    reused.
+    """
 
     replaced_identity: Identity | None
-    """The number of that directory."""
+    """Identity of that directory."""
 
     sequence: int
     newest: TagEntry | None
     hooks: CommitHooks
-    """What knows the tags beside it."""
+    """The root of the draft."""
 
     created_root: bool = False
-    """Whether the root directory was made for it."""
+    """True if the root directory was created for this draft."""
 
     is_placed: bool = False
-    """Whether the directory has its name. That of the draft may be the old version's by now."""
+    """True if the draft has its final name. The draft's name may then refer to the old version."""
 
     is_open: bool = True
 
@@ -119,7 +121,7 @@ class DirectoryDraft:
                     if old is not None:
                         _trash_or_warn(
                             self.store, old
-                        )  # its files go with `Root.clean`, when all ranks know of the commit
+                        )  # `Root.clean` deletes its files, after all ranks know about the commit
                     LEASES.record_commit(self.store.path, self.name, self.sequence)
                 with log_errors_after_commit(self.store.path, self.name):
                     self.hooks.finish_commit(self.name, doomed, retention)
@@ -145,12 +147,12 @@ class DirectoryDraft:
         return 0.0
 
     def _make_entry(self) -> TagEntry:
-        """The tag that this will be, as it lies there now."""
+        """Return the entry of the tag that this draft will become."""
         entry = listing.read_entry(self.store, self.directory.name, self.name)
         return entry or TagEntry(tag=self.name, sequence=self.sequence, directory=self.directory.name)
 
     def _move_into_place(self) -> None:
-        """Have the directory take its name. What had it before is removed, unless somebody reads it."""
+        """Rename the draft to its final name. Remove the directory that it replaces, unless it is being read."""
         with self._mark_placed():
             old = replace_directory(self.store, self.directory.name, self.name, self.replaced_identity)
         if old is not None:
@@ -158,21 +160,21 @@ class DirectoryDraft:
 
     @contextlib.contextmanager
     def _mark_placed(self) -> Iterator[None]:
-        """The directory takes its name. Readers mark it as theirs from then on."""
+        """Record that the block has renamed the draft to its final name, and release its locks for readers."""
         try:
             yield
         except NotDurableError:
-            self.is_placed = True  # and what stands under the draft's name may be what a loss of power brings back
+            self.is_placed = True  # a power loss may restore the directory with the draft's name
             raise
         self.is_placed = True
         with log_errors_after_commit(self.store.path, self.name):
             self._close()
 
     def _apply_repair(self) -> None:
-        """Put the files into the places of those that the tag has."""
+        """Move the files of the draft over files of the tag."""
         assert self.previous is not None, "begin() has opened the tag"
         self.directory.sync()
-        # What only repairs need comes first: who meets an error in between has the tag as it was.
+        # Parity files come first, because only repairs need them: an error in between leaves the tag unchanged.
         for path in sorted(self.directory.list_files(), key=lambda path: (not path.startswith(PARITY_FOLDER), path)):
             self.previous.move_in(self.directory, path)
         try:
@@ -183,7 +185,7 @@ class DirectoryDraft:
     def abort(self) -> None:
         if self.is_open and not self.is_placed and self.directory.is_at(self.directory.name):
             self._close()
-            # This process made it. Where there are no locks, `remove_unused` would leave it until it is old.
+            # Not `remove_unused`, which keeps it for a while on a file system without locks: this process created it.
             remove_directory(self.store, self.directory.name)
             if self.created_root:
                 remove_empty_root(self.store)
@@ -198,7 +200,7 @@ class DirectoryDraft:
 
 
 def _trash_or_warn(store: FileSystem, name: str) -> None:
-    """Move the old version of a tag to the trash. That this is refused is logged: the new one is in place."""
+    """Move the old version of a tag to the trash. A failure is logged, because the new version is in place."""
     try:
         move_to_trash(store, name)
     except FileNotFoundError:
@@ -208,18 +210,18 @@ def _trash_or_warn(store: FileSystem, name: str) -> None:
 
 
 _MAX_PROBES = 8
-"""What has names of tags, and is looked at to see whether a directory is a root of tags, at most."""
+"""Maximum number of names that are probed to find out if a directory is a root of tags."""
 
 
 class DirectoryRoot:
-    """The root directory of tags, in a file system."""
+    """A root of tags in a file system."""
 
     def __init__(self, store: FileSystem) -> None:
         self.store = store
 
     @property
     def path(self) -> str:
-        """What users call it."""
+        """Path of the root, as users write it."""
         return self.store.path
 
     def list_entries(self) -> list[TagEntry]:
@@ -261,7 +263,7 @@ class DirectoryRoot:
         new_root = self.store.prepare()
         clean_root(self.store, None if kind in (TransactionKind.TAG, TransactionKind.REPAIR) else name)
         entries = self.list_entries() if kind is TransactionKind.TAG else []
-        suffix = "-repair" if kind is TransactionKind.REPAIR else ""  # nobody takes it for a save of that tag
+        suffix = "-repair" if kind is TransactionKind.REPAIR else ""  # so that it does not count as a save of that tag
         before, replaced = self._open_replaced(name)
         try:
             return DirectoryDraft(
@@ -284,9 +286,9 @@ class DirectoryRoot:
             raise
 
     def _open_replaced(self, name: str) -> tuple[FileSystemDirectory | None, Identity | None]:
-        """Return the directory that the next one of a name replaces, open, and the identity of what has that name.
+        """Return the open directory that a new one with this name replaces, and the identity of the name.
 
-        Both belong to the same directory, unless other programs keep putting another one in its place.
+        Both refer to the same directory, unless other programs keep replacing it.
         """
         attempts = 3
         while True:
@@ -298,11 +300,11 @@ class DirectoryRoot:
             before.close()
 
     def get_min_sequence(self) -> int:
-        """Above which number the next tag has its own, whatever those in this directory have."""
+        """Return the minimum sequence number; new tags get larger ones, independently of the tags in this directory."""
         return 0
 
     def find_tags_retired_by(self, new: TagEntry, retention: Retention | None) -> list[TagEntry]:
-        """Return the tags that are not to be kept any more when this one is committed, oldest first.
+        """Return the tags that the retention policy drops when this tag is committed, oldest first.
 
         Raises:
             UsageError: The policy failed.
@@ -310,7 +312,7 @@ class DirectoryRoot:
         return find_tags_retired_by(self.store, new, retention)
 
     def finish_commit(self, tag: str, doomed: Sequence[TagEntry], retention: Retention | None) -> None:
-        """Do what follows the commit of a tag: retire those tags that are not to be kept any more."""
+        """Retire the tags that the retention policy has dropped."""
         retire_tags(self.store, doomed)
 
     def open_draft(self, draft: str) -> FileSystemDirectory:
@@ -333,8 +335,8 @@ class DirectoryRoot:
             with Transaction(self, tag, TransactionKind.REPAIR) as transaction:
                 for name, data in self._make_pinned_files(tag, pinned).items():
                     write_file(transaction.directory, name, data)
-                # A manifest must not come into a newer version of the tag. A save takes far longer than from here to
-                # the commit, so one that begins after this look does not end before it.
+                # A manifest must not end up in a newer version of the tag. A save takes far longer than the steps from
+                # this check to the commit, so one that starts after the check does not end before the commit.
                 now = require_tag(self, tag)
                 if self.is_written(tag) or (now.sequence, now.directory) != (entry.sequence, entry.directory):
                     raise make_busy_error(self, tag)
@@ -349,7 +351,7 @@ class DirectoryRoot:
         return True
 
     def _make_pinned_files(self, tag: str, pinned: bool) -> dict[str, bytes]:
-        """The manifest of a tag with another pin, and the copy from which a lost one is repaired, if there is one."""
+        """Return the manifest of a tag with a changed pin, and its repair copy if there is one: path -> contents."""
         with (
             contextlib.closing(self.open(tag)) as directory,
             annotate_errors(path=self.path, tag=tag, file=MANIFEST_FILE),
@@ -361,7 +363,7 @@ class DirectoryRoot:
         names = [name for name in (REPLACED_PREFIX + tag, tag) if self.store.has(name)]
         if not names:
             raise FileNotFoundError(errno.ENOENT, "there is no such tag", tag)
-        # A killed replacement has left its old version, which a save would take for the tag that it has to bring back.
+        # A killed replacement may have left the old version, which the next save would restore as the tag.
         for name in names:
             move_to_trash(self.store, name)
         self.store.sync()
@@ -403,7 +405,7 @@ class DirectoryRoot:
         try:
             self.check_can_commit()
         except MissingPackageError as error:
-            # A run that trains first would hear of it with its first save.
+            # Otherwise a run would only find out at its first save.
             logger.warning("%s", error)
         else:
             ORBAX_COMMITTER.start()
@@ -413,7 +415,7 @@ class DirectoryRoot:
 
 
 def _open_if_exists(store: FileSystem, name: str) -> FileSystemDirectory | None:
-    """The directory of this name. Without a lock: nobody needs its files."""
+    """Open a directory without a lock, or return None if it does not exist."""
     try:
         return store.open(name, lock=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -421,10 +423,10 @@ def _open_if_exists(store: FileSystem, name: str) -> FileSystemDirectory | None:
 
 
 def _make_draft_directory(store: FileSystem, name: str) -> FileSystemDirectory:
-    """Make a directory of this name, or of a name that begins like it.
+    """Create a directory with this name or with a numbered suffix.
 
-    The name is taken where another job writes the same, and where a writer was killed on a file system without locks:
-    there what it left looks as if it were in use, and a job that starts again must be able to save that tag.
+    The name is in use if another job writes the same tag, or if a writer was killed on a file system without locks,
+    where its draft appears to be in use. A restarted job must be able to save that tag.
     """
     for number in itertools.count():
         try:

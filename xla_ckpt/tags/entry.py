@@ -7,35 +7,37 @@ from dataclasses import dataclass
 from xla_ckpt.errors import CheckpointError, InvalidTagError
 
 ORBAX_TMP_SUFFIX = ".orbax-checkpoint-tmp"
-"""What orbax appends to a directory that it is still writing. Such a directory is orbax's: it is no tag, and stays."""
+"""Suffix of a directory that orbax is still writing. It belongs to orbax: it is not a tag, and is not removed."""
 
 DRAFT_PREFIX = ".new-"
-"""A tag that is just being written. It is filled under this name; orbax makes a tag of it."""
+"""Prefix of a tag that is being written."""
 
 REPLACED_PREFIX = ".old-"
-"""A tag that is just being replaced: complete, and good until its successor is in place."""
+"""Prefix of the old version of a tag that is being replaced. It is complete, and valid until the new one is in
+place.
+"""
 
 LEASE_NAME = ".lease"
-"""Who saves to the root directory."""
+"""Name of the lease of the root directory."""
 
 DISK_ID_NAME = ".disk"
-"""What tells the disk under a root directory from those that other hosts have under its name."""
+"""Name of the file that identifies the disk of a root directory, which may have the same path on other hosts."""
 
 LEDGER_NAME = ".ledger"
-"""The record in an object store that says which tags there are."""
+"""Name of the record in an object store that lists the tags."""
 
 TRASH_NAME = ".trash"
-"""Where tags go to be deleted."""
+"""Name of the directory for tags to be deleted."""
 
 MAX_TAG_BYTES = 200
-"""Longest tag: a file name may have 255 bytes, and suffixes need room."""
+"""Maximum length of a tag (bytes): a file name may have 255 bytes, and suffixes need room."""
 
 
 def check_tag_is_string(tag: object, path: str | None = None) -> str:
-    """`tag`, if it is a string. Refuse what is no string: a model, if the tag was forgotten, which no error may print.
+    """Return `tag` if it is a string. The error does not print other objects, such as a model passed without a tag.
 
     Raises:
-        InvalidTagError: It is none.
+        InvalidTagError: `tag` is not a string.
     """
     if not isinstance(tag, str):
         raise InvalidTagError(
@@ -51,10 +53,10 @@ def check_tag_is_string(tag: object, path: str | None = None) -> str:
 
 
 def check_tag(tag: object, path: str | None = None) -> str:
-    """`tag`, if it is a safe file name.
+    """Return `tag` if it is a valid tag name, which is a safe file name.
 
     Raises:
-        InvalidTagError: It is not, and why.
+        InvalidTagError: `tag` is not valid; the message contains the reason.
 
     >>> check_tag("step_10")
     'step_10'
@@ -85,7 +87,7 @@ def check_tag(tag: object, path: str | None = None) -> str:
 
 
 def is_tag_name(name: str) -> bool:
-    """Whether a directory of this name may be a tag."""
+    """Return True if a directory with this name may be a tag."""
     try:
         check_tag(name)
     except InvalidTagError:
@@ -94,45 +96,48 @@ def is_tag_name(name: str) -> bool:
 
 
 MANIFEST_FILE = "manifest.json"
-"""Name of the manifest inside of a tag directory."""
+"""Name of the manifest in a tag directory."""
 
 REPORT_FILE = "report.json"
-"""What the commit of a tag keeps for people, where it is a file of its own."""
+"""Name of the report that a commit stores for users, if it is a separate file."""
 
 UPLOAD_FILE = "upload.json"
-"""What a tag keeps of its upload, where tags go to an object store afterwards (`tags/upload_rules.py`)."""
+"""Name of the upload record of a tag that is uploaded to an object store later
+(`features/local_first/upload_rules.py`).
+"""
 
 ORBAX_COMMITTED_FILE = "commit_success.txt"
-"""orbax's mark of a committed directory."""
+"""Name of orbax's marker of a committed directory."""
 
 ORBAX_TREE_METADATA_FILE = "_METADATA"
-"""orbax's file that says which arrays an item has."""
+"""Name of orbax's file that lists the arrays of an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagEntry:
-    """A tag, as a listing shows it."""
+    """A tag in a listing."""
 
     tag: str
     sequence: int = 0
-    """Commit number; 0 for tags that other libraries wrote, which have none."""
+    """Commit number; 0 for tags of other libraries, which have none."""
 
     pinned: bool = False
     created: str = ""
-    """Time of the commit: UTC, ISO 8601; empty if unknown. In other libraries' tags a time stamp of its files."""
+    """Time of the commit: UTC, ISO 8601; empty if unknown. For tags of other libraries, a time stamp of its files."""
 
     directory: str
-    """Its name in the root directory: the tag, or its name while it is being replaced."""
+    """Current name of its directory in the root: the tag, or a temporary name during a replacement."""
 
     files: tuple[str, ...] = ()
-    """Its files in the root directory itself, where it has no directory of its own."""
+    """Names of its files in the root, if it has no directory of its own."""
 
     complete: bool = True
-    """Whether its save ended. Tags of ours exist only complete."""
+    """True if its save has finished. Native tags are always complete."""
 
     note: str = ""
-    """What a listing says of it besides."""
+    """Additional note in a listing."""
 
     damage: CheckpointError | None = None
-    """Why its manifest could not be read; the sequence then comes from orbax's metadata, or is 0. Of a tag of another
-    library that was complete once: what it lacks."""
+    """Error of reading the manifest; the sequence then comes from orbax's metadata, or is 0. For a tag of another
+    library that was complete once: its missing parts.
+    """

@@ -2,8 +2,7 @@
 
 The first save of a process acquires the lease, a background thread sends heartbeats, and the exit of the process
 releases it. A lease of a dead process is taken over, at once if its lock is free, otherwise when its heartbeat has
-expired. `DirectoryLease` stores it in a locked directory, `RecordLease` in a conditional record. Readers need no
-lease.
+expired. `DirectoryLease` stores it in a locked directory, `RecordLease` in a conditional record. Readers need no lease.
 """
 
 from __future__ import annotations
@@ -34,58 +33,63 @@ from xla_ckpt.tags.listing import list_entries
 logger = get_logger(__name__)
 
 DIRECTORY_EXPIRY_SECONDS = 60.0
-"""The lease of a directory that shows no sign of life for so long (s) is taken over, unless its lock says that its
-owner runs. A program may keep its threads from running for some seconds, while it compiles for instance.
+"""Time without a heartbeat after which the lease of a directory is taken over (s), unless its lock is held.
+
+A program may block its threads for some seconds, for example during compilation.
 """
 
 RECORD_EXPIRY_SECONDS = 30.0
-"""The same in an object store. The ledger refuses whoever was taken over by mistake, so that it may be shorter."""
+"""Expiry in an object store (s). It may be shorter, because the ledger rejects a process that lost its lease by
+mistake.
+"""
 
 OWNER_FILE = "owner.json"
-"""The file in the directory that says whose it is."""
+"""File in the lease directory that describes the owner."""
 
 MAX_OWNER_BYTES = 1 << 14
-"""No more bytes of that file are read."""
+"""Maximum number of bytes read from that file."""
 
 FREE_RECORD = b"{}"
-"""What the record of a lease says that nobody has: a record cannot be removed on a condition."""
+"""Contents of the record of a free lease, because a record cannot be deleted conditionally."""
 
 
 class LeaseBackend(Protocol):
-    """The place of one lease, which is there or is not. Methods raise OSError where the storage refuses."""
+    """Storage of one lease. Methods raise OSError if the storage fails."""
 
     @property
     def path(self) -> str:
-        """The root, as users call it."""
+        """Path or address of the root, as users write it."""
 
     @property
     def expiry_seconds(self) -> float:
-        """Seconds without a sign of life, after which the lease belongs to a process that does not run any more."""
+        """Seconds without a heartbeat after which the owner of the lease is considered dead."""
 
     def read(self) -> bytes | None:
-        """What the lease says, perhaps nothing that can be understood; None if nobody has it."""
+        """Return the contents of the lease, which may be corrupt, or None if it is free."""
 
     def get_lock_state(self) -> bool | None:
-        """Whether somebody has a lock on it; None where there are no locks."""
+        """Return True if a process holds a lock on it, or None if locks are unsupported."""
 
     def take(self, owner: LeaseOwner) -> LeaseOwner | None:
-        """Make the lease where there is none, and what it says then; None if another process was faster."""
+        """Create the lease if it is free, and return its owner record; return None if another process was faster."""
 
     def write_heartbeat(self, owner: LeaseOwner) -> None:
-        """Have the lease that this place took say something else. Nothing, if another process has taken it over."""
+        """Update the lease acquired through this object. Does nothing if another process has taken it over."""
 
     def remove(self, token: str) -> None:
-        """Remove the lease of the owner with this token ("": of an unknown one)."""
+        """Remove the lease of the owner with this token ("" if the owner is unknown)."""
 
     def close(self) -> None:
-        """Let go of what `take` holds open. The lease stays."""
+        """Release resources held since `take`. The lease stays."""
 
     def find_successor(self, token: str, sequence: int) -> str | None:
-        """Who has saved here instead of the owner with this token since the commit with that number, if one has."""
+        """Return a description of a process that has saved since commit `sequence` of the owner with this token, or
+        None.
+        """
 
 
 class DirectoryLease:
-    """The lease of a root directory: a directory in it, with a file, and with a lock that ends with its owner."""
+    """The lease of a root directory: a directory in it with a file, and a lock that ends with its owner."""
 
     def __init__(self, store: FileSystem) -> None:
         self._store = store
@@ -138,7 +142,7 @@ class DirectoryLease:
         except FileNotFoundError:
             return  # another process was faster
         if _parse_token(self._read(place) or b"") != token:
-            # Another process has taken it over since it was looked at. It has it again, unless a third one was faster.
+            # Another process has taken it over since the check. Rename it back, unless a third process was faster.
             try:
                 self._store.rename(place, LEASE_NAME)
             except OSError as error:
@@ -157,11 +161,11 @@ class DirectoryLease:
 
 
 class RecordLease:
-    """The lease of a root in an object store: a record, which is replaced by whoever has read it as it is.
+    """The lease of a root in an object store: a record that is replaced with conditional writes.
 
     Args:
         store: The root.
-        owner: Gives the token of the lease under which the ledger was taken last.
+        owner: Return the token of the last owner of the ledger.
     """
 
     def __init__(self, store: ObjectStore, owner: Callable[[], str]) -> None:
@@ -180,7 +184,7 @@ class RecordLease:
         return None if record is None or record[0] == FREE_RECORD else record[0]
 
     def get_lock_state(self) -> None:
-        """Nobody can tell."""
+        """Return None: object stores have no locks."""
 
     def take(self, owner: LeaseOwner) -> LeaseOwner | None:
         record = self._store.read_record(LEASE_NAME)
@@ -203,11 +207,11 @@ class RecordLease:
                 return
 
     def _write(self, data: bytes, version: str | None) -> bool:
-        """Write the record; False if somebody else has written it meanwhile."""
+        """Write the record. Return False if another process has written it in the meantime."""
         try:
             self._store.write_record(LEASE_NAME, data, version)
         except (VersionConflict, OSError) as error:
-            record = self._store.read_record(LEASE_NAME)  # it may be this write, whose answer was lost
+            record = self._store.read_record(LEASE_NAME)  # this write may have succeeded, with its response lost
             if record is not None and record[0] == data:
                 return True
             if isinstance(error, OSError):
@@ -216,7 +220,7 @@ class RecordLease:
         return True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is held."""
 
     def find_successor(self, token: str, sequence: int) -> str | None:
         return None if self._owner() in ("", token) else "a process that has ended since"
@@ -228,46 +232,47 @@ def _parse_token(data: bytes) -> str:
 
 
 def _make_draft_name() -> str:
-    """A name that nobody else uses. What a killed process leaves under it is cleaned up as an unfinished tag is."""
+    """Return a unique name. If the process is killed, it is cleaned up like a draft."""
     return f"{DRAFT_PREFIX}{LEASE_NAME}-{uuid.uuid4().hex}"
 
 
 HEARTBEAT_SECONDS = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 POLL_SECONDS = 0.2
-"""Seconds between two looks at a lease that is watched."""
+"""Seconds between two checks of an observed lease."""
 
 MAX_LEASES = 16
-"""Roots whose leases a process has at a time. Each takes a thread, and a descriptor if it is a directory."""
+"""Maximum number of leases of one process. Each uses a thread, and in a directory also a descriptor."""
 
 LEASE_VARIABLE = "XLA_CKPT_LEASE"
-"""Environment variable: ``take`` takes the lease from whoever has it, ``off`` saves without one."""
+"""Environment variable: ``take`` takes over the lease from any owner, ``off`` saves without a lease."""
 
 
 @dataclass(slots=True)
 class _HeldLease:
-    """A lease that this process has."""
+    """A lease held by this process."""
 
     backend: LeaseBackend
     owner: LeaseOwner
     lock: threading.Lock = field(default_factory=fork_safe_lock)
     sequence: int | None = None
-    """Number of the last commit that this process knows of; None if it knows nothing of commits yet."""
+    """Number of the last commit known to this process; None if unknown."""
 
     released: Latch = field(default_factory=Latch)
-    """Set when it is given back: nothing is written to it any more."""
+    """Set when the lease is released, after which it is not written any more."""
 
     worker: Worker = field(default_factory=lambda: Worker("xla_ckpt-lease", daemon=True))
-    """Says that this process runs."""
+    """Background thread that sends heartbeats."""
 
     last_heartbeat: float = field(default_factory=time.monotonic)
-    """When that was said last."""
+    """Time of the last heartbeat (s of `time.monotonic`)."""
 
     def start_heartbeat(self) -> None:
-        """Say again and again that this process runs, on a thread of its own: another storage may not answer.
+        """Start sending heartbeats on a background thread.
 
-        Without that thread the lease's lock says so, and where there are no locks, `LeaseRegistry.renew`.
+        Each lease has its own thread, because a storage may hang. If the thread cannot be started, the lock of the
+        lease, or `LeaseRegistry.renew` on a file system without locks, shows that this process is running.
         """
         self.worker.submit(self._run_heartbeat, self._log_heartbeat_failure)
 
@@ -279,7 +284,7 @@ class _HeldLease:
             self.send_heartbeat()
 
     def send_heartbeat(self) -> None:
-        """Say that this process runs."""
+        """Write a heartbeat, unless the lease was released."""
         with self.lock:
             if self.released.is_set():
                 return
@@ -304,7 +309,7 @@ class _HeldLease:
 
 @dataclass(slots=True)
 class _ObservedLease:
-    """The lease of another process, as it was when this one first saw it."""
+    """The lease of another process when this process first observed it."""
 
     token: str
     data: bytes
@@ -318,40 +323,40 @@ class LeaseRegistry:
         self._lock = fork_safe_lock()
         self._held_leases: dict[str, _HeldLease] = {}
         self._lost: dict[str, str] = {}
-        """Root -> who has taken over the lease that this process had there."""
+        """Root -> description of the process that has taken over this process's lease."""
 
         self._leaseless_roots: set[str] = set()
-        """Roots where another user's lease lies, and who runs this has been told so."""
+        """Roots with another user's lease, for which a warning was logged."""
 
         self._observed: dict[str, _ObservedLease] = {}
         self._jobs: dict[str, frozenset[str]] = {}
-        """Root -> the tokens of the processes of the job that saves there with this one."""
+        """Root -> tokens of the processes of this process's job."""
 
     def share_with(self, path: str, tokens: Iterable[str]) -> None:
-        """Take these processes' leases of a root for leases of this one: they are one job, on several hosts."""
+        """Treat leases of these processes for a root as leases of this process, because they are one job."""
         self._jobs[path] = frozenset(tokens)
 
     def _is_own(self, path: str, owner: LeaseOwner) -> bool:
-        """Whether a root's owner is this process, one of its job, or one that started it, or that it has started."""
+        """Return True if the owner is this process, a process of its job, an ancestor or a descendant."""
         me = get_process_identity()
         is_of_job = owner.token in (me.token, *self._jobs.get(path, ()))
         return is_of_job or (owner.host == me.host and is_related(owner.pid, owner.started))
 
     def acquire(self, backend: LeaseBackend, within: float, check: Callable[[], object]) -> str | None:
-        """Have the lease of a root. Waits until it is clear whether another process has it.
+        """Acquire the lease of a root, waiting until it is known if another process holds it.
 
         Args:
-            backend: Where it lies. The root exists.
-            within: Seconds to wait at most.
-            check: Is called while this waits, and raises to end the wait.
+            backend: Storage of the lease. The root must exist.
+            within: Maximum seconds to wait.
+            check: Called repeatedly during the wait; an exception ends the wait.
 
         Returns:
-            The token of the process whose lease it is, this one or one of its job; None if it saves without a lease.
+            The token of the owner, which is this process or one of its job; None if saving without a lease.
 
         Raises:
-            RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.
-            UsageError: The environment variable has a value that means nothing.
-            OSError: The storage refused.
+            RootInUseError: Another process saves to this root, or it is still unknown if its owner is running.
+            UsageError: The environment variable has an invalid value.
+            OSError: The storage failed.
         """
         orders = get_env(LEASE_VARIABLE)
         if orders not in ("", "take", "off"):
@@ -374,7 +379,7 @@ class LeaseRegistry:
                 assert sight.owner is not None, "by its owner a lease is known as this process's"
                 with self._lock:
                     if (lease := self._held_leases.pop(path, None)) is not None:
-                        self._held_leases[path] = lease  # the last one to be given back
+                        self._held_leases[path] = lease  # moves it to the end: released last
                 return sight.owner.token
             if verdict == "take":
                 if self._take(backend):
@@ -401,11 +406,11 @@ class LeaseRegistry:
             time.sleep(POLL_SECONDS)
 
     def check(self, path: str, sequence: int) -> None:
-        """Make sure, before a tag is committed with this number, that the lease has not been taken over meanwhile.
+        """Raise an error if the lease has been taken over, before a tag is committed with this number.
 
         Raises:
-            RootInUseError: It has.
-            OSError: The storage refused.
+            RootInUseError: The lease was taken over.
+            OSError: The storage failed.
         """
         if (lease := self._held_leases.get(path)) is not None:
             self._detect_loss(lease, sequence - 1, lease.backend.read())
@@ -413,13 +418,13 @@ class LeaseRegistry:
                 raise self._make_refusal(path, None)
 
     def record_commit(self, path: str, tag: str, sequence: int) -> None:
-        """Keep in mind what was saved last ("": not by this job). The lease says so from its next sign of life on."""
+        """Record the last commit ("" as the tag if it was not by this job). The next heartbeat contains it."""
         if (lease := self._held_leases.get(path)) is not None:
             with lease.lock:
                 lease.owner, lease.sequence = replace(lease.owner, saved=tag or lease.owner.saved), sequence
 
     def renew(self, path: str) -> None:
-        """Say that this process runs, if no thread does so and it is time: whoever writes calls this between parts."""
+        """Send a heartbeat if it is due and no thread sends it. Writers call this between parts."""
         lease = self._held_leases.get(path)
         if (
             lease is not None
@@ -429,22 +434,22 @@ class LeaseRegistry:
             lease.send_heartbeat()
 
     def release_all(self) -> None:
-        """Give all leases back: the process ends, or will not save there any more."""
+        """Release all leases, at exit or when this process no longer saves."""
         with self._lock:
             leases, self._held_leases = list(self._held_leases.values()), {}
         for lease in leases:
             lease.release()
 
     def reset_after_fork(self) -> None:
-        """In a forked process: the leases are those of its parent, and so is their heartbeat."""
+        """Drop all leases in a forked process. They belong to the parent, which sends their heartbeats."""
         leases = self._held_leases
         self.__init__()  # type: ignore[misc]
         for lease in leases.values():
-            # As long as a descriptor is open, the lock says that the parent runs.
+            # While a descriptor is open, the lock would indicate that the parent is running.
             lease.backend.close()
 
     def _observe(self, backend: LeaseBackend, data: bytes | None) -> LeaseObservation | None:
-        """The lease, of which `data` was read just now; None if there is none."""
+        """Return an observation of the lease with contents `data`, or None if it is free."""
         if data is None:
             self._observed.pop(backend.path, None)
             return None
@@ -463,13 +468,13 @@ class LeaseRegistry:
         )
 
     def _take(self, backend: LeaseBackend) -> bool:
-        """Take a lease where there is none; False if another process was faster."""
+        """Take a free lease. Return False if another process was faster."""
         owner = backend.take(LeaseOwner(**asdict(get_process_identity()), since=_format_now(), locked=False))
         if owner is None:
             return False
         lease = _HeldLease(backend, owner)
         with self._lock:
-            gone = self._held_leases.pop(backend.path, None)  # somebody has removed the root, and that lease with it
+            gone = self._held_leases.pop(backend.path, None)  # the root was removed, together with that lease
             self._held_leases[backend.path] = lease
             too_many = [self._held_leases.pop(path) for path in list(self._held_leases)[:-MAX_LEASES]]
             self._lost.pop(backend.path, None)
@@ -481,7 +486,7 @@ class LeaseRegistry:
         return True
 
     def _take_over(self, backend: LeaseBackend, observation: LeaseObservation) -> bool:
-        """Remove the lease of a process that does not run any more; False if this user may not."""
+        """Remove the lease of a dead process. Return False if this user lacks the permission."""
         gone = observation.is_local and observation.is_locked is False
         try:
             backend.remove(observation.owner.token if observation.owner else "")
@@ -502,10 +507,10 @@ class LeaseRegistry:
         return True
 
     def _detect_loss(self, lease: _HeldLease, sequence: int, data: bytes | None) -> None:
-        """Find out whether another process has taken over a lease, also one that has given it back since.
+        """Detect if another process has taken over a lease, even if it has released it since.
 
-        `data` is what the lease says now. Then there is a successor. Without any, somebody has removed the lease, or
-        all of the root, and nothing is in the way.
+        `data` is the current content of the lease. A released lease has a successor in the commits. Without one, the
+        lease or the root was removed, which is not a conflict.
         """
         owner = parse_owner(data) if data else None
         if owner is not None and not self._is_own(lease.backend.path, owner):
@@ -552,4 +557,4 @@ def _format_now() -> str:
 
 
 LEASES = register_fork_reset(LeaseRegistry(), LeaseRegistry.reset_after_fork)
-"""The leases of this process."""
+"""Leases of this process."""

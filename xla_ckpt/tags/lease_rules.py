@@ -1,7 +1,7 @@
-"""Rules of leases: who may save to a root, given the lease that it contains. Pure.
+"""Rules of leases: which process may save to a root, given the lease that it contains. Pure.
 
-A lease names its owner. On one machine a lock shows whether the owner is alive; otherwise its heartbeat does, a
-counter that is watched without comparing clocks of machines. (After C. Gray and D. Cheriton, "Leases", SOSP 1989.)
+A lease names its owner. On one machine a lock shows if the owner is alive; otherwise its heartbeat does, a counter that
+is observed without comparing clocks of machines. (After C. Gray and D. Cheriton, "Leases", SOSP 1989.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LeaseAction = Literal["take", "share", "take over", "wait", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOwner:
-    """What a lease says of the process that has it."""
+    """Owner of a lease, as recorded in it."""
 
     token: str
     host: str
@@ -25,19 +25,19 @@ class LeaseOwner:
     user: str
     program: str
     since: str
-    """When it took the lease: UTC, ISO 8601, by its own clock."""
+    """Time of acquisition: UTC, ISO 8601, by the owner's clock."""
 
     locked: bool
-    """Whether its lock works, so that a lease without one belongs to nobody."""
+    """True if its lock works, so that an unlocked lease has no running owner."""
 
     saved: str = ""
-    """The tag that it saved last."""
+    """Last tag saved by the owner."""
 
     beat: int = 0
-    """How often it has said that it runs."""
+    """Number of heartbeats sent."""
 
     def to_json(self) -> bytes:
-        """As the lease has it."""
+        """Return the contents of the lease."""
         return json.dumps(asdict(self)).encode()
 
     def __str__(self) -> str:
@@ -49,12 +49,12 @@ class LeaseOwner:
 
 
 def _quote_text(text: str) -> str:
-    """A text that a file gives, fit for a message: anybody may have written the file."""
+    """Return a text from a file in a form that is safe in messages, because the file may have any content."""
     return repr(text[:200]) if not text.isprintable() or len(text) > 200 or not text else text
 
 
 def parse_owner(data: bytes) -> LeaseOwner | None:
-    """The owner that a lease names; None if it is damaged, or is just being written.
+    """Return the owner recorded in a lease, or None if it is corrupt or partially written.
 
     >>> parse_owner(b"{"), parse_owner(b'{"token": 3}')
     (None, None)
@@ -72,40 +72,40 @@ def parse_owner(data: bytes) -> LeaseOwner | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseObservation:
-    """A lease, as somebody sees it who wants to save."""
+    """A lease as observed by a process that wants to save."""
 
     owner: LeaseOwner | None
-    """None: nobody can tell."""
+    """Owner; None if unknown."""
 
     is_locked: bool | None
-    """Whether somebody has a lock on it; None where there are no locks."""
+    """True if a process holds its lock; None if locks are unsupported."""
 
     is_own: bool = False
-    """Whether this process has it, or one that it was started by, or that it has started."""
+    """True if it belongs to this process, an ancestor or a descendant."""
 
     is_local: bool = False
-    """Whether its owner ran on this machine, since that was started."""
+    """True if its owner runs on this machine since its last boot."""
 
     has_changed: bool = False
-    """Whether it has changed since it was first looked at."""
+    """True if it has changed since the first observation."""
 
     observed_seconds: float = 0.0
-    """How long it has been watched (s)."""
+    """Time since the first observation (s)."""
 
 
 def decide_lease(
     observation: LeaseObservation | None, *, expiry_seconds: float, was_lost: bool = False, forced: bool = False
 ) -> LeaseAction:
-    """What to do about a lease that was found, or about none.
+    """Return the action for an observed lease.
 
     Args:
-        observation: What was found; None: there is no lease.
-        expiry_seconds: A lease that has not changed for so long (s) belongs to a process that does not run any more.
-        was_lost: Whether this process had a lease there, and another one has taken it over.
-        forced: Whether the user said that the lease is to be taken.
+        observation: The lease; None if it is free.
+        expiry_seconds: Time without a change after which the owner of a lease is considered dead (s).
+        was_lost: True if this process held the lease and another one has taken it over.
+        forced: True if the user requested to take over the lease.
 
     Returns:
-        ``"take"`` a new one, ``"share"`` that which is there, ``"take over"``, ``"wait"`` and look again, or
+        ``"take"`` a new lease, ``"share"`` the existing one, ``"take over"``, ``"wait"`` and observe again, or
         ``"refuse"`` to save.
 
     >>> decide_lease(None, expiry_seconds=60)
@@ -118,7 +118,7 @@ def decide_lease(
     if forced:
         return "take" if observation is None else "take over"
     if was_lost:
-        # Also if nobody has it now: a job that was stopped for long would put old steps on top of newer ones.
+        # Even if it is free now: a job that was suspended for long would save old steps after newer ones.
         return "refuse"
     if observation is None:
         return "take"

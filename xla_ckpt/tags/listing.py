@@ -1,8 +1,8 @@
-"""List and open committed tags in a directory: the reader's view, without orbax or a framework.
+"""List and open committed tags in a directory, as readers do, without orbax or a framework.
 
-A directory is a committed tag if it contains a manifest and has no temporary name. The order is the commit sequence
-in the manifest's first line, never a time stamp. While a tag is replaced, readers also find its old version. Tags
-of other libraries have no manifest: see `xla_ckpt.formats`.
+A directory is a committed tag if it contains a manifest and has no temporary name. Tags are ordered by the commit
+sequence in the manifest's first line, not by time stamps. While a tag is replaced, readers also find its old version.
+Tags of other libraries have no manifest: see `xla_ckpt.formats`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from xla_ckpt.storage.base import FileSystem, FileSystemDirectory, Store, open_u
 from xla_ckpt.tags.entry import MANIFEST_FILE, ORBAX_COMMITTED_FILE, REPLACED_PREFIX, TagEntry, check_tag, is_tag_name
 
 ORBAX_METADATA_FILE = "_CHECKPOINT_METADATA"
-"""orbax's own file in a tag. Nothing depends on it, but a damaged tag keeps its place in the order by it."""
+"""Metadata file of orbax in a tag. Not required, but it preserves the order of a tag with a corrupt manifest."""
 
 LOOKUP_ATTEMPTS = 4
-"""How often a tag is looked for under both of its names, and the root directory for those that came meanwhile."""
+"""Number of attempts to find a tag under both of its names, and to list the root again for new tags."""
 
 MAX_ORBAX_METADATA_BYTES = 1 << 20
-"""A larger one is not read (bytes): orbax writes a few hundred."""
+"""Maximum size (bytes) of the orbax metadata that is read; orbax writes a few hundred bytes."""
 
 
 def list_entries(store: Store) -> list[TagEntry]:
-    """All committed tags of ours, oldest first. An absent root has none.
+    """Return all committed native tags, oldest first. Empty if the root does not exist.
 
     Raises:
+        UsageError: The path is a file.
         StorageError: The directory cannot be read.
     """
     committed: dict[str, TagEntry] = {}
@@ -52,40 +53,40 @@ def list_entries(store: Store) -> list[TagEntry]:
             break
         listed = _list_candidates(store)
         if missing <= listed:
-            break  # they are no tags of ours, and have not gone
-        # Retention has removed a tag since it was listed, so a newer one has come. Without it the newest of those that
-        # were found may be older than the newest that there was all the time.
+            break  # they still exist and are not native tags
+        # Retention has deleted a tag since it was listed, so there is a newer one. Without it, the newest tag found may
+        # be older than one that existed all the time.
     return sorted(committed.values(), key=lambda e: (e.sequence, e.tag))
 
 
 def _list_candidates(store: Store) -> set[str]:
-    """What may be a tag, of all that lies in a root directory."""
-    # POSIX lets a listing miss a name that is changed meanwhile: a tag that is being replaced is in the next one.
+    """Return the names in a root directory that may be tags."""
+    # POSIX allows a listing to miss a name that changes meanwhile: a tag being replaced is in the second listing.
     names = {name.removeprefix(REPLACED_PREFIX) for name in (*list_names(store), *list_names(store))}
     return {name for name in names if is_tag_name(name)}
 
 
 def get_entry(store: Store, tag: str) -> TagEntry | None:
-    """A committed tag of ours, as `list_entries` lists it; None if there is none of this name.
+    """Return a committed native tag as in `list_entries`, or None if it does not exist.
 
     Raises:
-        InvalidTagError: `tag` cannot be one.
+        InvalidTagError: `tag` is not a valid tag name.
     """
     check_tag(tag, store.path)
     return _find_entry(store, tag)
 
 
 def _find_entry(store: Store, tag: str) -> TagEntry | None:
-    """A tag, wherever it is now."""
+    """Return a tag from its current location, or None."""
     looks = (read_entry(store, name, tag) for name in _iterate_locations(store, tag))
     return next((entry for entry in looks if entry is not None), None)
 
 
 def _iterate_locations(store: Store, tag: str) -> Iterator[str]:
-    """The names under which a tag is looked for, one after the other.
+    """Yield the names under which a tag may be found.
 
-    While it is replaced it moves from its name to the other one, and a new version comes to its name. Who looks between
-    two steps of that finds it under neither, and again if it is replaced once more before the next look.
+    While it is replaced, the old version moves from the first name to the second, and the new version to the first. A
+    reader that checks between two steps finds neither, and again if it is replaced once more before the next check.
     """
     for _ in range(LOOKUP_ATTEMPTS):
         yield tag
@@ -95,13 +96,13 @@ def _iterate_locations(store: Store, tag: str) -> Iterator[str]:
 
 
 def _is_foreign(store: Store, name: str) -> bool:
-    """Whether something lies there that is no tag of ours, and is none that has just moved away either."""
+    """Return True if the name exists and is not a native tag, nor one that has just moved away."""
     try:
         directory = store.open(name, lock=False)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # a file, or another user's: what was looked for in it would have been refused, too
+        return True  # a file, or inaccessible to this user: reading a tag in it would have failed as well
     try:
         return not is_native_tag(store, name) and directory.is_at(name)
     finally:
@@ -109,11 +110,11 @@ def _is_foreign(store: Store, name: str) -> bool:
 
 
 def list_names(store: Store) -> list[str]:
-    """What lies in a root directory; nothing if it is absent.
+    """Return the names in a root directory; empty if it does not exist.
 
     Raises:
-        UsageError: It is a file.
-        StorageError: It cannot be read.
+        UsageError: The path is a file.
+        StorageError: The directory cannot be read.
     """
     try:
         return store.list_names()
@@ -128,7 +129,9 @@ def list_names(store: Store) -> list[str]:
 
 
 def read_entry(store: Store, name: str, tag: str) -> TagEntry | None:
-    """Return a tag as it lies in a directory, whose name may be another one; None if it is no tag of ours."""
+    """Return the entry of a tag stored under `name`, which may be a temporary name, or None if it is not a native
+    tag.
+    """
     damage: CheckpointError
     try:
         head = manifest_json.parse_header(
@@ -136,7 +139,7 @@ def read_entry(store: Store, name: str, tag: str) -> TagEntry | None:
         )
     except (FileNotFoundError, NotADirectoryError):
         if not _has_orbax_commit(store, name) or store.has(f"{name}/{MANIFEST_FILE}"):
-            return None  # no tag of ours; or it has moved away, and a new version has come to its name just now
+            return None  # not a native tag; or it has moved away, and a new version has just got its name
         damage = CorruptCheckpointError("the tag has no manifest")
     except CheckpointError as error:
         damage = error
@@ -149,7 +152,7 @@ def read_entry(store: Store, name: str, tag: str) -> TagEntry | None:
 
 
 def check_entry(store: Store, entry: TagEntry) -> TagEntry:
-    """The same tag, with its `damage` if any of its manifest cannot be read: a list reads the first line alone."""
+    """Return the entry with its `damage` set if the manifest cannot be parsed. A listing only reads the first line."""
     if entry.damage is not None:
         return entry
     try:
@@ -165,28 +168,28 @@ def check_entry(store: Store, entry: TagEntry) -> TagEntry:
 
 
 def is_native_tag(store: Store, name: str) -> bool:
-    """Whether a directory is a tag of ours, damaged or not."""
+    """Return True if a directory is a native tag, even a corrupt one."""
     return store.has(f"{name}/{MANIFEST_FILE}") or _has_orbax_commit(store, name)
 
 
 def _has_orbax_commit(store: Store, name: str) -> bool:
-    """Whether orbax's own marks say that this directory without a manifest was a tag of ours."""
+    """Return True if orbax's files show that this directory without a manifest was a native tag."""
     return store.has(f"{name}/{ORBAX_COMMITTED_FILE}") and _read_orbax_sequence(store, name) > 0
 
 
 def _read_orbax_sequence(store: Store, name: str) -> int:
-    """The commit sequence from orbax's copy of it: enough to keep a damaged tag in its place in the order."""
+    """Return the copy of the commit sequence in orbax's metadata, which preserves the order of a corrupt tag, or 0."""
     sequence = read_custom_metadata(store, name).get("sequence")
     return sequence if type(sequence) is int and sequence > 0 else 0  # unknown: such a tag counts as the oldest
 
 
 def read_custom_metadata(store: Store, name: str) -> dict[str, Any]:
-    """What a commit had orbax keep in the directory of a tag; empty if it cannot be read, or is not there."""
+    """Return the custom metadata that a commit stored with orbax in a tag; empty if missing or unreadable."""
     return read_orbax_member(store, name, "custom_metadata")
 
 
 def read_orbax_member(store: Store, name: str, member: str) -> dict[str, Any]:
-    """A member of orbax's own record of a directory that is an object; empty if it cannot be read, or is not there."""
+    """Return a member of orbax's metadata that is a JSON object; empty if missing or unreadable."""
     try:
         text = store.read_start(f"{name}/{ORBAX_METADATA_FILE}", MAX_ORBAX_METADATA_BYTES, links=False)
         value = json.loads(text)[member]
@@ -196,11 +199,11 @@ def read_orbax_member(store: Store, name: str, member: str) -> dict[str, Any]:
 
 
 def open_tag_directory(store: FileSystem, tag: str) -> FileSystemDirectory | None:
-    """The directory of a committed tag, marked as being read so that no retention deletes it under the reader.
+    """Open the directory of a committed tag, locked so that retention does not delete it, or return None if not found.
 
     Raises:
-        InvalidTagError: `tag` cannot be one.
-        StorageError: It cannot be opened.
+        InvalidTagError: `tag` is not a valid tag name.
+        StorageError: The directory cannot be opened.
     """
     check_tag(tag, store.path)
     for name in _iterate_locations(store, tag):

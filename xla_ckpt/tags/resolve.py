@@ -9,7 +9,7 @@ from xla_ckpt.tags.root import Root
 
 
 def open_root(store: Store) -> Root:
-    """The tags in a store."""
+    """Return the root of tags in a store."""
     if store.object_store is not None:
         return LedgerRoot(store.object_store)
     assert store.file_system is not None, "a store is one of the two"

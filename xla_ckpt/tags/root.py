@@ -1,7 +1,7 @@
 """Checkpoint root: the `Root` protocol, transactions that write to it, and lookups of its tags.
 
-`directory_root` implements it for file systems and `ledger_root` for object stores. A `Transaction` begins a draft,
-makes it durable, and commits it in one step, or removes it.
+`directory_root` implements it for file systems and `ledger_root` for object stores. A `Transaction` creates a draft,
+makes it durable, and commits it atomically, or removes it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = get_logger(__name__)
 
 
 def do_nothing() -> None:
-    """The `check` of who waits as long as it takes."""
+    """Do nothing: the default `check` of waits that need not be interrupted."""
 
 
 @contextlib.contextmanager
 def log_errors_after_commit(path: str, tag: str) -> Iterator[None]:
-    """Log what the block raises, which runs after a commit: the tag is there, so its save has not failed."""
+    """Log exceptions of the block, which runs after a commit: the tag exists, so its save has not failed."""
     try:
         yield
     except Exception:
@@ -38,259 +38,269 @@ def log_errors_after_commit(path: str, tag: str) -> Iterator[None]:
 
 
 class TransactionKind(enum.Enum):
-    """What a transaction writes."""
+    """Kind of object that a transaction writes."""
 
     TAG = "tag"
-    """A tag of ours. One of that name is replaced; older ones may be retired."""
+    """A native tag. It replaces a tag with the same name, and older tags may be retired."""
 
     CHECKPOINT = "checkpoint"
-    """A directory that another library reads, such as DCP's. What has that name is replaced; an object store, which
-    cannot do that in one step, refuses it."""
+    """A directory in another library's format, such as DCP. It replaces a directory with the same name, except in an
+    object store, which cannot do so atomically and raises an error.
+    """
 
     NEW_DIRECTORY = "new directory"
-    """A directory, where nothing of that name is yet but for an empty directory."""
+    """A new directory. Only an empty directory may have its name."""
 
     NEW_FILE = "new file"
-    """A single file, where nothing of that name is yet. The draft holds a file of that name, and nothing else."""
+    """A new single file, whose name must be unused. The draft contains only this file."""
 
     REPLACED_FILE = "file"
-    """A single file, which takes the place of one of that name. The draft holds it alone. Several processes may write
-    one at once: the last one counts."""
+    """A single file, which replaces a file with the same name. The draft contains only this file. If several
+    processes write it concurrently, the last one wins.
+    """
 
     UPLOAD = "upload"
-    """A tag that another root has committed: it keeps the number that it has there. Object stores alone have this."""
+    """A tag committed in another root, which keeps its sequence number. Only in object stores."""
 
     REPAIR = "repair"
-    """Files of a tag that is there, which take the places of those that it has."""
+    """Files that replace files of an existing tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class CleanupReport:
-    """What came of cleaning a root."""
+    """Result of cleaning a root."""
 
     removed: tuple[str, ...]
     kept: Mapping[str, str]
-    """What stays and is no tag -> why."""
+    """Remaining names that are not tags -> the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptReport:
-    """What came of taking tags into the record of a root."""
+    """Result of adding tags to the ledger of a root."""
 
     adopted: tuple[str, ...]
-    """The tags that were not in it, and are now."""
+    """Tags that were added to the ledger."""
 
     refused: Mapping[str, str]
-    """Names under which files lie that are no complete tag, and that the record does not know -> what is missing."""
+    """Names with incomplete tags that are not in the ledger -> the missing parts."""
 
 
 class Draft(Protocol):
-    """What is being written. Readers do not take it for what it will be."""
+    """An object being written, which readers do not recognize yet."""
 
     @property
     def directory(self) -> Directory:
-        """Where its files go. Everything in it must be durable before the commit."""
+        """Directory for the files. Everything in it must be durable before the commit."""
 
     @property
     def sequence(self) -> int:
-        """The commit number that the tag will have; 0 for what is no tag."""
+        """Sequence number of the new tag; 0 if the draft is not a tag."""
 
     @property
     def newest(self) -> TagEntry | None:
-        """The newest tag that can be read, as it was when this was begun; None for what is no tag."""
+        """The newest readable tag when the draft was created; None if the draft is not a tag."""
 
     def commit(self, *, retention: Retention | None, report: Any, within: float) -> float:
-        """Have it take its name, in one step, and retire older tags. See `Transaction.commit`.
+        """Rename the draft to its final name atomically, and retire older tags. See `Transaction.commit`.
 
-        Which tags are retired is decided before, and what is done after that step raises nothing.
+        The tags to retire are selected before the rename, and later steps raise no errors.
         """
 
     def abort(self) -> None:
-        """Let go of it. What was not committed is removed: it may be why the storage is full."""
+        """Close the draft and remove uncommitted files, which may be the reason why the storage is full."""
 
 
 class Root(Protocol):
-    """A place of tags."""
+    """A directory or bucket prefix that contains tags."""
 
     @property
     def path(self) -> str:
-        """What users call it."""
+        """Path or address of the root, as users write it."""
 
     @property
     def store(self) -> Store:
-        """The files in it, for those who read them."""
+        """The store for reading files."""
 
     def list_entries(self) -> list[TagEntry]:
-        """All committed tags of ours, oldest first. An absent root has none.
+        """Return all committed native tags, oldest first. Empty if the root does not exist.
 
         Raises:
-            CorruptCheckpointError: There are complete tags, and the record of them is gone.
-            StorageError: It cannot be read.
+            CorruptCheckpointError: There are complete tags, but their ledger is missing.
+            StorageError: The root cannot be read.
         """
 
     def get_entry(self, tag: str) -> TagEntry | None:
-        """A committed tag of ours, as `list_entries` lists it; None if there is none of this name.
+        """Return a committed native tag as in `list_entries`, or None if it does not exist.
 
         Raises:
-            InvalidTagError: `tag` cannot be one.
+            InvalidTagError: `tag` is not a valid tag name.
         """
 
     def open(self, tag: str) -> Directory:
-        """The directory of a committed tag, marked as being read so that no retention deletes it under the reader.
+        """Open the directory of a committed tag, locked for reading so that retention does not delete it.
 
         Raises:
-            NoCheckpointError: There is no such tag; the message lists those that there are.
-            InvalidTagError: `tag` cannot be one.
+            NoCheckpointError: The tag does not exist; the message lists the existing ones.
+            InvalidTagError: `tag` is not a valid tag name.
         """
 
     def open_listed(self, entry: TagEntry) -> Directory:
-        """The same of a tag that was listed, where nobody minds if it has gone since.
+        """Open the directory of a listed tag, which may have been deleted since.
 
         Raises:
-            OSError: It has, or the storage refused. An object store says it only when a file is read.
+            OSError: The tag was deleted, or the storage failed. In an object store, raised only when a file is read.
         """
 
     def begin(self, name: str, kind: TransactionKind) -> Draft:
-        """Make the directory that is filled, after what killed writers left behind has been removed.
+        """Create the draft directory, after removing leftovers of killed writers.
 
         Raises:
-            UsageError: Something has the name, and the storage cannot replace it.
+            UsageError: The name exists, and the storage cannot replace it.
             MissingPackageError: See `check_can_commit`.
-            OSError: The storage refused.
+            OSError: The storage failed.
         """
 
     def open_draft(self, draft: str) -> Directory:
-        """The directory of a draft that another process of this job has begun, by its name.
+        """Open the directory of a draft that another process of this job has created.
 
         Raises:
-            FileNotFoundError: This process does not see it.
+            FileNotFoundError: The draft is not visible to this process.
         """
 
     def get_draft_name(self, name: str) -> str:
-        """The name of the draft that is filled to become this, if it is the only one."""
+        """Return the name of the draft directory for a name, if there is only one draft for it."""
 
     def get_directory_name(self, name: str) -> str:
-        """The name that a directory has right now: perhaps that of an old version which is just being replaced.
+        """Return the current name of a directory: the old version's, if it is being replaced at the moment.
 
-        In an object store it is that of the attempt which is the tag.
+        In an object store, return the name of the committed attempt.
         """
 
     def pin(self, tag: str, pinned: bool) -> bool:
-        """Pin a tag of ours, or undo that, durably; whether that changed anything. Retention leaves pinned tags alone.
+        """Pin or unpin a native tag durably. Return True if this changed anything. Retention does not delete pinned
+        tags.
 
         Raises:
-            NoCheckpointError: There is no such tag, or a save retired it meanwhile.
-            CheckpointError: Its manifest is damaged.
-            UsageError: A save of this tag is running, or replaced it meanwhile.
-            StorageError: The storage refused. The pin is as it was, unless only making it durable was refused.
+            NoCheckpointError: The tag does not exist, or was retired in the meantime.
+            CheckpointError: The manifest is corrupt.
+            UsageError: A save of this tag is running, or replaced it in the meantime.
+            StorageError: The storage failed. The pin is unchanged, unless only making it durable failed.
         """
 
     def retire(self, tag: str) -> None:
-        """Have a tag disappear in one step, durably. Who reads it reads on; `clean` removes what nobody reads any more.
+        """Remove a tag from the root atomically and durably. Open readers keep its files, which `clean` deletes
+        afterwards.
 
         Raises:
-            FileNotFoundError: There is no such tag.
-            OSError: The storage refused.
+            FileNotFoundError: The tag does not exist.
+            OSError: The storage failed.
         """
 
     def read_report(self, tag: str) -> Any:
-        """What the commit of a tag was given to keep for people; None if it was nothing, or is damaged.
+        """Return the report stored by the commit of a tag, or None if it is missing or corrupt.
 
         Raises:
             CheckpointError: As `open`.
         """
 
     def is_native_tag(self, name: str) -> bool:
-        """Whether a directory is a tag of ours, damaged or not."""
+        """Return True if a directory is a native tag, even a corrupt one."""
 
     def is_managed(self, name: str) -> bool:
-        """Whether what has this name is ours: a tag, one that is being written, or what one has left."""
+        """Return True if a name belongs to this library: a tag, a draft, or a leftover."""
 
     def is_authoritative(self) -> bool:
-        """Whether something says that this is a root of tags, so that it is no checkpoint itself."""
+        """Return True if a record marks this as a root of tags, so that it cannot be a checkpoint itself."""
 
     def is_root(self, name: str) -> bool:
-        """Whether a directory, or the root itself (""), holds tags of ours, as far as few looks tell."""
+        """Return True if a directory, or the root itself (""), contains native tags, after probing a few names."""
 
     def is_read(self, tag: str) -> bool:
-        """Whether somebody reads this tag right now, or may do so."""
+        """Return True if a process reads this tag, or may do so."""
 
     def is_written(self, tag: str) -> bool:
-        """Whether somebody writes this tag right now, or may do so."""
+        """Return True if a process writes this tag, or may do so."""
 
     def clean(self, only: str | None = None) -> None:
-        """Remove what killed or replaced saves left. Undoes a replacement that was killed half-way.
+        """Remove leftovers of killed or replaced saves, and roll back an interrupted replacement.
 
         Args:
-            only: Clean up after writers of this name alone: what else lies there may be anybody's.
+            only: Only clean up leftovers of this name, if the directory may contain unrelated files.
 
         Raises:
-            OSError: The storage refused.
+            OSError: The storage failed.
         """
 
     def clean_all(self, within: float) -> CleanupReport:
-        """As `clean`, and look for what no save would find.
+        """Clean the root like `clean`, and also search for leftovers that saves do not find.
 
         Args:
-            within: Seconds to wait at most until it is clear whether somebody saves there, whose leftovers stay.
+            within: Maximum seconds to wait for the lease of the root. Drafts of an active job are kept.
 
         Raises:
-            CheckpointError: The record of the tags is damaged.
-            OSError: The storage refused.
+            CheckpointError: The ledger is corrupt.
+            OSError: The storage failed.
         """
 
     def adopt(self, tags: Sequence[str], within: float) -> AdoptReport:
-        """Take complete tags of these names, or all, into the record of the tags, also if it is damaged or gone.
+        """Add complete tags with these names (default: all) to the ledger, even if it is corrupt or missing.
 
         Raises:
-            RootInUseError: Another process saves there.
-            UsageError: There is no such record.
-            OSError: The storage refused.
+            RootInUseError: Another process saves to this root.
+            UsageError: The root has no ledger.
+            OSError: The storage failed.
         """
 
     def acquire_lease(self, within: float, check: Callable[[], object] = do_nothing) -> None:
-        """Be the one who saves here, from now on. Waits until it is clear whether another process does.
+        """Acquire the lease for saving to this root, waiting until it is known if another process holds it.
 
         Args:
-            within: Seconds to wait at most.
-            check: Is called while this waits, and raises to end the wait.
+            within: Maximum seconds to wait.
+            check: Called repeatedly during the wait; an exception ends the wait.
 
         Raises:
-            RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.
-            UsageError: The environment variable has a value that means nothing.
-            OSError: The storage refused.
+            RootInUseError: Another process saves to this root, or it is still unknown if its owner is running.
+            UsageError: The environment variable has an invalid value.
+            OSError: The storage failed.
         """
 
     def check_can_commit(self) -> None:
-        """Refuse a save that could not be committed in the end.
+        """Raise an error if a save could not be committed.
 
         Raises:
-            MissingPackageError: What commits tags is not installed.
+            MissingPackageError: A package needed to commit tags is not installed.
         """
 
     def prepare_commit(self) -> None:
-        """Have ready what a commit takes, as soon as that can be: somebody will commit here, it seems."""
+        """Start preparing for a commit in the background."""
 
     def wait_ready(self, within: float) -> bool:
-        """Wait until a commit has all that it takes, so many seconds at most; whether it was not known to have it.
+        """Wait until a commit is possible, at most `within` seconds. Return True if that was not known before.
 
         Raises:
-            SaveError: It cannot be had, and why.
+            SaveError: A commit is not possible.
         """
 
 
 COMMIT_TIMEOUT = 1800.0
-"""Seconds that a commit may take, by default."""
+"""Default timeout of a commit (s)."""
 
 
 class Transaction:
-    """Something that is being written: it appears whole, under its name, or not at all.
+    """A context manager that writes a tag, a directory or a file, which appears atomically under its name or not at
+    all.
 
-    A context that begins it, and throws it away unless it is committed. What a signal handler of the program raises
-    comes when the draft is there, or is gone: nobody else would remove it.
+    Leaving the context without a commit aborts it. Signal handlers are deferred while the draft is created or removed,
+    so that an exception from one does not leave it behind.
+
+    Args:
+        root: Root to write to.
+        name: Final name.
+        kind: Kind of object to write.
 
     Raises (on entry, and from `begin`):
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
 
     def __init__(self, root: Root, name: str, kind: TransactionKind = TransactionKind.TAG) -> None:
@@ -298,7 +308,7 @@ class Transaction:
         self._draft: Draft | None = None
 
     def begin(self) -> Self:
-        """Begin it outside of a `with` block: then somebody has to call `abort` in the end."""
+        """Begin the transaction outside a `with` block. The caller must eventually call `abort`."""
         with defer_signals():
             self._draft = self._root.begin(self._name, self._kind)
         return self
@@ -321,10 +331,10 @@ class Transaction:
         return self._active_draft.newest
 
     def seal(self, final_files: Mapping[str, bytes]) -> None:
-        """Make durable what is written, and then write the small files by which readers know that it is complete.
+        """Make all written files durable, then write the small files that mark the object as complete.
 
         Raises:
-            OSError: The storage refused.
+            OSError: The storage failed.
         """
         self.directory.sync()
         for path, data in final_files.items():
@@ -335,29 +345,29 @@ class Transaction:
     def commit(
         self, *, retention: Retention | None = None, report: Any = None, within: float = COMMIT_TIMEOUT
     ) -> float:
-        """Have it appear under its name, in one step, and retire tags that are not to be kept any more.
+        """Commit the draft under its name atomically, and retire tags according to the policy.
 
-        What had the name stays readable until the new one is in place. That older tags could not be deleted is logged,
-        and no error: the new one is there.
+        An object with the same name stays readable until the new one is in place. A failure to delete older tags is
+        logged and raises no error, because the new one is committed.
 
         Args:
-            retention: Which tags stay; None keeps all.
-            report: Plain JSON about the save, which the tag keeps for people.
-            within: Seconds to wait at most for a process that commits.
+            retention: Retention policy; None keeps all tags.
+            report: JSON report about the save, stored with the tag for users.
+            within: Maximum seconds to wait for the process that commits.
 
         Returns:
-            Seconds that choosing and retiring older tags took.
+            Seconds spent selecting and retiring older tags.
 
         Raises:
-            SaveError: It was not committed; what has the name is as it was before.
-            OSError: Likewise.
-            NotDurableError: It was committed, and a loss of power may undo that.
+            SaveError: The commit failed; the name is unchanged.
+            OSError: The storage failed; the name is unchanged.
+            NotDurableError: The commit succeeded, but a power loss may undo it.
         """
-        with defer_signals():  # a commit would go on without a caller that has been interrupted
+        with defer_signals():  # an interrupted caller would not stop the commit
             return self._active_draft.commit(retention=retention, report=report, within=within)
 
     def abort(self) -> None:
-        """Let go of it; what was not committed is removed. Does nothing a second time."""
+        """Close the draft and remove uncommitted files. Further calls do nothing."""
         with defer_signals():
             if self._draft is not None:
                 self._draft.abort()
@@ -374,15 +384,15 @@ class Transaction:
 
 
 def check_not_a_tag(path: str, open_root: Callable[[Store], Root]) -> None:
-    """Refuse a root that is itself a tag of the root above it, which `open_root` makes of a store.
+    """Raise an error if a path is a tag of the root above it, which `open_root` opens from a store.
 
     Raises:
-        UsageError: It is one.
+        UsageError: The path is a tag.
     """
     try:
         store, name = open_parent(path)
     except UsageError:
-        return  # nothing is above it
+        return  # it has no parent
     if open_root(store).is_native_tag(name):
         raise UsageError(
             "this is a tag, and no root of tags",
@@ -392,10 +402,10 @@ def check_not_a_tag(path: str, open_root: Callable[[Store], Root]) -> None:
 
 
 def require_tag(root: Root, tag: str) -> TagEntry:
-    """What a root has under a name.
+    """Return the entry of a tag.
 
     Raises:
-        NoCheckpointError: Nothing.
+        NoCheckpointError: The tag does not exist.
     """
     entry = root.get_entry(tag)
     if entry is None:
@@ -404,14 +414,13 @@ def require_tag(root: Root, tag: str) -> TagEntry:
 
 
 def resolve_tag_link(store: Store, tag: str) -> str:
-    """Return the name of the tag that is meant by a name: that to which a link of the program's own leads, such as
-    ``latest``, or the name itself.
+    """Return the tag that a name refers to: the target of a symbolic link such as ``latest``, or the name itself.
 
     Raises:
-        UsageError: It is a link out of the root.
+        UsageError: The link points out of the root.
     """
     here, address = store.resolve_address("").rstrip("/"), store.resolve_address(tag) if is_tag_name(tag) else ""
-    if address in ("", f"{here}/{tag}") or _is_file(open_store(address)):  # caches have links to files
+    if address in ("", f"{here}/{tag}") or _is_file(open_store(address)):  # caches contain links to files
         return tag
     place, _, name = address.rpartition("/")
     if place != here:
@@ -431,7 +440,7 @@ def _is_file(store: Store) -> bool:
 
 
 def make_no_such_tag_error(root: Root, tag: str | None) -> NoCheckpointError:
-    """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    """Return the error for a missing tag, or for a root without tags (`tag` None)."""
     try:
         tags = [entry.tag for entry in root.list_entries()]
     except (OSError, CheckpointError):
@@ -445,7 +454,7 @@ def make_no_such_tag_error(root: Root, tag: str | None) -> NoCheckpointError:
 
 
 def _describe_link(store: Store, tag: str | None) -> str:
-    """What is said of a link: only reads by its name follow it."""
+    """Return a hint about a symbolic link, which only reads by name follow."""
     if tag is None or store.file_system is None or not is_tag_name(tag) or not store.has(tag):
         return ""
     try:
@@ -456,7 +465,7 @@ def _describe_link(store: Store, tag: str | None) -> str:
 
 
 def _describe_contents(root: Root, tags: Sequence[str]) -> str:
-    """What a root directory holds in place of the tag that was looked for: other tags, or what else lies there."""
+    """Return a hint about the contents of a root directory in which a tag was not found."""
     store = root.store
     if not store.is_directory(""):
         return "It is a file." if store.has("") else "Nothing lies there."
