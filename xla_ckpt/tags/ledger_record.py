@@ -1,6 +1,6 @@
 """Ledger record in an object store: read, conditional update with retries, garbage collection and rebuild.
 
-Edits are compare-and-swap; a write whose answer is lost is looked up by its unique name. Cleanup removes attempts
+Edits are compare-and-swap; after a lost response, the write is looked up by its unique name. Cleanup removes attempts
 that the ledger does not reference, and `adopt` rebuilds a lost ledger from manifests.
 """
 
@@ -26,21 +26,21 @@ from xla_ckpt.tags.root import CleanupReport
 logger = get_logger(__name__)
 
 WRITE_ATTEMPTS = 3
-"""How often a change of a record is tried that the storage refuses, or does not answer.
+"""Number of attempts to write a record if the storage rejects the write or does not respond.
 
-S3 refuses a write of a record at times for an instant (409), although nobody else has changed it.
+S3 occasionally rejects the write of an unmodified record for an instant (409).
 """
 
 
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 1.0
-"""Seconds before a change is made anew that somebody else has come before: at most, the first time and in the end."""
+"""Maximum pause (s) before an edit that lost a race is retried: initially, and after several retries."""
 
 REFUSAL_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""By these the storage says no: what it has refused so is not done, and is not done later either."""
+"""Error numbers of definite rejections: the write was not done, and will not be done later."""
 
 
-class UnknownWriteOutcome(OSError):  # noqa: N818  # no error of its own: what became of a write is still to be found out
-    """Nobody knows whether the ledger was replaced, or will be: a request may still be on its way."""
+class UnknownWriteOutcome(OSError):  # noqa: N818  # the outcome can still be found out
+    """The outcome of a write of the ledger is unknown: the request may still be in flight."""
 
 
 class LedgerRecord:
@@ -49,15 +49,15 @@ class LedgerRecord:
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._cached: tuple[Ledger, str | None] | None = None
-        """The ledger and its version, as an edit left it. Another process may have changed it since."""
+        """Ledger and version after the last edit. Another process may have changed it since."""
 
     @property
     def path(self) -> str:
-        """The root, as users call it."""
+        """Address of the root, as users write it."""
         return self.store.path
 
     def exists(self) -> bool:
-        """Whether there is one, be it damaged."""
+        """Return True if the ledger exists, even if it is corrupt."""
         with (
             annotate_errors(path=self.path, file=LEDGER_NAME),
             wrap_os_errors("reading the record of the tags", path=self.path),
@@ -65,15 +65,15 @@ class LedgerRecord:
             return self.store.read_record(LEDGER_NAME) is not None
 
     def read(self) -> Ledger:
-        """The ledger as it is now.
+        """Return the current ledger.
 
         Raises:
-            CheckpointError: It is damaged, or cannot be read.
+            CheckpointError: The ledger is corrupt or cannot be read.
         """
         return self._read(rules.parse_ledger)[0]
 
     def read_cached(self) -> Ledger:
-        """The ledger as the last edit left it; as it is now, if there was none."""
+        """Return the ledger after the last edit, or the current one if there was no edit."""
         return self.read() if self._cached is None else self._cached[0]
 
     def _read(self, parse: Callable[[bytes], Ledger]) -> tuple[Ledger, str | None]:
@@ -83,14 +83,14 @@ class LedgerRecord:
             return (Ledger(), None) if record is None else (parse(record[0]), record[1])
 
     def edit(self, change: Callable[[Ledger], Ledger], parse: Callable[[bytes], Ledger] = rules.parse_ledger) -> Ledger:
-        """Replace the ledger by what `change` makes of it, which is asked again if somebody else has changed it.
+        """Replace the ledger with `change(ledger)`, retrying if another process has changed it.
 
-        The last edit's ledger is tried first: a write on the condition that it is still there costs no look before. It
-        proves nothing unless it is written.
+        The first attempt uses the ledger after the last edit: a conditional write needs no read before it. That ledger
+        is only trusted if the write succeeds.
 
         Raises:
-            Unanswered: The storage does not say what became of it.
-            OSError: The storage refused.
+            UnknownWriteOutcome: The storage did not report the outcome.
+            OSError: The storage failed.
         """
         last, self._cached = self._cached, None
         if last is not None and not _is_effective(change, last[0]):
@@ -110,7 +110,7 @@ class LedgerRecord:
                 pass
             except OSError as error:
                 refused = error
-            # Answers get lost, so it may be our own write that has changed it; others may have come after it.
+            # The response of this write may have been lost, and other writes may have followed.
             try:
                 now = self._read(parse)[0]
             except OSError as error:
@@ -121,11 +121,11 @@ class LedgerRecord:
                 raise refused
             if refused is not None:
                 raise UnknownWriteOutcome(refused.errno, refused.strerror or str(refused)) from refused
-            time.sleep(random.uniform(0, pause))  # noqa: S311  # writers that lose at one time come back at different ones
+            time.sleep(random.uniform(0, pause))  # noqa: S311  # spread out concurrent writers
             pause = min(2 * pause, MAX_BACKOFF_SECONDS)
 
     def _write(self, data: bytes, version: str | None) -> str:
-        """Write it, several times if need be. Of all errors that is raised which says least."""
+        """Write the ledger with retries. If all attempts fail, raise the least conclusive error."""
         raised: OSError | None = None
         for _ in range(WRITE_ATTEMPTS):
             try:
@@ -138,7 +138,7 @@ class LedgerRecord:
         raise raised
 
     def delete_attempts(self, attempts: Sequence[str]) -> None:
-        """Delete the files of attempts that nobody needs any more."""
+        """Delete the files of unneeded attempts, and remove the attempts from the ledger."""
         for attempt in attempts:
             self.store.remove(attempt)
         if attempts:
@@ -146,31 +146,36 @@ class LedgerRecord:
 
 
 def _is_effective(change: Callable[[Ledger], Ledger], ledger: Ledger) -> bool:
-    """Whether a change would do something to a ledger, and does not refuse it."""
+    """Return True if a change modifies a ledger without raising an error."""
     try:
         return change(ledger) != ledger
     except (CheckpointError, OSError):
-        return False  # it is asked again, with the ledger as it is
+        return False  # tried again with the current ledger
 
 
 ABANDONED_SECONDS = 24 * 3600.0
-"""The writer of something with a fixed name has ended if nothing of it has changed for so long (s).
+"""Time without a change after which the writer of a fixed-name object is considered dead (s).
 
-By the clock of this machine, which may differ from the store's; S3 refuses one that is a quarter of an hour wrong.
+Measured by the clock of this machine, which may differ from the store's; S3 rejects clocks that are 15 minutes off.
 """
 
 MAX_LOST_IN_ERROR = 5
-"""Tags that the error for a lost ledger names, at most."""
+"""Maximum number of tags in the error about a lost ledger."""
 
 
 def list_attempts(store: ObjectStore, tags: Iterable[str] | None = None) -> list[str]:
-    """All attempts that have files, also those that no ledger names; with `tags`, those of these names."""
+    """Return all attempts with files, including those missing from the ledger; with `tags`, only attempts of these
+    tags.
+    """
     names = [name for name in (store.list_names() if tags is None else tags) if is_tag_name(name)]
     return [f"{tag}/{name}" for tag in names for name in store.list_names(tag) if rules.is_attempt(f"{tag}/{name}")]
 
 
 def partition_attempts(store: ObjectStore, attempts: Iterable[str]) -> tuple[dict[str, LedgerTag], dict[str, str]]:
-    """Those attempts that are complete, by what their manifests say, and have all their files; why others are not."""
+    """Split attempts into complete ones, with their ledger entries, and incomplete ones, with the reasons.
+
+    An attempt is complete if all files of its manifest exist. Attempts without a manifest are in neither result.
+    """
     complete, incomplete = {}, {}
     for attempt in attempts:
         directory = store.get_directory(attempt)
@@ -191,22 +196,23 @@ def partition_attempts(store: ObjectStore, attempts: Iterable[str]) -> tuple[dic
 
 
 def find_complete_attempts(store: ObjectStore, attempts: Iterable[str]) -> dict[str, LedgerTag]:
-    """Those attempts that are complete."""
+    """Return the complete attempts with their ledger entries."""
     return partition_attempts(store, attempts)[0]
 
 
 def check_ledger_not_lost(store: ObjectStore, tags: Iterable[str] | None = None) -> None:
-    """Check that a root whose ledger has no commit has not lost the ledger that had some.
+    """Check that a root with an empty ledger has not lost an earlier one.
 
     Args:
-        store: The root. It may be a look at an earlier state: the ledger is read anew.
-        tags: The names that are looked at; None for all.
+        store: The root, which may be a view of an earlier state: the ledger is read again.
+        tags: Tags to check; None for all.
 
     Raises:
-        CorruptCheckpointError: It has. A job would train anew, and a save would begin a ledger without these tags.
-        OSError: The storage refused.
+        CorruptCheckpointError: There are complete attempts. Otherwise a job would train from the start, and a save
+            would create a ledger without these tags.
+        OSError: The storage failed.
     """
-    attempts = list_attempts(store, tags)  # first: what another process begins meanwhile is in the ledger then
+    attempts = list_attempts(store, tags)  # before the ledger, which then contains later attempts
     if not attempts:
         return
     ledger = LedgerRecord(store.snapshot_view().object_store or store).read()
@@ -226,10 +232,10 @@ def _find_unreferenced(ledger: Ledger, attempts: Iterable[str]) -> list[str]:
 
 
 def clean_unreferenced(store: ObjectStore, attempts: Iterable[str], ledger: Ledger) -> CleanupReport:
-    """Delete the files of attempts that the ledger does not name, which was read after they were listed.
+    """Delete the files of attempts that are not in the ledger, which must have been read after they were listed.
 
-    So they were given up: an attempt is in the ledger before it has files. They came late, from a process that was
-    stopped. Complete ones stay: they may have been tags, and the ledger was lost.
+    An attempt is added to the ledger before it has files, so these were given up, and their files were written late by
+    a process that was suspended. Complete ones are kept: they may have been tags of a lost ledger.
     """
     unnamed = _find_unreferenced(ledger, attempts)
     kept = find_complete_attempts(store, unnamed)
@@ -241,9 +247,7 @@ def clean_unreferenced(store: ObjectStore, attempts: Iterable[str], ledger: Ledg
 
 
 def clean_fixed_names(store: ObjectStore) -> CleanupReport:
-    """Remove the records of writers that were killed while they wrote something with a fixed name
-    (`FixedNameDraft`).
-    """
+    """Remove the lock records of writers that were killed while they wrote a `FixedNameDraft`."""
     removed, kept = [], {}
     before = (time.time() - ABANDONED_SECONDS) * 1e9
     for record in store.list_names():
@@ -261,7 +265,7 @@ def clean_fixed_names(store: ObjectStore) -> CleanupReport:
 
 
 def parse_or_empty(data: bytes) -> Ledger:
-    """The ledger in a record; an empty one if it is damaged."""
+    """Return the ledger in a record, or an empty one if it is corrupt."""
     try:
         return rules.parse_ledger(data)
     except FormatError:

@@ -1,8 +1,8 @@
 """Checkpoint root in an object store: a ledger record lists the tags; nothing is renamed.
 
-A `LedgerDraft` is written under a unique attempt name; one conditional update of the ledger commits it, replaces
-the old version and retires older tags. Readers take no lock: files are kept for `RETENTION_COMMITS` commits after
-they are retired. Directories with a name that other libraries expect are written in place as a `FixedNameDraft`.
+A `LedgerDraft` is written under a unique attempt name; one conditional update of the ledger commits it, replaces the
+old version and retires older tags. Readers take no lock: files are kept for `RETENTION_COMMITS` commits after they are
+retired. Directories with a name that other libraries expect are written in place as a `FixedNameDraft`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class FixedNameDraft:
-    """One that is being written, in place. Nothing was there.
+    """An object that is written in place under its final name, which must be unused.
 
-    A file appears whole. By the marks that `Transaction.seal` writes last readers know that a directory is complete. A
-    record ``.new-<name>``, made on the condition that there is none, keeps other writers away. That of a killed writer
-    goes when somebody cleans up (`clean_fixed_names` in `tags/ledger_cleaning.py`); the rest has to be removed by hand.
+    Each file appears atomically, and the marker files that `Transaction.seal` writes last show that a directory is
+    complete. A record ``.new-<name>``, created conditionally, excludes other writers. If the writer is killed,
+    `clean_fixed_names` in `tags/ledger_record.py` removes the record later; the files have to be removed manually.
     """
 
     store: ObjectStore
@@ -81,18 +81,18 @@ class FixedNameDraft:
 
     @classmethod
     def begin(cls, store: ObjectStore, name: str, directory: Directory) -> FixedNameDraft:
-        """Begin to write one.
+        """Create a draft.
 
         Raises:
-            UsageError: Something has the name, or is being written under it.
-            OSError: The storage refused.
+            UsageError: The name exists or is being written.
+            OSError: The storage failed.
         """
         record, token = DRAFT_PREFIX + name, uuid.uuid4().hex.encode()
         try:
             store.write_record(record, token, None)
         except (VersionConflict, OSError) as error:
             its = store.read_record(record)
-            is_mine = its is not None and its[0] == token  # then only the answer was lost
+            is_mine = its is not None and its[0] == token  # in that case only the response was lost
             if isinstance(error, OSError) and not is_mine:
                 raise
             if not is_mine:
@@ -114,7 +114,7 @@ class FixedNameDraft:
         return cls(store=store, name=name, directory=directory)
 
     def commit(self, *, retention: Retention | None, report: object, within: float) -> float:
-        self.is_open = False  # it is complete: nothing that fails from here on may remove it
+        self.is_open = False  # it is complete, so later failures must not remove it
         self.directory.close()
         record = DRAFT_PREFIX + self.name
         for _ in range(WRITE_ATTEMPTS):
@@ -131,28 +131,28 @@ class FixedNameDraft:
         self.is_open = False
         self.directory.close()
         try:
-            self.store.remove(self.name)  # before the record: whoever comes next finds nothing, or is refused
+            self.store.remove(self.name)  # before the record, which excludes other writers until then
             self.store.remove(DRAFT_PREFIX + self.name)
         except OSError as error:
             logger.warning("%s: what was not finished of %s stays: %s", self.store.path, self.name, error)
 
 
 ACTIVE_DRAFTS: set[str] = register_fork_reset(set(), set.clear)
-"""The attempts that this process writes."""
+"""Attempts that this process is writing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LedgerDraft:
-    """A tag that is being written, or a repaired version of one, in a directory of its own."""
+    """A tag that is being written, or a repaired version of one, in its own directory."""
 
     root: Root
     record: LedgerRecord
     tag: str
     previous: LedgerTag | None
-    """What the tag was when this was begun."""
+    """Entry of the tag when the draft was created."""
 
     epoch: int
-    """That of the ledger when this was begun."""
+    """Epoch of the ledger when the draft was created."""
 
     directory: Directory
     kind: TransactionKind
@@ -169,7 +169,7 @@ class LedgerDraft:
                 f"{self.directory.name}/{MANIFEST_FILE}", manifest_json.MAX_HEADER_BYTES
             )
         except FileNotFoundError:
-            self._check_owner(self.record.read())  # who has taken the root over has removed it
+            self._check_owner(self.record.read())  # removed by a process that has taken over the root
             raise
         head = manifest_json.parse_header(start)
         if report is not None:
@@ -195,8 +195,8 @@ class LedgerDraft:
             )
 
         if retention is not None:
-            # What a policy reads of older tags is read now, and kept: an edit that takes long loses to those of others.
-            with contextlib.suppress(CheckpointError):  # the edit meets it, too
+            # Cache what the policy reads of older tags, because a slow edit loses the race with other writers.
+            with contextlib.suppress(CheckpointError):  # the edit raises it too
                 find_tags_to_delete(
                     load_tag_infos(self.record.store, rules.list_entries(self.record.read_cached())), retention
                 )
@@ -215,10 +215,14 @@ class LedgerDraft:
             raise make_taken_over_error(self.record.path, ledger)
 
     def _resolve_unknown(self, error: UnknownWriteOutcome) -> Ledger:
-        """Find out whether the commit was done that the storage did not answer; the ledger, if it was.
+        """Find out if an unconfirmed commit has succeeded; if so, return the ledger.
 
-        The attempt is given up, unless it is a tag by now. That is a change of the ledger, so that a request is refused
-        which is still on its way.
+        Gives up the attempt unless it is committed. This changes the ledger, so that a request still in flight is
+        rejected.
+
+        Raises:
+            UnknownWriteOutcome: The commit has failed.
+            UnknownOutcomeError: The outcome is still unknown.
         """
         attempt, fate = self.directory.name, "unknown"
         cause: Exception = error
@@ -235,7 +239,7 @@ class LedgerDraft:
         raise make_unknown_outcome_error(self.record.path, self.tag, "committed", error, after) from cause
 
     def _link_unchanged_files(self) -> None:
-        """Have the files that were not made anew in this directory, too."""
+        """Link the files that were not rewritten into this directory."""
         if self.previous is None:
             raise make_no_such_tag_error(self.root, self.tag)
         source, anew = self.record.store.open(self.previous.attempt), set(self.directory.list_files())
@@ -249,8 +253,8 @@ class LedgerDraft:
         attempt = self.directory.name
         self._close()
         try:
-            # First nobody can commit it any more, not even a request that is still on its way. It stays if one was
-            # accepted whose answer was lost.
+            # First make it impossible to commit the attempt, even by a request in flight. It is kept if such a request
+            # has been accepted with its response lost.
             ledger = self.record.edit(partial(rules.give_up_attempts, attempts=[attempt]))
             if rules.find_outcome(ledger, attempt) != "committed":
                 self.record.delete_attempts([attempt])
@@ -266,7 +270,9 @@ class LedgerDraft:
 def make_unknown_outcome_error(
     path: str, tag: str, action: str, error: UnknownWriteOutcome, after: str
 ) -> UnknownOutcomeError:
-    """The error for a change of the ledger that was not answered: what it does to a tag, and what is there `after`."""
+    """Return the error for an unconfirmed change of the ledger: `action` on a tag, and the possible states in
+    `after`.
+    """
     return UnknownOutcomeError(
         f"the storage did not answer whether it has {action} this tag",
         path=path,
@@ -277,7 +283,7 @@ def make_unknown_outcome_error(
 
 
 def make_taken_over_error(path: str, ledger: Ledger) -> RootInUseError:
-    """The error for a save that began before another job took the root over."""
+    """Return the error for a save that began before another job took over the root."""
     return RootInUseError(
         "another process has taken over this root since this save began",
         path=path,
@@ -287,11 +293,11 @@ def make_taken_over_error(path: str, ledger: Ledger) -> RootInUseError:
 
 
 class LedgerRoot:
-    """The tags in an object store.
+    """A root of tags in an object store.
 
     Args:
-        store: Where.
-        writer: By what the ledger knows who writes an attempt; None is this process.
+        store: The object store.
+        writer: Name of the writer of attempts in the ledger; by default this process.
     """
 
     def __init__(self, store: ObjectStore, writer: str | None = None) -> None:
@@ -300,18 +306,18 @@ class LedgerRoot:
         self._writer = f"{me.token}-{me.pid}" if writer is None else writer  # a forked process has the same token
         self._record = LedgerRecord(store)
         self._epoch: int | None = None
-        """In which this was given the root; None if it saves without a lease."""
+        """Epoch in which this process acquired the root; None if it saves without a lease."""
 
     @property
     def path(self) -> str:
-        """What users call it."""
+        """Address of the root, as users write it."""
         return self.store.path
 
     def read(self) -> Ledger:
-        """The ledger as it is now.
+        """Return the current ledger.
 
         Raises:
-            CheckpointError: It is damaged, or cannot be read.
+            CheckpointError: The ledger is corrupt or cannot be read.
         """
         return self._record.read()
 
@@ -362,16 +368,17 @@ class LedgerRoot:
         return self._begin(name, kind, make_attempt_name(name, uuid.uuid4().hex))
 
     def begin_upload(self, tag: str, version: str, *, begins: bool) -> LedgerDraft | None:
-        """Take part in the upload of a version of a tag (`upload_rules.make_upload_token`), whoever has begun it.
+        """Join the upload of a version of a tag (`upload_rules.make_upload_token`), which may have been started
+        elsewhere.
 
         Args:
-            tag: Its name.
-            version: What its attempt is known by.
-            begins: Whether this begins it if nobody has, or if it was given up. What else was begun in an earlier
-                epoch is given up then: who goes on with other uploads takes part in those first.
+            tag: Name of the tag.
+            version: Token of the version, with which the name of the attempt begins.
+            begins: If True, create the attempt if it does not exist or was given up. This gives up open attempts of
+                earlier epochs, so join those to be continued first.
 
         Returns:
-            Where it is filled; None if nobody has begun it.
+            The draft, or None if the upload was not started.
         """
         prefix = make_attempt_name(tag, version)
         joined = self._open_attempt(tag, TransactionKind.UPLOAD, prefix, None)
@@ -380,21 +387,23 @@ class LedgerRoot:
         )
 
     def get_outcome(self, attempt: str) -> rules.AttemptOutcome:
-        """What became of an attempt that another process commits."""
+        """Return the outcome of an attempt that another process commits."""
         return rules.find_outcome(self.read(), attempt)
 
     def _begin(self, name: str, kind: TransactionKind, attempt: str) -> LedgerDraft:
         due = self._find_expired()
         try:
             self._record.delete_attempts(due)
-        except OSError as error:  # who may write there and not delete can save all the same
+        except OSError as error:  # credentials that cannot delete can still save
             logger.warning("%s: files that nobody needs any more stay: %s", self.path, error)
         begun = self._open_attempt(name, kind, attempt, attempt)
         assert begun is not None, "a new one is begun"
         return begun
 
     def _open_attempt(self, name: str, kind: TransactionKind, prefix: str, new: str | None) -> LedgerDraft | None:
-        """The open attempt with a name that begins like this, or else the new one."""
+        """Open the attempt with a name that begins with `prefix`, otherwise create the attempt `new` unless it is
+        None.
+        """
         added = set[str]()
 
         def named(ledger: Ledger) -> str | None:
@@ -475,7 +484,7 @@ class LedgerRoot:
         self._edit(change, tag, "deleted")
 
     def is_read(self, tag: str) -> bool:
-        """False: nobody can tell, and who reads it has time (`RETENTION_COMMITS`)."""
+        """Return False: readers take no lock, but have time to finish (`RETENTION_COMMITS`)."""
         return False
 
     def is_written(self, tag: str) -> bool:
@@ -485,14 +494,14 @@ class LedgerRoot:
         return any(attempt.startswith(make_attempt_name(tag, "")) for attempt in self._drop_dead(ledger).open)
 
     def _drop_dead(self, ledger: Ledger) -> Ledger:
-        # Which attempts this process writes is looked at when the ledger was read: who begins one says so here first.
+        # `ACTIVE_DRAFTS` is checked after reading the ledger: a draft is added to the set before the ledger.
         return rules.give_up_dead(ledger, self._writer, frozenset(ACTIVE_DRAFTS))
 
     def clean(self, only: str | None = None) -> None:
         self._record.delete_attempts(self._find_expired())
 
     def _find_expired(self) -> list[str]:
-        """The attempts whose files may go, when those that nobody writes any more are given up."""
+        """Return the attempts whose files may be deleted, after giving up attempts of dead writers."""
         ledger = self._record.read_cached()
         if self._drop_dead(ledger) != ledger:
             ledger = self._record.edit(self._drop_dead)
@@ -503,7 +512,7 @@ class LedgerRoot:
         before = self.read()
         if before.open:
             try:
-                self.acquire_lease(within)  # then those of writers that were killed are given up
+                self.acquire_lease(within)  # gives up attempts of killed writers
             except RootInUseError as error:
                 logger.info("%s: what is being written stays: %s", self.path, error)
         self.clean()
@@ -541,25 +550,25 @@ class LedgerRoot:
             LEASES.record_commit(self.path, "", ledger.sequence)
 
     def _check_not_a_tag(self) -> None:
-        """Refuse the name of a tag as a root: one path would stand for both."""
+        """Raise an error if the root's path is a tag, since a path must not be both."""
         try:
             check_not_a_tag(self.path, _open_ledger_root)
         except StorageError as error:
-            logger.debug("%s: what is above it cannot be read: %s", self.path, error)  # as who may use this path alone
+            logger.debug("%s: what is above it cannot be read: %s", self.path, error)  # perhaps no permission
 
     def _acquire_lease(self, within: float, check: Callable[[], object] = do_nothing) -> str | None:
         self.store.check_conditional_writes()
         return LEASES.acquire(RecordLease(self.store, lambda: self.read().owner), within, check)
 
     def take_ownership(self, job: str) -> Ledger:
-        """Have all commits refused that a job has begun which had the root before this one.
+        """Make a job the owner of the root, so that commits begun by earlier owners are rejected.
 
         Raises:
-            UsageError: It is no root, but a tag.
+            UsageError: The path is a tag.
         """
 
         def change(ledger: Ledger) -> Ledger:
-            if ledger.sequence == 0:  # before anything is written: else it would be a root from then on
+            if ledger.sequence == 0:  # before the first write, which would make it a root
                 self._check_not_a_tag()
             return rules.take_ownership(ledger, job)
 
@@ -568,10 +577,10 @@ class LedgerRoot:
         return ledger
 
     def check_can_commit(self) -> None:
-        """Nothing: a replaced record commits."""
+        """Do nothing: a commit only needs a conditional write."""
 
     def prepare_commit(self) -> None:
-        """Nothing."""
+        """Do nothing: a commit needs no preparation."""
 
     def wait_ready(self, within: float) -> bool:
         return False

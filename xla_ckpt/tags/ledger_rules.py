@@ -1,7 +1,7 @@
 """Rules of the ledger of an object-store root: tags, open attempts, garbage, and pure state transitions.
 
-A tag is a committed attempt: a directory ``<tag>/.<random>`` whose name is never reused. Each change is a function
-of the ledger before it, so that a writer that loses a race applies it again.
+A tag is a committed attempt: a directory ``<tag>/.<random>`` whose name is never reused. Each change is a function of
+the previous ledger, so that a writer that loses a race can apply it again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from xla_ckpt.tags.entry import TagEntry
 LEDGER_VERSION = 1
 
 RECENT_WRITES = 64
-"""Writes that the ledger names, the last ones: whoever did not hear whether its write was accepted looks there."""
+"""Number of recent writes listed in the ledger, in which a writer looks up a write whose response was lost."""
 
 RETENTION_COMMITS = 2
-"""Commits after the one that ends a tag, until its files may go: so long, who reads it reads on."""
+"""Number of commits after the retirement of a tag before its files are deleted, so that readers can finish."""
 
 _ATTEMPT_PATTERN = re.compile(r"[^/.][^/]*/\.[0-9a-f]+")
 _FIELD_TYPES = {"sequence": int, "epoch": int, "owner": str, "recent": list, "tags": dict, "open": dict, "doomed": dict}
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LedgerTag:
-    """A tag that is committed."""
+    """A committed tag."""
 
     attempt: str
-    """The directory that its files are in."""
+    """Directory that contains its files."""
 
     sequence: int
     pinned: bool
@@ -48,38 +48,38 @@ class OpenAttempt:
     """An attempt that is being written."""
 
     epoch: int
-    """That of the ledger when it was begun."""
+    """Epoch of the ledger when it was created."""
 
     writer: str
-    """The process that writes it."""
+    """Process that writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All that a root says of its tags."""
+    """State of a root: its tags, open attempts and garbage."""
 
     sequence: int = 0
     """Number of the last commit."""
 
     epoch: int = 0
-    """How often a job has taken the root over from another one."""
+    """Number of times that a job has taken over the root from another one."""
 
     owner: str = ""
-    """The job that saves there, by the token of its lease; empty if none ever took one."""
+    """Token of the lease of the job that saves to the root; empty if no job has ever had a lease."""
 
     recent: tuple[str, ...] = ()
-    """The last writes of this ledger, each by a name of its own."""
+    """Unique names of the last writes of this ledger."""
 
     tags: Mapping[str, LedgerTag] = field(default_factory=dict)
     open: Mapping[str, OpenAttempt] = field(default_factory=dict)
     """Attempts that are being written."""
 
     doomed: Mapping[str, int] = field(default_factory=dict)
-    """Attempts that nobody needs any more -> number of the commit from which on their files may go."""
+    """Unneeded attempts -> number of the commit from which on their files may be deleted."""
 
 
 def encode_ledger(ledger: Ledger, write: str) -> bytes:
-    """The record in which it is stored, with the name of the write that stores it."""
+    """Return the serialized ledger, signed with the name of the write that stores it."""
     signed = replace(ledger, recent=(*ledger.recent, write)[-RECENT_WRITES:])
     text = json.dumps({"format": "xla_ckpt ledger", "version": LEDGER_VERSION, **asdict(signed)})
     return seal_json(text.removesuffix("}").encode())
@@ -87,10 +87,10 @@ def encode_ledger(ledger: Ledger, write: str) -> bytes:
 
 @functools.lru_cache(maxsize=4)
 def parse_ledger(data: bytes) -> Ledger:
-    """The ledger in a record.
+    """Return the ledger in a record.
 
     Raises:
-        FormatError: It is something else.
+        FormatError: The record is corrupt.
         UnsupportedVersionError: A newer version of this library wrote it.
     """
     try:
@@ -114,7 +114,7 @@ def parse_ledger(data: bytes) -> Ledger:
 
 
 def is_attempt(name: str) -> bool:
-    """Whether a directory is that of an attempt, by its name.
+    """Return True if the name of a directory is that of an attempt.
 
     >>> is_attempt("step_10/.5eed"), is_attempt("step_10/model")
     (True, False)
@@ -123,7 +123,7 @@ def is_attempt(name: str) -> bool:
 
 
 def make_attempt_name(tag: str, token: str) -> str:
-    """The directory of an attempt. The dot keeps readers of the tag's directory from taking it for a tag in there.
+    """Return the directory of an attempt. Because of the dot, readers of the tag's directory do not list it as a tag.
 
     >>> make_attempt_name("step_10", "5eed")
     'step_10/.5eed'
@@ -132,34 +132,34 @@ def make_attempt_name(tag: str, token: str) -> str:
 
 
 def list_entries(ledger: Ledger) -> list[TagEntry]:
-    """All tags, oldest first."""
+    """Return all tags, oldest first."""
     listed = [
         TagEntry(tag=tag, sequence=its.sequence, pinned=its.pinned, created=its.created, directory=its.attempt)
         for tag, its in ledger.tags.items()
     ]
-    # Uploads keep the number that they have on their machine: two machines may have given the same one.
+    # Uploads keep their local sequence numbers, which may be equal on two machines.
     return sorted(listed, key=lambda entry: (entry.sequence, entry.created, entry.tag))
 
 
 def is_managed(ledger: Ledger, name: str) -> bool:
-    """Whether a tag has this name, or an attempt that is being written, or whose files are still to go."""
+    """Return True if a name is a tag, an open attempt, or an attempt whose files are not deleted yet."""
     attempts = (*ledger.open, *ledger.doomed)
     return name in ledger.tags or any(attempt.startswith(make_attempt_name(name, "")) for attempt in attempts)
 
 
 def take_ownership(ledger: Ledger, job: str) -> Ledger:
-    """A job is the one that saves there. What was begun before it took over is not committed any more."""
+    """Make a job the owner. Attempts of earlier owners can no longer be committed."""
     epoch = ledger.epoch + (ledger.owner not in ("", job))
     return replace(ledger, owner=job, epoch=epoch)
 
 
 def begin_attempt(ledger: Ledger, attempt: str, writer: str) -> Ledger:
-    """An attempt is about to be written."""
+    """Add an attempt that is about to be written."""
     return replace(ledger, open={**ledger.open, attempt: OpenAttempt(ledger.epoch, writer)})
 
 
 def commit_attempt(ledger: Ledger, tag: str, entry: LedgerTag) -> Ledger:
-    """An attempt is the tag now; what was the tag before goes."""
+    """Commit an attempt as a tag, and retire the tag that it replaces."""
     after = retire_tags(ledger, [tag] if tag in ledger.tags else [], sequence=entry.sequence)
     tags = {**after.tags, tag: entry}
     sequence = max(ledger.sequence, entry.sequence)
@@ -167,27 +167,27 @@ def commit_attempt(ledger: Ledger, tag: str, entry: LedgerTag) -> Ledger:
 
 
 def retire_tags(ledger: Ledger, tags: Iterable[str], *, sequence: int = 0) -> Ledger:
-    """Tags are none any more, from the last commit on, or from that with the number `sequence`."""
+    """Retire tags, as of the last commit or of the commit with the number `sequence`."""
     until = max(ledger.sequence, sequence) + RETENTION_COMMITS
     doomed = {ledger.tags[tag].attempt: until for tag in tags}
     return replace(ledger, tags=_drop_keys(ledger.tags, tags), doomed={**ledger.doomed, **doomed})
 
 
 def set_pinned(ledger: Ledger, tag: str, is_pinned: bool) -> Ledger:
-    """A tag is exempt from retention, or is so no more."""
+    """Pin or unpin a tag, which retention does not delete while it is pinned."""
     return replace(ledger, tags={**ledger.tags, tag: replace(ledger.tags[tag], pinned=is_pinned)})
 
 
 def give_up_attempts(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
-    """Attempts are not committed any more: who would do so is refused. Nobody reads them, so their files may go."""
+    """Give up attempts: they can no longer be committed, and their files may be deleted, since they have no readers."""
     ended = [attempt for attempt in attempts if attempt in ledger.open]
     return replace(ledger, open=_drop_keys(ledger.open, ended), doomed={**ledger.doomed, **dict.fromkeys(ended, 0)})
 
 
 def give_up_dead(ledger: Ledger, writer: str, writing: Set[str]) -> Ledger:
-    """Attempts of jobs that do not save there any more are given up, and those of a writer that it does not write.
+    """Give up attempts of earlier jobs, and attempts of `writer` that are not in `writing`.
 
-    Those of other writers stay: the job may have several processes.
+    Attempts of other writers are kept, because the job may have several processes.
     """
     ended = [
         attempt
@@ -201,10 +201,10 @@ AttemptOutcome = Literal["committed", "given up", "unknown"]
 
 
 def find_outcome(ledger: Ledger, attempt: str) -> AttemptOutcome:
-    """What became of an attempt whose commit was not answered, and which was given up since, unless it was committed.
+    """Return the outcome of an attempt whose commit was not confirmed, and which was given up unless it was committed.
 
-    One of which nothing is left was given up and swept by a job that took the root over; or it was committed, replaced,
-    and swept.
+    "unknown" means that no trace is left: it was given up and deleted by a job that took the root over, or it was
+    committed, replaced and deleted.
     """
     if ledger.doomed.get(attempt, 0) > 0 or any(its.attempt == attempt for its in ledger.tags.values()):
         return "committed"
@@ -212,14 +212,15 @@ def find_outcome(ledger: Ledger, attempt: str) -> AttemptOutcome:
 
 
 def collect_attempts(ledger: Ledger) -> set[str]:
-    """All attempts that the ledger names: no other one is ever read."""
+    """Return all attempts in the ledger; no others are ever read."""
     return {*ledger.open, *ledger.doomed, *(its.attempt for its in ledger.tags.values())}
 
 
 def adopt_attempts(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
-    """Complete attempts that the ledger did not know are tags now: the last one of each name that has no tag.
+    """Add complete attempts that are missing from the ledger: the last one of each name without a tag becomes the tag.
 
-    Those before it have been replaced, as it seems, and go. So do those that are older than the tag of their name.
+    Older attempts of the same name have presumably been replaced, and are retired, as are those older than an existing
+    tag.
     """
     tags, ended = dict(ledger.tags), list[str]()
     unknown = [its for attempt, its in complete.items() if attempt not in collect_attempts(ledger)]
@@ -234,11 +235,11 @@ def adopt_attempts(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
 
 
 def explain_rejected(ledger: Ledger, incomplete: Mapping[str, str]) -> dict[str, str]:
-    """Why names are no tags under which incomplete attempts lie that the ledger does not know.
+    """Return the reasons why incomplete attempts that are missing from the ledger are not tags, by tag name.
 
     Args:
-        ledger: The record.
-        incomplete: Attempt -> what it lacks.
+        ledger: The ledger.
+        incomplete: Attempt -> its missing parts.
     """
     unknown = {attempt: why for attempt, why in incomplete.items() if attempt not in collect_attempts(ledger)}
     reasons = {attempt.partition("/")[0]: why for attempt, why in unknown.items()}
@@ -246,12 +247,12 @@ def explain_rejected(ledger: Ledger, incomplete: Mapping[str, str]) -> dict[str,
 
 
 def list_expired(ledger: Ledger) -> list[str]:
-    """Attempts whose files may go."""
+    """Return the attempts whose files may be deleted."""
     return [attempt for attempt, sequence in ledger.doomed.items() if sequence <= ledger.sequence]
 
 
 def forget_attempts(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
-    """The files of attempts are gone."""
+    """Remove attempts whose files were deleted."""
     return replace(ledger, doomed=_drop_keys(ledger.doomed, attempts))
 
 

@@ -1,7 +1,7 @@
 """Client of the helper process in which orbax commits tags: start, requests, retries.
 
-A lost process is replaced and the commit retried once, unless the draft already has the tag's name, which alone
-decides whether it is committed.
+If the process is lost, it is replaced and the commit retried once, unless the draft already has the tag's name, which
+alone determines if it is committed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ logger = get_logger(__name__)
 HELPER_MODULE = "xla_ckpt.tags.orbax_process"
 
 SECOND_PROCESS_AFTER_SECONDS = 5.0
-"""Seconds that a commit waits for the process, while that does another one, before it starts a second process.
+"""Seconds that a commit waits for the busy process before it starts a second one.
 
-A commit takes milliseconds, and a process a second to start; but a file system that does not answer may take minutes,
-and commits to others go on meanwhile.
+A commit takes milliseconds and starting a process takes a second, but a hanging file system may take minutes, during
+which commits to other file systems must not wait.
 """
 
 
 class OrbaxCommitter:
-    """What commits the tags of one process. Safe for several threads."""
+    """Pool of helper processes that commit the tags of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._freed = Notifier()
         self._processes: list[HelperProcess] = []
-        """All that run, or are started."""
+        """All running or starting processes."""
         self._idle_processes: list[HelperProcess] = []
-        """Those of them that do no job."""
+        """Processes without a request."""
         atexit.register(self._stop_processes)
 
     def start(self) -> None:
-        """Start the process in the background, unless there is one: a commit is to be expected."""
+        """Start the helper process in the background, if there is none, because a commit is expected."""
         with defer_signals(), self._lock:
             try:
                 if not self._processes:
@@ -53,10 +53,11 @@ class OrbaxCommitter:
                 logger.debug("the commit tries again to start its process: %s", error)
 
     def wait_ready(self, within: float) -> bool:
-        """Wait until the process takes jobs, so many seconds at most; whether it was not known to take them.
+        """Wait until the helper process is ready, at most `within` seconds. Return True if it was not known to be
+        ready.
 
         Raises:
-            SaveError: It does not start, and why.
+            SaveError: The process does not start.
         """
         was_ready = any(program.is_ready for program in self._processes)
         if not was_ready:
@@ -72,24 +73,23 @@ class OrbaxCommitter:
         metadata: Any,
         within: float,
     ) -> str | None:
-        """Have a directory take the name of a tag, durably, as `xla_ckpt.tags.directory_operations.replace_directory`
-        does.
+        """Rename a draft to a tag durably, like `xla_ckpt.tags.directory_operations.replace_directory`.
 
         Args:
-            store: Where it is.
-            draft: It is filled, durable, and locked.
-            tag: The name that it takes.
-            replaced: What had the name when the writing began.
-            metadata: What orbax keeps in it: plain JSON.
-            within: Seconds to wait at most.
+            store: Store of the root.
+            draft: Complete, durable and locked draft directory.
+            tag: Name of the tag.
+            replaced: Identity of the directory with this name when the write began.
+            metadata: JSON that orbax stores with the tag.
+            within: Maximum seconds to wait.
 
         Returns:
-            The name under which the old directory stands now; None if there was none, or if nobody can say it.
+            The new name of the replaced directory; None if there was none or it is unknown.
 
         Raises:
-            SaveError: It was not committed; the tag is as it was before.
-            OSError: Likewise.
-            NotDurableError: It was committed, and a loss of power may undo that.
+            SaveError: The commit failed; the tag is unchanged.
+            OSError: The storage failed; the tag is unchanged.
+            NotDurableError: The commit succeeded, but a power loss may undo it.
         """
         job = {"root": store.path, "draft": draft.name, "tag": tag, "replaced": replaced, "metadata": metadata}
         answer = self._run_with_retry(job, draft, within)
@@ -107,10 +107,11 @@ class OrbaxCommitter:
     def _run_with_retry(
         self, job: dict[str, Any] | None, draft: FileSystemDirectory | None, within: float
     ) -> dict[str, Any] | None:
-        """The answer to a job; None if the process was lost, and had done it. A second one tries what is not done.
+        """Return the response to a request, or None if the process was lost after completing it. Retries once
+        otherwise.
 
         Raises:
-            SaveError: That was lost, too, or the time is over, or none can be started.
+            SaveError: The second process was lost too, the time is over, or no process can be started.
         """
         deadline = time.monotonic() + within
         for _ in range(2):
@@ -135,9 +136,10 @@ class OrbaxCommitter:
         raise _make_process_error(str(lost)) from lost
 
     def _acquire_process(self) -> HelperProcess:
-        """A process that does no other job, until it is given to `_release_process` or `_drop_process`.
+        """Return an idle process, reserved until `_release_process` or `_drop_process`.
 
-        OSError if none can be started.
+        Raises:
+            OSError: No process can be started.
         """
         taken: list[HelperProcess] = []
         if not self._freed.wait_for(lambda: self._try_acquire(taken), SECOND_PROCESS_AFTER_SECONDS):
@@ -148,14 +150,14 @@ class OrbaxCommitter:
         with self._lock:
             if self._idle_processes:
                 taken.append(self._idle_processes.pop())
-            # One that is still starting is waited for: another one would take as long.
+            # Wait for a process that is still starting: another one would take as long.
             elif not self._processes or (or_another and all(program.is_ready for program in self._processes)):
                 taken.append(self._start_process())
             return bool(taken)
 
     def _start_process(self) -> HelperProcess:
         program = HelperProcess(HELPER_MODULE)
-        self._processes.append(program)  # before it starts: a child that is forked meanwhile has to let go of it
+        self._processes.append(program)  # before it starts, because a child forked meanwhile has to close it
         try:
             program.start()
         except OSError:
@@ -171,7 +173,7 @@ class OrbaxCommitter:
         if is_kept:
             self._freed.notify()
         else:
-            self._drop_process(program)  # one is enough until a commit takes long again
+            self._drop_process(program)  # one process is enough until a commit takes long again
 
     def _drop_process(self, program: HelperProcess) -> None:
         with self._lock:
@@ -180,7 +182,7 @@ class OrbaxCommitter:
         self._freed.notify()
 
     def _stop_processes(self) -> None:
-        """Let go of all processes: this one ends, or was forked from the one that they belong to."""
+        """Close all processes at exit, or in a forked child, in which they belong to the parent."""
         programs, self._processes, self._idle_processes = self._processes, [], []
         for program in programs:
             program.close()
@@ -205,4 +207,4 @@ def _parse_error(answer: dict[str, Any]) -> Exception | None:
 
 
 ORBAX_COMMITTER = register_fork_reset(OrbaxCommitter(), OrbaxCommitter._stop_processes)
-"""That of this process."""
+"""Committer of this process."""

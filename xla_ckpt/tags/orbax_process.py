@@ -1,9 +1,8 @@
 """Helper process that commits tags with orbax. ``python -m xla_ckpt.tags.orbax_process``.
 
-The only module that imports orbax. It runs in its own process, since importing orbax and jax takes about a second
-and holds the GIL; `orbax_commit` starts it. It imports no torch. orbax treats the durable draft as the temporary
-directory of a checkpoint, adds its own records and finalizes it, and then the draft gets the tag's name
-(`replace_directory`).
+The only module that imports orbax. It runs in its own process, since importing orbax and jax takes about a second and
+holds the GIL; `orbax_commit` starts it. It imports no torch. orbax treats the durable draft as the temporary directory
+of a checkpoint, adds its metadata and finalizes it, and then the draft is renamed to the tag (`replace_directory`).
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from xla_ckpt.tags.entry import ORBAX_COMMITTED_FILE, ORBAX_TREE_METADATA_FILE
 from xla_ckpt.tags.listing import ORBAX_METADATA_FILE
 
 CommitFunction = Callable[[dict[str, Any], int], str | None]
-"""Commits a job, in whose directory the descriptor is; the name under which the old one stands now."""
+"""Function that commits a request in the directory with the descriptor, and returns the old directory's new name."""
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What a scheduler sends to all processes of a job. This one ends when the process does for which it works."""
+"""Signals that a scheduler sends to all processes of a job. The helper ends when its parent does."""
 
 
 def main() -> None:
-    """Do the jobs that come through the standard input, which is a socket, in a process that is only for that."""
+    """Serve requests from standard input, which must be a socket, in a dedicated process."""
     isolate_process()
-    gc.disable()  # it would look through all objects of jax and orbax again and again while they are made
+    gc.disable()  # otherwise the many new objects of jax and orbax trigger repeated collections
     commit = create_committer()
-    gc.freeze()  # they stay
+    gc.freeze()  # the objects are permanent
     gc.enable()
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
-        # For a person, whom an error has told to try it.
+        # Started by a user, as an error message suggests.
         sys.stdout.write("This program starts: xla_ckpt can have it commit tags.\n")
         return
     with socket.socket(fileno=os.dup(0)) as channel:
@@ -51,18 +50,18 @@ def main() -> None:
 
 
 def isolate_process() -> None:
-    """Leave what the program that is served has for itself: its signals, its accelerator."""
+    """Ignore signals for the parent program, and leave its accelerator alone."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("absl").setLevel(logging.ERROR)
-    # orbax asks jax which process this is, and to answer, jax opens all platforms that it may: an accelerator would be
-    # taken from the process that trains on it. Flags that are meant for another version of XLA would end this process.
+    # orbax calls jax.process_index(), which initializes all available platforms: this would take the accelerator away
+    # from the training process. Flags for another version of XLA would end this process.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.pop("XLA_FLAGS", None)
 
 
 def serve(channel: socket.socket, commit: CommitFunction) -> None:
-    """Do the jobs that come through a channel, until its other end is closed."""
+    """Serve requests from a channel until its other end is closed."""
     channel.sendall(b"{}\n", socket.MSG_NOSIGNAL)
     for job, directory in receive_requests(channel):
         try:
@@ -77,7 +76,7 @@ def serve(channel: socket.socket, commit: CommitFunction) -> None:
 
 
 def create_committer() -> CommitFunction:
-    """The function that commits; orbax is imported here, when all that it depends on is set."""
+    """Import orbax, after its environment is set up, and return the commit function."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -85,11 +84,11 @@ def create_committer() -> CommitFunction:
     jax.process_index()
 
     class Draft(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
-        """A draft, as the temporary directory of a checkpoint."""
+        """A draft as the temporary directory of an orbax checkpoint."""
 
         job: dict[str, Any]
         directory: int
-        """Its descriptor."""
+        """Descriptor of the draft."""
 
         @classmethod
         def from_final(cls, final_path: Any, **options: Any) -> Draft:
@@ -102,11 +101,11 @@ def create_committer() -> CommitFunction:
         async def finalize(self) -> None:
             about: dict[str, Any] = {"commit_timestamp_nsecs": time.time_ns()}
             if items := find_step_items(self.get()):
-                # By the name of a handler, as orbax has it for a payload of ours, no item of a step is found.
+                # With our payload's handler name, orbax would find no items of the step.
                 about["item_handlers"] = dict.fromkeys(items, ocp.StandardCheckpointHandler.typestr())
             metadata.update(self.get() / ORBAX_METADATA_FILE, **about)
             committed = b"Checkpoint commit was successful to " + os.fsencode(self.get_final())
-            Path(self.get(), ORBAX_COMMITTED_FILE).write_bytes(committed)  # a path may be no text in any locale
+            Path(self.get(), ORBAX_COMMITTED_FILE).write_bytes(committed)  # a path may be invalid text
             for name in (ORBAX_METADATA_FILE, ORBAX_COMMITTED_FILE, "."):
                 _sync(name, self.directory)
             if not os.path.samestat(os.fstat(self.directory), os.stat(self.get())):
@@ -116,7 +115,7 @@ def create_committer() -> CommitFunction:
             self.job["old"] = old
 
     class Payload(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-        """Our files, which are there already."""
+        """Handler for the files of a tag, which are already in place."""
 
         @classmethod
         def typestr(cls) -> str:
@@ -131,10 +130,10 @@ def create_committer() -> CommitFunction:
 
     @ocp.args.register_with_handler(Payload, for_save=True, for_restore=True)
     class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
-        """Nothing is left to be said."""
+        """Empty arguments of `Payload`."""
 
     def commit(job: dict[str, Any], directory: int) -> str | None:
-        checkpointer = ocp.AsyncCheckpointer(  # `Checkpointer` refuses to replace a tag, or deletes the old one first
+        checkpointer = ocp.AsyncCheckpointer(  # `Checkpointer` cannot replace a tag, or deletes the old one first
             Payload(),
             checkpoint_metadata_store=metadata,
             temporary_path_class=type("JobDraft", (Draft,), {"job": job, "directory": directory}),
@@ -150,7 +149,7 @@ def create_committer() -> CommitFunction:
 
 
 def find_step_items(draft: str | os.PathLike[str]) -> list[str]:
-    """The items of a draft that is a step of a `CheckpointManager`: none, if it is anything else."""
+    """Return the items of a draft that is a `CheckpointManager` step; empty for other drafts."""
     if Path(draft, ORBAX_TREE_METADATA_FILE).is_file():
         return []
     return sorted(path.parent.name for path in Path(draft).glob(f"*/{ORBAX_TREE_METADATA_FILE}") if path.is_file())

@@ -1,7 +1,7 @@
 """Retention policies (`LatestN`, `BestN`, ...) and the decision which tags to keep or delete. Pure.
 
-A policy is a value; ``a | b`` keeps what either keeps. `find_tags_to_delete` and `explain_kept` apply one to
-`TagInfo` facts. Policies are parsed from arguments and from the JSON that a checkpoint records.
+A policy is a value; ``a | b`` keeps the tags that either keeps. `find_tags_to_delete` and `explain_kept` apply a policy
+to `TagInfo` objects. Policies are parsed from arguments and from the JSON that a checkpoint records.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.keywords import check_choice, check_fields
 
 PERIOD_NAMES = {3600: "hour", 86400: "day"}
-"""Periods that have a name (s)."""
+"""Names of common periods (s)."""
 
 Extreme = Literal["min", "max"]
 
 STEP_NAMES = ("step", "global_step", "iteration")
-"""What programs call the step in ``user_content``."""
+"""Common names of the step in ``user_content``."""
 
 _END = r"(?![0-9a-z])"
-"""Ends a number that is no size (``7b``) and no part of a hash (``5f3a``), in lower case."""
+"""End of a number, excluding sizes (``7b``) and parts of hashes (``5f3a``); matches lower case."""
 
 _LABELS = (r"step", r"steps", r"(?<![a-z])(?:iter|iters|iteration|iterations)", r"(?<![a-z])(?:updates?|ba)")
-"""Words that say that the number behind or before them is the step, the clearest first."""
+"""Words that label an adjacent number as the step, the most specific first."""
 
 _NUMBER = r"[0-9]{1,3}(?:_[0-9]{3})+(?![0-9_])|[0-9]+"
-"""A number, also as ``f"{step:_}"`` writes it: ``1_000``."""
+"""A number, also as formatted by ``f"{step:_}"``: ``1_000``."""
 
 _LABELLED = (
     *(re.compile(rf"{label}[-_=: .]*({_NUMBER}){_END}") for label in _LABELS),
@@ -44,24 +44,24 @@ _LABELLED = (
 )
 
 _OTHER_NUMBERS = re.compile(
-    r"\.(?:[a-z_]+|h5)$"  # the ending of the name of a file
-    r"|[-_.]v[0-9]+(?=$|\.[a-z_]+$)"  # the version of a file whose name was taken
+    r"\.(?:[a-z_]+|h5)$"  # suffix of a file name
+    r"|[-_.]v[0-9]+(?=$|\.[a-z_]+$)"  # version suffix of a file whose name was in use
     r"|(?<![0-9])(?:19|20)[0-9]{2}-[0-9]{2}-[0-9]{2}(?:t[0-9:.-]+z?|[-_ ][0-9]{2}[-:][0-9]{2}[-:][0-9]{2})?"  # a date
     r"|(?<![0-9])20[0-9]{6}[-_t]?[0-9]{6}(?![0-9])"
     r"|(?<![a-z])(?:samples|tokens|loss|acc|accuracy|score|ppl|lr|seed|rank|fold|val)[-_=: .]*[0-9]+(?:\.[0-9]+)*"
     r"|(?:max|total|num|warmup|every|every_n)_steps?[-_=: ]*[0-9]+"
     r"|(?<![0-9])[0-9]+(?:\.[0-9]+)+"  # a decimal
 )
-"""What of a name in lower case counts no steps, although it may be a number."""
+"""Parts of a lower-case name with numbers that are not steps."""
 
 
 def _strip_other_numbers(tag: str) -> str:
     return _OTHER_NUMBERS.sub(" ", tag.lower()).strip()
 
 
-@functools.lru_cache(maxsize=10_000)  # a policy asks for the step of each tag several times in each save
+@functools.lru_cache(maxsize=10_000)  # a policy needs the step of each tag several times per save
 def parse_labelled_step(tag: str) -> int | None:
-    """Return the step in the name of a tag that says so: ``step_400``, ``iter_0000400``, ``checkpoint-400``, ``400``.
+    """Return the labelled step in a tag name: ``step_400``, ``iter_0000400``, ``checkpoint-400``, ``400``.
 
     >>> [parse_labelled_step(tag) for tag in ("epoch=1-step=400-v1", "400.ckpt", "step_1_400", "run-7b", "epoch_4")]
     [400, 400, 1400, None, None]
@@ -73,10 +73,9 @@ def parse_labelled_step(tag: str) -> int | None:
 
 @functools.lru_cache(maxsize=10_000)
 def parse_bare_number(tag: str) -> int | None:
-    """Return the number at the end of the name of a tag, or at its start, if it is the only one there.
+    """Return the number at the end of a tag name, or at its start if it is the only number.
 
-    Dates, versions, decimals and numbers that count something else than steps are passed over, and so are those of
-    epochs where there are others.
+    Skips dates, versions, decimals and other numbers that are not steps, and epochs if there are other numbers.
 
     >>> [parse_bare_number(tag) for tag in ("epoch_4", "checkpoint_3_400", "400-best", "last-v2", "llama3-8b")]
     [4, 400, 400, None, None]
@@ -93,27 +92,30 @@ def parse_bare_number(tag: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class TagInfo:
-    """What retention knows of a tag."""
+    """The properties of a tag that retention policies use."""
 
     tag: str
     sequence: int
-    """Commit number: the order of tags."""
+    """Commit number, which orders tags."""
 
     pinned: bool = False
     created: str = ""
-    """Time of the commit: UTC, ISO 8601; empty if it is not known."""
+    """Time of the commit: UTC, ISO 8601; empty if unknown."""
 
     metric: Callable[[str], float | None] = field(default=lambda name: None, repr=False, compare=False)
-    """A number that the program saved with the tag, by its name; None if there is none. It is looked up when a policy
-    asks, and raises a `CheckpointError` if that cannot be done."""
+    """Function that returns a number saved with the tag by its name, or None if there is none. It is read when a
+    policy needs it, and raises a `CheckpointError` if that fails.
+    """
 
     readable: bool = True
-    """Whether its manifest can be read, as far as somebody has looked."""
+    """True unless its manifest is known to be unreadable."""
 
     @property
     def step(self) -> int | None:
-        """The step in the name; else the one that the program saved with the tag, in ``user_content``, as one of
-        `STEP_NAMES`; else a number of which the name does not say what it counts. None if there is none of these.
+        """Step of the tag, or None if unknown.
+
+        In order: the labelled step in the name, one of `STEP_NAMES` in the ``user_content`` of the tag, or an
+        unlabelled number in the name.
 
         >>> TagInfo("epoch=0-step=500-v1", 7).step, TagInfo("run2", 7, metric={"step": 400}.get).step
         (500, 400)
@@ -125,13 +127,13 @@ class TagInfo:
         try:
             saved = [self.metric(name) for name in STEP_NAMES]
         except CheckpointError:
-            return None  # whoever looked it up has told of the error
+            return None  # the error is already logged
         steps = [int(number) for number in saved if number is not None and number == number // 1]
         return steps[0] if steps else parse_bare_number(self.tag)
 
     @property
     def time(self) -> datetime.datetime | None:
-        """Time of the commit; None if it is not known."""
+        """Time of the commit; None if unknown."""
         try:
             time = datetime.datetime.fromisoformat(self.created)
         except ValueError:
@@ -140,31 +142,31 @@ class TagInfo:
 
 
 class Retention(ABC):
-    """Which tags are kept: a policy, as a value. ``a | b`` keeps what one of the two keeps.
+    """Base class of retention policies. ``a | b`` keeps the tags that one of the two keeps.
 
-    The newest tag is kept in any case, and so are pinned tags and those that cannot be read, which no policy counts.
+    The newest tag, pinned tags and unreadable tags are always kept. Policies do not count pinned and unreadable tags.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
-        """Those tags that are kept, of all that are not pinned, oldest first.
+        """Return the tags to keep, given all unpinned tags, oldest first.
 
-        A save asks before its commit: what is raised here fails it.
+        A save calls this before its commit, and fails if it raises an error.
         """
 
-    def reason(self, facts: Sequence[TagInfo]) -> str:  # of derived classes one depends on the tags
-        """Why it keeps those of these tags that it keeps."""
+    def reason(self, facts: Sequence[TagInfo]) -> str:  # derived classes may use the tags
+        """Return the reason for which the policy keeps tags."""
         return str(self)
 
     def unknown(self, fact: TagInfo) -> str:
-        """What it does not know of a tag, and keeps it for; empty if it knows all that it asks for."""
+        """Return the missing information for which a tag is kept, or an empty string."""
         return ""
 
     @property
     def parts(self) -> tuple[Retention, ...]:
-        """The policies of which it consists."""
+        """Policies that this policy combines."""
         return (self,)
 
     def __or__(self, other: Retention) -> AnyOf:
@@ -176,8 +178,11 @@ class Retention(ABC):
 class LatestN(Retention):
     """Keep the `n` newest tags.
 
+    Args:
+        n: Number of tags to keep.
+
     Raises (on construction):
-        UsageError: `n` is no number of tags.
+        UsageError: `n` is not a positive int.
     """
 
     n: int
@@ -195,19 +200,19 @@ class LatestN(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class BestN(Retention):
-    """Keep the `n` tags with the best values of a number that is saved with them in ``user_content``.
+    """Keep the `n` tags with the best values of a number saved in ``user_content``.
 
-    Of equal ones the newer are better, and NaN is the worst. A tag without this number is not among the best; where no
-    tag has it, all are kept, and so is one whose number cannot be read.
+    Of equal values the newer tag is better, and NaN is the worst value. Tags without the number are not among the best.
+    If no tag has it, all are kept. A tag whose number cannot be read is kept.
 
     Args:
-        metric: Name of the number; its path, with dots, where containers hold it: ``"loss"``, ``"eval.accuracy"``. In a
-            tree of `save` without ``user_content``, the path begins at the tree.
-        n: How many.
-        mode: Whether the smallest (``"min"``) or the largest (``"max"``) is the best.
+        metric: Name of the number, or its dotted path in nested containers: ``"loss"``, ``"eval.accuracy"``. For a tree
+            saved with `save` without ``user_content``, the path begins at the tree.
+        n: Number of tags to keep.
+        mode: ``"min"`` if the smallest value is the best, ``"max"`` if the largest is.
 
     Raises (on construction):
-        UsageError: There is no such choice, or a value makes no sense.
+        UsageError: An argument is invalid.
     """
 
     metric: str
@@ -231,7 +236,7 @@ class BestN(Retention):
         )
 
     def is_unknown(self, facts: Sequence[TagInfo]) -> bool:
-        """Whether the number is in none of these tags, so that nothing is deleted for it: it may be misspelt."""
+        """Return True if no tag has the number, so that nothing is deleted: its name may be misspelled."""
         return bool(facts) and self._collect_numbers(facts) == ([], [])
 
     def keeps(self, facts: Sequence[TagInfo]) -> Collection[TagInfo]:
@@ -241,13 +246,13 @@ class BestN(Retention):
         return [*unread, *(facts[-i] for _, i in sorted(numbers)[: self.n])]
 
     def _collect_numbers(self, facts: Sequence[TagInfo]) -> tuple[list[tuple[float, int]], list[TagInfo]]:
-        """(number, -row) of each tag that has it, so that the best come first; and the tags that cannot be read."""
+        """Return (number, -index) of each tag with the number, to be sorted best first, and the unreadable tags."""
         numbers, unread = list[tuple[float, int]](), list[TagInfo]()
         for i, fact in enumerate(facts):
             try:
                 number = fact.metric(self.metric)
             except CheckpointError:
-                unread.append(fact)  # it may be the best: whoever looked it up has told of the error
+                unread.append(fact)  # it may be the best; the error is already logged
                 continue
             if number is not None:
                 signed = number if self.mode == "min" else -number
@@ -260,13 +265,15 @@ class BestN(Retention):
 class EveryNSteps(Retention):
     """Keep each tag whose step is a multiple of `interval_steps`.
 
-    The step is the number in the tag's name that says so, as in ``step_400``, ``epoch=1-step=400-v1``,
-    ``iter_0000400``, ``checkpoint-400`` and ``400``. Where there is none, it is the number ``step`` (or
-    ``global_step``, ``iteration``) in ``user_content``; else the only number in the name, or the one at its end. A tag
-    without any of these is kept.
+    The step is the labelled number in the tag's name, as in ``step_400``, ``epoch=1-step=400-v1``, ``iter_0000400``,
+    ``checkpoint-400`` and ``400``; otherwise the number ``step`` (or ``global_step``, ``iteration``) in
+    ``user_content``; otherwise the only number in the name, or the one at its end. A tag without any of these is kept.
+
+    Args:
+        interval_steps: Interval (steps).
 
     Raises (on construction):
-        UsageError: `interval_steps` is no number of steps.
+        UsageError: `interval_steps` is not a positive int.
     """
 
     interval_steps: int
@@ -289,10 +296,13 @@ class EveryNSteps(Retention):
 class EveryNSeconds(Retention):
     """Keep the first tag of each period of `interval_secs` seconds: 3600 is each hour, and 86400 each day, of UTC.
 
-    A tag is kept whose time is not known.
+    Tags with an unknown time are kept.
+
+    Args:
+        interval_secs: Length of a period (s).
 
     Raises (on construction):
-        UsageError: `interval_secs` is no number of seconds.
+        UsageError: `interval_secs` is not a positive int.
     """
 
     interval_secs: int
@@ -321,10 +331,14 @@ class EveryNSeconds(Retention):
 class LatestDuration(Retention):
     """Keep the tags that are at most `duration` older than the newest.
 
-    So a run that rests for a month loses nothing when it goes on. A tag is kept whose time is not known.
+    Because ages are relative to the newest tag, a run that pauses for a month loses nothing when it continues. Tags
+    with an unknown time are kept.
+
+    Args:
+        duration: Maximum age relative to the newest tag.
 
     Raises (on construction):
-        UsageError: `duration` is no duration above 0.
+        UsageError: `duration` is not a positive timedelta.
     """
 
     duration: datetime.timedelta
@@ -356,10 +370,13 @@ class LatestDuration(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class AnyOf(Retention):
-    """Keep what one of several `policies` keeps: ``LatestN(3) | BestN("loss")`` is short for it.
+    """Keep the tags that at least one of several `policies` keeps. Equivalent to ``LatestN(3) | BestN("loss")``.
+
+    Args:
+        policies: The policies to combine.
 
     Raises (on construction):
-        UsageError: Something is no policy, or there is none.
+        UsageError: `policies` is empty, or contains a value that is not a policy.
     """
 
     policies: tuple[Retention, ...]
@@ -383,10 +400,10 @@ class AnyOf(Retention):
 
 
 def check_policy(name: str, policy: Any) -> None:
-    """Refuse what is no policy.
+    """Check that a value is a retention policy.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a policy.
     """
     if not isinstance(policy, Retention):
         raise UsageError(
@@ -404,21 +421,21 @@ def _check_count(policy: str, name: str, count: Any) -> None:
 _POLICY_TYPES: dict[str, Any] = {
     kind.__name__: kind for kind in (LatestN, BestN, EveryNSteps, EveryNSeconds, LatestDuration)
 }
-"""The policies that a tag can say, by name."""
+"""Policies that a checkpoint can record, by name."""
 
 
 def resolve_policy(num_kept: int | None, retention: Retention | None) -> Retention | None:
-    """What a caller says who may say it in one of two ways; None keeps all.
+    """Return the policy given by one of two arguments; None keeps all tags.
 
     Raises:
-        UsageError: Both are given, or `num_kept` is neither an int of at least 1 nor None or -1, which keep all.
+        UsageError: Both are given, or `num_kept` is invalid: it must be a positive int, or None or -1, which keep all.
     """
     if num_kept is not None and (type(num_kept) is not int or num_kept < -1 or num_kept == 0):
         raise UsageError(
             f"num_kept_ckpts={num_kept!r} is no number of tags to keep",
             expected="an int of at least 1; or None or -1, which keep all",
         )
-    if num_kept is None or num_kept == -1:  # scripts of neuronx-distributed say -1
+    if num_kept is None or num_kept == -1:  # neuronx-distributed scripts pass -1
         return retention
     if retention is not None:
         raise UsageError(
@@ -431,7 +448,7 @@ def resolve_policy(num_kept: int | None, retention: Retention | None) -> Retenti
 
 
 def encode_policy(policy: Retention | None) -> Any:
-    """A policy, as a tag says it; None for none, and for one that a program has made itself.
+    """Return the JSON that a checkpoint records for a policy; None for no policy or a user-defined one.
 
     >>> encode_policy(LatestN(3) | BestN("loss"))
     [['LatestN', 3], ['BestN', 'loss', 1, 'min']]
@@ -447,7 +464,7 @@ def encode_policy(policy: Retention | None) -> Any:
 
 
 def parse_policy(json: Any) -> Retention | None:
-    """The policy that a tag says; None if it says none, or one that only another version of this library knows.
+    """Return the policy recorded in a checkpoint; None if there is none, or it is unknown to this version.
 
     >>> parse_policy(encode_policy(LatestN(3) | BestN("loss"))) == LatestN(3) | BestN("loss"), parse_policy([["?"]])
     (True, None)
@@ -467,19 +484,19 @@ def _parse_part(name: str, *values: Any) -> Retention:
 
 
 def explain_kept(facts: Sequence[TagInfo], policy: Retention | None) -> dict[str, tuple[str, ...]]:
-    """Each tag, oldest first -> the reasons for which it is kept: none for one that is to be deleted.
+    """Return the reasons for which each tag is kept, oldest tag first; empty for tags to be deleted.
 
     >>> explain_kept([TagInfo("a", 1), TagInfo("b", 2, pinned=True), TagInfo("c", 3), TagInfo("d", 4)], LatestN(1))
     {'a': (), 'b': ('pinned',), 'c': (), 'd': ('the newest', 'of the newest 1')}
 
     Raises:
         UsageError: The policy failed.
-        CheckpointError: It asked for something that cannot be read of a tag.
+        CheckpointError: The policy needs information of a tag that cannot be read.
     """
     ordered = sorted(facts, key=lambda fact: (fact.sequence, fact.created, fact.tag))
     reasons: dict[str, list[str]] = {fact.tag: ["pinned"] if fact.pinned else [] for fact in ordered}
     for fact in ordered:
-        if not fact.readable:  # it may be mended; and counted among the newest, it would have good ones deleted
+        if not fact.readable:  # it may be repaired, and must not cause the deletion of valid tags
             reasons[fact.tag].append("its manifest cannot be read")
     readable = [fact for fact in ordered if fact.readable]
     if readable:
@@ -500,11 +517,11 @@ def explain_kept(facts: Sequence[TagInfo], policy: Retention | None) -> dict[str
 
 @contextlib.contextmanager
 def _wrap_policy_errors(policy: Retention) -> Iterator[None]:
-    """Raise what a policy raises, which may be the program's own, as an error that names the policy.
+    """Convert exceptions of a policy, which may be user code, to an error that names the policy.
 
     Raises:
         UsageError: The policy failed.
-        CheckpointError: It has looked something up in a tag (`TagInfo.metric`) that cannot be read.
+        CheckpointError: The policy needs information of a tag (`TagInfo.metric`) that cannot be read.
     """
     try:
         yield
@@ -519,7 +536,7 @@ def _wrap_policy_errors(policy: Retention) -> Iterator[None]:
 
 
 def find_tags_to_delete(facts: Sequence[TagInfo], policy: Retention | None) -> list[str]:
-    """The tags to delete, oldest first.
+    """Return the tags to delete, oldest first.
 
     >>> tags = [TagInfo("a", 1), TagInfo("best", 2, pinned=True), TagInfo("b", 3), TagInfo("c", 4)]
     >>> find_tags_to_delete(tags, LatestN(2))

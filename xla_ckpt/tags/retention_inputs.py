@@ -25,18 +25,18 @@ from xla_ckpt.tags.retention import BestN, EveryNSteps, Retention, TagInfo, find
 logger = get_logger(__name__)
 
 METRIC_CACHE_SIZE = 10_000
-"""Numbers that are kept in memory: each is read once, and not with every save."""
+"""Maximum number of cached metric values, so that each is read once instead of in every save."""
 
 _NUMPY_SCALARS = {f"$numpy.{dtype.name}": dtype for dtype in map(np.dtype, "efdbBhHiIlLqQ")}
-"""Marks of numpy's numbers in a skeleton -> their types."""
+"""Skeleton markers of numpy scalars -> their dtypes."""
 
 _lock = fork_safe_lock()
 _metric_cache: dict[tuple[str, str, int, str, str], float | None] = {}
-"""(root, tag, commit number, time of the commit, name) -> the number; those that were read last at the end."""
+"""(root, tag, commit number, time of the commit, name) -> the number, in order of insertion."""
 
 
 def load_tag_infos(store: Store, entries: Iterable[TagEntry]) -> list[TagInfo]:
-    """What retention knows of listed tags. A number is read from a tag's manifest if a policy asks for it."""
+    """Return the retention inputs of listed tags. Numbers are read from the manifest when a policy needs them."""
     return [
         TagInfo(
             entry.tag,
@@ -51,9 +51,9 @@ def load_tag_infos(store: Store, entries: Iterable[TagEntry]) -> list[TagInfo]:
 
 
 def select_tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Retention) -> list[str]:
-    """Which of these tags a policy does not keep, oldest first. That tags lack what it goes by is logged.
+    """Return the tags that a policy does not keep, oldest first. Missing steps or metrics are logged.
 
-    If the policy cannot look something up in a tag, that is logged, and all tags are kept.
+    If the policy needs information that cannot be read, a warning is logged and all tags are kept.
 
     Raises:
         UsageError: The policy failed.
@@ -68,14 +68,14 @@ def select_tags_to_retire(store: Store, entries: Iterable[TagEntry], policy: Ret
         return []
     if any(isinstance(part, EveryNSteps) for part in policy.parts):
         _warn_missing_steps(store.path, facts)
-    for part in policy.parts if not retired else ():  # a number that no tag has keeps all
+    for part in policy.parts if not retired else ():  # a metric that no tag has keeps all tags
         if isinstance(part, BestN) and part.is_unknown(facts):
             _warn_unknown_metric(store.path, part.metric)
     return retired
 
 
 def _warn_missing_steps(path: str, facts: Sequence[TagInfo]) -> None:
-    """Warn of tags without a step, once for each root and not with every save."""
+    """Warn about tags without a step, once per root instead of in every save."""
     if path in _warned_roots:
         return
     without = next((fact.tag for fact in facts if fact.readable and fact.step is None), None)
@@ -90,10 +90,10 @@ def _warn_missing_steps(path: str, facts: Sequence[TagInfo]) -> None:
 
 
 _warned_roots: set[str] = set()
-"""The roots that `_warn_missing_steps` has warned of."""
+"""Roots for which `_warn_missing_steps` has logged a warning."""
 
 
-@functools.cache  # once, and not with every save
+@functools.cache  # once per metric instead of in every save
 def _warn_unknown_metric(path: str, metric: str) -> None:
     logger.warning(
         "%s: BestN(%r) keeps all tags, since none has this number in user_content: is it spelt as there, and a number "
@@ -104,7 +104,7 @@ def _warn_unknown_metric(path: str, metric: str) -> None:
 
 
 def _load_metric(store: Store, entry: TagEntry, name: str) -> float | None:
-    """A number that the program saved with a tag; None if there is none.
+    """Return a number saved with a tag, or None if there is none.
 
     Raises:
         CheckpointError: The manifest cannot be read, which is logged.
@@ -127,14 +127,14 @@ def _load_metric(store: Store, entry: TagEntry, name: str) -> float | None:
 
 
 def _load_user_content(store: Store, entry: TagEntry) -> Any:
-    """The skeleton of what a program saved besides its objects."""
+    """Return the skeleton of a tag's ``user_content``, or the entire skeleton if there is none."""
     with contextlib.closing(open_unlocked(store, entry.directory)) as directory:
         skeleton = manifest_json.parse_skeleton(read_file(directory, MANIFEST_FILE))
     return skeleton.get(USER_CONTENT, skeleton) if isinstance(skeleton, dict) else skeleton
 
 
 def find_number(skeleton: Any, path: str) -> float | None:
-    """The number at a path with dots; None if there is none. A key may itself have dots.
+    """Return the number at a dotted path, or None if there is none. Keys may contain dots.
 
     >>> find_number({"eval": {"loss.mean": 0.5, "ok": True}}, "eval.loss.mean"), find_number({"a": 1}, "b")
     (0.5, None)
@@ -151,7 +151,11 @@ def find_number(skeleton: Any, path: str) -> float | None:
 
 
 def _parse_number(json: Any) -> float | None:
-    """The number that a part of a skeleton is; None if it is something else."""
+    """Return the number that a part of a skeleton encodes, or None if it is something else.
+
+    Raises:
+        FormatError: The encoded number is corrupt.
+    """
     if type(json) in (int, float):
         return json  # type: ignore[no-any-return]
     if not isinstance(json, dict) or len(json) != 1:
