@@ -1,6 +1,6 @@
 """Messages between ranks over a key-value store: send, receive, timeouts and the outcome of a call.
 
-Ranks never use a collective, because one on a background thread would interleave with those of the training loop. A
+Ranks never use a collective, because it would interleave, on a background thread, with the training loop. A
 `Communicator` is one rank's client of the job's store (in-process here; `torch_store` and `current_job` contain the
 others). An `Exchange` is one call of all ranks with its own keys: ranks publish values or errors, receive them before a
 deadline, and record one outcome that all of them raise or return. `Message` classes are sent as JSON, field by field.

@@ -147,9 +147,9 @@ class CallMismatches:
     """The latest calls of all ranks that differed, from which a rank detects that it is behind. Thread-safe.
 
     A rank that has skipped calls reaches its next call before the others. When they make that call, it has already
-    failed, in the exchange in which they made a different one, and the caller of the first rank has continued. So the
-    others skip it without an exchange, and all ranks make the same call in the same exchange again. Of two ranks only
-    one can be behind the other: the first that claims it.
+    failed, in the exchange in which they made a different one, and the caller of the first rank has continued. The
+    others therefore skip it without an exchange, and all ranks make the same call in the same exchange again. Only one
+    of two ranks can be behind the other: the first that claims it.
     """
 
     def __init__(self, rank: int) -> None:

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class PreemptionGuard:
-    """Finds out that the job is to end, and has all ranks agree on the step at which they save.
+    """A guard that detects a preemption of the job and lets all ranks agree on the step at which they save.
 
     ::
 
@@ -34,23 +34,26 @@ class PreemptionGuard:
                     xla_ckpt.save_checkpoint(root, f"step_{step}", model, optimizer)
                     break
 
-    A scheduler sends SIGTERM to one machine, or to all at slightly different times. Ranks that saved on their own would
-    save different steps. So the ranks meet at each call of `should_save`, through the job's store and not by a
-    collective, and what one of them has noticed counts for all from that very call on.
+    A scheduler sends SIGTERM to one machine, or to all machines at slightly different times, so ranks that decide
+    independently would save different steps. With this guard, ranks synchronize in `should_save` through the job's
+    store, without a collective, and a notice on one rank takes effect on all ranks in the same call.
 
     Args:
-        signals: Signals that mean it. Their handlers are replaced until `close`; python runs handlers in the main
-            thread, between two of its instructions, so a long step is not interrupted.
-        file: A file that means it as soon as it is there, on any rank: schedulers and people can make one.
-        asked: A function that says so by returning True: it may ask a cloud's metadata service. It is called on every
-            rank, in each call of `should_save` in which the ranks meet.
-        every: The ranks meet in every so many calls of `should_save`, the others return what is known. A meeting costs
-            two messages a rank, and some more on rank 0; steps of a few milliseconds want a larger number.
-        mesh: How the ranks are arranged, as for `save_checkpoint`.
+        signals: Signals that announce a preemption. Their handlers are replaced until `close`. Python runs handlers in
+            the main thread, between two instructions, so a long step is not interrupted.
+        file: Path of a file that announces a preemption as soon as it exists, on any rank. Schedulers and users can
+            create it.
+        asked: Function that returns True to announce a preemption, for example after querying a cloud's metadata
+            service. It is called on every rank, in each call of `should_save` that synchronizes.
+        every: Number of calls of `should_save` per synchronization; the other calls return the known state. A
+            synchronization costs two messages per rank, and more on rank 0. Use a larger number if steps take only a
+            few milliseconds.
+        mesh: Device mesh, as in `save_checkpoint`.
         timeout: Seconds that a rank waits for the others in `should_save`.
 
     Raises:
-        UsageError: It is not made in the main thread, or `every` is below 1.
+        UsageError: It is not created in the main thread although `signals` is not empty, `signals` contains an invalid
+            signal, or `every` is below 1.
     """
 
     @check_arguments
@@ -87,7 +90,7 @@ class PreemptionGuard:
                 self._previous_handlers[number] = signal.getsignal(number)
                 signal.signal(number, self._receive)
         except BaseException:
-            self.close()  # nobody else can: who is interrupted here, for instance, never gets this object
+            self.close()  # an interruption here means that no caller gets this object to close it
             raise
 
     def __enter__(self) -> PreemptionGuard:
@@ -100,17 +103,18 @@ class PreemptionGuard:
 
     @property
     def reason(self) -> str | None:
-        """What was noticed, and on which rank, once all ranks know of it."""
+        """The notice and its rank, once all ranks know about it; otherwise None."""
         return self._agreed
 
     def should_save(self) -> bool:
-        """Whether the job is to save now, and to end. All ranks call it at the same places, and get the same answer.
+        """Return True if the job should save now and exit. Call it on all ranks at the same steps; all get the same
+        result.
 
-        It stays True once it was. In a job of one process it asks nobody.
+        After the first True, it always returns True. A single-process job sends no messages.
 
         Raises:
-            CheckpointError: `asked` raised on some rank; all ranks raise it.
-            RankFailedError: A rank did not come within the timeout.
+            CheckpointError: `asked` raised an exception on a rank; all ranks raise it.
+            RankFailedError: A rank did not call it within the timeout.
         """
         self._calls += 1
         if self._agreed is None and self._calls % self._every == 0:
@@ -120,7 +124,7 @@ class PreemptionGuard:
         return self._agreed is not None
 
     def close(self) -> None:
-        """Give the signals their former handlers back."""
+        """Restore the previous signal handlers."""
         with defer_signals():
             for number, handler in self._previous_handlers.items():
                 # A handler that was not set from Python cannot be restored by Python.
@@ -128,11 +132,11 @@ class PreemptionGuard:
             self._previous_handlers = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        # Nothing but a note: this runs between any two instructions, also while a lock is held.
+        # Only record the signal: this runs between any two instructions, even while a lock is held.
         self._notice = signal.Signals(number).name
 
     def _check_notice(self) -> str | None:
-        """What this rank has noticed so far."""
+        """Return the notice of this rank, or None."""
         if self._notice is None and self._file is not None:
             folder, _, name = self._file.rpartition("/")
             if open_store(folder or "/").has(name):
@@ -142,7 +146,7 @@ class PreemptionGuard:
         return self._notice
 
     def _agree_on_notice(self) -> str | None:
-        """What any rank has noticed: the word of the lowest of them."""
+        """Return the notice of the lowest rank that has one, or None."""
         job = get_current_job("", self._mesh, operation="preemption", timeout=self._timeout)
         if job.exchange.size == 1:
             return self._check_notice()
@@ -154,7 +158,7 @@ class PreemptionGuard:
 
 
 def _find_first_notice(notices: Sequence[str | None]) -> str | None:
-    """What the lowest rank has noticed that has noticed anything.
+    """Return the notice of the lowest rank that has one, or None.
 
     >>> _find_first_notice([None, "SIGTERM"])
     'SIGTERM, on rank 1'

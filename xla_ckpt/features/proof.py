@@ -21,15 +21,15 @@ from xla_ckpt.progress import IoContext
 from xla_ckpt.state.load_plan import LoadPlan
 
 BATCH_BYTES = 1 << 30
-"""So many bytes of a device's memory are in host memory at a time, and at least one array."""
+"""Maximum number of bytes copied from devices to host memory at a time; at least one array is copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadVerification:
-    """What was found out about the arrays of a load."""
+    """Result of verifying the arrays of a load."""
 
     nbytes: int = 0
-    """Bytes that were compared, and are those of the tag."""
+    """Number of bytes that were compared and match the tag."""
 
     unverified: tuple[str, ...] = ()
     """Leaf paths of arrays that cannot be compared, with the reason."""
@@ -37,7 +37,7 @@ class LoadVerification:
 
 @slots_dataclass()
 class _InstalledArray:
-    """An array of the program that has its stored bytes now."""
+    """An array of the program after its load."""
 
     leaf: str
     value: Any
@@ -46,7 +46,7 @@ class _InstalledArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its pieces."""
+        """Total size of its pieces (bytes)."""
         return (
             sum(piece.global_box.size for piece in self.local.pieces)
             * self.adapter.get_dtype(self.value, self.leaf).itemsize
@@ -54,11 +54,11 @@ class _InstalledArray:
 
 
 def verify_load(reader: TagReader, plan: LoadPlan, crew: IoContext) -> LoadVerification:
-    """Compare the arrays of a load that is done with what is stored of them.
+    """Compare the arrays of a finished load with their stored bytes.
 
     Raises:
-        UnprovenLoadError: An array has other bytes.
-        CorruptCheckpointError: The tag is damaged by now, where it has to be read again.
+        UnprovenLoadError: An array has different bytes.
+        CorruptCheckpointError: The tag, parts of which are read again, has become corrupt.
     """
     adapters, unproven, installed = AdapterRegistry(), [], []
     taken_by_program = plan.state_dict_paths
@@ -77,7 +77,7 @@ def verify_load(reader: TagReader, plan: LoadPlan, crew: IoContext) -> LoadVerif
 
 
 def _split_batches(arrays: Sequence[_InstalledArray]) -> Iterator[list[_InstalledArray]]:
-    """The arrays, of one kind at a time, and not more than may be in host memory together."""
+    """Yield batches of arrays with the same adapter that fit in host memory together."""
     group: list[_InstalledArray] = []
     nbytes = 0
     for array in sorted(arrays, key=lambda a: id(a.adapter)):
@@ -91,7 +91,7 @@ def _split_batches(arrays: Sequence[_InstalledArray]) -> Iterator[list[_Installe
 
 
 def _compare_batch(reader: TagReader, batch: Sequence[_InstalledArray], crew: IoContext) -> None:
-    """Compare some arrays of one kind with what is stored of them."""
+    """Compare arrays with the same adapter with their stored bytes."""
     with crew.phases.measure("prove"):
         shards_of_each = batch[0].adapter.get_host_shards([(array.value, array.local) for array in batch])
     aliases: Mapping[str, str] = reader.manifest.aliases
@@ -102,7 +102,7 @@ def _compare_batch(reader: TagReader, batch: Sequence[_InstalledArray], crew: Io
         if piece.global_box.size
     ]
     while pieces:
-        # The same stored bytes may be held on several devices, and under several names: each of them is compared.
+        # The same stored bytes may be on several devices and under several names: each copy is compared.
         wants: list[ReadRequest] = []
         slots: list[memoryview] = []
         taken: dict[str, list[Box]] = {}

@@ -1,8 +1,8 @@
 """Detect stale saves: a model that has not changed since the previous tag, although training continued.
 
-An asynchronous save of the wrong tensors, a model that was copied before its training, an optimizer with other
-parameters: such a run saves the same weights again and again, and nobody notices before the resume. The digests of two
-tags show it, without reading a byte of an array. The manifests of the last commits are cached for this.
+Causes are an asynchronous save of the wrong tensors, a model that was copied before training, or an optimizer with
+other parameters. Such a run saves the same weights repeatedly, which is only noticed at a resume. The digests of two
+tags show it without reading any array. The manifests of the last commits are cached for this.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ logger = get_logger(__name__)
 
 
 MAX_CACHED_MANIFESTS = 4
-"""Root directories of which the last manifest is kept in memory: parsing one of 20,000 arrays takes as long as to save
-them."""
+"""Number of root directories whose last manifest is cached, because parsing one with 20,000 arrays takes as long as
+saving the arrays.
+"""
 
 _lock = fork_safe_lock()
 _manifests: dict[str, Manifest] = {}
-"""The manifest of the last tag that this process has committed, by root directory, the latest at the end."""
+"""Root directory -> manifest of the last tag committed by this process, the latest at the end."""
 
 
 def cache_manifest(root: Root, manifest: Manifest) -> None:
-    """Keep the manifest of a tag that has been committed for the next save to compare with."""
+    """Cache the manifest of a committed tag for comparison with the next save."""
     with _lock:
         _manifests.pop(root.path, None)
         _manifests[root.path] = manifest
@@ -44,22 +45,21 @@ def cache_manifest(root: Root, manifest: Manifest) -> None:
 
 
 def get_cached_manifest(root: Root, tag: str, sequence: int) -> Manifest | None:
-    """The manifest of a tag, if this process has kept it."""
+    """Return the manifest of a tag if this process has cached it, otherwise None."""
     known = _manifests.get(root.path)
     is_it = known is not None and (known.header.tag, known.header.sequence) == (
         tag,
         sequence,
-    )  # else another job has saved
+    )  # otherwise another job has saved
     return known if is_it else None
 
 
 def find_stale_evidence(root: Root, newest: TagEntry | None, new: TagReader) -> tuple[str, str] | None:
-    """The newest tag that is committed, if `new`, which is about to be, repeats its model, and what shows that training
-    went on; else None.
+    """Return the newest committed tag and evidence of continued training, if `new` has the same model; otherwise None.
 
-    All arrays of the model have the same bytes then, and something else has not: the number in the tag's name is
-    higher, or a whole number such as a step, or another array has changed. What only one of the tags has says nothing,
-    nor do extras: random generators move without training. The same state under two names is no mistake.
+    All arrays of the model are equal, but the number in the tag's name is higher, an integer such as a step has
+    increased, or another array has changed. Values in only one of the tags are not evidence, nor are extras: random
+    generators change without training. Saving the same state under two names is not an error.
     """
     if newest is None:
         return None
@@ -69,13 +69,13 @@ def find_stale_evidence(root: Root, newest: TagEntry | None, new: TagReader) -> 
             evidence = _find_evidence(old, new)
             return None if evidence is None else (old.tag, evidence)
     except (CheckpointError, OSError) as error:
-        # Another job may delete that tag now, or it is damaged. This save has nothing to do with it.
+        # Another job may be deleting that tag, or it is corrupt. This must not affect the save.
         logger.debug("tag %s was not compared with the one before it: %s", new.tag, error)
         return None
 
 
 def _find_evidence(old: TagReader, new: TagReader) -> str | None:
-    """What shows that training went on, if the model has not changed."""
+    """Return evidence of continued training if the model has not changed, otherwise None."""
     model = _list_model_leaves(new.manifest)
     if not model or model != _list_model_leaves(old.manifest) or any(_is_different(old, new, leaf) for leaf in model):
         return None
@@ -90,13 +90,13 @@ def _find_evidence(old: TagReader, new: TagReader) -> str | None:
 
 
 def _list_model_leaves(manifest: Manifest) -> list[str]:
-    """The leaf paths of the model's arrays; of all arrays in a tree that was saved without `save_checkpoint`."""
+    """Return the leaf paths of the model's arrays; of all arrays if the tree was saved without `save_checkpoint`."""
     leaves = sorted(leaf for leaf in manifest.arrays if get_member(leaf) == MODEL)
     return leaves or sorted(manifest.arrays)
 
 
 def _compare_tag_numbers(old: str, new: str) -> str | None:
-    """That a number in the name of a tag is higher, if two are called alike but for their numbers.
+    """Return a description if two tags only differ in numbers that have increased, otherwise None.
 
     >>> _compare_tag_numbers("step_10", "step_20")
     'the tag is step_20 after step_10'
@@ -110,7 +110,9 @@ def _compare_tag_numbers(old: str, new: str) -> str | None:
 
 
 def _find_increased_number(old: Any, new: Any, path: str) -> str | None:
-    """The first whole number that is higher than it was, in the plain values of a state; not those of model and extras.
+    """Return a description of the first integer that has increased in the plain values of a state, or None.
+
+    Values of the model and of extras are skipped.
 
     >>> saved, now = {"user_content": {"step": 10, "lr": 0.5}}, {"user_content": {"step": 11, "lr": 0.25}}
     >>> _find_increased_number(saved, now, "")
@@ -122,7 +124,7 @@ def _find_increased_number(old: Any, new: Any, path: str) -> str | None:
         return f"{path} went from {old} to {new}" if new > old else None
     pairs: Iterable[tuple[str, Any, Any]] = ()
     if isinstance(old, dict) and isinstance(new, dict):
-        # Marks of the skeleton, such as "$tuple", are no part of the path.
+        # Skeleton markers such as "$tuple" are not part of the path.
         pairs = ((path if k.startswith("$") else paths.join(path, k), old[k], new[k]) for k in new if k in old)
     elif isinstance(old, list | tuple) and isinstance(new, list | tuple):
         pairs = ((paths.join(path, str(i)), a, b) for i, (a, b) in enumerate(zip(old, new, strict=False)))
@@ -130,6 +132,6 @@ def _find_increased_number(old: Any, new: Any, path: str) -> str | None:
 
 
 def _is_different(old: TagReader, new: TagReader, leaf: str) -> bool:
-    """Whether an array is stored in other pieces than before, or with other digests."""
+    """Return True if an array differs in dtype or shape, or is stored in different pieces or with different digests."""
     a, b = old.manifest.arrays[leaf], new.manifest.arrays[leaf]
     return (a.dtype, a.shape) != (b.dtype, b.shape) or not has_same_digests(old, a, new, b)

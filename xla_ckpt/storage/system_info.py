@@ -90,7 +90,7 @@ def _get_user() -> str:
 
 
 def _iterate_ancestors(pid: int) -> Iterator[int]:
-    """Yield a process id and those of its ancestors, as far as they are visible."""
+    """Yield a process id and the ids of its visible ancestors."""
     while pid > 0:
         yield pid
         pid = _read_process_stat(pid)[0]

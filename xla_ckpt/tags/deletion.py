@@ -61,7 +61,7 @@ def check_deletable(root: Root, tags: Sequence[str], *, force: bool) -> None:
 
 
 def find_refusals(root: Root, tags: Collection[str], *, force: bool) -> dict[str, UsageError]:
-    """Return the errors for those of the native tags that must not be deleted. Lists the root once and reads few
+    """Return the errors for the native tags that must not be deleted. Lists the root once and reads few
     manifests.
 
     Raises:
@@ -104,7 +104,7 @@ def make_busy_error(root: Root, tag: str) -> UsageError:
 
 
 def _find_refusal(root: Root, entry: TagEntry, *, is_last: bool, is_last_sound: bool) -> UsageError | None:
-    """Return the error for a tag that may only be deleted with `force`, or None.
+    """Return the error for a tag that may only be deleted with `force`, otherwise None.
 
     `is_last_sound` is True if no other tag can be read.
     """

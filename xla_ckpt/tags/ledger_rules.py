@@ -114,7 +114,7 @@ def parse_ledger(data: bytes) -> Ledger:
 
 
 def is_attempt(name: str) -> bool:
-    """Return True if the name of a directory is that of an attempt.
+    """Return True if a directory name has the form of an attempt.
 
     >>> is_attempt("step_10/.5eed"), is_attempt("step_10/model")
     (True, False)

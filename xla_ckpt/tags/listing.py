@@ -189,7 +189,7 @@ def read_custom_metadata(store: Store, name: str) -> dict[str, Any]:
 
 
 def read_orbax_member(store: Store, name: str, member: str) -> dict[str, Any]:
-    """Return a member of orbax's metadata that is a JSON object; empty if missing or unreadable."""
+    """Return a member of the orbax metadata that is a JSON object; empty if missing or unreadable."""
     try:
         text = store.read_start(f"{name}/{ORBAX_METADATA_FILE}", MAX_ORBAX_METADATA_BYTES, links=False)
         value = json.loads(text)[member]

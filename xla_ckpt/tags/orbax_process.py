@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def isolate_process() -> None:
-    """Ignore signals for the parent program, and leave its accelerator alone."""
+    """Ignore signals meant for the parent program, and avoid initializing its accelerator."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("absl").setLevel(logging.ERROR)

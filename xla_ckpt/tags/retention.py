@@ -176,7 +176,7 @@ class Retention(ABC):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class LatestN(Retention):
-    """Keep the `n` newest tags.
+    """A policy that keeps the `n` newest tags.
 
     Args:
         n: Number of tags to keep.
@@ -200,9 +200,9 @@ class LatestN(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class BestN(Retention):
-    """Keep the `n` tags with the best values of a number saved in ``user_content``.
+    """A policy that keeps the `n` tags with the best values of a number saved in ``user_content``.
 
-    Of equal values the newer tag is better, and NaN is the worst value. Tags without the number are not among the best.
+    The newer of equal tags is better, and NaN is the worst value. Tags without the number are not among the best.
     If no tag has it, all are kept. A tag whose number cannot be read is kept.
 
     Args:
@@ -263,7 +263,7 @@ class BestN(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(Retention):
-    """Keep each tag whose step is a multiple of `interval_steps`.
+    """A policy that keeps each tag whose step is a multiple of `interval_steps`.
 
     The step is the labelled number in the tag's name, as in ``step_400``, ``epoch=1-step=400-v1``, ``iter_0000400``,
     ``checkpoint-400`` and ``400``; otherwise the number ``step`` (or ``global_step``, ``iteration``) in
@@ -294,7 +294,9 @@ class EveryNSteps(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class EveryNSeconds(Retention):
-    """Keep the first tag of each period of `interval_secs` seconds: 3600 is each hour, and 86400 each day, of UTC.
+    """A policy that keeps the first tag of each period of `interval_secs` seconds, such as 3600 or 86400.
+
+    Periods are aligned to UTC: 3600 is each hour, and 86400 each day.
 
     Tags with an unknown time are kept.
 
@@ -329,7 +331,7 @@ class EveryNSeconds(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class LatestDuration(Retention):
-    """Keep the tags that are at most `duration` older than the newest.
+    """A policy that keeps the tags that are at most `duration` older than the newest.
 
     Because ages are relative to the newest tag, a run that pauses for a month loses nothing when it continues. Tags
     with an unknown time are kept.
@@ -370,7 +372,7 @@ class LatestDuration(Retention):
 @check_fields
 @dataclass(frozen=True, slots=True)
 class AnyOf(Retention):
-    """Keep the tags that at least one of several `policies` keeps. Equivalent to ``LatestN(3) | BestN("loss")``.
+    """A policy that keeps the tags that at least one of `policies` keeps, like ``LatestN(3) | BestN("loss")``.
 
     Args:
         policies: The policies to combine.

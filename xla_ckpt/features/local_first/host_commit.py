@@ -1,7 +1,7 @@
 """Commit protocol for host-local disks: the first rank on each host commits that host's part of the checkpoint.
 
-All disks have the same manifest. Rank 0 lets the other disks commit when each of them has it, and commits its own part
-last, so that a tag that rank 0 lists is on all disks.
+All disks contain the same manifest. Rank 0 lets the other disks commit when each of them has it, and commits its own
+part last, so that a tag that rank 0 lists is on all disks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from xla_ckpt.tags.root import Transaction
 logger = get_logger(__name__)
 
 LEADER_MESSAGES = ("manifest", "commit")
-"""What rank 0 says to other disks, or an error in its place."""
+"""Keys of the messages of rank 0 to other disks; an error may be published in their place."""
 
 
 def check_parity_supported(disks: HostDisks, context: SaveContext) -> None:
-    """Refuse parity where no disk has all files: whoever mends a tag needs them.
+    """Raise an error if parity is requested but no disk contains all files, which a repair needs.
 
     Raises:
-        UsageError: It is wanted.
+        UsageError: Parity is requested.
     """
     if disks.is_multi_disk and context.options.parity is not None:
         raise UsageError(
@@ -41,10 +41,11 @@ def check_parity_supported(disks: HostDisks, context: SaveContext) -> None:
 
 
 def send_manifest(exchange: Exchange, disks: HostDisks, directory: Directory) -> None:
-    """Give the manifest to the other disks, as rank 0, and wait until each of them has it, durably.
+    """On rank 0, send the manifest to the other disks, and wait until each of them has written it durably.
 
     Raises:
-        CheckpointError: What one of them met.
+        CheckpointError: A disk failed.
+        RankFailedError: A leader of a disk did not respond in time.
     """
     if disks.is_multi_disk:
         exchange.publish("manifest", read_file(directory, MANIFEST_FILE).decode())
@@ -52,10 +53,11 @@ def send_manifest(exchange: Exchange, disks: HostDisks, directory: Directory) ->
 
 
 def commit_other_disks(exchange: Exchange, disks: HostDisks) -> None:
-    """Have the other disks commit, as rank 0, which has decided that the save does.
+    """On rank 0, let the other disks commit, after the decision to commit the save.
 
     Raises:
-        CheckpointError: One of them did not. Others take their parts back when they hear of it.
+        CheckpointError: A disk failed. The others roll back their parts when they receive the error.
+        RankFailedError: A leader of a disk did not respond in time.
     """
     if disks.is_multi_disk:
         exchange.publish("commit")
@@ -63,12 +65,12 @@ def commit_other_disks(exchange: Exchange, disks: HostDisks) -> None:
 
 
 class HostLocalCommit:
-    """The disk that a rank sees which is not rank 0. If it is rank 0's, there is nothing to do here.
+    """Commit of a save on the disk of a rank, if it is not the disk of rank 0. Otherwise there is nothing to do.
 
     Args:
-        order: The save.
-        exchange: Where this rank talks with the others.
-        leader: The first rank of the disk.
+        context: Context of the save.
+        exchange: Exchange of the save.
+        leader: First rank of the disk; 0 for the disk of rank 0.
     """
 
     def __init__(self, context: SaveContext, exchange: Exchange, leader: int) -> None:
@@ -76,14 +78,18 @@ class HostLocalCommit:
         self._transaction = Transaction(context.root, context.tag) if leader == exchange.rank else None
         self._has_committed = False
         self._replaced: FileSystemDirectory | None = None
-        """The version of the tag that the commit replaces: open, so that no cleaning removes it."""
+        """The version of the tag that the commit replaces, kept open so that cleanup does not remove it."""
 
     def begin(self, message: BeginSave, check: Callable[[], object]) -> BeginSave:
-        """What rank 0 has begun, as it is on this disk.
+        """Begin the save on this disk, and return the message of rank 0 adapted to it.
+
+        Args:
+            message: Message of rank 0 at the beginning of the save.
+            check: Called while waiting for the lease; an exception ends the wait.
 
         Raises:
-            CheckpointError: It could not be begun there.
-            OSError: Likewise.
+            CheckpointError: The save could not be started on this disk.
+            OSError: The storage failed.
         """
         exchange, key = self._exchange, f"begin/{self._leader}"
         if self._transaction is not None and self._context.uploader is not None:
@@ -96,12 +102,14 @@ class HostLocalCommit:
         return BeginSave.from_json(exchange.receive(key, self._leader)) if self._leader else message
 
     def abort(self, problem: CheckpointError) -> None:
-        """Tell those of this disk that wait for its beginning that there is none."""
+        """Send the error to the ranks of this disk that wait for the beginning of the save."""
         if self._transaction is not None and not self._exchange.has_published(key := f"begin/{self._leader}"):
             self._exchange.publish(key, error=problem)
 
     def finish(self, *, failed: bool) -> None:
-        """Seal and commit the part of this disk, as rank 0 says; or remove it. What it meets is told to rank 0.
+        """Finalize and commit the part on this disk after the messages of rank 0, or remove it if `failed`.
+
+        Errors are sent to rank 0.
 
         Raises:
             RankFailedError: Rank 0 was lost.
@@ -116,7 +124,7 @@ class HostLocalCommit:
         except RankFailedError:
             raise
         except Exception as error:
-            # Rank 0 raises it, and tells all; if it is what rank 0 has said, it hears nothing new.
+            # Rank 0 raises it on all ranks; if rank 0 sent it, this has no effect.
             for key in ("sealed", "committed"):
                 if not exchange.has_published(f"{key}/{rank}"):
                     exchange.publish(f"{key}/{rank}", error=as_checkpoint_error(error, "saving", rank))
@@ -124,11 +132,12 @@ class HostLocalCommit:
             self._transaction.abort()
 
     def wait_for_outcome(self) -> int:
-        """The number of the tag, when rank 0 has said that the save is committed.
+        """Wait until rank 0 has committed the save, and return the sequence number of the tag.
 
         Raises:
-            CheckpointError: It is not. Then the part of this disk is removed, whose upload would wait for the others,
-                and what it has replaced has its name again.
+            CheckpointError: The save was not committed. The part on this disk, whose upload would wait for the other
+                disks, is removed, and the tag that it replaced is restored.
+            RankFailedError: Rank 0 was lost, and may have committed the save.
         """
         try:
             return wait_for_outcome(self._exchange)

@@ -1,7 +1,7 @@
 """Local-first root: tags are committed to a local directory and uploaded to an object store later.
 
-`LocalFirstRoot` adds an upload journal to each tag, numbers tags above those in the object store, and retires
-uploaded tags. `LocalFirstFiles` reads local files where they exist and remote ones otherwise.
+`LocalFirstRoot` adds an upload journal to each tag, numbers tags above those in the object store, and retires uploaded
+tags. `LocalFirstFiles` reads local files if they exist and remote ones otherwise.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from xla_ckpt.tags.root import TransactionKind, do_nothing
 logger = get_logger(__name__)
 
 MAX_JOURNAL_BYTES = 1 << 26
-"""No more bytes of a journal are read."""
+"""Maximum number of bytes read from a journal."""
 
 
 class LocalFirstRoot(DirectoryRoot):
-    """The root directory of tags that go to an object store.
+    """A local root directory whose tags are uploaded to an object store.
 
     Args:
         store: The directory.
-        remote: Where the tags go.
-        committed: Is called after each commit with what it says of the tags to keep.
+        remote: Root in the object store.
+        on_commit: Called after each commit with its retention policy.
     """
 
     def __init__(self, store: FileSystem, remote: LedgerRoot, on_commit: Callable[[Retention | None], object]) -> None:
@@ -56,18 +56,19 @@ class LocalFirstRoot(DirectoryRoot):
         self._on_commit = on_commit
         self._min_sequence = 0
         self._is_remote_checked = False
-        """Whether the object store was asked which numbers it has: once, since saves must not wait for it."""
+        """True once the sequence numbers in the object store were read. Only once, because saves must not wait for
+        it.
+        """
         self.disks: tuple[str, ...] = ()
-        """The disks that the processes see which save here, that of rank 0 first."""
+        """Ids of the disks of the processes that save here, the disk of rank 0 first."""
 
     def get_disk_id(self, *, create: bool) -> str:
-        """What the disk is known by that this process sees; without `create`, nothing if it has no such mark yet.
+        """Return the id of the disk of this process. Without `create`, return an empty string if it has none.
 
-        It lies on the disk itself, so it stays the same on whichever host the disk is, and in whichever order hosts
-        come.
+        The id is stored on the disk, so that it does not depend on the host or on the order of hosts.
 
         Raises:
-            OSError: The storage refused.
+            OSError: The storage failed.
         """
         while not (marks := self.store.list_names(DISK_ID_NAME)) and create:
             check_is_directory(self.store, DISK_ID_NAME)
@@ -80,7 +81,7 @@ class LocalFirstRoot(DirectoryRoot):
                 self.store.sync()
             except OSError as error:
                 remove_directory(self.store, draft.name)
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another process was faster
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # otherwise another process was faster
                     raise
             finally:
                 draft.close()
@@ -99,32 +100,34 @@ class LocalFirstRoot(DirectoryRoot):
         return draft
 
     def list_complete_entries(self) -> list[TagEntry]:
-        """The tags of which this disk has all files, oldest first: the other ones can be read from here by nobody.
+        """Return the tags with all files on this disk, oldest first. Other tags cannot be read here.
 
-        Those with a damaged journal are among them: a load of one raises what is wrong (`check_journal`).
+        Includes tags with a corrupt journal, whose load raises the error (`check_journal`).
         """
         disk, entries = self.get_disk_id(create=False), self.list_entries()
         journals = read_journals(self.store, entries, self.remote.path)
         return [e for e in entries if e.tag not in journals or journals[e.tag].is_complete_on(disk)]
 
     def check_journal(self, tag: str) -> None:
-        """Refuse a tag whose journal is damaged: the disk may have a part of its files.
+        """Raise an error if the journal of a tag is corrupt, since the disk may contain only a part of its files.
 
         Raises:
-            CorruptCheckpointError: It is.
+            CorruptCheckpointError: The journal is corrupt.
         """
         if (entry := self.get_entry(tag)) is not None:
             self.read_journal(entry)
 
     def prefer_local(self, remote: ReadDirectory, tag: str, head: ManifestHeader) -> ReadDirectory:
-        """The files of a tag in the object store, of which those are read from this disk that it has."""
+        """Return the files of a tag in the object store, replaced by the files on this disk if it has the same
+        version.
+        """
         entry = self.get_entry(tag)
         if entry is None or (entry.sequence, entry.created) != (head.sequence, head.created):
-            return remote  # the disk has another version of it, or nothing
+            return remote  # the disk has another version, or none
         try:
             return LocalFirstFiles(remote, self.open(tag))
         except NoCheckpointError:
-            return remote  # it was retired meanwhile
+            return remote  # retired in the meantime
 
     def acquire_lease(self, within: float, check: Callable[[], object] = do_nothing) -> None:
         super().acquire_lease(within, check)
@@ -134,7 +137,7 @@ class LocalFirstRoot(DirectoryRoot):
                 remote = self.remote.list_entries()
             except CheckpointError as error:
                 if not self.list_entries():
-                    raise  # nothing says which numbers there are
+                    raise  # the sequence numbers are unknown
                 logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
             else:
                 self._check_is_same_run(remote, addresses)
@@ -142,7 +145,7 @@ class LocalFirstRoot(DirectoryRoot):
             self._is_remote_checked = True
 
     def _check_is_same_run(self, remote: list[TagEntry], addresses: Mapping[str, str | None]) -> None:
-        """Refuse to mix the tags of two runs."""
+        """Raise a UsageError if the object store contains tags of another run."""
         addressed = (tag for tag, address in addresses.items() if address is not None)
         if is_another_run(self.list_entries(), remote, addressed):
             raise UsageError(
@@ -154,9 +157,10 @@ class LocalFirstRoot(DirectoryRoot):
             )
 
     def _check_addresses(self) -> dict[str, str | None]:
-        """Where the tags of the directory go: each to this root, or None of one that does not say so.
+        """Return the upload address of each tag in the directory, or None if the tag records none.
 
-        Others are refused: they would come here, too, and be taken for newer ones.
+        Raises:
+            UsageError: A tag has another address. It would be uploaded here and treated as newer.
         """
         addresses = {entry.tag: _read_address(self.store, entry) for entry in self.list_entries()}
         for tag, address in addresses.items():
@@ -172,22 +176,22 @@ class LocalFirstRoot(DirectoryRoot):
         return addresses
 
     def observe_remote(self, remote: list[TagEntry]) -> None:
-        """Number the next tags above all that are in the object store."""
+        """Number new tags above all tags in the object store."""
         self.raise_min_sequence(max((entry.sequence for entry in remote), default=0))
 
     def raise_min_sequence(self, sequence: int) -> None:
-        """Number the next tags above this number."""
+        """Number new tags above `sequence`."""
         self._min_sequence = max(self._min_sequence, sequence)
 
     def get_min_sequence(self) -> int:
         return self._min_sequence
 
     def finish_commit(self, tag: str, doomed: Sequence[TagEntry], retention: Retention | None) -> None:
-        """Retire nothing: tags go when they are in the object store (see `retire_uploaded`)."""
+        """Only call `on_commit`: tags are retired after their upload (see `retire_uploaded`)."""
         self._on_commit(retention)
 
     def retire_uploaded(self, tag: str, retention: Retention | None) -> None:
-        """Retire what is in the object store, and not to be kept since this tag is there. That it fails is logged."""
+        """Retire uploaded tags that the policy drops after `tag` was uploaded. A failure is logged."""
         try:
             if retention is not None:
                 sent = {e.tag: e for e in self.list_entries() if self.is_uploaded(e) and not self.is_written(e.tag)}
@@ -199,17 +203,17 @@ class LocalFirstRoot(DirectoryRoot):
             logger.warning("could not clean up in %s after tag %s: %s", self.path, tag, error)
 
     def open_if_exists(self, tag: str) -> FileSystemDirectory | None:
-        """A tag, open for reading; None if there is none of this name."""
+        """Open a tag for reading, or return None if it does not exist."""
         try:
             return self.open(tag)
         except NoCheckpointError:
             return None
 
     def restore_replaced(self, tag: str, replaced: FileSystemDirectory) -> None:
-        """Give the version of a tag its name again that a commit has replaced; what that has committed is removed.
+        """Restore the version of a tag that a commit has replaced, and remove the new version.
 
         Raises:
-            OSError: The storage refused, or it is gone.
+            OSError: The storage failed, or the old version no longer exists.
         """
         trash = (f"{TRASH_NAME}/{name}" for name in self.store.list_names(TRASH_NAME))
         name = next((name for name in trash if replaced.is_at(name)), None)
@@ -220,28 +224,28 @@ class LocalFirstRoot(DirectoryRoot):
             move_to_trash(self.store, old)
 
     def read_journal(self, entry: TagEntry) -> UploadJournal:
-        """What a tag says of its upload.
+        """Return the upload journal of a tag.
 
         Raises:
-            CheckpointError: It is damaged, or cannot be read.
+            CheckpointError: The journal is corrupt or cannot be read.
         """
         return _read_journal(self.store, entry, self.remote.path)
 
     def try_read_journal(self, entry: TagEntry) -> UploadJournal | None:
-        """The same; None if it is damaged, or cannot be read."""
+        """Return the upload journal of a tag, or None if it is corrupt or cannot be read."""
         return read_journals(self.store, [entry], self.remote.path).get(entry.tag)
 
     def is_uploaded(self, entry: TagEntry) -> bool:
-        """Whether a tag says that it was committed in the object store."""
+        """Return True if the journal of a tag records that it was committed in the object store."""
         journal = self.try_read_journal(entry)
         return journal is not None and journal.is_remote
 
 
 def read_journals(store: FileSystem, entries: Iterable[TagEntry], address: str) -> dict[str, UploadJournal]:
-    """What tags in a directory say of their upload to an address, but for those whose journals are damaged."""
+    """Return the journals of uploads of tags to an address, without corrupt ones."""
     journals = {}
     for entry in entries:
-        with contextlib.suppress(CheckpointError):  # whoever uploads or loads the tag meets the error
+        with contextlib.suppress(CheckpointError):  # an upload or load of the tag raises the error
             journals[entry.tag] = _read_journal(store, entry, address)
     return journals
 
@@ -262,15 +266,15 @@ def _read_journal_bytes(store: FileSystem, entry: TagEntry) -> bytes | None:
     try:
         return store.read_start(f"{entry.directory}/{UPLOAD_FILE}", MAX_JOURNAL_BYTES, links=False)
     except (FileNotFoundError, NotADirectoryError):
-        return None  # no upload was begun, or the tag is gone
+        return None  # no upload has started, or the tag was deleted
 
 
 class LocalFirstFiles:
-    """The files of a tag in an object store, of which those are read from a disk that it has.
+    """The files of a tag in an object store, read from a local disk if it contains them.
 
     Args:
-        far: The tag in the object store.
-        near: The part of the same version of it that the disk has.
+        remote: The tag in the object store.
+        local: The part of the same version on the disk.
     """
 
     def __init__(self, remote: ReadDirectory, local: ReadDirectory) -> None:
@@ -294,8 +298,8 @@ class LocalFirstFiles:
 
 
 def write_journal(directory: FileSystemDirectory, journal: UploadJournal) -> None:
-    """Keep what is known of the upload of a tag, in its directory, which may have lost its name meanwhile.
+    """Write the upload journal of a tag into its directory, which may have been renamed in the meantime.
 
-    A loss of power leaves the old journal or the new one: nothing else says on which disks the files of the tag are.
+    The write is atomic and durable, because the journal is the only record of the disks that contain the tag's files.
     """
     directory.write_atomic(UPLOAD_FILE, journal.to_json(), durable=True)

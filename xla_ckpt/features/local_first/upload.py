@@ -1,12 +1,12 @@
 """Upload checkpoints from local disks to an object store, oldest first, on a background thread.
 
-The uploader looks for tags in the directory; nothing is handed over in memory. So a process that was killed leaves
-only its tags and their journals, and the next process continues with them. Every file is sent whole and compared with
-its digests.
+The uploader lists the tags in the directory and keeps no queue in memory. A process that was killed leaves only its
+tags and their journals, and the next process continues with them. Every file is sent completely and compared with its
+digests.
 
-All hosts may see one disk, or each host may have its own; ranks find out together, by a mark on each disk
+All hosts may share one disk, or each host may have its own; ranks detect this together by an id on each disk
 (`HostDisks`). The first rank of each disk is its leader and uploads the disk's part of a tag into one attempt. The
-leader of the tag's first disk begins the attempt, and commits it when all files are there.
+leader of the tag's first disk begins the attempt, and commits it when all files are present.
 """
 
 from __future__ import annotations
@@ -49,44 +49,44 @@ from xla_ckpt.tags.root import COMMIT_TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class DiskInfo(Message):
-    """What a rank says of the disk that it sees."""
+    """Message of a rank about its disk."""
 
     disk: str
-    """The mark of the disk; empty where the call is about no such disk: all ranks see one storage then."""
+    """Id of the disk; empty if the call uses no local disk, so that all ranks share one storage."""
 
     token: str = ""
-    """Its process, as leases name it."""
+    """Token of the process, as in leases."""
 
     newest_sequence: int = 0
-    """The highest number of a tag on the disk."""
+    """Highest sequence number of a tag on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDisks(Message):
-    """The disks that the ranks of a job see."""
+    """The local disks of the ranks of a job."""
 
     names: tuple[str, ...] = ("",)
-    """Their marks, that of rank 0 first."""
+    """Ids of the disks, the disk of rank 0 first."""
 
     leaders: tuple[int, ...] = (0,)
-    """The first rank of each disk."""
+    """First rank of each disk."""
 
     tokens: tuple[str, ...] = ()
-    """The processes of these ranks."""
+    """Tokens of the processes of these ranks."""
 
     rank_disks: tuple[int, ...] = ()
-    """For each rank which of the disks it sees; empty where all see the first one."""
+    """Index of the disk of each rank; empty if all ranks use the first disk."""
 
     newest_sequence: int = 0
-    """The highest number of a tag on any of them."""
+    """Highest sequence number of a tag on any disk."""
 
     @property
     def is_multi_disk(self) -> bool:
-        """Whether no disk has all files of what this job saves."""
+        """True if no disk contains all files that this job saves."""
         return len(self.names) > 1
 
     def get_leader(self, rank: int) -> int:
-        """The first rank of the disk that a rank sees.
+        """Return the first rank of the disk of a rank.
 
         >>> [HostDisks(("a", "b"), (0, 2), rank_disks=(0, 0, 1, 1)).get_leader(rank) for rank in range(4)]
         [0, 0, 2, 2]
@@ -94,12 +94,12 @@ class HostDisks(Message):
         return self.leaders[self.rank_disks[rank]] if self.rank_disks else 0
 
     def is_leader(self, rank: int) -> bool:
-        """Whether a rank is the first one of its disk."""
+        """Return True if a rank is the first one of its disk."""
         return self.get_leader(rank) == rank
 
 
 def combine_disk_infos(infos: Sequence[DiskInfo]) -> HostDisks:
-    """What rank 0 makes of the words of all ranks, in their order."""
+    """Return the disks of the job, given the messages of all ranks by rank."""
     names = list(dict.fromkeys(word.disk for word in infos))
     disks = [word.disk for word in infos]
     leaders = [disks.index(name) for name in names]
@@ -116,67 +116,71 @@ def combine_disk_infos(infos: Sequence[DiskInfo]) -> HostDisks:
 logger = get_logger(__name__)
 
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 5.0
-"""Seconds between two looks at a tag that waits for files of other disks: at first, and in the end."""
+"""First and longest pause (s) between checks of a tag that waits for files of other disks."""
 
 
 SKIPPED_ERRORS = (CorruptCheckpointError, ChangedTagError, RankFailedError)
-"""Errors of a tag that stays in the directory. This process does not try it again, and the others go up."""
+"""Errors of a tag that is skipped: it stays in the directory, and other tags are still uploaded."""
 
 
 class Uploader:
-    """What brings the tags of one directory to one object store. Its thread runs while there is something to do."""
+    """Background uploader from one directory to one object store. Its thread runs while there is work.
+
+    Args:
+        local: Store of the directory.
+        remote: The object store.
+    """
 
     def __init__(self, local: FileSystem, remote: ObjectStore) -> None:
         self.root = LocalFirstRoot(local, LedgerRoot(remote), self.wake)
-        """The directory. A commit there wakes this."""
-        # Not a daemon: a thread that comes out of obstore while the interpreter ends, ends the process badly.
+        """Root of the directory, whose commits wake this uploader."""
+        # Not a daemon: a thread that returns from obstore during interpreter shutdown crashes the process.
         self._worker = Worker("xla_ckpt-upload", daemon=False)
         self._woken = Notifier()
         self._wake_count = 0
-        """How often it was woken."""
+        """Number of calls of `wake`."""
         self._retention: Retention | None = None
         self._reached_sequence = 0
-        """Number of the newest tag that was dealt with; all older ones were, too."""
+        """Number of the newest processed tag; all older tags are processed too."""
         self._failed_tags: dict[int, CheckpointError] = {}
         self._present_disks: frozenset[str] = frozenset()
-        """The disks of the job; empty where nobody knows them."""
+        """Ids of the disks of the job; empty if unknown."""
         self._pending: dict[int, PendingUpload] = {}
-        """The tags of which this disk has sent its part, by their numbers."""
+        """Tags whose part on this disk is uploaded, by sequence number."""
         self._error: CheckpointError | None = None
-        """Why the last try ended early; None if it did not."""
+        """Error of the last run; None if it succeeded."""
         self._is_stopping = False
-        """Whether the thread is to end soon."""
+        """True if the thread should stop soon."""
 
     def get_disk_info(self, *, saves: bool) -> DiskInfo:
-        """What this process says of the disk when a save or a load begins."""
+        """Return the message of this process about its disk at the start of a save or load."""
         newest = max((entry.sequence for entry in self.root.list_entries()), default=0) if saves else 0
         return DiskInfo(self.root.get_disk_id(create=True), get_process_identity().token, newest)
 
     def set_disks(self, disks: HostDisks) -> None:
-        """Hear which disks the job has."""
+        """Set the disks of the job."""
         self.root.disks, self._present_disks = disks.names, frozenset(disks.names)
         self.root.raise_min_sequence(disks.newest_sequence)
         LEASES.share_with(self.root.path, disks.tokens)
         LEASES.share_with(self.root.remote.path, disks.tokens)
 
     def wake(self, retention: Retention | None) -> None:
-        """Have tags go up that are not in the object store, in the background.
+        """Upload missing tags in the background, and apply `retention` in the object store and in the directory.
 
-        `retention` says which tags stay, there and here. Never fails: what cannot be done now is done after the next
-        save.
+        Raises no errors: a failed upload is repeated after the next save.
         """
         self._retention = retention
         self._wake_count += 1
-        self._woken.notify()  # the thread may pause until other disks have sent their files
+        self._woken.notify()  # the thread may be waiting for other disks
         if not self._worker.submit(self._upload, self._record_error, once=True):
             self._error = SaveError("no thread is to be had that could upload", path=self.root.remote.path)
 
     def wait_uploaded(self, sequence: int, timeout: float | None) -> None:
-        """Wait until the tag with this number has gone up, and all older ones.
+        """Wait until the tag with this number and all older ones are uploaded, at most `timeout` seconds.
 
         Raises:
-            CheckpointError: It has not, and why.
-            TimeoutError: It is still on its way.
+            CheckpointError: The upload failed.
+            TimeoutError: The upload has not finished in time.
         """
         self._wait_for(lambda: self._reached_sequence >= sequence and sequence not in self._pending, timeout)
         if sequence in self._failed_tags:
@@ -187,31 +191,31 @@ class Uploader:
             raise self._make_fork_error()
 
     def finish(self) -> None:
-        """Wait until all tags have gone up. If the last try ended early, it is repeated once.
+        """Wait until all tags are uploaded. If the last run failed, it is repeated once.
 
         Raises:
-            CheckpointError: They have not, and why.
+            CheckpointError: The upload failed.
         """
         self._worker.wait()
         if self._error is not None:
             self.wake(self._retention)
             self._worker.wait()
-            self._worker.run_here()  # where no thread is to be had
+            self._worker.run_here()  # if no thread can be started
         if self._error is not None:
             raise _copy_error(self._error)
 
     def finish_all(self, *, is_leader: bool) -> None:
-        """Have all tags go up that can, and wait, if this process is the first one on its disk.
+        """If this process is the leader of its disk, upload all tags that can be uploaded, and wait.
 
         Raises:
-            CheckpointError: They have not, and why.
+            CheckpointError: The upload failed.
         """
         if is_leader:
             self.wake(self._retention)
             self.finish()
 
     def stop(self) -> None:
-        """Have the thread end soon: the next process goes on."""
+        """Stop the thread soon. The next process continues."""
         self._is_stopping = True
         self._worker.clear()
         self._woken.notify()
@@ -228,19 +232,19 @@ class Uploader:
         )
 
     def _upload(self) -> None:
-        """Send what there is, and look again while tags wait for files of other disks."""
+        """Upload all tags, and repeat while tags wait for files of other disks."""
         pause = MIN_POLL_SECONDS
         while True:
             wakes, self._error = self._wake_count, None
             self._send_all()
             if not self._pending or self._is_stopping:
                 return
-            if self._woken.wait_for(lambda: self._wake_count != wakes or self._is_stopping, pause):  # noqa: B023  # used at once
+            if self._woken.wait_for(lambda: self._wake_count != wakes or self._is_stopping, pause):  # noqa: B023  # called immediately
                 pause = MIN_POLL_SECONDS
             pause = min(2 * pause, MAX_POLL_SECONDS)
 
     def _record_error(self, raised: BaseException) -> None:
-        """Keep an error for `wait_uploaded` and `finish`; the save has long returned."""
+        """Store an error for `wait_uploaded` and `finish`, because the save has already returned."""
         self._error = as_checkpoint_error(raised, "uploading", 0, path=self.root.remote.path)
         logger.warning("an upload from %s is tried again with the next save: %s", self.root.path, self._error)
 
@@ -251,7 +255,7 @@ class Uploader:
         unsent = [e for e in entries if e.sequence not in self._failed_tags and not self.root.is_uploaded(e)]
         if unsent:
             self.root.remote.acquire_lease(COMMIT_TIMEOUT, self._check_stopping)
-        for entry in unsent:  # before one is begun, which would give up those of a job that was killed
+        for entry in unsent:  # before any upload starts, which would give up attempts of a job that was killed
             journal = self.root.try_read_journal(entry)
             if journal is not None and not find_absent_disks(journal, self._present_disks):
                 self.root.remote.begin_upload(entry.tag, make_upload_token(entry), begins=False)
@@ -263,7 +267,7 @@ class Uploader:
                 except CheckpointError as error:
                     if error is not entry.damage and not isinstance(error, SKIPPED_ERRORS):
                         raise
-                    # It stays here, and does not keep those from the object store that are newer.
+                    # The tag stays on the disk, but does not block the upload of newer tags.
                     self._failed_tags[entry.sequence] = error
                     self._pending.pop(entry.sequence, None)
                     logger.warning("a tag is not uploaded: %s", error)
@@ -281,10 +285,10 @@ class Uploader:
         try:
             directory = self.root.open(entry.tag)
         except NoCheckpointError:
-            return  # somebody has deleted it
+            return  # deleted in the meantime
         with TagReader(directory, self.root.path, entry.tag) as reader:
             if reader.manifest.header.sequence != entry.sequence:
-                return  # a save has replaced it since it was listed, and has woken this thread
+                return  # replaced since it was listed by a save that has woken this thread
             before = self._pending.get(entry.sequence)
             part = UploadPart(self.root, entry, directory, reader, self._present_disks, self._check_stopping, before)
             waiting = part.send(self._retention) if step == "send" else None
@@ -302,19 +306,19 @@ class Uploader:
 
 
 def _copy_error(error: CheckpointError) -> CheckpointError:
-    """The error once more: one that was raised twice would collect the frames of both."""
+    """Return a copy of an error: an exception that is raised twice collects both tracebacks."""
     return from_json(error.to_json())
 
 
 class UploadRegistry:
-    """The uploads of one process."""
+    """The uploaders of one process."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._uploaders: dict[tuple[str, str], Uploader] = {}
 
     def get_uploader(self, local: FileSystem, remote: ObjectStore) -> Uploader:
-        """What brings the tags of a directory to an object store."""
+        """Return the uploader from a directory to an object store, creating it if necessary."""
         with self._lock:
             key = (local.path, remote.path)
             if key not in self._uploaders:
@@ -325,13 +329,13 @@ class UploadRegistry:
         """Wait for all uploads.
 
         Raises:
-            CheckpointError: A tag has not gone up, and why.
+            CheckpointError: An upload failed.
         """
         for uploader in list(self._uploaders.values()):
             uploader.finish()
 
     def finish_at_exit(self) -> None:
-        """Wait for all uploads, unless somebody interrupts that; and log what failed: nobody is left to raise to."""
+        """Wait for all uploads at exit unless interrupted. Errors are logged, because there is no caller."""
         try:
             self.wait()
         except CheckpointError as error:
@@ -343,11 +347,11 @@ class UploadRegistry:
 
 
 UPLOADS = register_fork_reset(UploadRegistry(), UploadRegistry.__init__)
-"""The uploads of this process."""
+"""Uploaders of this process."""
 
 
 MAX_DISK_WAIT_SECONDS = 600.0
-"""Seconds for which a tag is waited for whose other disks send no file."""
+"""Maximum time to wait for a tag whose other disks upload no files (s)."""
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Bytes of a file that are read at a time."""
@@ -355,49 +359,49 @@ PIECE_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PendingUpload:
-    """A tag whose part on this disk is sent, and those of others are not."""
+    """A tag whose part on this disk is uploaded, while parts on other disks are not."""
 
     present_files: Set[str]
-    """The files that were there at the last look."""
+    """Files that were present at the last check."""
 
     since: float = field(default_factory=time.monotonic)
-    """When the last of them was new."""
+    """Time at which the last of them appeared (s of `time.monotonic`)."""
 
 
 def find_absent_disks(journal: UploadJournal, present: Set[str]) -> Set[str]:
-    """The disks with a part of a tag that no process of this job sees; none where it is not known what they see."""
+    """Return the disks with a part of a tag that no process of this job has; empty if the disks are unknown."""
     return set(journal.disks) - present if present else set()
 
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """What one disk has of a tag."""
+    """Upload of the part of a tag on one disk."""
 
     root: LocalFirstRoot
     entry: TagEntry
     directory: FileSystemDirectory
     reader: TagReader
-    """The same directory, by its manifest."""
+    """Reader of the same directory."""
 
     present_disks: Set[str]
-    """The disks of this job; empty where nobody knows them."""
+    """Ids of the disks of this job; empty if unknown."""
 
     check_cancelled: Callable[[], None]
-    """Is called between two pieces, and raises to end this."""
+    """Called between two pieces; an exception cancels the upload."""
 
     previous: PendingUpload | None
-    """What the last look has told, if this process has sent the part already."""
+    """Result of the last call of `send`, if this process has uploaded the part already."""
 
     def send(self, retention: Retention | None) -> PendingUpload | None:
-        """Send what is not there yet. If this is the first disk, and all files are there: the manifest, and commit.
+        """Upload missing files. On the first disk, once all files are present, upload the manifest and commit.
 
         Returns:
-            What others still have to do; None if the tag is committed.
+            The files that are present, if other disks have not finished; None if the tag is committed.
 
         Raises:
-            RankFailedError: They do not do it.
-            CheckpointError: Likewise, or a file is damaged.
-            OSError: A storage refused. The attempt stays, and the next try goes on with it.
+            RankFailedError: Other disks make no progress, or are not available.
+            CheckpointError: A file is corrupt.
+            OSError: A storage failed. The attempt is kept, and the next run continues it.
         """
         journal, own, remote = self.root.read_journal(self.entry), self.root.get_disk_id(create=True), self.root.remote
         if gone := find_absent_disks(journal, self.present_disks):
@@ -409,7 +413,8 @@ class UploadPart:
             raise self.reader.make_missing_error(named[min(lost)])
         draft = remote.begin_upload(self.entry.tag, make_upload_token(self.entry), begins=is_first)
         if draft is None:
-            # If this process has sent its part, nobody but its job may have ended that: it is swept as a retired tag.
+            # If this process has uploaded its part, only its own job can have ended the attempt: it was retired and
+            # deleted.
             ends = ("committed",) if self.previous is None else ("committed", "unknown")
             if journal.attempt and remote.get_outcome(journal.attempt) in ends:
                 return None
@@ -427,19 +432,19 @@ class UploadPart:
         return None
 
     def _list_sizes(self, named: Mapping[str, int], *, all_files: bool) -> dict[str, int]:
-        """What this disk is to send, the manifest last, with the sizes."""
+        """Return the sizes of the files that this disk uploads, with the manifest last."""
         files = [
             path for path in self.directory.list_files() if not path.startswith(UPLOAD_FILE) and path != MANIFEST_FILE
         ]
-        # Other disks have files of their own under the names of those that are in no manifest.
+        # Files that are not in the manifest exist on several disks with the same names.
         paths = [*files, MANIFEST_FILE] if all_files else [path for path in files if path in named]
         return {path: get_file_size(self.directory, path) for path in paths}
 
     def _find_sent_files(self, draft: LedgerDraft, sizes: Mapping[str, int], there: Set[str]) -> dict[str, int]:
-        """Which of these files are there. They are whole: else they would not be there."""
+        """Return the sizes of the files that are already uploaded. They are complete, since they appear atomically."""
         sent = {path: size for path, size in sizes.items() if path in there}
         for path in () if self.previous is not None else (*sent,):
-            if get_file_size(draft.directory, path) != sizes[path]:  # a pin has changed the manifest since
+            if get_file_size(draft.directory, path) != sizes[path]:  # the manifest was changed by a pin
                 self.root.remote.store.remove(f"{draft.directory.name}/{path}")
                 del sent[path]
         return sent
@@ -469,7 +474,11 @@ class UploadPart:
             yield piece
 
     def _keep_waiting(self, there: Set[str]) -> PendingUpload:
-        """What is to be waited for, as long as there is hope for it."""
+        """Return the state to wait for, unless the wait is too long.
+
+        Raises:
+            RankFailedError: The disks are unknown, or have uploaded no file for `MAX_DISK_WAIT_SECONDS`.
+        """
         waiting = (
             self.previous
             if self.previous is not None and self.previous.present_files == there
@@ -490,10 +499,10 @@ class UploadPart:
 
 
 def _read_verified(reader: TagReader, number: int) -> Iterator[memoryview]:
-    """A file of a tag, in pieces, which are compared with its digests before the last one is over.
+    """Yield the pieces of a file, compared with its digests before the last piece is consumed.
 
     Raises:
-        CorruptCheckpointError: It is not what was saved.
+        CorruptCheckpointError: The file does not match its digests.
     """
     record, source = reader.manifest.files[number], reader.open_file(number)
     table = (
@@ -527,6 +536,6 @@ def _read_pieces(source: FileReader, offset: int, nbytes: int, short: Checkpoint
 
 
 def _read_whole_file(directory: Directory, path: str) -> Iterator[memoryview]:
-    """A file that is not in the manifest, such as the manifest itself, which has a digest of its own."""
+    """Yield the pieces of a file that is not listed in the manifest, or of the manifest, which has its own digest."""
     with contextlib.closing(directory.open(path)) as source:
         yield from _read_pieces(source, 0, source.size, CorruptCheckpointError("the file is cut off", file=path))

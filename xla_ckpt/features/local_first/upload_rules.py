@@ -1,8 +1,8 @@
-"""Rules of local-first uploads: which tags to upload, where each tag is, and the upload journal. Pure.
+"""Rules of local-first uploads: which tags to upload, the location of each tag, and the upload journal. Pure.
 
-Commit numbers are comparable in both places: a save takes one above all that it has seen, and an upload keeps it.
-If each host has a disk of its own, every disk has the manifest and a part of the files; all are sent into one
-attempt, which the first disk completes.
+Commit numbers are comparable between both locations: a save uses a number above all that it has seen, and an upload
+keeps it. If each host has its own disk, every disk contains the manifest and a part of the files; all are uploaded into
+one attempt, which the first disk completes.
 """
 
 from __future__ import annotations
@@ -17,33 +17,37 @@ from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.tags.entry import UPLOAD_FILE, TagEntry
 
 UploadAction = Literal["send", "nothing", "drop"]
-"""What is to be done with a tag: it goes up; it is there; or there is a newer one of its name, and it stays here."""
+"""Action for a tag: upload it; nothing, because it is present; or skip it, because there is a newer tag with its
+name.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadJournal:
-    """What a tag keeps of its upload."""
+    """State of the upload of a tag, stored with the tag."""
 
     address: str
-    """Where it goes."""
+    """Address of the object store."""
 
     nbytes: int = 0
-    """Bytes of all its files; 0 before the upload has begun."""
+    """Total size of all files (bytes); 0 before the upload."""
 
     attempt: str = ""
-    """The directory that is filled there."""
+    """Directory of the attempt in the object store."""
 
     sent: Mapping[str, int] = field(default_factory=dict)
-    """Files that are there -> their sizes (bytes): for people. A later try looks itself."""
+    """Uploaded files -> their sizes (bytes), for display. Later runs list the object store instead."""
 
     is_remote: bool = False
-    """Whether it was committed there."""
+    """True if the tag was committed in the object store."""
 
     disks: tuple[str, ...] = ()
-    """The disks that have its files, that of rank 0 first; empty in tags of a version that knew of one disk only."""
+    """Ids of the disks with its files, the disk of rank 0 first; empty in tags of a version that supported one disk
+    only.
+    """
 
     def is_complete_on(self, disk: str) -> bool:
-        """Whether one disk has all of its files.
+        """Return True if one disk contains all files.
 
         >>> UploadJournal(address="s3://b/r", disks=("a", "b")).is_complete_on("a")
         False
@@ -51,12 +55,12 @@ class UploadJournal:
         return set(self.disks) <= {disk}
 
     def to_json(self) -> bytes:
-        """The file in which it is kept."""
+        """Return the contents of the journal file."""
         return json.dumps(asdict(self)).encode()
 
     @property
     def percent(self) -> int:
-        """How much of it is there.
+        """Uploaded fraction in percent.
 
         >>> UploadJournal(address="s3://b/r", nbytes=400, sent={"a": 100}).percent
         25
@@ -65,11 +69,12 @@ class UploadJournal:
 
 
 def parse_journal(data: bytes | None, address: str) -> UploadJournal:
-    """Return the journal in a file. Without one (None), no upload was begun. One of an upload to another place says
-    only which disks have the files; members that a later version has added are ignored.
+    """Return the journal in a file. Without a file (None), no upload has started.
+
+    A journal of an upload to another address only provides the disks. Members added by later versions are ignored.
 
     Raises:
-        CorruptCheckpointError: It is damaged. Nothing else says on which disks the files are.
+        CorruptCheckpointError: The journal is corrupt. It is the only record of the disks with the files.
     """
     if data is None:
         return UploadJournal(address=address)
@@ -91,7 +96,7 @@ def parse_journal(data: bytes | None, address: str) -> UploadJournal:
 
 
 def parse_address(data: bytes | None) -> str | None:
-    """Where the tag with this journal goes; None if it does not say so, or there is none."""
+    """Return the upload address in a journal, or None if it is missing."""
     if data is None:
         return None
     try:
@@ -102,17 +107,17 @@ def parse_address(data: bytes | None) -> str | None:
 
 
 def is_same_version(one: TagEntry, other: TagEntry | None) -> bool:
-    """Whether two entries are the same version of a tag."""
+    """Return True if two entries are the same version of a tag."""
     return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
 
 
 def is_another_run(local: Sequence[TagEntry], remote: Sequence[TagEntry], addressed_tags: Iterable[str]) -> bool:
-    """Whether the tags of a directory and those of an object store are of two runs, which an upload would mix.
+    """Return True if a directory and an object store contain tags of different runs, which an upload would mix.
 
     Args:
-        local: The tags in the directory.
-        remote: Those in the object store.
-        addressed_tags: Tags in the directory that were saved to go there.
+        local: Tags in the directory.
+        remote: Tags in the object store.
+        addressed_tags: Tags in the directory that were saved to be uploaded to this object store.
     """
     there = {entry.tag: entry for entry in remote}
     return bool(local and remote) and not (
@@ -121,9 +126,9 @@ def is_another_run(local: Sequence[TagEntry], remote: Sequence[TagEntry], addres
 
 
 def describe_upload_state(entry: TagEntry, there: TagEntry | None) -> str:
-    """What has become of a tag that was uploaded before, where the object store has `there` under its name.
+    """Return the state of a tag that was uploaded before, given the entry with its name in the object store.
 
-    A tag that was deleted there, by retention perhaps, is not uploaded again.
+    A tag that was deleted there, for example by retention, is not uploaded again.
     """
     if is_same_version(entry, there):
         return "was there already"
@@ -131,12 +136,12 @@ def describe_upload_state(entry: TagEntry, there: TagEntry | None) -> str:
 
 
 def make_upload_token(entry: TagEntry) -> str:
-    """What the attempt of this version of a tag is known by in the object store: its name begins so."""
+    """Return the token of a version of a tag, with which the name of its attempt in the object store begins."""
     return compute_text_fingerprint(f"{entry.sequence} {entry.created}")
 
 
 def decide_upload(entry: TagEntry, remote: Iterable[TagEntry]) -> UploadAction:
-    """What is to be done with a tag that is not known to be in the object store, which has the tags `remote`."""
+    """Return the action for a tag that is not known to be in the object store, which contains the tags `remote`."""
     there = next((other for other in remote if other.tag == entry.tag), None)
     if there is None or there.sequence < entry.sequence:
         return "send"
@@ -144,11 +149,13 @@ def decide_upload(entry: TagEntry, remote: Iterable[TagEntry]) -> UploadAction:
 
 
 def order_newest_first(local: Sequence[TagEntry], remote: Sequence[TagEntry]) -> list[tuple[TagEntry, bool]]:
-    """All that a load may read, the best first, and whether it is in the directory: of two that are the same, that one.
+    """Return all tags that a load may read, newest first, with True if the tag is in the directory.
+
+    A local version precedes an equal remote one.
 
     Args:
-        local: The tags in the directory, oldest first.
-        remote: Those in the object store, oldest first.
+        local: Tags in the directory, oldest first.
+        remote: Tags in the object store, oldest first.
     """
     both = [*((entry, False) for entry in reversed(remote)), *((entry, True) for entry in reversed(local))]
     return sorted(both, key=_get_sort_key, reverse=True)
@@ -156,14 +163,16 @@ def order_newest_first(local: Sequence[TagEntry], remote: Sequence[TagEntry]) ->
 
 def _get_sort_key(candidate: tuple[TagEntry, bool]) -> tuple[int, str, bool]:
     entry, is_local = candidate
-    # Two machines may have given one number. Tags of other libraries have none, and keep their order.
+    # Two machines may have assigned the same number. Tags of other libraries have no number, and keep their order.
     return entry.sequence, entry.created if entry.sequence else "", is_local
 
 
 def list_locations(
     local: Sequence[TagEntry], remote: Sequence[TagEntry], journals: Mapping[str, UploadJournal]
 ) -> list[tuple[TagEntry, bool, str]]:
-    """The newest version of each tag, oldest first; whether it is in the directory; and where it is, in words."""
+    """Return the newest version of each tag, oldest first, with True if it is in the directory, and its location as
+    text.
+    """
     there = {entry.tag: entry for entry in remote}
     here = {entry.tag: entry for entry in local}
     listed: dict[str, tuple[TagEntry, bool, str]] = {}

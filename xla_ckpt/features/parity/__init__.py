@@ -1,1 +1,1 @@
-"""Parity: survive damaged blocks and lost files."""
+"""Parity: recover from damaged blocks and lost files."""

@@ -1,8 +1,8 @@
 """Write and verify the parity of a checkpoint: XOR sums over the blocks of its files.
 
-Parity is written when the files are durable. The memory is a few blocks for each thread, whatever the size of the
+Parity is written when the files are durable. Each thread uses the memory of a few blocks, regardless of the size of the
 files. Each file is read once for its parity block, and once more for the stripes, if there are any. In a save of many
-ranks each rank makes a share of the sums (`ParityExchange`).
+ranks each rank computes a share of the sums (`ParityExchange`).
 """
 
 from __future__ import annotations
@@ -45,77 +45,81 @@ from xla_ckpt.tags.entry import MANIFEST_FILE
 from xla_ckpt.tags.root import Root
 
 PARITY_THREADS = 8
-"""Threads that read and add, if the machine has the cores."""
+"""Maximum number of threads that read and add blocks, if the machine has the cores."""
 
 FileSizes = Sequence[tuple[str, int]]
-"""(path, bytes) of each file that the parity covers, in the order of the index."""
+"""(path, size in bytes) of each file covered by the parity, in the order of the index."""
 
 ParityShare = tuple[Sequence[str], tuple[str, str]]
-"""What one rank tells rank 0, as plain JSON: for each file that it read whole, the packed digests of its blocks; and
-those of the parity blocks, and of the stripes, that it wrote."""
+"""Message of a rank to rank 0, as JSON: the packed block digests of each file that it read, and the packed digests
+of the parity blocks and of the stripes that it wrote.
+"""
 
 
 class ReadableFiles(Protocol):
-    """Where files can be read, whatever directory each of them is in."""
+    """A collection of readable files, which may be in different directories."""
 
     def open(self, path: str) -> FileReader:
-        """One of them."""
+        """Open one of the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityInput:
-    """The files of which a parity is made."""
+    """The files from which a parity is computed."""
 
     directory: ReadableFiles
-    """Where they are."""
+    """Source of the files."""
 
     files: FileSizes
-    """Path and size (bytes) of each."""
+    """Path and size (bytes) of each file."""
 
 
 def list_covered_files(manifest: Manifest) -> list[tuple[str, int]]:
-    """The files of a tag that its parity covers: all that the manifest lists."""
+    """Return (path, size in bytes) of the files covered by the parity of a tag: all files in the manifest."""
     return [(file.path, file.size) for file in manifest.files]
 
 
 def read_block(directory: ReadableFiles, path: str, offset: int, target: memoryview, scratch: memoryview) -> int:
-    """Fill `target` from a file, as far as it reaches; how many bytes that was.
+    """Read a block of a file into `target`; return the number of bytes read, which is smaller at the end of the file.
 
     Raises:
-        OSError: There is no such file, or the storage refused.
+        OSError: The file does not exist, or the storage failed.
     """
-    # Not kept open: a tag may have more files than a process may have open.
+    # Not kept open: a tag may have more files than a process can open.
     with contextlib.closing(directory.open(path)) as source:
         return source.read_once(target, offset, scratch)
 
 
 def add_to_sum(total: memoryview, data: memoryview) -> None:
-    """Add bytes to a sum at least as long."""
+    """Add (XOR) bytes to a sum that is at least as long."""
     into = np.frombuffer(total, np.uint8)[: len(data)]
     np.bitwise_xor(into, np.frombuffer(data, np.uint8), out=into)
 
 
 def clear_sum(total: memoryview) -> None:
-    """Make a sum that of nothing."""
+    """Reset a sum to zero."""
     np.frombuffer(total, np.uint8)[:] = 0
 
 
 def write_parity_share(
     source: ParityInput, parity: ParityLevel, rank: int, world: int, io: IoContext, into: Directory
 ) -> ParityShare:
-    """Make and write the sums that are this rank's, durably (their names are not yet: `Directory.sync`).
+    """Compute and write the sums of this rank durably; `Directory.sync` makes the names durable.
 
     Args:
         source: The files.
-        parity: What the tag is to survive.
+        parity: Parity level.
         rank: This rank.
         world: Number of ranks.
-        io: Who does it.
-        into: Where the sums go.
+        io: Threads and metrics.
+        into: Directory for the sums.
+
+    Returns:
+        The digests, to be sent to rank 0.
 
     Raises:
-        StorageError: A file is not as long as it was written.
-        OSError: The storage refused.
+        StorageError: A file is shorter than written.
+        OSError: The storage failed.
     """
     directory, files = source.directory, source.files
     blocks = FileBlocks(tuple(size for _, size in files))
@@ -143,7 +147,7 @@ def write_parity_share(
     with contextlib.ExitStack() as opened:
         for path, size in compute_file_sizes(blocks, placed).items():
             sinks[path] = into.create(path, size)
-            opened.callback(sinks[path].abort)  # a full disk may refuse the next one
+            opened.callback(sinks[path].abort)  # a full disk may fail the next one
         _write_sums(placed, make, sinks, io)
     own_files = split_range(len(files), rank, world)
     stripes = [sum_digests[sum_] for sum_ in placed if sum_[0] == "stripe"]
@@ -175,7 +179,7 @@ def _write_sums(
 
 
 def split_buffer(buffer: memoryview) -> tuple[memoryview, memoryview, memoryview]:
-    """The three blocks of a buffer: for a sum, for what is added, and for the storage's own use."""
+    """Split a buffer into three blocks: the sum, the data to add, and scratch memory for the storage."""
     return (
         buffer[:PARITY_BLOCK_BYTES],
         buffer[PARITY_BLOCK_BYTES : 2 * PARITY_BLOCK_BYTES],
@@ -186,11 +190,11 @@ def split_buffer(buffer: memoryview) -> tuple[memoryview, memoryview, memoryview
 def write_parity_index(
     directory: Directory, files: FileSizes, parity: ParityLevel, manifest: bytes, shares: Sequence[ParityShare]
 ) -> None:
-    """Write what all ranks have found out, and a copy of the manifest, durably.
+    """Write the parity index from the shares of all ranks, and a copy of the manifest, durably.
 
     Raises:
-        FormatError: A share has other digests than its rank was to make.
-        OSError: The storage refused.
+        FormatError: A share has an unexpected number of digests.
+        OSError: The storage failed.
     """
     write_file(directory, MANIFEST_COPY, manifest)
     write_file(directory, PARITY_INDEX, join_shares(files, parity, manifest, shares).dump())
@@ -199,28 +203,29 @@ def write_parity_index(
 def write_whole_parity(
     source: ParityInput, parity: ParityLevel, manifest: bytes, world: int, io: IoContext, into: Directory
 ) -> None:
-    """Make all of the parity in one process, durably, as `world` ranks would deal it out.
+    """Write the parity in one process durably, divided as for `world` ranks.
 
     Args:
         source: The files.
-        parity: What the tag is to survive.
+        parity: Parity level.
         manifest: The manifest as it is stored.
         world: Number of ranks.
-        io: Who does it.
-        into: Where the parity goes.
+        io: Threads and metrics.
+        into: Directory for the parity.
 
     Raises:
-        OSError: The storage refused.
+        StorageError: A file is shorter than its recorded size.
+        OSError: The storage failed.
     """
     shares = [write_parity_share(source, parity, rank, world, io, into) for rank in range(world)]
     write_parity_index(into, source.files, parity, manifest, shares)
 
 
 def join_shares(files: FileSizes, parity: ParityLevel, manifest: bytes, shares: Sequence[ParityShare]) -> ParityIndex:
-    """The index that the shares of all ranks make together.
+    """Combine the shares of all ranks into the parity index.
 
     Raises:
-        FormatError: A share has other digests than its rank was to make.
+        FormatError: A share has an unexpected number of digests.
     """
     blocks, world = FileBlocks(tuple(size for _, size in files)), len(shares)
     listed: list[ParityFile] = []
@@ -248,21 +253,21 @@ def join_shares(files: FileSizes, parity: ParityLevel, manifest: bytes, shares: 
 
 @dataclass(frozen=True, slots=True)
 class ParityExchange:
-    """One rank's part in the parity of a save of many ranks, when every file is durable."""
+    """Parity of a save with many ranks: the steps of one rank once every file is durable."""
 
     exchange: Exchange
     parity: ParityLevel
-    """What the tag is to survive."""
+    """Parity level."""
 
     io: IoContext
-    """Who reads and writes."""
+    """Threads and metrics."""
 
     def run_leader(self, directory: Directory, manifest: Manifest, text: bytes) -> None:
-        """Rank 0's part, which ends with the index. `text` is the manifest as it is stored.
+        """Run the part of rank 0, which writes the index last. `text` is the manifest as it is stored.
 
         Raises:
-            CheckpointError: What another rank met, or that it did not answer.
-            OSError: The storage refused.
+            CheckpointError: Another rank failed or did not respond.
+            OSError: The storage failed.
         """
         exchange, files = self.exchange, list_covered_files(manifest)
         if exchange.size > 1:
@@ -273,15 +278,16 @@ class ParityExchange:
         write_parity_index(directory, files, self.parity, text, [own_share, *other_shares])
 
     def abort(self, problem: CheckpointError) -> None:
-        """Tell the others, if they may wait for rank 0 to begin, that it does not."""
+        """Send an error to ranks that may be waiting for rank 0 to start."""
         if not self.exchange.has_published("parity"):
             self.exchange.publish("parity", error=problem)
 
     def run_follower(self, root: Root, name: str) -> None:
-        """Another rank's part, in the directory of this name. What it meets is told to rank 0, which tells all.
+        """Run the part of another rank, in the directory with this name. Errors are sent to rank 0, which raises them
+        on all ranks.
 
         Raises:
-            CheckpointError: Rank 0 does not begin.
+            CheckpointError: Rank 0 failed or did not start.
         """
         rank = self.exchange.rank
         with self.io.phases.measure("meet"):
@@ -291,7 +297,7 @@ class ParityExchange:
                 own_share = self._write_share(directory, files)
                 directory.sync()
         except Exception as error:
-            # Raised on all ranks, this one included, as rank 0's verdict.
+            # Raised on all ranks, including this one, as the verdict of rank 0.
             self.exchange.publish(f"parity/{rank}", error=as_checkpoint_error(error, "saving", rank))
         else:
             self.exchange.publish(f"parity/{rank}", own_share)
@@ -302,22 +308,22 @@ class ParityExchange:
 
 
 REPAIR_HINT = "The tag has parity: `xla-ckpt verify --repair`, or xla_ckpt.repair, may mend it."
-"""What to do about damage in a tag with parity."""
+"""Hint for damage in a tag with parity."""
 
 
 def has_parity(directory: ReadDirectory) -> bool:
-    """Whether a tag was saved with parity, as far as its files show."""
+    """Return True if the files of a tag show that it was saved with parity."""
     for path in (PARITY_INDEX, MANIFEST_COPY):
         try:
             directory.open(path).close()
         except OSError:
-            continue  # missing, or unreadable: the other one may be there
+            continue  # missing or unreadable; the other file may exist
         return True
     return False
 
 
 def get_parity_status(directory: ReadDirectory, manifest: Manifest) -> str | None:
-    """What a tag survives, in a word; None if it has no parity, and was saved without."""
+    """Return the parity level of a tag, "lost" or "damaged"; None if it was saved without parity."""
     if not has_parity(directory):
         return None if manifest.parity is None else "lost"
     try:
@@ -327,11 +333,11 @@ def get_parity_status(directory: ReadDirectory, manifest: Manifest) -> str | Non
 
 
 def read_parity_index(directory: ReadDirectory, manifest: Manifest) -> ParityIndex:
-    """The index of a tag's parity, compared with its manifest.
+    """Return the parity index of a tag, after checking that it matches the manifest.
 
     Raises:
-        CorruptCheckpointError: It is damaged, missing, or not that of this tag.
-        UnsupportedVersionError: A newer version wrote it.
+        CorruptCheckpointError: The index is corrupt, missing, or belongs to another tag.
+        UnsupportedVersionError: A newer version of this library wrote it.
     """
     try:
         index = parse_parity_index(read_file(directory, PARITY_INDEX))
@@ -356,7 +362,7 @@ def read_parity_index(directory: ReadDirectory, manifest: Manifest) -> ParityInd
 
 
 def locate_sums(index: ParityIndex) -> dict[ParitySum, SumLocation]:
-    """Where all sums of a tag are stored."""
+    """Return the locations of all sums of a tag."""
     blocks = FileBlocks(tuple(file.size for file in index.files))
     sum_places: dict[ParitySum, SumLocation] = {}
     for rank in range(index.writer_count):
@@ -367,7 +373,7 @@ def locate_sums(index: ParityIndex) -> dict[ParitySum, SumLocation]:
 def find_damaged_sums(
     directory: ReadDirectory, index: ParityIndex, *, workers: int = PARITY_THREADS
 ) -> dict[ParitySum, SumLocation]:
-    """The sums that cannot be read, or are not what was saved, and where they should be."""
+    """Return the sums that cannot be read or do not match their digests, with their locations."""
     blocks = FileBlocks(tuple(file.size for file in index.files))
     placed = locate_sums(index)
     digests = dict(zip(blocks.list_sums(index.survives), index.sum_digests, strict=True))
@@ -389,23 +395,24 @@ def find_damaged_sums(
 def read_and_verify(
     directory: ReadDirectory, path: str, offset: int, target: memoryview, scratch: memoryview, expected: int
 ) -> bool:
-    """Whether the bytes of a block are those that were saved; they are in `target` then."""
+    """Read a block into `target`. Return True if it matches the expected digest."""
     try:
         got = read_block(directory, path, offset, target, scratch)
     except OSError:
-        return False  # a file that is missing, or a disk that cannot read it: lost as well
+        return False  # a missing file, or a disk error: the block is lost too
     return got == len(target) and compute_digest(target) == expected
 
 
 def verify_parity(
     directory: ReadDirectory, manifest: Manifest, files: Iterable[str]
 ) -> tuple[list[CheckpointError], frozenset[str]]:
-    """What is wrong with the parity of a tag, and the names of its files. Nothing and none where it was saved without.
+    """Return the errors in the parity of a tag and the names of its files; both are empty if it was saved without
+    parity.
 
     `files` are all files of the tag.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
     of_parity = frozenset(name for name in files if name.startswith(PARITY_FOLDER))
     if not of_parity & {PARITY_INDEX, MANIFEST_COPY}:
@@ -439,7 +446,7 @@ def _make_lost_parity_error(parity: str) -> CorruptCheckpointError:
 
 
 def is_manifest_copy_intact(directory: ReadDirectory, index: ParityIndex) -> bool:
-    """Whether the copy of the manifest is what was saved."""
+    """Return True if the copy of the manifest matches the parity index."""
     try:
         return index.manifest_digest in manifest_json.compute_pin_digests(read_file(directory, MANIFEST_COPY))
     except (CheckpointError, OSError):

@@ -1,8 +1,8 @@
 """Repair a checkpoint with parity: rebuild damaged blocks and replace damaged files.
 
-Everything is decided before anything is changed. Every file is rebuilt in a draft beside the tag, compared with its
-digests, made durable, and only then put in the place of the damaged file, in one step. A repair that is killed leaves
-some files repaired, the others as they were, and a draft that the next save or repair removes.
+The entire repair is planned before anything is changed. Every file is rebuilt in a draft next to the tag, compared with
+its digests, made durable, and only then moved over the damaged file atomically. A repair that is killed leaves some
+files repaired, the others unchanged, and a draft that the next save or repair removes.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from xla_ckpt.tags.root import Root, Transaction, TransactionKind
 logger = get_logger(__name__)
 
 MAX_LISTED_FILES = 20
-"""More files are counted, and not named, in an error about what cannot be repaired."""
+"""Maximum number of files that an error about an impossible repair lists."""
 
 
 class _RepairedDirectory:
-    """The files of a tag, some of which are made anew in a draft."""
+    """The files of a tag, some of which are replaced by rebuilt files in a draft."""
 
     def __init__(self, tag: Directory, draft: Directory, replaced: frozenset[str]) -> None:
         self._tag, self._draft, self._replaced = tag, draft, replaced
@@ -75,40 +75,46 @@ class _RepairedDirectory:
         return self._tag.is_at(name)
 
     def close(self) -> None:
-        """Both directories are somebody else's to close."""
+        """Do nothing: the caller closes both directories."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Damage:
-    """What is wrong with a tag whose index is sound."""
+    """Damage of a tag with an intact parity index."""
 
     manifest: bool
-    """Whether the manifest has to be replaced by its copy."""
+    """True if the manifest must be replaced by its copy."""
 
     files: Mapping[int, set[BlockId]]
-    """Number of each file that is not as it was saved -> its bad blocks; none, if only its length is wrong."""
+    """Index of each damaged file -> its damaged blocks; empty if only its length is wrong."""
 
     sums: Mapping[ParitySum, SumLocation]
-    """Sums that are not as they were saved."""
+    """Damaged sums."""
 
     copy: bool
-    """Whether the copy of the manifest is damaged."""
+    """True if the copy of the manifest is damaged."""
 
     steps: Mapping[BlockId, ParitySum] = field(default_factory=dict)
-    """What gives each bad block back."""
+    """Damaged block -> the sum that recovers it."""
 
 
 def repair_tag(root: Root, tag: str, directory: Directory, *, workers: int = PARITY_THREADS) -> list[str]:
-    """Repair a tag that is open.
+    """Repair an open tag.
+
+    Args:
+        root: Root of the tag.
+        tag: Name of the tag.
+        directory: Directory of the tag.
+        workers: Number of threads.
 
     Returns:
-        The paths of the files that were replaced; none if nothing was damaged.
+        The paths of the replaced files; empty if nothing was damaged.
 
     Raises:
         UsageError: The tag was saved without parity.
-        CorruptCheckpointError: More is lost than the parity gives back; nothing was changed.
-        NotDurableError: It is repaired, and a loss of power may undo that.
-        OSError: The storage refused.
+        CorruptCheckpointError: The parity cannot recover all damage; nothing was changed.
+        NotDurableError: The tag is repaired, but a power loss may undo that.
+        OSError: The storage failed.
     """
     if not has_parity(directory) and not _has_recorded_parity(directory):
         raise UsageError(
@@ -126,18 +132,18 @@ def repair_tag(root: Root, tag: str, directory: Directory, *, workers: int = PAR
 
 
 def _has_recorded_parity(directory: Directory) -> bool:
-    """Whether the manifest says that the tag was saved with parity."""
+    """Return True if the manifest records that the tag was saved with parity."""
     try:
         return manifest_json.parse_manifest(read_file(directory, MANIFEST_FILE)).parity is not None
     except (CheckpointError, OSError):
-        return False  # then nothing says it, and nothing could be done
+        return False  # the level is unknown, and no repair is possible
 
 
 def _read_manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
-    """The manifest, its bytes, and whether they are in their own place and not only in the copy.
+    """Return the manifest, its bytes, and True if the manifest file is intact, or False if the copy was used.
 
     Raises:
-        CorruptCheckpointError: Both are damaged, or the manifest and the parity belong to different saves.
+        CorruptCheckpointError: Both are corrupt, or the manifest and the parity belong to different saves.
     """
     problem: CheckpointError | None = None
     for path in (MANIFEST_FILE, MANIFEST_COPY):
@@ -162,7 +168,7 @@ def _check_same_save(directory: Directory, manifest: bytes) -> None:
     try:
         index = parse_parity_index(read_file(directory, PARITY_INDEX))
     except (CorruptCheckpointError, OSError):
-        return  # found again, and dealt with, by `read_parity_index`
+        return  # `read_parity_index` finds and handles it again
     if index.manifest_digest not in manifest_json.compute_pin_digests(manifest):
         raise CorruptCheckpointError(
             "the parity is not that of this manifest: nothing was changed", file=PARITY_INDEX,
@@ -171,7 +177,11 @@ def _check_same_save(directory: Directory, manifest: bytes) -> None:
 
 
 def _find_damage(directory: Directory, index: ParityIndex, *, manifest_lost: bool, workers: int) -> Damage:
-    """What is wrong, and how it can be mended."""
+    """Find the damage of a tag and plan its repair.
+
+    Raises:
+        CorruptCheckpointError: The parity cannot recover all damage.
+    """
     blocks = FileBlocks(tuple(file.size for file in index.files))
     files: dict[int, set[BlockId]] = {}
 
@@ -206,13 +216,13 @@ def _get_file_size(directory: Directory, path: str) -> int | None:
     try:
         return get_file_size(directory, path)
     except OSError:
-        return None  # missing, or unreadable: it is made anew
+        return None  # missing or unreadable: it is rebuilt
 
 
 def _make_unrepairable_error(
     index: ParityIndex, left: set[BlockId], sums: Mapping[ParitySum, SumLocation]
 ) -> CorruptCheckpointError:
-    """The error about blocks that nothing gives back."""
+    """Return the error for blocks that cannot be recovered."""
     by_file: dict[int, list[int]] = {}
     for file, block in sorted(left):
         by_file.setdefault(file, []).append(block)
@@ -243,10 +253,10 @@ class _TagRepair:
     workers: int
 
     def repair_damage(self, index: ParityIndex, damage: Damage, manifest: Manifest, text: bytes) -> list[str]:
-        """Replace what is damaged; the paths of it.
+        """Replace the damaged files, and return their paths.
 
         Raises:
-            CorruptCheckpointError: The parity was made of bytes that were damaged already; nothing was changed.
+            CorruptCheckpointError: The parity was computed from damaged bytes; nothing was changed.
         """
         replaced = [index.files[number].path for number in damage.files] + ([MANIFEST_FILE] if damage.manifest else [])
         rebuilder = Rebuilder(self.directory, index, damage.steps)
@@ -294,10 +304,11 @@ class _TagRepair:
             return verify_payload(reader, workers=self.workers).problems
 
     def rebuild_parity(self, manifest: Manifest, text: bytes, problem: CorruptCheckpointError) -> list[str]:
-        """Make the parity anew, if all else is as the manifest says: without its index it gives nothing back.
+        """Write new parity if all other files match the manifest: without its index, the parity cannot recover
+        anything.
 
         Raises:
-            CorruptCheckpointError: Something else is damaged, too.
+            CorruptCheckpointError: Other files are damaged too.
         """
         problems = self._find_problems(self.directory, manifest)
         if problems or read_file(self.directory, MANIFEST_FILE) != text:
@@ -321,11 +332,11 @@ class _TagRepair:
 
 
 MAX_CACHED_BLOCKS = 16
-"""Blocks that were worked out and are kept in memory, because others may need them."""
+"""Maximum number of rebuilt blocks kept in memory, because other blocks may need them."""
 
 
 class Rebuilder:
-    """Works out blocks of damaged files from what is left of the tag."""
+    """Rebuilder of damaged blocks from intact blocks and sums."""
 
     def __init__(self, directory: Directory, index: ParityIndex, steps: Mapping[BlockId, ParitySum]) -> None:
         self._directory, self._index, self._steps = directory, index, steps
@@ -335,11 +346,11 @@ class Rebuilder:
         self._cache: dict[BlockId, bytes] = {}
 
     def write_file(self, draft: Directory, number: int, buffer: memoryview) -> None:
-        """Make a file anew in the draft, durably. The buffer is page-aligned, and three blocks long.
+        """Rebuild a file in the draft durably. The buffer must be page-aligned, with a length of three blocks.
 
         Raises:
-            CorruptCheckpointError: What came out is not what was saved: something has changed since it was looked at.
-            OSError: The storage refused.
+            CorruptCheckpointError: The result does not match the digests, because a file has changed since the check.
+            OSError: The storage failed.
         """
         file = self._index.files[number]
         data, other, scratch = (buffer[at * PARITY_BLOCK_BYTES : (at + 1) * PARITY_BLOCK_BYTES] for at in range(3))
@@ -358,7 +369,7 @@ class Rebuilder:
                 raise _make_changed_file_error(file.path, block)
 
     def _fill_block(self, at: BlockId, target: memoryview, other: memoryview, scratch: memoryview) -> None:
-        """Put the right bytes of a block into `target`."""
+        """Write the correct bytes of a block into `target`."""
         file, wanted = self._index.files[at[0]], self._index.files[at[0]].block_digests[at[1]]
         if at not in self._steps:
             if not read_and_verify(self._directory, file.path, at[1] * PARITY_BLOCK_BYTES, target, scratch, wanted):

@@ -1,1 +1,1 @@
-"""Products that are made of committed checkpoints."""
+"""Exports and conversions made from committed checkpoints."""

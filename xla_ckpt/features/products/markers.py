@@ -17,21 +17,22 @@ from xla_ckpt.tags.retention import BestN, EveryNSteps, Retention, TagInfo, find
 logger = get_logger(__name__)
 
 MARKER_FILE = "xla_ckpt.json"
-"""The file by which such a directory is known. It says of which tag it was made."""
+"""File that marks an exported directory and records its tag."""
 
 MAX_MARKER_BYTES = 1 << 16
-"""No more bytes of a mark are read."""
+"""Maximum number of bytes read from a marker."""
 
 
 def write_marker(store: Store, name: str, fact: TagInfo, retention: Retention, get_name: Callable[[str], str]) -> None:
-    """Say in a directory of which tag it was made, and what `retention` will have to know of that tag.
+    """Write the marker of an exported directory, with its tag and the metrics that `retention` needs.
 
-    It is the newest of those whose names are `get_name` of their tags: the number of the tag's commit says nothing
-    where a run has begun anew, or another one has its products here, too.
+    The directory gets a sequence number above the other marked directories, whose names are `get_name` of
+    their tags. The sequence number of the tag is not usable, because a run may have been restarted, or another run may
+    export here too.
 
     Raises:
-        CheckpointError: A number cannot be read.
-        OSError: The storage refused.
+        CheckpointError: A metric cannot be read.
+        OSError: The storage failed.
     """
     metrics = {part.metric: fact.metric(part.metric) for part in retention.parts if isinstance(part, BestN)}
     if any(isinstance(part, EveryNSteps) for part in retention.parts):
@@ -44,17 +45,17 @@ def write_marker(store: Store, name: str, fact: TagInfo, retention: Retention, g
 
 
 def retire_marked(store: Store, get_name: Callable[[str], str], retention: Retention) -> None:
-    """Delete the marked directories that a policy does not keep. `get_name` says how that of a tag is called.
+    """Delete the marked directories that a policy does not keep. `get_name` returns the directory name of a tag.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage failed.
     """
 
     def retire(name: str) -> None:
         if store.object_store is not None:
             store.object_store.remove(name)
         elif store.file_system is not None:
-            # By one rename: nobody is to find a half of it under its name.
+            # With one rename, so that a partially deleted directory never has this name.
             remove_directory(store.file_system, move_to_trash(store.file_system, name))
             clean_root(store.file_system, name)
 
@@ -62,13 +63,13 @@ def retire_marked(store: Store, get_name: Callable[[str], str], retention: Reten
 
 
 def _list_marked(store: Store, get_name: Callable[[str], str]) -> list[TagInfo]:
-    """What the marks say of the directories that have the names of their tags."""
+    """Return the retention inputs of marked directories with the names of their tags."""
     found = ((name, _read_marker(store, name)) for name in store.list_names())
     return [fact for name, fact in found if fact is not None and name == get_name(fact.tag)]
 
 
 def _read_marker(store: Store, name: str) -> TagInfo | None:
-    """What the mark of a directory says; None if there is none."""
+    """Return the retention inputs in a directory's marker, or None if it is missing or corrupt."""
     try:
         about = json.loads(store.read_start(f"{name}/{MARKER_FILE}", MAX_MARKER_BYTES, links=False))
         metrics = {name: value if value is None else float(value) for name, value in about["metrics"].items()}

@@ -1,4 +1,4 @@
-"""Products: exports and conversions that are made of committed checkpoints in the background."""
+"""Products: exports and conversions made from committed checkpoints in the background."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ SAFETENSORS = "safetensors"
 
 
 TAG_PLACEHOLDER = "{tag}"
-"""Stands for the name of the tag in the place of a product."""
+"""Placeholder for the name of the tag in the path of a product."""
 
 
 @check_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """What is made of tags after their commit, in the background on rank 0 (docs/products.md).
+    """An export or conversion of tags that rank 0 makes in the background after their commit (docs/products.md).
 
     Args:
-        to: Where it is made: for layouts with tags, the root directory of the new tag, which has the name of the old
-            one; for others a path with ``{tag}`` in it, such as ``"hf/{tag}"``.
-        layout: What is made: the `to` of `convert`. ``"safetensors"`` is the model alone, as `export_hf` writes it.
-        every_n_steps: Of which tags: those whose step is a multiple of this. It counts steps and not saves: of a run
-            that saves each 100 steps, 200 takes each second tag. The step is found as `EveryNSteps` finds it. A tag
-            without one gets a product, which is logged.
+        to: Target. For layouts with tags, the root directory of the new tag, which has the name of the original; for
+            other layouts, a path that contains ``{tag}``, such as ``"hf/{tag}"``.
+        layout: Layout of the product, the `to` of `convert`. ``"safetensors"`` is the model only, as `export_hf` writes
+            it.
+        every_n_steps: Make a product of tags whose step is a multiple of this. It counts steps and not saves: if a run
+            saves every 100 steps, 200 selects every second tag. The step is determined as in `EveryNSteps`. A tag
+            without a step gets a product, which is logged.
         dtype: For ``"safetensors"``: the element type of floating-point arrays, as in `export_hf`.
         mesh: For other layouts: the topology that the files are for, as in `convert`.
         llama: A `LlamaJob`, as in `convert` and `export_hf`.
-        keep: Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json``
-            then, by which it is known; others are not touched.
+        keep: Retention policy for the products; None keeps all. Not supported for single files. A directory is marked
+            with a file ``xla_ckpt.json``; directories without it are not deleted.
 
     Raises (on construction):
-        UsageError: A field makes no sense, or does not fit the layout. What does not fit the save is refused by that.
+        UsageError: A field is invalid, or does not match the layout. A product that does not match a save is rejected
+            by the save.
 
     Example:
         ``SaveOptions(products=(Product(to="hf/{tag}", every_n_steps=1000, dtype="bfloat16"),))``
@@ -76,7 +78,9 @@ class Product:
         self._check_conversion_arguments()
 
     def _check_place(self, layout: Layout, to: str) -> None:
-        """Refuse a place in which the layout would not put one product of each tag, and `keep` where none is marked."""
+        """Raise a UsageError if `to` does not give each tag its own product, or if `keep` is unsupported for the
+        layout.
+        """
         if layout.tagged and TAG_PLACEHOLDER in to:
             raise UsageError(
                 f"a product in the layout {layout.name} is a tag: to= is its root directory, without {TAG_PLACEHOLDER}",
@@ -98,7 +102,7 @@ class Product:
             )
 
     def _check_conversion_arguments(self) -> None:
-        """Refuse what `export_hf` and `convert` would refuse."""
+        """Raise a UsageError for arguments that `export_hf` or `convert` would reject."""
         from xla_ckpt.conversion.export import parse_floating_dtype
         from xla_ckpt.conversion.llama.job import resolve_llama_job
 
@@ -112,16 +116,18 @@ class Product:
 
 
 def check_products(products: Sequence[Product], tag: str, roots: Sequence[Store], only: Sequence[str] = ()) -> None:
-    """Refuse products that could not be made of a tag, or would be among its own kind, where retention would mix them.
+    """Raise an error for products that cannot be made of a tag, or whose target is inside a root of the tag.
+
+    Inside a root, retention would mix products with tags.
 
     Args:
         products: The products.
-        tag: The tag.
-        roots: Where it is: the root, and with ``local=`` that directory, too.
-        only: What of the model is saved alone; nothing stands for all.
+        tag: Name of the tag.
+        roots: Roots of the tag: the root, and the directory given as ``local=``.
+        only: Parts of the model that are saved; empty for the entire model.
 
     Raises:
-        UsageError: One could not.
+        UsageError: A product is invalid for the tag.
     """
     for product in products:
         layout, to = get_layout(product.layout), normalize_path(product.to).replace(TAG_PLACEHOLDER, tag)
@@ -139,13 +145,14 @@ def check_products(products: Sequence[Product], tag: str, roots: Sequence[Store]
 
 
 def _get_address_prefix(store: Store) -> str:
-    """How the addresses begin of all that is in a root, with links followed."""
+    """Return the prefix of the addresses of all files in a root, with links resolved."""
     return f"{store.resolve_address('').rstrip('/')}/"
 
 
 def make_product_callback(root: Root, tag: str, products: Sequence[Product]) -> Callable[[int], None]:
-    """A function that has the products made of a tag when it is committed, given its number. It never fails: see
-    `BackgroundTasks`.
+    """Return a callback that makes the products of a tag after its commit, given its sequence number.
+
+    The callback raises no errors: see `BackgroundTasks`.
     """
     # The program may change its working directory before the commit.
     products = [replace(product, to=normalize_path(product.to)) for product in products]
@@ -155,9 +162,9 @@ def make_product_callback(root: Root, tag: str, products: Sequence[Product]) -> 
         for product in products:
             if step % product.every_n_steps == 0:
                 directory: Directory | None = None
-                # Whoever makes the product meets the error, and tells it.
+                # making the product raises the error
                 with contextlib.suppress(CheckpointError, OSError):
-                    # Retention leaves the tag alone as long as it is open; in an object store, for some commits.
+                    # Retention keeps an open tag; in an object store, its files stay for some commits.
                     directory = root.open(tag)
                 doing = f"making a product of tag {tag} in {product.to}"
                 BACKGROUND_TASKS.add(doing, partial(_make_product, root, tag, product, directory))
@@ -166,7 +173,7 @@ def make_product_callback(root: Root, tag: str, products: Sequence[Product]) -> 
 
 
 def _find_step(root: Root, tag: str, sequence: int) -> int:
-    """Return the step of a committed tag; 0, of which each number is a divisor, if there is none."""
+    """Return the step of a committed tag, or 0, which is a multiple of every number, if it is unknown."""
     try:
         facts = load_tag_infos(root.store, filter(None, [root.get_entry(tag)]))
         step = next((fact.step for fact in facts if fact.sequence == sequence), None)
@@ -184,10 +191,10 @@ def _find_step(root: Root, tag: str, sequence: int) -> int:
 
 
 def _make_product(root: Root, tag: str, product: Product, directory: Directory | None) -> None:
-    """Make a product, unless it is there, and retire older ones.
+    """Make a product unless it exists, and retire older ones.
 
     Raises:
-        CheckpointError: It could not be made: nothing of it is there. Or older ones could not be deleted.
+        CheckpointError: The product could not be made, and nothing of it remains; or older ones could not be deleted.
     """
     layout, pattern = get_layout(product.layout), str(product.to)
     to = pattern.replace(TAG_PLACEHOLDER, tag)
@@ -212,7 +219,7 @@ def _make_product(root: Root, tag: str, product: Product, directory: Directory |
 
 
 def _convert(path: str, tag: str, product: Product, to: str) -> None:
-    # Only now: who asks for no product waits for none of these modules.
+    # Imported here, so that saves without products do not import these modules.
     from xla_ckpt.conversion.convert import convert
     from xla_ckpt.conversion.export import export_hf
 

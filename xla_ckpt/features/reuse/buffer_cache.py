@@ -1,8 +1,8 @@
 """A cache of XLA buffers that an earlier save has stored, by which unchanged arrays need no digest.
 
-XLA buffers are immutable, so that an array with the same buffer has the same bytes. An entry keeps its buffer alive,
-because another buffer could get its number otherwise. Therefore only arrays that the program does not train are
-cached, one save of each, and the entry is removed together with the array.
+XLA buffers are immutable, so an array with the same buffer has the same bytes. An entry keeps its buffer alive, because
+otherwise another buffer could get its id. Therefore only arrays that the program does not train are cached, from one
+save each, and the entry is removed together with the array.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from xla_ckpt.tags.root import Root
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenParameter:
-    """An array that the program says it does not train, as a save has it."""
+    """A parameter that the program does not train, at the time of a save."""
 
     array: weakref.ref[Any]
     buffer: Hashable | None
-    """Equal to that of another time if it is the same one, which it holds; None where bytes may change in place."""
+    """The buffer, which it keeps alive; equal to itself at another time. None if the bytes can change in place."""
 
     local: LocalArray
-    """Which elements they are."""
+    """Local elements of the array."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedBuffer:
     array: weakref.ref[Any]
-    """Forgets this when the program has let go of the array."""
+    """Weak reference whose callback removes the entry when the program drops the array."""
 
     content: tuple[Hashable, LocalArray, str]
-    """Buffer, elements, leaf path."""
+    """Buffer, local elements, leaf path."""
 
     commit: tuple[str, str, int]
-    """Root, tag, number of the commit."""
+    """Root, tag, sequence number."""
 
 
 _saved: dict[int, _SavedBuffer] = {}
-"""By the number of the array."""
+"""Id of an array -> its entry."""
 
 
 def record_saved_buffers(root: Root, tag: str, sequence: int, parameters: Mapping[str, FrozenParameter]) -> None:
-    """A tag that is committed has these arrays."""
+    """Record that a committed tag contains these arrays."""
     for leaf, its in parameters.items():
         array = its.array()
         if array is None or its.buffer is None:
@@ -56,14 +56,14 @@ def record_saved_buffers(root: Root, tag: str, sequence: int, parameters: Mappin
 
 
 def _forget(number: int, _: object) -> None:
-    """The program has let go of an array: nothing else holds its buffer for longer."""
+    """Remove the entry of an array that the program has dropped, and with it the reference to its buffer."""
     _saved.pop(number, None)
 
 
 def find_unchanged_leaves(
     root: Root, tag: str, sequence: int, parameters: Mapping[str, FrozenParameter]
 ) -> frozenset[str]:
-    """Leaf paths of the arrays of which this tag has the bytes, as it was saved from the same buffers."""
+    """Return the leaf paths of arrays with the same buffers as when this tag was saved."""
     where = (root.path, tag, sequence)
     same = set()
     for leaf, its in parameters.items():
@@ -75,5 +75,5 @@ def find_unchanged_leaves(
 
 
 def clear_saved_buffers() -> None:
-    """Hold no buffers any more."""
+    """Drop all entries and their buffers."""
     _saved.clear()

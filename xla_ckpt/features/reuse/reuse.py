@@ -41,17 +41,17 @@ from xla_ckpt.tags.root import Root
 logger = get_logger(__name__)
 
 REGIONS_PER_TASK = 64
-"""Regions that a thread compares before it asks for more."""
+"""Number of regions per task of a thread."""
 
 
 def find_base_tag(context: SaveContext, newest: TagEntry | None) -> BaseTag | None:
-    """The tag whose files a save may share, if it asks for that and there is one."""
+    """Return the tag whose files a save may reuse, or None if reuse is not requested or there is none."""
     wanted = context.options.share
     if not wanted:
         return None
     entry = newest if wanted is True else context.root.get_entry(wanted)
     if entry is None or entry.damage is not None:
-        level = logging.DEBUG if wanted is True else logging.WARNING  # a first save has nothing to share with
+        level = logging.DEBUG if wanted is True else logging.WARNING  # a first save has nothing to reuse
         missing = "there is no earlier tag" if wanted is True else f"there is no tag {wanted}"
         logger.log(level, "tag %s shares nothing: %s that can be read", context.tag, missing)
         return None
@@ -68,22 +68,22 @@ def reuse_files(
     *,
     verify: bool,
 ) -> SharedPlan:
-    """Have all files of an earlier tag that still hold in the directory of a new one. Without one, nothing is shared.
+    """Link all unchanged files of an earlier tag into the directory of a new one.
 
-    That it is damaged or gone is logged, and no error: then all is written.
+    If the earlier tag is corrupt or missing, a warning is logged and all files are written.
 
     Args:
-        plan: What this process would write if it shared nothing.
-        prepared: What it saves.
+        plan: Save plan of this process without reuse.
+        prepared: State to save.
         base: The earlier tag; None if there is none.
-        root: Where both are.
-        directory: The new tag.
-        io: The threads that compare. Its progress is called for each region, with no bytes.
-        verify: Whether the bytes of a file are compared with their digests before it is shared. Parity that is made of
-            damaged bytes would keep the damage.
+        root: Root of both tags.
+        directory: Directory of the new tag.
+        io: Threads that compare. The progress callback is called with 0 bytes for each region.
+        verify: If True, compare the bytes of a file with their digests before it is reused, because parity computed
+            from damaged bytes would preserve the damage.
 
     Returns:
-        What is left to write, and what is shared.
+        The remaining files to write, and the reused files.
     """
     twins = create_no_matches(plan)
     shared: dict[int, FileRecord] = {}
@@ -97,7 +97,7 @@ def reuse_files(
                 _compare_regions(plan, twins, prepared.snapshot.materialize(), unchanged, reader, io)
                 shared = _link_files(plan, twins, reader, directory, io, verify=verify)
         except (CheckpointError, OSError) as error:
-            io.progress(0)  # if the save was given up, this is where it ends
+            io.progress(0)  # raises if the save was cancelled
             logger.warning("nothing is shared with tag %s: %s", base.tag, error)
     with pause_gc():
         return split_shared(plan, twins, shared, prepared.untrained_parameters)
@@ -105,20 +105,20 @@ def reuse_files(
 
 @dataclass(frozen=True, slots=True)
 class _RegionPairs:
-    """Regions of a planned file, and their twins in a file of the earlier tag."""
+    """Regions of a planned file, and the matching regions in a file of the earlier tag."""
 
     rows: IntArray
-    """The regions of the planned file."""
+    """Indices of the regions in the planned file."""
 
     sources: RegionSourceTable
     known: Sequence[int]
-    """The digests of all blocks of the earlier tag's file."""
+    """Digests of all blocks of the earlier file."""
 
     first: IntArray
-    """The place of the first digest of each twin."""
+    """Index of the first digest of each matching region."""
 
     same: BoolArray
-    """Which regions of the planned file have the bytes of their twins: filled in."""
+    """For each region of the planned file, True if its bytes are equal. Filled in by the comparison."""
 
 
 def _compare_regions(
@@ -129,9 +129,9 @@ def _compare_regions(
     base: TagReader,
     io: IoContext,
 ) -> None:
-    """Find out which regions have the bytes of their twins. What is not in host memory yet counts as changed.
+    """Find the regions whose bytes equal their matches. Regions that are not in host memory yet count as changed.
 
-    `unchanged` are leaf paths of what need not be looked at.
+    `unchanged` contains leaf paths that need no comparison.
     """
     pairs = []
     for file, its in zip(plan.files, twins, strict=True):
@@ -162,18 +162,21 @@ def _compare_regions(
 
 
 def _has_known_digests(data: memoryview, known: Sequence[int], first: int) -> bool:
-    """Whether some bytes have the digests from `first` on. What was trained differs nearly everywhere: one tells it."""
+    """Return True if the bytes have the digests from `first` on.
+
+    The first block is checked first, because it nearly always differs after training.
+    """
     block = compute_block_size(len(data))
     if compute_digest(data[:block]) != known[first]:
         return False
-    blocks = range(count_blocks(len(data)) - 1, 0, -1)  # what is filled up bit by bit differs at its end
+    blocks = range(count_blocks(len(data)) - 1, 0, -1)  # gradually filled buffers differ at the end
     return all(compute_digest(data[b * block : (b + 1) * block]) == known[first + b] for b in blocks)
 
 
 def _link_files(
     plan: SavePlan, twins: Sequence[BaseMatches], base: TagReader, directory: Directory, io: IoContext, *, verify: bool
 ) -> dict[int, FileRecord]:
-    """The files of the earlier tag that are in the new one now, by their index in the earlier one."""
+    """Link files of the earlier tag into the new one, and return their records by index in the earlier tag."""
     tables = {
         number: base.get_digest_table(number) for its in twins for number in np.unique(its.file).tolist() if number >= 0
     }
@@ -182,13 +185,12 @@ def _link_files(
     for file, name in name_shared_files(plan, twins, find_fully_matching_files(twins, counts)).items():
         record = base.manifest.files[file]
         try:
-            base.open_file(file)  # which compares its size
+            base.open_file(file)  # checks its size
             if verify:
                 _check_file(base, file, io)
             directory.link(base.directory, record.path, name)
         except (OSError, CheckpointError) as refused:
-            # Damage, another device, a file system without hard links, a file that is too large for one request, or has
-            # gone.
+            # Corrupt or missing, on another device, without hard links, or too large for one request.
             logger.warning("%s of tag %s is written again, and not shared: %s", record.path, base.tag, refused)
         else:
             shared[file] = replace(record, path=name)
@@ -196,10 +198,10 @@ def _link_files(
 
 
 def _check_file(base: TagReader, file: int, io: IoContext) -> None:
-    """Refuse a file whose bytes do not have their digests.
+    """Raise an error if a file does not match its digests.
 
     Raises:
-        CheckpointError: They do not, or it cannot be read.
+        CheckpointError: The file does not match, or cannot be read.
     """
     readers = IoContext(workers=io.workers, progress=lambda _: io.progress(0))
     problems, _ = verify_files(base, [file], readers)
