@@ -120,7 +120,7 @@ MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 5.0
 
 
 SKIPPED_ERRORS = (CorruptCheckpointError, ChangedTagError, RankFailedError)
-"""Errors of a tag that is skipped: it stays in the directory, and other tags are still uploaded."""
+"""Errors after which this process skips a tag: it stays in the directory, and other tags are still uploaded."""
 
 
 class Uploader:
