@@ -1,8 +1,8 @@
 """Drop-in replacements for calls that PyTorch/XLA scripts already make, implemented with `xla_ckpt`.
 
 - `neuron_compat.nxd` replaces neuronx-distributed: its checkpoint functions, the calls that set up a job, its
-  parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md lists what is the same, what differs, and what is
-  unsupported.
+  parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md lists the supported, different and
+  unsupported features.
 - `neuron_compat.smp` replaces SageMaker model parallel (``smdistributed.modelparallel.torch``).
 - `emulate` makes torch_xla's collectives reach all processes of a torchrun job on CPUs, so that you can test a script
   that was written for many XLA devices. With ``NEURON_COMPAT_EMULATE=1`` in the environment, importing this package

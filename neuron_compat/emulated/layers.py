@@ -97,7 +97,7 @@ def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Set missing sharding attributes of a parameter to those of an unsharded one."""
+    """Set missing sharding attributes of a parameter to their defaults for unsharded ones."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)

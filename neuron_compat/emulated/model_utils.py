@@ -158,7 +158,7 @@ def init_on_device(
 
 @torch.no_grad()
 def reinit_model(model: torch.nn.Module, device: torch.device | str, param_init_fn: ParameterInit) -> None:
-    """Create new parameters on a device, and fill those of each submodule with ``param_init_fn(part, device)``.
+    """Create new parameters on a device, and fill each submodule's parameters with ``param_init_fn(part, device)``.
 
     Raises:
         xla_ckpt.UsageError: The function left some parameters, or buffers on the meta device, unfilled.

@@ -44,7 +44,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
     `gather_output`, the biases are replicated; otherwise they are sharded like the weights.
 
     The gradients of copies are summed over the ranks that hold them, so that copies stay equal and training matches the
-    unsharded layers. Initial weights are equal to those of three `torch.nn.Linear` layers that are created one after
+    unsharded layers. Initial weights equal the weights of three `torch.nn.Linear` layers that are created one after
     the other, for queries, keys and values, after the same seed, for any number of ranks, `kv_size_multiplier` and
     `fuse_qkv`.
 

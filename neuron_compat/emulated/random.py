@@ -99,7 +99,7 @@ class XLARNGStatesTracker:
         """Activate a state within a block. The next block with this name continues from the end of this one.
 
         Raises:
-            xla_ckpt.UsageError: There is no state with this name.
+            xla_ckpt.UsageError: The name is unknown.
         """
         if name not in self.states_:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The neuronx-distributed names: which module defines each supported one, and hints for unsupported ones. Pure.
+"""Names of neuronx-distributed: the module that defines each supported one, and hints for unsupported ones. Pure.
 
 `attach_exports` builds the ``__getattr__`` and ``__dir__`` of a module from `EXPORTS` and `UNSUPPORTED` (names of
 neuronx-distributed 0.18). Names that a module defines itself are not listed. Importing an unsupported module, or

@@ -302,7 +302,7 @@ def resume_from_checkpoint(
 
 
 def _check_config(root: str, name: str, *, partial: bool, load_optimizer: bool, strict: bool) -> None:
-    """Compare the configuration of a partial checkpoint with that of this job, if it is known."""
+    """Compare the configuration of a partial checkpoint with this job's, if it is known."""
     if not partial:
         return
     if not job.is_initialized():
@@ -493,7 +493,7 @@ def _find_newest(root: str) -> str:
 
 
 def compare_config(root: str, name: str, current: Mapping[str, Any], *, refuse: bool) -> None:
-    """Compare the configuration of a checkpoint with that of the job, and report the differences.
+    """Compare the configuration of a checkpoint with the job's, and report the differences.
 
     Differences are warnings, unless `refuse` is True: checkpoints that SMP cannot load are loaded here.
 

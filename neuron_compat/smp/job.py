@@ -4,7 +4,7 @@ SMP's tensor parallelism is inside of data parallelism. With ``pp`` partitions, 
 (reduced data parallel) replicas of those:
 
 ==========  ======================================================  ====================================
-rank        index of                                                size
+rank        index among                                             size
 ==========  ======================================================  ====================================
 `pp_rank`   partitions of the pipeline                              ``pp``
 `tp_rank`   tensor-parallel ranks                                   ``tp``

@@ -201,7 +201,7 @@ def move_to_cpu(value: Any) -> Any:
 def collect_local_masters(optimizer: Any) -> dict[str, Any]:
     """Return the master weights of this rank's partition, group by group, and their names; an empty dict without any.
 
-    With ``shard_optimizer_state``, they are those of this rank's share.
+    With ``shard_optimizer_state``, only this rank's share is included.
     """
     runtime = optimizer._smp
     if runtime.masters is None:
@@ -457,7 +457,7 @@ class _PartDescription:
 
 
 def parse_state_dict(state: Any) -> ParsedStateDict:
-    """Parse a state dict of any of SMP's forms.
+    """Parse a state dict in any form that SMP writes.
 
     Raises:
         SMPInvalidArgumentError: It is not a dict.

@@ -113,8 +113,7 @@ class CheckpointSource:
 
         Raises:
             xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed, except that the weights of
-            the model
-                are already loaded if the master weights are damaged.
+                the model are already loaded if the master weights are damaged.
         """
         known = job.state.model if model is None else model
         plain = None if known is None else known.xla_ckpt_plain

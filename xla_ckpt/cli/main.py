@@ -1,7 +1,7 @@
 """Entry point of ``xla-ckpt``: the argument parsers, the table of commands, and exit codes.
 
-Exit codes: 0, success; 1, a problem (missing tag, corruption, a difference); 2, refused before anything was changed,
-for example because of invalid arguments (`USAGE_ERRORS`); 130, Ctrl-C. docs/command-line.md has the table.
+Exit codes: 0, success; 1, a problem (missing tag, corruption, a difference); 2, an error before anything was changed,
+for example invalid arguments (`USAGE_ERRORS`); 130, Ctrl-C. docs/command-line.md has the table.
 
 Each command imports its dependencies when it runs, and only the called command builds its arguments. Help and ``ls``
 therefore start without loading anything else.

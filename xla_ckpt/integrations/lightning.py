@@ -143,8 +143,8 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         loop = trainer.fit_loop
         states = loop._combined_loader_states_to_load
         # torchdata's loaders have their own generators, which continue in the next epoch. Lightning does not load them
-        # between epochs: a loader of another kind would then treat its position at the end of the last epoch as one in
-        # this.
+        # between epochs: a loader of another kind would then apply its position at the end of the last epoch to
+        # this one.
         if states and all(isinstance(state, Mapping) and state.get(_FINISHED) for state in states):
             loop._combined_loader._load_state_dicts(states)
             loop._combined_loader._state_dicts()  # which creates the iterators that have reached their ends

@@ -278,7 +278,7 @@ class Resumed:
                 weights[name] = value
 
     def fit_optimizers(self, trainer: Any, module: Any) -> None:
-        """Adapt the states of optimizers and schedulers to those of the Trainer, which exist at this point.
+        """Adapt the states of optimizers and schedulers to the Trainer's objects, which exist at this point.
 
         Lightning loads them by position. A state that no hook has replaced is reordered by parameter name if it has the
         same parameters in another order.

@@ -42,7 +42,7 @@ def _agree_on_run_name() -> str:
     """Return a name for this run of the job that is the same on all ranks.
 
     Raises:
-        UsageError: There are other ranks, but no process group or launcher variable from which to derive a common name.
+        UsageError: There are other ranks, but no process group through which to agree on a name.
     """
     drawn = uuid.uuid4().hex
     if dist.is_available() and dist.is_initialized():

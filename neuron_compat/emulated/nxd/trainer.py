@@ -306,7 +306,7 @@ class _InnerAttribute:
 class NxDOptimizer(torch.optim.Optimizer):
     """Optimizer whose steps first average the gradients over the replicas, and clip them.
 
-    A ZeRO-1 optimizer does both itself. State, groups and defaults are those of the inner optimizer.
+    A ZeRO-1 optimizer does both itself. State, groups and defaults belong to the inner optimizer.
 
     Attributes:
         optimizer: The inner optimizer.

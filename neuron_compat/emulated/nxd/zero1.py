@@ -42,8 +42,7 @@ class NeuronZero1Optimizer(ShardFilesMixin, ZeroRedundancyOptimizer):  # type: i
     Raises:
         RuntimeError: `parallel_state` is not initialized.
         xla_ckpt.UsageError: Some parameters are experts, which are not replicated on the data-parallel ranks; or are
-        not on
-            the XLA device.
+            not on the XLA device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

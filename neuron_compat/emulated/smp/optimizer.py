@@ -110,7 +110,7 @@ def assign_shares(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class DistributedMixin(OptimizerStateMixin):
-    """Methods of SMP's optimizers, before those of the optimizer's own class."""
+    """SMP's optimizer methods, which override the methods of the optimizer's own class."""
 
     _smp: OptimizerRuntime
 
@@ -169,7 +169,7 @@ class DistributedMixin(OptimizerStateMixin):
     step.hooked = True  # type: ignore[attr-defined]  # torch would otherwise run the hooks of a step twice
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; with master weights, also those of the model."""
+        """Clear the gradients; with master weights, also the model's gradients."""
         base: Any = super()
         base.zero_grad(*args, **kwargs)
         if self._smp.masters is not None:

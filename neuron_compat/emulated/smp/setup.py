@@ -36,7 +36,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     Args:
         config: SMP configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
             ``ddp``, ``microbatches`` and so on. None reads it from the environment (``SM_HP_MP_PARAMETERS``), if set.
-            Missing degrees default to those of an initialized parallel state, or 1.
+            Missing degrees default to an initialized parallel state's, or 1.
 
     Raises:
         SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel state.
@@ -64,7 +64,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def _fill_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration whose missing degrees are those of an initialized parallel state."""
+    """Return a configuration with missing degrees filled in from an initialized parallel state."""
     if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
         return config
     degrees = {

@@ -44,8 +44,7 @@ class ShardFilesMixin:
 
         Raises:
             xla_ckpt.UsageError: File names do not distinguish all ranks; `num_workers_per_step` is below 1; or
-            `output_dir`
-                is a bucket address.
+                `output_dir` is a bucket address.
             xla_ckpt.StorageError: A file system operation failed. An existing file is unchanged.
             xla_ckpt.RankFailedError: Another rank failed.
         """

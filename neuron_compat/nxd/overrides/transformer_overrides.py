@@ -10,7 +10,7 @@ __getattr__, __dir__ = attach_exports(__name__)
 
 
 def rotate_half(x: torch.Tensor, flash_attn: bool, transpose: bool) -> torch.Tensor:
-    """Swap the two halves of the features, and negate the second half.
+    """Swap the two halves of the features, and negate the former second half.
 
     Features are the last dim, or the second-to-last in inputs that are transposed for flash attention.
     """

@@ -74,8 +74,7 @@ def save(
 
     Raises:
         xla_ckpt.UsageError: File names would not distinguish all ranks (expert or context parallelism); or `output_dir`
-        is
-            a bucket address, where a file cannot be replaced atomically.
+            is a bucket address, where a file cannot be replaced atomically.
         xla_ckpt.StorageError: A file system operation failed. Existing files are unchanged.
         xla_ckpt.UnsupportedStateError: A value cannot be pickled.
         xla_ckpt.RankFailedError: Another rank failed.
@@ -106,8 +105,7 @@ def write_in_turn(write: Callable[[], None] | None, turn: int, error: Exception 
 
     Raises:
         xla_ckpt.RankFailedError: Another rank failed. (This rank's own error, `error` or one raised by `write`, is
-        raised
-            unchanged.)
+            raised unchanged.)
     """
     for now in range(1 + max(sync_ranks(error, "saving", turn))):
         if now == turn and write is not None:
@@ -143,7 +141,7 @@ def load(
         model_or_optimizer: Object with ``load_state_dict``, into which the entry `model_key` is loaded.
         model_key: Name of the entry; None if the checkpoint is the state itself.
         load_xser: True if it was saved with ``save_xser=True``.
-        sharded: False: the file contains full parameters, of which this rank loads its shard, given by their
+        sharded: False: the file contains full parameters, and this rank loads its shards, given by their
             attributes.
         strict: For modules: missing or unexpected names raise an error.
         master_dp_only: As in the save.

@@ -1,4 +1,4 @@
-"""Base class of NxD's checkpoint converters: parses their options and names the `xla-ckpt` command to run."""
+"""Base class of NxD checkpoint converters: parses their options and names the `xla-ckpt` command to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``selftest``: run all checks in a scratch directory, which is removed at the end."""
+"""Command ``selftest``: run all checks in a scratch directory, which is removed at the end."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "torch_xla", "libneuronxla", "libtpu", "jax", "jaxlib", "or
 def describe_environment(store: Store) -> dict[str, str]:
     """Return the machine, the storage, the package versions and the date, as text.
 
-    The only addresses in it are S3 server names that the environment contains.
+    The only address in it is the name of the S3 server in the environment, if one is set.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {

@@ -1,4 +1,4 @@
-"""The site of a root directory, and the HTTP server that serves it to a browser on this machine.
+"""Web site of a root directory, and the HTTP server that serves it to a browser on this machine.
 
 Pages are read through the public functions at each request, so they are always current. The server listens on the
 loopback address only, under a secret URL.
