@@ -103,7 +103,7 @@ def _make_stub(name: str) -> Any:
 class _StubModule(types.ModuleType):
     """Stub module of the Neuron SDK."""
 
-    __path__ = []  # noqa: RUF012  # as the import system has it: modules below it are looked for
+    __path__ = []  # noqa: RUF012  # as in the import system, which then searches for submodules
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> Any:

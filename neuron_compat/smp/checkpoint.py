@@ -235,7 +235,7 @@ def resume_from_checkpoint(
     partial: bool = True,
     strict: bool = True,
     load_optimizer: bool = True,
-    load_sharded_optimizer_state: bool = True,  # noqa: ARG001  # for sharded data parallelism, which is not there
+    load_sharded_optimizer_state: bool = True,  # noqa: ARG001  # for sharded data parallelism, which is unsupported
     translate_function: Callable[[dict[str, Any]], Any] | None = None,
     *,
     strict_partitions: bool = False,

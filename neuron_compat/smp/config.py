@@ -201,7 +201,7 @@ def _validate_value(name: str, value: Any) -> Any:
         value = float(value)
     if entry.value_type is int and type(value) is float and value.is_integer():
         value = int(value)  # such as 5e8, as in YAML
-    kind = type(value)  # mypy would take `value` for an object behind a comparison of its type
+    kind = type(value)  # mypy would narrow `value` to object after a comparison of its type
     if kind is not entry.value_type:
         raise SMPConfigError(
             f"{name} is of another type", expected=entry.value_type.__name__, found=f"{value!r} ({kind.__name__})"

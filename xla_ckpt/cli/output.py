@@ -144,7 +144,7 @@ class _OptionNameFormatter(logging.Formatter):
 @contextlib.contextmanager
 def translate_log_messages() -> Iterator[None]:
     """Print warnings with options within the block. Log handlers of the program are unaffected."""
-    if (handler := logging.lastResort) is None:  # a program took it away: they are not printed
+    if (handler := logging.lastResort) is None:  # removed by the program: warnings are not printed
         yield
         return
     before = handler.formatter

@@ -47,7 +47,7 @@ _FINISHED = "_iterator_finished"
 """Key in the state of torchdata's `StatefulDataLoader` that records the end of its epoch."""
 
 
-class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not looked into
+class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not type-checked
     """Callback that saves a run at the end of each epoch or every N steps, and resumes from the newest tag.
 
     ::
@@ -111,7 +111,7 @@ class CheckpointCallback(Checkpoint):  # type: ignore[misc]  # lightning is not 
         self._resumed: Resumed | None = None
         self._hook: Any = None
 
-    # Resuming, in the order of a Trainer's events.
+    # Hooks for resuming, in the order in which a Trainer calls them.
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Read the newest tag, and pass it to Lightning, which restores it after this hook."""
@@ -350,7 +350,7 @@ def _resharded(states: Sequence[Mapping[str, Any]], _rank: int, world: int) -> M
     return states[0]
 
 
-class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
+class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not type-checked
     """`CheckpointIO` that saves tags for `ModelCheckpoint` and `Trainer.save_checkpoint`, for a single process.
 
     ::

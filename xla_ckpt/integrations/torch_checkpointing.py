@@ -60,7 +60,7 @@ def _agree_on_run_name() -> str:
 
 
 @dataclass
-class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]  # torch_checkpointing is not looked into
+class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]  # torch_checkpointing is not type-checked
     """Factory for `DurableStorage`, used in the process that saves and in its subprocesses.
 
     Raises (on construction):
@@ -77,7 +77,7 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]  # torch_
         return DurableStorage(self)
 
 
-class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  # likewise
+class DurableStorage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]  # not type-checked
     """Local file storage with checksums: files are durable when their streams are closed, and verified on every read.
 
     The rename of ``tmp_<name>`` commits a directory if this run has completely written each file in it.

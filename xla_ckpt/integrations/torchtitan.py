@@ -42,7 +42,7 @@ _SETTINGS = {
 """Arguments named in errors of `xla_ckpt.dcp` -> the manager's settings that set them."""
 
 
-class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  # torchtitan is not looked into
+class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  # torchtitan is not type-checked
     """torchtitan checkpoint manager whose directories are committed atomically and verified.
 
     Each manager can resume from checkpoints of the other. This one also stores the random generators of each rank, and
@@ -58,7 +58,7 @@ class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(checkpointer.CheckpointManager.Config):  # type: ignore[misc]  # likewise
+    class Config(checkpointer.CheckpointManager.Config):  # type: ignore[misc]  # not type-checked
         """torchtitan's checkpoint settings, with additional ones of this manager."""
 
         trust_pickle: bool = False

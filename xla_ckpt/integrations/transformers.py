@@ -36,7 +36,7 @@ _STATE = "trainer_state"
 """Key of the Trainer's state in the `user_content` of a tag."""
 
 
-class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not looked into
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked
     """Callback that saves a `Trainer` run to tags whenever the Trainer would save, and resumes from the newest tag.
 
     ::
@@ -155,7 +155,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if trainer.is_deepspeed_enabled:
             raise UsageError("DeepSpeed keeps the state of the optimizer itself, and saves it itself")
 
-    # The events of a Trainer, in their order.
+    # Hooks, in the order in which a Trainer calls them.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Load the tag that `resume` selected."""

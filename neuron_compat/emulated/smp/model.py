@@ -191,7 +191,7 @@ def split_into_runs(sizes: Sequence[int], count: int) -> list[int]:
 Self = TypeVar("Self", bound="DistributedModelBase")
 
 
-class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[misc]  # SMP's load_state_dict takes more than torch's
+class DistributedModelBase(ModelStateMixin, TransparentModule):  # type: ignore[misc]  # SMP's load_state_dict has more arguments
     """Transparent wrapper whose names, parameters and attributes are those of `module`.
 
     Args:

@@ -89,7 +89,7 @@ def _find_differences(one: ModelParallelConfig, other: ModelParallelConfig) -> d
 def shutdown() -> None:
     """Reset all state, including the parallel state. Process groups exist until the process ends."""
     parallel_state.destroy_model_parallel()
-    job.state.__init__()  # type: ignore[misc]  # other modules hold this object
+    job.state.__init__()  # type: ignore[misc]  # other modules reference this object
 
 
 def init_if_known() -> None:
