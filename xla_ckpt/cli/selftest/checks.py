@@ -24,7 +24,7 @@ from xla_ckpt.storage.helper_process import get_subprocess_env
 from xla_ckpt.storage.resolve import open_store
 
 DEFAULT_SECONDS = 120.0
-"""Longest duration of a selftest (s), unless the storage keeps it waiting."""
+"""Default time limit of a selftest (s), which slow storage can exceed."""
 
 
 @dataclass(frozen=True, slots=True)
