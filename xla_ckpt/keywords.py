@@ -79,7 +79,7 @@ def check_deferred_arguments(
 
 
 def _map_fields(values: Mapping[str, type[Any]]) -> dict[str, tuple[str, type[Any]]]:
-    """Return field name -> (argument name, dataclass of the argument)."""
+    """Map each field name to the name of its argument and the dataclass of that argument."""
     return {field.name: (name, kind) for name, kind in values.items() for field in dataclasses.fields(kind)}
 
 

@@ -349,7 +349,7 @@ def group_by_destination(items: Sequence[ReadItem]) -> ItemsByDestination:
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """A tensor with bytes that were read once, until they are installed."""
+    """A tensor in host memory, filled by one read, that is not installed in the program's state yet."""
 
     value: torch.Tensor
     buffer: DLPackBuffer | None

@@ -32,7 +32,7 @@ class Message:
     """
 
     def to_json(self) -> dict[str, Any]:
-        """Return the message as JSON: field -> value."""
+        """Return the message as a JSON object of its fields."""
         return {field.name: _encode_field(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod

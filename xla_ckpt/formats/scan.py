@@ -176,7 +176,7 @@ class _CrcCheckedSource:
         return self._source.read_once(buffer, offset, scratch)
 
     def _compare(self, start: int, stop: int) -> bool:
-        """Check each storage that overlaps a range once. Return True if there are any."""
+        """Verify the CRC of each storage that overlaps a range, unless it was verified. Return True if any overlaps."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         touched = False
         for number in range(first, bisect_left(self._starts, stop)):

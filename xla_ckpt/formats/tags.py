@@ -206,7 +206,7 @@ def _may_be_foreign(root: Root, name: str) -> bool:
 
 
 def _contains_tags(root: Store, layout: Layout) -> bool:
-    """Return True if a checkpoint of another library contains tags."""
+    """Return True if a directory that `layout` recognizes as one checkpoint is also a root that contains tags."""
     if layout.may_hold_tags:
         return bool(list_all_tags(root))
     # In an object store, a root of this library has already been detected before this call.

@@ -393,7 +393,7 @@ def _list_parts(manifest: Manifest, leaf: str, record: ArrayRecord) -> tuple[Arr
 
 
 def _compute_rank_boxes(text: str | None, leaf: str, record: ArrayRecord) -> Mapping[int, tuple[Box, ...]]:
-    """Return rank of the first pipeline stage -> its boxes of an array; empty if the sharding is not recorded."""
+    """Map each rank of the first pipeline stage to its boxes of an array. Empty if no sharding is recorded."""
     try:
         mesh = Mesh.parse(text or "")
         if text is None or record.spec is None or mesh.size // mesh.pp > MAX_CHECKED_RANKS:

@@ -126,7 +126,7 @@ def collapse_leaves(leaves: Sequence[str]) -> list[str]:
 
 
 def _find_long_lists(members: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Return member -> (parent, number of members) for parents with more than `MAX_SIBLINGS` members."""
+    """Map each member of a parent with more than `MAX_SIBLINGS` members to (parent, number of members)."""
     parents = {leaf: leaf.rpartition("/")[0] for leaf in members}
     lengths = Counter(parents.values())
     return {leaf: (parent, lengths[parent]) for leaf, parent in parents.items() if lengths[parent] > MAX_SIBLINGS}

@@ -56,7 +56,7 @@ def get_array_identity(value: Any, adapters: AdapterRegistry) -> Any:
 
 
 def get_parameter_names(model: Any) -> dict[Any, str]:
-    """Return identity -> name of each array of a model, for its optimizer; the first name of a tied array."""
+    """Map the identity of each array of a model to its name, the first name of a tied array."""
     if model is None:
         return {}
     named: Any = model.named_parameters(remove_duplicate=False) if is_module(model) else model.items()

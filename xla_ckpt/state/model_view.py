@@ -72,7 +72,7 @@ class ModelView(torch.nn.Module):
         return dict(self._entries)
 
     def get_legacy_names(self) -> dict[str, str]:
-        """Return other name -> name in this view, for names that tags of earlier versions may contain."""
+        """Map other names, which tags of earlier versions may contain, to the names in this view."""
         return {}
 
     def get_aliased_entries(self) -> dict[str, Any]:

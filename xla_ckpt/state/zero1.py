@@ -54,7 +54,7 @@ def get_base_optimizers(optimizer: Any) -> list[Any]:
 
 
 def get_parameter_shards(optimizer: Any) -> dict[int, Any]:
-    """Return the identity of each parameter -> its shard, which a wrapped optimizer steps."""
+    """Map each parameter, by `id`, to the shard of it that this rank's wrapped optimizer steps."""
     return {
         id(p): s
         for part in get_zero1_parts(optimizer)

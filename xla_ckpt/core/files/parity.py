@@ -178,7 +178,7 @@ def assign_locations(
 
 
 def compute_file_sizes(blocks: FileBlocks, locations: Mapping[ParitySum, SumLocation]) -> dict[str, int]:
-    """Return path -> bytes of the files that contain sums."""
+    """Map the path of each file that contains sums to its bytes."""
     sizes: dict[str, int] = {}
     for sum_, place in locations.items():
         sizes[place.file] = max(sizes.get(place.file, 0), place.offset + blocks.get_sum_length(sum_))

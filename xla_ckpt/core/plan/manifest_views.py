@@ -74,7 +74,7 @@ def _extract_metadata(manifest: Manifest, prefix: str) -> dict[str, dict[str, An
 
 
 def find_top_modules(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...] | None]]:
-    """Return the leaf path of each top-level module of a stored model -> its array names -> their shapes, if known."""
+    """Map the leaf path of each top-level module of a stored model to its array names and their shapes, if known."""
     modules: dict[str, dict[str, tuple[int, ...] | None]] = {}
     for leaf in (*manifest.arrays, *manifest.aliases, *manifest.unreadable):
         if schema.get_member(leaf) == schema.MODEL:

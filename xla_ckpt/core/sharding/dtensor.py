@@ -36,15 +36,18 @@ class DimShard:
 def compute_local_intervals(size: int, shards: Sequence[DimShard]) -> list[IndexRange]:
     """Return the ranges of a tensor dim that a process holds, in the order of its local tensor. No range is empty.
 
-    `shards` are in the order of the mesh dims. If the factor of a strided shard equals the number of parts that later
-    mesh dims create, it is applied after them (see `find_nesting_order`): FSDP2 splits the shards of tensor
-    parallelism, which differs from splitting in mesh order if sizes do not divide. Any other strided shard is
-    interleaved: the process holds its part of every chunk.
+    `shards` are applied in the order of the mesh dims, with one exception: a strided shard with a `split_factor` equal
+    to the number of parts that later mesh dims create is applied after these dims (see `find_nesting_order`). FSDP2
+    over tensor parallelism does this. The result differs from mesh order if sizes do not divide. Any other strided
+    shard is interleaved: the process holds its part of every chunk.
 
-    FSDP over tensor parallelism: 7 of 13 rows, then the last 3 of 7. A fused projection of three sections:
+    FSDP over tensor parallelism, which takes rows 0 to 6 of 13 first, then the last 3 of these 7:
 
     >>> compute_local_intervals(13, [DimShard(2, 1, split_factor=2), DimShard(2, 0)])
     [(4, 7)]
+
+    A fused projection with three sections:
+
     >>> compute_local_intervals(12, [DimShard(2, 0, split_factor=3)])
     [(0, 2), (4, 6), (8, 10)]
     """

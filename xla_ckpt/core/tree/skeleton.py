@@ -156,7 +156,7 @@ def select_parts(skeleton: Json, part_paths: Iterable[str]) -> dict[str, Json]:
 
 
 def find_arrays(skeleton: Json, path: str) -> dict[str, str]:
-    """Return leaf path -> kind of every array at or below `path`."""
+    """Map the leaf path of every array at or below `path` to its kind."""
     return {leaf: str(part["$array"]) for leaf, part in iterate_leaf_parts(skeleton, path) if is_array(part)}
 
 

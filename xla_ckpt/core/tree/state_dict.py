@@ -104,7 +104,7 @@ def match_parameter_names(
 
 
 def _index_unique_names(names: Iterable[str], wrappers: Set[str]) -> dict[str, str]:
-    """Return name without wrappers -> name, for unique names."""
+    """Map names without wrappers to names, where they are unique."""
     by_bare = sorted((strip_wrappers(name, wrappers), name) for name in names)
     groups = ((bare, [name for _, name in some]) for bare, some in groupby(by_bare, key=operator.itemgetter(0)))
     return {bare: some[0] for bare, some in groups if len(some) == 1}

@@ -240,7 +240,7 @@ class _Parser:
             raise FormatError("it stands for more than its bytes can hold")
 
     def _parse_places(self) -> dict[tuple[str, tuple[int, ...] | None], StorageSpan]:
-        """Return (key, offset of the chunk) -> location; the offset is None for bytes items."""
+        """Map (key, offset of the chunk) to the location. The offset is None for bytes items."""
         stored = self.metadata.get("storage_data")
         if not isinstance(stored, dict):
             raise FormatError("nothing says where the tensors are stored")

@@ -281,7 +281,7 @@ def build_adapter_config(model: Any) -> dict[str, Any]:
 
 
 def _get_model_names(manifest: Manifest) -> dict[str, str]:
-    """Return leaf path -> name of each array of the model."""
+    """Map the leaf path of each array of the model to its name."""
     names = {leaf: paths.unescape(schema.strip_member(leaf)) for leaf in manifest.arrays}
     return {leaf: name for leaf, name in names.items() if schema.get_weight_path(name) == leaf}
 

@@ -304,7 +304,7 @@ class Renaming:
         return (*self.outer_axes, *inner)
 
     def find_aliases(self, rules: Sequence[NameRule]) -> dict[str, str]:
-        """Return further names of a model array -> its name, from rules that differ only in the name."""
+        """Map further names of a model array to its name, from rules that differ only in the name."""
         if self.rule.numbered_axes:
             return {}
         others = [r for r in rules if r.path == self.rule.path and r.name != self.rule.name]

@@ -169,10 +169,13 @@ class DecodedArray:
         return wanted
 
     def _start_decoding(self, row: int, low: int, into: npt.NDArray[np.uint8]) -> tuple[Any, Callable[[Any], object]]:
-        """Start decoding bytes of a chunk from byte `low` on. Return the future, and a function that copies its result.
+        """Start to decode the bytes of a chunk from byte `low` into `into`.
 
-        tensorstore reads boxes. The box is cut along the first dim with more than one element. If it contains exactly
-        these bytes, they are decoded in place.
+        tensorstore can only read boxes, so this reads the fewest slices along the first dim longer than 1 that cover
+        the bytes. If they are exactly that box, and `into` is aligned, it decodes into `into` directly.
+
+        Returns:
+            A future, and a function that copies its result into `into`.
         """
         start, stop = self._start[row].tolist(), self._stop[row].tolist()
         dim = next((d for d, (a, b) in enumerate(zip(start, stop, strict=True)) if b - a > 1), None)
@@ -208,7 +211,7 @@ class DecodedArray:
         return elements.view(np.uint8)[low - first * itemsize : high - first * itemsize]
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        """Read as `read_into` does: tensorstore allocates its own memory."""
+        """Same as `read_into`. `scratch` is unused, because tensorstore allocates its own memory."""
         return self.read_into(buffer, offset)
 
     def close(self) -> None:

@@ -202,10 +202,12 @@ def find_set_parts(prefix: str) -> dict[PartNumbers, SetPart]:
 
 
 def exclude_other_saves(directory: Directory, tag: SmpTag) -> SmpTag:
-    """Exclude the files of other saves from a set (see `select_one_save`). A directory is returned unchanged.
+    """Return the tag without the files of other saves (see `select_one_save`).
+
+    Only a tag that is a set of files can contain such files. A tag that is a directory is returned unchanged.
 
     Raises:
-        CorruptCheckpointError: It is from several saves.
+        CorruptCheckpointError: The files are from several saves.
     """
     files = tag.sets.get("")
     if files is None or len(files.by_pattern) != 1:
