@@ -77,11 +77,12 @@ test-servers: $(SERVERS)/.ready ## s3:// against other servers than moto: minist
 test-versions: $(READY) ## some tests with the oldest and the newest dependencies, on Python 3.12 and 3.13. LEG="name ..."
 	$(BIN)/python -m tests.versions $(LEG:%=--leg %)
 
-check: $(READY) ## lint, types, architecture
+check: $(READY) ## lint, types, architecture, English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_english.py
 
 bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 40 quiet minutes; writes docs/measured/performance.md
 	$(BIN)/python -m benchmarks.peers --write
